@@ -20,6 +20,7 @@ from safepoints import make_plan, seconds
 from backfill.core.config import EngineConfig
 from backfill.core.plan import StepPlan
 from backfill.execution.create import create_torch_executor
+from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.resolve import resolve_model
 
@@ -37,7 +38,7 @@ def main() -> None:
     restart_in_engine_environment()
     folder = str(resolve_model(args.model))
     one = create_torch_executor(EngineConfig(model_dir=folder, device=args.device, kv_gib=args.kv_gib))
-    two = TorchExecutor(one._model, one._kv_pool, one.info, num_micro_batches=2)
+    two = TorchExecutor(one._model, one._kv_pool, one.info, MicroBatchStreams(one._kv_pool.device, 2))
     print(f"{one.info.device}, {one.info.dtype}, {args.decodes} decodes and a chunk of {args.chunk} tokens")
     print(f"{'context':>8} {'one, ms':>9} {'two, ms':>9} {'gain':>6}")
     table = []

@@ -1,13 +1,14 @@
 """Whether the interval of ``--offload-interval auto`` holds its objective, and the next smaller does not.
 
-A decode step without offloading is timed first; objectives are multiples of it. For each the interval is
-chosen from the performance record as a server does, and decodes of the recorded load run with it and with the
-next smaller one, each in a process of its own, over a link that is held to a bandwidth. Reported are P50 and
-P99 of the steps over the objective, and stalls: waiting for weights, of it what makes a step exceed its
-objective, over the steps' time.
+A decode step without offloading is timed first; objectives are multiples of it. The performance record is
+measured, quickly as a start does or thoroughly. For each objective the interval is chosen from it as a server
+does, and decodes run with it and with the next smaller one, each in a process of its own, over a link that is
+held to a bandwidth. Reported are P50 and P99 of the steps over the objective, what the record predicted that
+few exceed, and stalls: waiting for weights, of it what makes a step exceed its objective, over the steps'
+time. Beside them is the P99 without offloading: what the machine is late by in any case.
 
 Usage: offload_objectives.py [--objectives 1.5,2,3,5] [--batch 16] [--context 128] [--steps 300]
-[--gib-per-s 1]. The last line is a JSON object.
+[--gib-per-s 1] [--record quick|full|saved] [--choose-only]. The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.request import Request, RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.engine.engine import Engine
-from backfill.engine.interval_choice import with_chosen_interval
+from backfill.engine.interval_choice import on_bus, with_chosen_interval
+from backfill.execution.analyzer import analyze, load_or_measure_record, record_path
 from backfill.execution.bus import open_bus
 from backfill.execution.create import create_torch_executor
 from backfill.models.resolve import resolve_model
+from backfill.offloading.loads import FULL_LOADS, QUICK_LOADS
 
 _NO_OBJECTIVE_S = 1e3
 _NUM_WARM = 20  # steps until transfers have a rhythm
@@ -77,8 +80,30 @@ def decode(options: argparse.Namespace) -> dict[str, Any]:
     return {"steps_s": [each for each, _ in steps], "stalls_s": [each for _, each in steps]}
 
 
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Replaces the record by one of this moment."""
+    config = config_of(options, "auto")
+    record = analyze(config, FULL_LOADS if options.record == "full" else QUICK_LOADS).record
+    record.save(record_path(record.key))
+    return {
+        "transfer_s": record.transfer_s,
+        "transfer_runs_s": record.transfer_runs_s,
+        "delays_s": record.delays_s,
+        "others_share": record.others_share,
+    }
+
+
 def choose(options: argparse.Namespace) -> dict[str, Any]:
-    return {"interval": with_chosen_interval(config_of(options, "auto", options.objective_s)).offload_every}
+    """The interval, and the steps that few exceed with it and the next smaller one, by the record."""
+    config = config_of(options, "auto", options.objective_s)
+    interval = with_chosen_interval(config).offload_every
+    record = on_bus(load_or_measure_record(config), config)
+    load = record.find("decode", options.batch, options.context + options.steps)
+    predicted = {}
+    for each in (interval, (interval or 1) - 1, None):
+        if load is not None and each != 0:
+            predicted[str(each)] = record.step_s(load, each)
+    return {"interval": interval, "predicted_s": predicted}
 
 
 def child(job: str, **fields: Any) -> dict[str, Any]:
@@ -116,32 +141,56 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--kv-gib", type=float, default=0.5)
     parser.add_argument("--gib-per-s", type=float, default=1.0, help="bandwidth of transfers")
-    parser.add_argument("--child", choices=("decode", "choose"), help=argparse.SUPPRESS)
+    parser.add_argument("--record", choices=("quick", "full", "saved"), default="quick")
+    parser.add_argument("--choose-only", action="store_true", help="run no steps with the chosen intervals")
+    parser.add_argument("--child", choices=("decode", "choose", "measure"), help=argparse.SUPPRESS)
     parser.add_argument("--interval", default="none", help=argparse.SUPPRESS)
     parser.add_argument("--objective_s", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     restart_in_engine_environment()
     if options.child:
-        print(json.dumps(decode(options) if options.child == "decode" else choose(options)))
+        print(json.dumps({"decode": decode, "choose": choose, "measure": measure}[options.child](options)))
         return
-    alone_s = statistics.median(child("decode")["steps_s"])
-    print(f"a step without offloading: {1e3 * alone_s:.1f} ms; steps below are in parts of the objective")
+    alone = child("decode")["steps_s"]
+    alone_s = statistics.median(alone)
+    print(
+        f"a step without offloading: {1e3 * alone_s:.1f} ms, P99 {1e3 * percentile(alone, 0.99):.1f}; steps "
+        "below are in parts of the objective"
+    )
+    record = {} if options.record == "saved" else child("measure")
+    if record:
+        delays = ", ".join(f"{1e3 * each:.1f}" for each in record["delays_s"])
+        print(
+            f"{options.record} record: 99 % of transfers within {1e3 * record['transfer_s']:.1f} ms; delays "
+            f"of {delays} ms in 1, 2, 4 ... ms; others used {record['others_share']:.0%} of the processors",
+            flush=True,
+        )
     results = []
     for times in map(float, options.objectives.split(",")):
         objective_s = times * alone_s
-        interval = child("choose", objective_s=objective_s)["interval"]
-        result: dict[str, Any] = {"objective_s": objective_s, "interval": interval, "runs": {}}
-        for each in () if interval is None else (interval, interval - 1):
+        chosen = child("choose", objective_s=objective_s)
+        interval = chosen["interval"]
+        result: dict[str, Any] = {"objective_s": objective_s, **chosen, "runs": {}}
+        for each in () if interval is None or options.choose_only else (interval, interval - 1):
             if each:
                 result["runs"][each] = summary(child("decode", interval=each), objective_s)
         results.append(result)
-        print(f"objective {1e3 * objective_s:.1f} ms: interval {interval or 'none'}")
+        predicted = ", ".join(
+            f"{each} {seconds / objective_s:.3f}" for each, seconds in chosen["predicted_s"].items()
+        )
+        late = percentile(alone, 0.99) / objective_s
+        print(
+            f"objective {1e3 * objective_s:.1f} ms: interval {interval or 'none'}; by the record few exceed: "
+            f"{predicted}; without offloading P99 {late:.3f}",
+            flush=True,
+        )
         for each, figures in result["runs"].items():
             print(
                 f"  {each:>2}: P50 {figures['p50']:.3f}, P99 {figures['p99']:.3f}; of the time "
                 f"{figures['stalls']:.1%} are stalls, {figures['excess_stalls']:.2%} beyond the objective"
             )
-    print(json.dumps({"benchmark": "offload_objectives", **vars(options), "results": results}))
+    figures = {"alone_s": alone_s, "alone_p99_s": percentile(alone, 0.99), "of_record": record}
+    print(json.dumps({"benchmark": "offload_objectives", **vars(options), **figures, "results": results}))
 
 
 if __name__ == "__main__":

@@ -227,8 +227,10 @@ class TwoTierExecutor(ScriptedExecutor):
         self._hashes: dict[RequestId, list[int]] = {}  # what each request's slots must hold
         self.namespaces: dict[RequestId, str] = {}
         self.is_pipelined = False  # then a step without slices need not wait for copies
+        self._lost: set[RequestId] = set()  # in a step that failed, and not released since
 
     def run(self, plan: StepPlan) -> StepOutcome:
+        self._lost.difference_update(plan.released)
         for admitted in plan.admitted:
             root = hash(self.namespaces.get(admitted.request_id, ""))
             hashes = itertools.accumulate(admitted.prompt_token_ids, _next_hash, initial=root)
@@ -240,15 +242,21 @@ class TwoTierExecutor(ScriptedExecutor):
         reading = self._slots_in_flight(to_host=True)
         writing = self._slots_in_flight(to_host=False)
         for scheduled in plan.slices:
-            self._check(scheduled, reading, writing)
+            if scheduled.request_id not in self._lost:
+                self._check(scheduled, reading, writing)
         if not (isinstance(plan.work, Resume) or plan.work.keeps_suspended):
             self._suspended = {}
         stopped, layers_done = self._stopped(plan)
-        if plan.slices and self._rng.random() < self._fails:
+        is_unknown = any(
+            each.request_id not in self.num_tokens for each in plan.slices if each.request_id in self._lost
+        )
+        if plan.slices and (is_unknown or self._rng.random() < self._fails):
             self.fail_at_step = plan.step
             self.num_admitted_by_failure = self._rng.randint(0, len(plan.admitted))
         for scheduled in plan.slices:
-            is_undefined = scheduled.request_id in stopped or self.fail_at_step == plan.step
+            if self.fail_at_step == plan.step:
+                self._lost.add(scheduled.request_id)
+            is_undefined = scheduled.request_id in stopped or scheduled.request_id in self._lost
             self._write(scheduled, is_undefined)
         outcome = self._sample(plan, stopped)
         for sampled in outcome.sampled:
@@ -408,8 +416,12 @@ class TwoTierExecutor(ScriptedExecutor):
 class InFlightExecutor(PipelinedExecutor):
     """A TwoTierExecutor with several steps in flight: each runs at some time until it is collected.
 
-    A plan fails that a pipeline could not run: one with a request in flight, one that waits for copies beside
-    another step, and one that drops what a step in flight may suspend.
+    A plan fails that a pipeline could not run: one with a request in flight, unless it is the next chunk of
+    its prompt, one that waits for copies beside another step, and one that drops what a step in flight may
+    suspend.
+
+    Attributes:
+        num_followed: chunks that were submitted while the one before was in flight.
     """
 
     def __init__(self, executor: TwoTierExecutor, rng: random.Random) -> None:
@@ -417,14 +429,22 @@ class InFlightExecutor(PipelinedExecutor):
         self.executor = executor
         executor.is_pipelined = True
         self._rng = rng
+        self.num_followed = 0
         self._submitted: deque[StepPlan] = deque()  # and not collected
         self._done: deque[StepOutcome | Exception] = deque()  # of the first of them
 
     def submit(self, plan: StepPlan) -> None:
-        in_flight = [scheduled.request_id for each in self._submitted for scheduled in each.slices]
         assert len(self._submitted) < self.info.max_steps_in_flight, "too many steps are in flight"
-        assert not {scheduled.request_id for scheduled in plan.slices}.intersection(in_flight)
-        assert not set(plan.released).intersection(in_flight), "a request in flight is released"
+        last = {
+            scheduled.request_id: (scheduled, each) for each in self._submitted for scheduled in each.slices
+        }
+        for scheduled in plan.slices:
+            if scheduled.request_id in last:
+                before, earlier = last[scheduled.request_id]
+                assert not before.samples and scheduled.start == before.start + before.num_tokens
+                assert not (before.preemptible and earlier.safepoints), "it may be stopped"
+                self.num_followed += 1
+        assert not last.keys() & set(plan.released), "a request in flight is released"
         if self._submitted:
             assert not isinstance(plan.work, WaitForCopies), "it would wait for the step before it"
             assert not plan.moves and plan.memory is None

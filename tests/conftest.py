@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -32,6 +33,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("repeatable")
+
+# Likewise the next run finds the modules of tests, which pytest takes longer to compile than to import.
+sys.dont_write_bytecode = False
 
 if not torch.cuda.is_available():
     # Triton decides whether its kernels are interpreted when it is first imported, by whatever library.

@@ -136,6 +136,11 @@ PARSED = {
     "backfill serve --offload-interval 2 --device-memory 0.5": "as above",
     "backfill serve --offload-interval 8 --min-offload-interval 2": "as above",
     "backfill serve --offload-interval auto --tpot-slo 0.2": "as above",
+    "backfill serve --offload-interval auto --min-offload-interval 1": "tests/engine/test_interval_choice.py",
+    "backfill serve --tensor-parallel-size 2 --offload-interval 4": (
+        "tests/parallel/test_process_tokens.py runs ranks so"
+    ),
+    "backfill serve --pipeline-parallel-size 2 --offload-interval 3": "as above",
     "backfill serve --tensor-parallel-size 3": "tests/api/test_ranks.py serves a small model so",
     "backfill serve --pipeline-parallel-size 2": "as above",
     "backfill run-batch -i questions.jsonl -o answers.jsonl --pipeline-parallel-size 2": "as above",

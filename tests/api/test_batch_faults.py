@@ -16,7 +16,7 @@ import httpx
 from tests.api.batch_inputs import as_jsonl, check_accounts, completion_line, submit, wait_ended
 from tests.api.servers import RunningServer, launch_small, small_server, wait_until
 
-NUM_LINES = 60
+NUM_LINES = 40
 # The engine, the server, and the server while it resumes.
 VICTIMS = ("engine", "server", "starting server")
 # Two lines at a time with many steps each, so that the batch takes long.
@@ -35,7 +35,7 @@ def test_no_line_is_lost_or_answered_twice(small_model: Path, tmp_path: Path) ->
         server.wait_ready()
         batch_id = submit(server.client(), content, "/v1/completions").id
         for victim, after in zip(
-            VICTIMS, sorted(rng.sample(range(NUM_LINES // 2), len(VICTIMS))), strict=True
+            VICTIMS, sorted(rng.sample(range(NUM_LINES // 3), len(VICTIMS))), strict=True
         ):
             if victim == "starting server":
                 time.sleep(rng.uniform(0.0, 1.5))
@@ -59,14 +59,14 @@ def test_no_line_is_lost_or_answered_twice(small_model: Path, tmp_path: Path) ->
 
 
 def test_an_engine_that_is_killed_again_and_again_costs_no_line(small_model: Path, tmp_path: Path) -> None:
-    num_lines = 150
+    num_lines = 60
     custom_ids = [f"line-{number}" for number in range(num_lines)]
     content = as_jsonl(
         completion_line(custom_id, [5, 6, 7 + number], max_tokens=80, ignore_eos=True)
         for number, custom_id in enumerate(custom_ids)
     )
     # All lines are in the engine at once, most of them waiting.
-    with small_server(small_model, "--max-num-seqs", "75", data_dir=tmp_path) as server:
+    with small_server(small_model, "--max-num-seqs", "30", data_dir=tmp_path) as server:
         batch_id = submit(server.client(), content, "/v1/completions").id
         for num_kills in range(1, 3):
             server.wait_ready()

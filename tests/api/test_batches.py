@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
+from openai.types import Batch
 
 from tests.api.batch_inputs import (
     as_jsonl,
@@ -338,12 +340,23 @@ def test_a_second_server_on_the_data_folder_is_refused(server: RunningServer) ->
     assert server.http.get("/health").status_code == 200
 
 
-def test_shutdown_leaves_unfinished_lines_for_the_next_start(small_model: Path, tmp_path: Path) -> None:
-    lengths = [1, *[400] * 11]
+def test_a_batch_sent_while_the_model_loads_is_cut_by_a_shutdown_and_ends_after_the_next_start(
+    small_model: Path, tmp_path: Path
+) -> None:
+    lengths = [1, *[200] * 11]
     lines = [chat_line(f"line-{n}", max_tokens=each, ignore_eos=True) for n, each in enumerate(lengths)]
     few = ("--max-num-seqs", "4")
-    with small_server(small_model, *few, data_dir=tmp_path) as server:
-        batch = submit(server.client(), as_jsonl(lines))
+    with ending(launch_small(small_model, *few, data_dir=tmp_path)) as server:
+        submitted: list[Batch] = []
+
+        def is_submitted() -> bool:
+            with suppress(openai.APIConnectionError, httpx.TransportError):
+                submitted.append(submit(server.client(), as_jsonl(lines)))
+            return bool(submitted)
+
+        wait_until(is_submitted, "the server to listen")
+        (batch,) = submitted
+        server.wait_ready()
         wait_until(lambda: server.metric("backfill:batch_lines_total", outcome="completed") > 0, "a line")
         with server.paused_engine():
             server.process.send_signal(signal.SIGTERM)
@@ -355,14 +368,6 @@ def test_shutdown_leaves_unfinished_lines_for_the_next_start(small_model: Path, 
         ended = wait_ended(server.client(), batch.id)
         assert ended.status == "completed"
         check_accounts(server.client(), ended, [line["custom_id"] for line in lines])
-
-
-def test_without_the_batch_api_its_routes_do_not_exist(small_model: Path, tmp_path: Path) -> None:
-    with small_server(small_model, "--no-batch-api", data_dir=tmp_path) as server:
-        for path in ("/v1/files", "/v1/batches"):
-            assert server.http.get(path).status_code == 404
-        assert "batch_jobs" not in server.http.get("/metrics").text
-        assert not (tmp_path / "server.lock").exists()
 
 
 @pytest.mark.parametrize(
@@ -382,19 +387,3 @@ def test_batch_options_out_of_range_are_named(
 ) -> None:
     result = run_cli_here("serve", "--port", "0", *arguments, "--data-dir", str(tmp_path))
     assert_refused(result, part)
-
-
-def test_files_and_batches_are_there_while_the_model_loads(small_model: Path, tmp_path: Path) -> None:
-    with ending(launch_small(small_model, data_dir=tmp_path)) as server:
-
-        def submitted() -> bool:
-            try:
-                submit(server.client(), as_jsonl([chat_line("early")]))
-            except (openai.APIConnectionError, httpx.TransportError):
-                return False
-            return True
-
-        wait_until(submitted, "the server to listen")
-        server.wait_ready()
-        (batch,) = server.client().batches.list().data
-        assert wait_ended(server.client(), batch.id).status == "completed"

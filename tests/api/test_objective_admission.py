@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,18 @@ def test_without_a_cost_model_nothing_is_refused(default_model: Path) -> None:
     with in_process_server(default_model) as server:
         assert server.state.online_load is None
         assert ask(server, slo={"tpot": 1e-6, "ttft": 1e-6})[0] == 200
+
+
+def test_a_tpot_objective_that_others_on_the_bus_leave_no_room_for_is_refused() -> None:
+    load = loaded()
+    load.bus_least_step_s = 0.08
+    check(load, tpot_s=0.0801)
+    refused = refusal(load, tpot_s=0.0799)
+    assert str(refused) == (
+        "TPOT objective: asked 0.0799 s, with any offloading interval that fits the device, the engines on "
+        f"its bus leave 0.08 s. Please ask for that, or retry in {refused.retry_after_s} s."
+    )
+    assert refused.may_retry
+    load.bus_least_step_s = math.inf
+    assert "leave 0.15 s" in str(refusal(load, tpot_s=0.1)), "the server's own is always offered"
+    check(load)

@@ -1,15 +1,17 @@
-"""A server whose weights do not fit its device memory answers as one that has them all."""
+"""A server whose weights do not fit its device memory answers as one that has them all.
+
+What it refuses: tests/cli/test_serve.py.
+"""
 
 from __future__ import annotations
 
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from backfill.offloading.record import PerformanceRecord
-from tests.api.servers import RunningServer, serve_command, small_server, wait_until
+from tests.api.servers import RunningServer, small_server, wait_until
 
 PROMPTS = [list(range(100 + 7 * index, 160 + 9 * index)) for index in range(6)]
 
@@ -60,27 +62,3 @@ def test_tokens_and_metrics_of_a_server_with_offloaded_layers(
     assert rest == 0
     assert num_transfers >= 4 * 24
     assert metrics["offload_stall_seconds_total"] > 0.0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ("--offload-interval", "0"),
-            "--offload-interval must be none, auto or a whole number of at least 1",
-        ),
-        (
-            ("--offload-interval", "5"),
-            "--offload-interval must be none, auto or at most 4, the model's layers, got 5",
-        ),
-        (("--device-memory", "0"), "--device-memory must be a finite number above 0"),
-        (("--device-memory", "0.01"), "--device-memory 0.010 GiB is too small with --offload-interval none"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_what_is_allowed(
-    small_model: Path, tmp_path: Path, options: tuple[str, ...], message: str
-) -> None:
-    command = [*serve_command(str(small_model), "--data-dir", str(tmp_path)), *options]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    assert ended.returncode != 0
-    assert message in " ".join((ended.stdout + ended.stderr).split())

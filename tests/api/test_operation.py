@@ -83,8 +83,11 @@ def test_a_client_that_disconnects_has_its_request_aborted(server: RunningServer
     assert server.metric("backfill:request_success_total", finished_reason="abort") == aborted + 2
 
 
-def test_a_reader_that_stops_releases_its_reservation_when_the_engine_is_done(server: RunningServer) -> None:
+def test_a_reader_that_stops_releases_its_reservation_when_the_engine_is_done(
+    float32_server: RunningServer,
+) -> None:
     """Its response is megabytes larger than the socket buffers, and waits in the server."""
+    server = float32_server
     body = {"prompt": "a", "max_tokens": 100, "n": 16, "logprobs": 20, "ignore_eos": True, "stream": True}
 
     def num_steps() -> float:
@@ -126,30 +129,31 @@ def test_keys_are_required(small_model: Path, tmp_path: Path) -> None:
         assert "sekret" not in "".join(server.output)
 
 
-def test_a_full_queue_answers_429_with_retry_after(small_model: Path, tmp_path: Path) -> None:
-    limits = ("--max-num-seqs", "1", "--max-queued-requests", "1")
-    with small_server(small_model, *limits, data_dir=tmp_path) as server:
-        with ThreadPoolExecutor(2) as pool, server.paused_engine():
-            for _ in range(2):
-                pool.submit(server.http.post, "/v1/completions", json={**LONG, "max_tokens": 500})
-            wait_until(lambda: server.http.get("/load").json()["server_load"] == 2, "a full queue")
-            response = server.http.post("/v1/completions", json={"prompt": "hi"})
-            assert response.status_code == 429
-            assert 1 <= int(response.headers["retry-after"]) <= 120
-            assert response.json()["error"]["code"] == "rate_limit_exceeded"
-            too_many = server.http.post("/v1/completions", json={"prompt": "hi", "n": 3})
-            assert too_many.status_code == 400, "no retry would help"
-        assert server.metric("backfill:admission_rejections_total", reason="queue_full") == 1
-        # The official client retries on its own and succeeds.
-        answer = server.client(max_retries=5).completions.create(model=MODEL, prompt="hi", max_tokens=1)
-        assert answer.usage is not None
-
-
 @pytest.fixture(scope="module")
 def own_server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server of this module, for tests that kill its engine and wait for the next."""
-    with small_server(small_model, data_dir=tmp_path_factory.mktemp("data")) as server:
+    """A server of this module with room for four requests, whose engine tests may kill."""
+    limits = ("--max-num-seqs", "2", "--max-queued-requests", "2")
+    with small_server(small_model, *limits, data_dir=tmp_path_factory.mktemp("data")) as server:
         yield server
+
+
+def test_a_full_queue_answers_429_with_retry_after(own_server: RunningServer) -> None:
+    server, refused = own_server, "backfill:admission_rejections_total"
+    before = server.metric(refused, reason="queue_full")
+    with ThreadPoolExecutor(4) as pool, server.paused_engine():
+        for _ in range(4):
+            pool.submit(server.http.post, "/v1/completions", json={**LONG, "max_tokens": 500})
+        wait_until(lambda: server.http.get("/load").json()["server_load"] == 4, "a full queue")
+        response = server.http.post("/v1/completions", json={"prompt": "hi"})
+        assert response.status_code == 429
+        assert 1 <= int(response.headers["retry-after"]) <= 120
+        assert response.json()["error"]["code"] == "rate_limit_exceeded"
+        too_many = server.http.post("/v1/completions", json={"prompt": "hi", "n": 5})
+        assert too_many.status_code == 400, "no retry would help"
+    assert server.metric(refused, reason="queue_full") == before + 1
+    # The official client retries on its own and succeeds.
+    answer = server.client(max_retries=5).completions.create(model=MODEL, prompt="hi", max_tokens=1)
+    assert answer.usage is not None
 
 
 def test_a_killed_engine_fails_its_requests_and_comes_back(own_server: RunningServer) -> None:
@@ -219,7 +223,8 @@ def test_a_second_signal_ends_at_once(small_model: Path, tmp_path: Path) -> None
 def test_health_is_503_while_loading_and_the_engine_ends_with_its_server(
     small_model: Path, tmp_path: Path
 ) -> None:
-    with ending(launch_small(small_model, data_dir=tmp_path)) as server:
+    """Without the batch API, whose routes do not exist then."""
+    with ending(launch_small(small_model, "--no-batch-api", data_dir=tmp_path)) as server:
         statuses: list[int] = []
 
         def loading_seen() -> bool:
@@ -234,6 +239,10 @@ def test_health_is_503_while_loading_and_the_engine_ends_with_its_server(
         assert set(statuses) == {200, 503}
         # Another thread reads the output.
         wait_until(lambda: any("curl http" in line for line in server.output), "a line to try")
+        for path in ("/v1/files", "/v1/batches"):
+            assert server.http.get(path).status_code == 404
+        assert "batch_jobs" not in server.http.get("/metrics").text
+        assert not (tmp_path / "server.lock").exists()
         engine = server.engine_pid()
         server.process.kill()
         wait_until(lambda: not Path(f"/proc/{engine}").exists(), "the engine to end")

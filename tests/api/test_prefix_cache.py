@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.api.batch_inputs import as_jsonl, completion_line, result_lines, submit, wait_ended
-from tests.api.servers import RunningServer, running_server, small_server, wait_until
+from tests.api.servers import RunningServer, small_server, wait_until
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 100
@@ -23,9 +23,9 @@ _first_tokens = itertools.count(1000)
 
 
 @pytest.fixture(scope="module")
-def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    options = (*OPTIONS, "--kv-gib", "0.25", "--max-model-len", "2048")
-    with running_server(*options, data_dir=tmp_path_factory.mktemp("data")) as server:
+def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    options = (*OPTIONS, "--max-model-len", "2048")
+    with small_server(small_model, *options, data_dir=tmp_path_factory.mktemp("data")) as server:
         yield server
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.engine.engine import Engine
 from backfill.execution.create import create_torch_executor
-from tests.api.servers import MODEL, TIMEOUT_S, ending, launch, serve_command, wait_until
+from tests.api.servers import MODEL, ending, launch, wait_until
 from tests.builders import make_request
 from tests.parallel.processes import children, wait_ended
 
@@ -62,15 +61,3 @@ def test_a_server_on_two_processes_answers_as_one_and_survives_the_death_of_a_ra
         assert again.json()["choices"][0]["token_ids"] == expected
         left = [server.engine_pid(), *children(server.engine_pid())]
     wait_ended(left)
-
-
-def test_a_size_that_does_not_divide_the_model_is_refused_with_those_that_do(
-    small_model: Path, tmp_path: Path
-) -> None:
-    command = serve_command(
-        str(small_model), "--data-dir", str(tmp_path), "--port", "0", "--tensor-parallel-size", "3"
-    )
-    refused = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert refused.returncode == 1
-    assert "Traceback" not in refused.stderr
-    assert "--tensor-parallel-size 3: the model has 4 attention heads" in refused.stderr

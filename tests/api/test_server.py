@@ -16,7 +16,7 @@ from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
 from backfill.engine.client import EngineClient
-from backfill.engine.messages import Ready
+from backfill.engine.messages import ProfileRefined, Ready
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.preparer import RequestPreparer, ServedModel
@@ -60,6 +60,18 @@ def test_the_online_load_is_predicted_under_a_policy_with_a_cost_model() -> None
         assert slow.ttft_s == pytest.approx(2 * before.ttft_s, rel=0.01)
         server._on_profile(make_profile(linear_cost()))
         assert predicted() == before
+
+    asyncio.run(run())
+
+
+def test_objectives_that_return_are_those_of_requests_and_of_the_next_engine() -> None:
+    async def run() -> None:
+        server = await ready_server(SchedulerConfig(policy="slo"))
+        client, preparer = server.state.client, server.state.preparer
+        assert preparer is not None and preparer.engine.default_slo == SLO(1.0, 0.1)
+        client._on_message(ProfileRefined(make_profile(), SLO(0.9, 0.05)))
+        assert preparer.engine.default_slo == SLO(0.9, 0.05)
+        assert client.config.scheduler.kept_slo == client.default_slo == SLO(0.9, 0.05)
 
     asyncio.run(run())
 

@@ -67,7 +67,7 @@ def test_memory_is_partitioned_as_in_figure_5() -> None:
 lengths = st.tuples(st.integers(10, 2000), st.integers(1, 3000))
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(lengths, lengths, st.integers(5, 50), st.integers(5, 50))
 def test_each_request_brings_those_in_flight_nearer_to_the_density(
     dense: tuple[int, int], sparse: tuple[int, int], num_dense: int, num_sparse: int

@@ -20,7 +20,7 @@ from tests.api.servers import SMALL_MODEL, TIMEOUT_S, RunningServer, small_serve
 from tests.cli.running import run_cli_here
 
 SHORT = (
-    *("--duration", "2", "--warmup", "1", "--rate", "3", "--input-len", "20", "--output-len", "8"),
+    *("--duration", "1", "--warmup", "0.5", "--rate", "8", "--input-len", "20", "--output-len", "8"),
     *("--offline-input-len", "16:32", "--offline-output-len", "4:8", "--offline-concurrency", "4"),
 )
 CONTEXT = ("--max-model-len", "512")
@@ -28,6 +28,13 @@ CONTEXT = ("--max-model-len", "512")
 
 def coserve(*arguments: str) -> Any:
     return run_cli_here("bench", "coserve", "--no-progress", *arguments)
+
+
+@pytest.fixture(autouse=True)
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backfill.bench.coserve._SAMPLE_S", 0.5)
+    monkeypatch.setattr("backfill.bench.coserve._RETRY_S", 0.1)
+    monkeypatch.setattr("backfill.bench.offline._POLL_S", 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +77,12 @@ def test_policies_one_after_another(small_model: Path, tmp_path: Path) -> None:
 
 def test_a_batch_on_a_running_server_beside_an_earlier_result(server: RunningServer, tmp_path: Path) -> None:
     earlier = tmp_path / "earlier.json"
-    result = coserve("--base-url", server.url, "--label", "alone", *SHORT, "--duration", "2",
+    result = coserve("--base-url", server.url, "--label", "alone", *SHORT,
                      "--offline-mode", "none", "--result", str(earlier))  # fmt: skip
     assert result.returncode == 0, result.stderr
     # Batches that end in it, however late the first one begins.
-    result = coserve("--base-url", server.url, "--label", "ours", *SHORT, "--duration", "8",
-                     "--offline-mode", "batch", "--offline-lines", "40", "--seed", "1",
+    result = coserve("--base-url", server.url, "--label", "ours", *SHORT, "--duration", "5",
+                     "--offline-mode", "batch", "--offline-lines", "10", "--seed", "1",
                      "--compare", str(earlier), "--json")  # fmt: skip
     assert result.returncode == 0, result.stderr
     content = json.loads(result.stdout.splitlines()[-1])
@@ -108,7 +115,7 @@ def test_the_servers_counters_give_every_token_once(server: RunningServer) -> No
 
 def test_a_server_that_dies_midway(small_model: Path, tmp_path: Path) -> None:
     def kill_it() -> None:
-        """Within its measurement, which begins after one second at three requests a second."""
+        """Within its measurement, which begins after half a second at eight requests a second."""
         wait_until(lambda: _num_online_answered(tmp_path) >= 10, "the measurement")
         os.kill(_config(tmp_path)["pid"], signal.SIGKILL)
 

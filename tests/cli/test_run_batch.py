@@ -21,6 +21,7 @@ from rich.console import Console
 
 from backfill.cli.run_batch import _run
 from backfill.core.errors import ConfigError
+from backfill.jobs import feeder
 from backfill.jobs.local_files import check_tail, locked
 from backfill.jobs.records import RequestCounts
 from backfill.jobs.results import ForeignResults
@@ -30,7 +31,7 @@ from tests.api.servers import MODEL, SMALL_MODEL, TIMEOUT_S, wait_until
 from tests.cli.running import run_cli_here, signal_handlers_kept
 
 # Of the run that a signal ends: more than it has computed by then, also if this process is stalled.
-NUM_LINES = 150
+NUM_LINES = 100
 
 
 class Folder:
@@ -54,7 +55,7 @@ class Folder:
         )
 
     def run_here(self, *options: str) -> subprocess.CompletedProcess[str]:
-        """In this process: for runs that end before an engine starts."""
+        """In this process, seconds sooner; the engine and the preparation have theirs as always."""
         return run_cli_here(*self.arguments(*options))
 
     def start(self, *options: str) -> subprocess.Popen[str]:
@@ -103,52 +104,26 @@ def test_every_line_is_answered_and_a_second_run_has_nothing_to_do(folder: Folde
     assert "3 completed, 0 failed (3 of them in an earlier run);" in again.stderr
 
 
-# ``backfill`` whose feeder reports progress every 2 ms: these runs take less than a second.
-_OFTEN = """
-import sys
-from backfill.cli.main import main
-from backfill.jobs import feeder
-feeder.PROGRESS_PERIOD_S = 0.002
-sys.argv[0] = "backfill"
-main()
-"""
-
-
 @pytest.mark.parametrize("order", ["blend", "dfs"])
-def test_the_pool_learns_how_far_lines_are_under_blend_only(folder: Folder, order: str) -> None:
+def test_the_pool_learns_how_far_lines_are_under_blend_only(
+    folder: Folder, order: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(feeder, "PROGRESS_PERIOD_S", 0.002)  # this run takes less than a second
     lines = [completion_line(f"r{n}", max_tokens=60, ignore_eos=True) for n in range(8)]
     folder.input.write_bytes(as_jsonl(lines))
-    arguments = folder.arguments("--order", order, "--log-level", "debug")
-    command = [sys.executable, "-c", _OFTEN, *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    run = folder.run_here("--order", order, "--log-level", "debug")
     assert run.returncode == 0, run.stderr
-    reports = re.findall(r"preparation of files: (\d+) of (\d+) running lines", run.stderr)
+    reports = re.findall(r"preparation of files: (\d+) of (\d+) running lines", capfd.readouterr().err)
     if order == "dfs":
         assert not reports
     else:
         assert any(0 < int(num_known) == int(num_lines) for num_known, num_lines in reports)
 
 
-def test_a_finished_shard_does_not_start_an_engine_again(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("an engine is started")
-
-    folder.input.write_bytes(as_jsonl([completion_line(f"r{number}", max_tokens=2) for number in range(6)]))
-    options = ("--shards", "2", "--shard", "1", "--json")
-    first = folder.run(*options)
-    assert first.returncode == 0, first.stderr
-    monkeypatch.setattr(ServingProcesses, "start", refuse)
-    again = folder.run_here(*options)
-    assert again.returncode == 0, again.stderr
-    assert summary(again)["total"] == summary(again)["resumed"] == summary(first)["completed"] == 3
-
-
 def test_failed_lines_go_into_their_own_file_where_one_is_named(folder: Folder) -> None:
     folder.input.write_bytes(as_jsonl([chat_line("good"), chat_line("long", "x " * 500)]))
     few = ("--max-model-len", "256")
-    assert folder.run("--error-file", str(folder.errors), *few).returncode == 3
+    assert folder.run_here("--error-file", str(folder.errors), *few).returncode == 3
     assert [line["custom_id"] for line in parse_jsonl(folder.output.read_bytes())] == ["good"]
     (failed,) = parse_jsonl(folder.errors.read_bytes())
     assert failed["response"]["body"]["error"]["code"] == "context_length_exceeded"
@@ -223,14 +198,14 @@ def test_a_run_that_cannot_be_says_why_in_a_line(folder: Folder, options: tuple[
 
 def test_a_run_whose_engine_cannot_start_says_why_in_a_line(folder: Folder) -> None:
     folder.input.write_bytes(as_jsonl([chat_line("a")]))
-    result = folder.run("--kv-gib", "100000")
+    result = folder.run_here("--kv-gib", "100000")
     assert result.returncode == 1
     assert "Not enough memory" in result.stderr
     assert "Traceback" not in result.stderr
 
 
 def test_killed_at_any_moment_it_goes_on_where_it_was(folder: Folder) -> None:
-    custom_ids = [f"line-{number}" for number in range(100)]
+    custom_ids = [f"line-{number}" for number in range(60)]
     folder.input.write_bytes(
         as_jsonl(completion_line(custom_id, max_tokens=80, ignore_eos=True) for custom_id in custom_ids)
     )
@@ -251,7 +226,9 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(folder: Folder) -> None:
     assert sorted(line["custom_id"] for line in lines) == sorted(custom_ids)
 
 
-def test_shards_share_the_lines_and_go_on_where_they_were(folder: Folder) -> None:
+def test_shards_share_the_lines_and_go_on_where_they_were(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     custom_ids = [f"line-{number}" for number in range(20)]
     folder.input.write_bytes(
         as_jsonl(
@@ -262,16 +239,24 @@ def test_shards_share_the_lines_and_go_on_where_they_were(folder: Folder) -> Non
     outputs = []
     for shard in range(2):
         folder.output = folder.input.with_name(f"out-{shard}.jsonl")
-        result = folder.run("--json", "--shards", "2", "--shard", str(shard), "--order", "blend")
+        result = folder.run_here("--json", "--shards", "2", "--shard", str(shard), "--order", "blend")
         assert result.returncode == 0, result.stderr
         outputs.append([line["custom_id"] for line in parse_jsonl(folder.output.read_bytes())])
         assert summary(result)["total"] == len(outputs[-1]) > 4
     assert sorted(outputs[0] + outputs[1]) == sorted(custom_ids)
     kept = folder.output.read_bytes().splitlines(keepends=True)
     folder.output.write_bytes(b"".join(kept[:3]))
-    again = folder.run("--json", "--shards", "2", "--shard", "1")
+    again = folder.run_here("--json", "--shards", "2", "--shard", "1")
     assert (summary(again)["total"], summary(again)["resumed"]) == (len(kept), 3)
     assert sorted(folder.output.read_bytes().splitlines()[0:3]) == sorted(line.strip() for line in kept[:3])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("an engine is started")
+
+    monkeypatch.setattr(ServingProcesses, "start", refuse)
+    finished = folder.run_here("--json", "--shards", "2", "--shard", "1")
+    assert finished.returncode == 0, finished.stderr
+    assert summary(finished)["total"] == summary(finished)["resumed"] == len(kept)
     refused = folder.run_here("--shards", "3", "--shard", "1")
     assert refused.returncode == 1
     assert "another -o, or delete it" in refused.stderr
@@ -285,7 +270,7 @@ def parse_head(path: Path) -> bytes:
 def test_a_signal_keeps_what_is_done_and_a_killed_engine_is_started_again(folder: Folder) -> None:
     folder.input.write_bytes(
         as_jsonl(  # lines that run side by side do not end together
-            completion_line(str(number), max_tokens=150 + 37 * number % 100, ignore_eos=True)
+            completion_line(str(number), max_tokens=80 + 37 * number % 60, ignore_eos=True)
             for number in range(NUM_LINES)
         )
     )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.api.batch_inputs import as_jsonl, completion_line, parse_jsonl
-from tests.api.servers import MODEL, TIMEOUT_S
+from tests.api.servers import MODEL
+from tests.cli.running import run_cli_here
 
 _RULES = "Answer in one word. The answer must be the name of a colour, a city or an animal. "
 _OPTIONS = ("--dtype", "float32", "--kv-gib", "0.00045", "--max-num-seqs", "4", "--threads", "1")
@@ -18,8 +17,7 @@ def answers(model: Path, folder: Path, name: str, *options: str) -> dict[str, st
     output = folder / f"{name}.jsonl"
     files = ("-i", str(folder / "in.jsonl"), "-o", str(output))
     names = ("--model", str(model), "--served-model-name", MODEL)
-    command = [sys.executable, "-m", "backfill", "run-batch", *files, *names, *_OPTIONS, *options]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    run = run_cli_here("run-batch", *files, *names, *_OPTIONS, *options)
     assert run.returncode == 0, run.stderr
     lines = parse_jsonl(output.read_bytes())
     return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
@@ -62,6 +63,19 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "--checkpointing no.module:Policy: no.module cannot be imp",
         ),
         (("--host-kv-gib", "100000"), "--host-kv-gib"),
+        (
+            ("--offload-interval", "5"),
+            "--offload-interval must be none, auto or at most 4, the model's layers, got 5",
+        ),
+        (
+            ("--offload-interval", "0"),
+            "--offload-interval must be none, auto or a whole number of at least 1",
+        ),
+        (("--device-memory", "0"), "--device-memory must be a finite number above 0"),
+        (
+            ("--device-memory", "0.01"),
+            "--device-memory 0.010 GiB is too small with --offload-interval none",
+        ),
         (("--profile", "/no/such/profile"), "/no/such/profile cannot be read"),
         (("--profile", "{folder}/corrupt.json"), "corrupt.json is not JSON"),
         (("--profile", "{folder}/profile.json"), "is of another model"),
@@ -79,11 +93,22 @@ def test_options_that_the_engine_refuses_are_told_in_a_line(
     assert_refused(result, part)
 
 
+def test_a_size_that_does_not_divide_the_model_is_refused_with_those_that_do(
+    small_model: Path, tmp_path: Path
+) -> None:
+    options = ("--tensor-parallel-size", "3", "--port", "0", "--data-dir", str(tmp_path))
+    result = run_cli_here("serve", str(small_model), *options)
+    assert_refused(result, "--tensor-parallel-size 3: the model has 4 attention heads")
+
+
 @pytest.mark.parametrize("asks_for_keys", [False, True])
 @pytest.mark.parametrize("max_model_len", [2, 16, 2048])
 def test_the_request_that_is_printed_can_be_sent(max_model_len: int, asks_for_keys: bool) -> None:
     info = make_info(max_model_len=max_model_len)
-    banner = _banner(info, "m", "http://127.0.0.1:8000", 2.0, asks_for_keys=asks_for_keys)
+    banner = _banner(
+        info, "m", "http://127.0.0.1:8000", 2.0, config=EngineConfig(), asks_for_keys=asks_for_keys
+    )
+    assert "ranks" not in banner
     words = shlex.split(banner[banner.index("curl") :])
     body = json.loads(words[words.index("-d") + 1])
     assert ("Authorization: Bearer $KEY" in words) == asks_for_keys
@@ -92,6 +117,14 @@ def test_the_request_that_is_printed_can_be_sent(max_model_len: int, asks_for_ke
         assert 1 + body["max_tokens"] <= max_model_len
     else:
         assert words[1].endswith("/v1/chat/completions")
+
+
+def test_the_banner_says_how_ranks_share_processors() -> None:
+    config = EngineConfig(tensor_parallel_size=3, threads=7)
+    for device, is_said in (("cpu", True), ("cuda", False)):
+        info = dataclasses.replace(make_info(), device=device)
+        banner = _banner(info, "m", "http://h", 2.0, config=config, asks_for_keys=False)
+        assert ("3 ranks divide the threads: 2 threads each" in banner) == is_said
 
 
 def test_shedding_needs_the_policy_that_knows_costs(small_model: Path, tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def models(draw: st.DrawFn) -> CostModel:
 DEAR_DECODES = replace(MODEL, decode_context_s=4.0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     model=models(),
     before=slices,

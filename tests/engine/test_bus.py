@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,15 +13,20 @@ import pytest
 from backfill.core.clock import VirtualClock
 from backfill.core.config import GIB, EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
+from backfill.core.request import ServiceClass
 from backfill.engine.bus import OBJECTIVE_SHARE, BusMember, OffloadedModel
 from backfill.engine.engine import Engine
 from backfill.engine.process import load_engine
-from backfill.execution import offloading
+from backfill.execution import offloading, profile
 from backfill.execution.bus import Bus
 from backfill.execution.bus_file import BusFile, BusUse
 from backfill.offloading.coordinator import BusInstance
-from tests.builders import make_request
+from backfill.offloading.residency import Situation, residencies
+from backfill.offloading.shared_link import SharedLinkPolicy
+from tests.builders import flat_cost, make_profile, make_request
+from tests.engine.test_restored_tokens import LAYER_BLOCK_BYTES
 from tests.models.tiny import save_tiny_model
+from tests.offloading.test_residency import offline, online
 
 MODEL = OffloadedModel(num_layers=30, layer_bytes=10_000_000, num_buffers=25, interval=4)
 OBJECTIVE_S = 0.1 / OBJECTIVE_SHARE
@@ -187,6 +193,99 @@ def test_steps_that_take_longer_than_the_objective_hide_their_transfers(engines:
     assert first.member.load <= 1.0
 
 
+class Dividing:
+    """An engine on a bus whose memory may be divided for intervals 2 to 8, and what it does."""
+
+    def __init__(self, bus: Bus, clock: VirtualClock) -> None:
+        choices = residencies(32, 2, 8, num_blocks=100, layer_bytes=20, block_bytes=1)
+        model = OffloadedModel(32, LAYER_BYTES, choices[-1].num_layers, 8)
+        self.member = BusMember(bus, model, clock, None)
+        self.policy = SharedLinkPolicy(choices, 32, self.member)
+        self._clock = clock
+
+    def step(self, situation: Situation) -> int:
+        """Returns: the interval that memory is divided for; it is streamed from this step on."""
+        interval = self.policy.choose(replace(situation, now_s=self._clock.now_s())).interval
+        self.member.begin_step(0.1)
+        self.member.end_step(0.008, interval)
+        self._clock.advance(0.05)
+        return interval
+
+
+LAYER_BYTES = 1_000_000
+# A step of 8 ms may take 12, so 4 transfers of interval 8 in it need a third of a GB/s.
+ONLINE = online(wanted_blocks=100, transfer_s=LAYER_BYTES / 1.6e9)
+OFFLINE_ONLY = offline(transfer_s=LAYER_BYTES / 1.6e9)
+
+
+@pytest.fixture
+def dividing(tmp_path: Path) -> Iterator[list[Dividing]]:
+    files, clock = [BusFile(tmp_path / "bus", 1.6e9) for _ in range(3)], VirtualClock()
+    yield [Dividing(Bus(file), clock) for file in files]
+    for file in files:
+        file.close()
+
+
+def test_engines_with_offline_work_divide_the_bus_and_then_their_memory(dividing: list[Dividing]) -> None:
+    first, second, _ = dividing
+    for _ in range(8):
+        alone = first.step(OFFLINE_ONLY)
+    assert alone == 2
+    assert first.member.share == pytest.approx(1.0)
+    seconds = [second.step(OFFLINE_ONLY) for _ in range(8) if first.step(OFFLINE_ONLY)]
+    assert seconds[-1] == 2, "16 layers in 0.09 s are a tenth of the bus"
+    assert first.member.share == pytest.approx(0.5)
+
+
+def test_a_change_of_residency_changes_what_an_engine_needs(dividing: list[Dividing]) -> None:
+    first, second, third = dividing
+    for _ in range(4):
+        first.step(ONLINE)
+    load = first.member.load
+    assert load == pytest.approx(4 * LAYER_BYTES / 0.012 / 1.6e9)
+    wanting = replace(ONLINE, wanted_blocks=math.inf)
+    for _ in range(8):
+        interval = first.step(wanting)
+    assert interval == 3
+    assert first.member.load == pytest.approx(10 / 4 * load)
+    for _ in range(8):
+        for each in (second, third):
+            each.step(replace(ONLINE, online_limit_s=0.009))
+        interval = first.step(wanting)
+    assert interval == 4, "the others need their part of the bus"
+    assert first.member.load == pytest.approx((8 + 2 * 4 * 12 / 9) / 4 * load)
+
+
+def test_while_online_work_needs_the_bus_offline_work_has_the_rest(dividing: list[Dividing]) -> None:
+    """The offline engine's memory is divided for interval 2 and cannot change at once: it is slowed down."""
+    offline_one, *others = dividing
+    patient = replace(OFFLINE_ONLY, compute_s=lambda scale: 1e-3)
+    for _ in range(4):
+        assert offline_one.step(OFFLINE_ONLY) in (8, 2)
+    tight = replace(ONLINE, online_limit_s=0.0085)
+    for _ in range(4):
+        for each in others:
+            assert each.step(tight) == 8
+        offline_one.member.begin_step(0.013)  # it streams as before
+    needed = 4 * LAYER_BYTES / 0.0085
+    assert [each.member.share * 1.6e9 for each in others] == pytest.approx([needed] * 2, rel=0.01)
+    assert others[0].member.load <= 1.0
+    assert offline_one.member.share == pytest.approx(1 - 2 * needed / 1.6e9, rel=0.01)
+    assert offline_one.step(patient) >= 2
+    least_s = others[0].member.least_step_s()
+    assert least_s == pytest.approx(4 * LAYER_BYTES / (1.6e9 - needed), rel=0.01)
+
+
+def test_the_least_step_is_that_of_what_others_leave(engines: list[OnBus]) -> None:
+    first, second = engines
+    alone_s = 7 * MODEL.layer_bytes / (2.2 * NEEDED)
+    assert first.member.least_step_s() == pytest.approx(alone_s)
+    second.step()
+    assert first.member.least_step_s() == pytest.approx(alone_s * 2.2 / 1.2)
+    second.member.idle()
+    assert first.member.least_step_s() == pytest.approx(alone_s)
+
+
 NUM_LAYERS = 12
 
 
@@ -250,6 +349,48 @@ def test_an_engine_on_a_bus_generates_the_same(
     assert generate(engine) == expected
     assert engine.stats().bus_load > 2.0
     assert engine.stats().offload_interval == 2
+    other.close()
+
+
+def test_offline_work_takes_the_memory_of_weights_as_far_as_the_bus_allows(
+    shared: EngineConfig, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an engine as ``run-batch`` starts it."""
+    config = replace(
+        shared,
+        kv_gib=24 * NUM_LAYERS * LAYER_BLOCK_BYTES / GIB,
+        offload_interval=4,
+        min_offload_interval=1,
+        offload_bus_gib_per_s=4.0,
+        max_model_len=128,
+    ).for_offline_work()
+    config.validate()
+    # Requests in a step cost nothing, so more KV is worth its transfers.
+    predicted = make_profile(flat_cost(0.05))
+    monkeypatch.setattr(profile, "load_or_measure_profile", lambda *_: predicted)
+    engine = load_engine(config)
+    num_blocks, intervals = engine.stats().num_blocks, set()
+    other = BusFile(tmp_path / "bus", 4.0 * GIB)
+    requests = [
+        make_request(
+            prompt_token_ids=list(range(5, 45)),
+            max_tokens=24,
+            ignore_eos=True,
+            request_id=str(index),
+            service_class=ServiceClass.OFFLINE,
+        )
+        for index in range(20)
+    ]
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        intervals.add(engine.stats().offload_interval)
+        instances = [each.instance for each in other.uses() if each.instance is not None]
+        assert not any(each.has_objective for each in instances)
+    assert engine.stats().num_blocks > num_blocks
+    assert intervals > {4}
+    assert all(each.output_token_ids == expected for each in requests)
     other.close()
 
 

@@ -237,7 +237,7 @@ def test_a_stopped_engine_is_noticed_and_ended_and_can_be_started_again() -> Non
             await client.start()
             assert await generate(client, "again") == 2
 
-    with_more_time(lambda factor: asyncio.run(run(2.0 * factor)))
+    with_more_time(lambda factor: asyncio.run(run(1.0 * factor)))
 
 
 def test_an_engine_that_hangs_writes_its_stacks(
@@ -276,14 +276,14 @@ def test_an_idle_engine_does_not_count_as_hanging() -> None:
         heard, num_reports = asyncio.Event(), itertools.count(1)
 
         def on_report(report: StepReport) -> None:
-            if next(num_reports) == 6:  # a quarter of the timeout apart, or 2 s
+            if next(num_reports) == 6:  # a quarter of the timeout apart
                 heard.set()
 
         async with started(load_slow, timeout_s, on_report) as client:
             await asyncio.wait_for(heard.wait(), TIMEOUT_S)
             assert await generate(client, "a") == 2
 
-    with_more_time(lambda factor: asyncio.run(run(2.0 * factor)))
+    with_more_time(lambda factor: asyncio.run(run(1.0 * factor)))
 
 
 @pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), ValueError("unpicklable")])
@@ -384,7 +384,7 @@ def test_objectives_stay_when_the_engine_starts_again_with_another_profile(
             await client.stop()
 
     asyncio.run(run())
-    widened = "tpot_slo is 0.4 s and not 0.15 until this server ends: one request alone is predicted to"
+    widened = "tpot_slo is 0.4 s and not 0.15, until served steps show that the device is faster: one"
     assert capfd.readouterr().err.count(widened) == 1
 
 

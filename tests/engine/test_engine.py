@@ -211,7 +211,7 @@ def test_messages_are_equal_after_encoding_and_decoding() -> None:
     reports: list[FromEngine] = [
         Ready(executor.info, SLO(1.0, 0.1)),
         Ready(executor.info, SLO(1.0, 0.1), make_profile()),
-        ProfileRefined(make_profile()),
+        ProfileRefined(make_profile(), SLO(1.0, 0.1)),
         StepReport(
             [
                 TokenOutput(RequestId("r"), 7, logprobs),

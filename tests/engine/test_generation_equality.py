@@ -24,6 +24,8 @@ from backfill.generation.tokenizer import Tokenizer
 from tests.builders import make_request
 
 NUM_NEW_TOKENS = 20
+# Of the real model, in blocks of 8: each output reaches into another block too.
+NUM_REAL_TOKENS = 12
 # A step takes as long for one prompt as for many; these reach into the next block.
 NUM_TOKENS_ALONE = 10
 # Prompts in one pass through transformers' model.
@@ -44,13 +46,13 @@ def prompts(default_model: Path) -> list[list[int]]:
     return chats + plain
 
 
-def create_executor(model: Path, num_threads: int | None = None) -> TorchExecutor:
+def create_executor(model: Path, kv_gib: float, num_threads: int | None = None) -> TorchExecutor:
     return create_torch_executor(
         EngineConfig(
             model_dir=str(model),
             dtype="float32",
             block_size=8,  # small blocks, so that requests outgrow them often
-            kv_gib=0.25,
+            kv_gib=kv_gib,
             max_model_len=512,
             threads=num_threads,
         )
@@ -59,7 +61,8 @@ def create_executor(model: Path, num_threads: int | None = None) -> TorchExecuto
 
 @pytest.fixture(scope="module")
 def executor(small_model: Path) -> TorchExecutor:
-    return create_executor(small_model, num_threads=1)
+    # For all prompts at once, and little more: an integrity check looks at every block.
+    return create_executor(small_model, 1 / 128, num_threads=1)
 
 
 class WithFewerBlocks:
@@ -109,9 +112,10 @@ def test_there_are_enough_prompts(prompts: list[list[int]]) -> None:
 
 @torch.inference_mode()
 def test_greedy_tokens_equal_transformers(default_model: Path, prompts: list[list[int]]) -> None:
-    executor = create_executor(default_model)
+    executor = create_executor(default_model, 0.25)
     # Chunks of prompts beside decodes, and more prompts than one batch holds.
-    outputs, _ = generate(executor, prompts, max_num_seqs=32, max_prefill_chunk_tokens=16)
+    limits = {"max_num_seqs": 32, "max_prefill_chunk_tokens": 16}
+    outputs, _ = generate(executor, prompts, num_new_tokens=NUM_REAL_TOKENS, **limits)
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
     for first in range(0, len(prompts), NUM_COMPARED_AT_ONCE):
         compared = range(first, min(first + NUM_COMPARED_AT_ONCE, len(prompts)))
@@ -121,7 +125,7 @@ def test_greedy_tokens_equal_transformers(default_model: Path, prompts: list[lis
         logits = model(torch.tensor([each + [0] * (longest - len(each)) for each in prefixes])).logits
         for index, prefix, choices in zip(compared, prefixes, logits.argmax(-1).tolist(), strict=True):
             output = outputs[index]
-            assert len(output) == NUM_NEW_TOKENS or output[-1] in executor.info.end_token_ids
+            assert len(output) == NUM_REAL_TOKENS or output[-1] in executor.info.end_token_ids
             # One pass gives its choice after every prefix: if each is ours, its greedy output is ours.
             assert choices[len(prompts[index]) - 1 : len(prefix)] == output
 

@@ -20,10 +20,10 @@ from backfill.core.measured_on import MeasuredOn
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.profile import CostProfile
 from backfill.costs.profiler import Capacity, profile_executor
-from backfill.engine.interval_choice import with_chosen_interval
+from backfill.engine.interval_choice import _save_correction, create_record_check, with_chosen_interval
 from backfill.engine.process import load_engine
 from backfill.execution import analyzer
-from backfill.execution.analyzer import analyze, load_or_measure_record, record_key, record_path
+from backfill.execution.analyzer import Analysis, analyze, load_or_measure_record, record_key, record_path
 from backfill.execution.bus import open_bus
 from backfill.execution.create import create_torch_executor, least_device_bytes
 from backfill.execution.simulated_executor import SimulatedExecutor
@@ -98,12 +98,22 @@ def test_a_record_is_measured_on_the_model(config: EngineConfig) -> None:
     # A step may have 8 requests, and so 4 prompts of 16 tokens, but no more.
     shapes = {(each.phase, each.batch_size, each.length) for each in record.loads}
     prefills = {("prefill", 1, 16), ("prefill", 1, 32), ("prefill", 4, 16)}
-    assert shapes == {("decode", 1, 32), ("decode", 4, 32), ("decode", 8, 32), *prefills}
+    decodes: set[tuple[Phase, int, int]] = {
+        ("decode", batch_size, length)
+        for batch_size in (1, 4, 8)
+        for length in (32, 254)  # and the longest context that a request can have
+    }
+    assert shapes == decodes | prefills
     assert (record.max_num_seqs, record.max_num_batched_tokens) == (8, 64)
     assert all(each.compute_s > 0.0 and each.other_s > 0.0 for each in record.loads)
     assert record.transfer_s == max(analysis.alone_s, analysis.beside_s)
     assert min(analysis.alone_s, analysis.beside_s) > 0.0
-    assert done == [(number, 12) for number in range(1, 13)]
+    assert done == [(number, 18) for number in range(1, 19)]
+    assert 0.0 < record.typical_transfer_s <= record.transfer_s
+    assert record.transfer_runs_s[0] == pytest.approx(record.transfer_s)
+    assert record.delays_s
+    assert 0.0 <= record.others_share <= 1.0
+    assert not record.is_thorough
 
 
 def test_the_measured_executor_leaves_no_memory_behind(
@@ -161,6 +171,52 @@ def test_a_record_of_smaller_steps_is_measured_again(
     again = load_or_measure_record(replace(config, scheduler=replace(config.scheduler, **larger)))
     assert getattr(again, limit) == 65
     assert load_or_measure_record(config) == again
+
+
+@pytest.mark.parametrize(
+    ("measured", "now", "is_thorough", "is_kept"),
+    [(0.2, 0.0, False, True), (0.6, 0.1, False, False), (0.6, 0.4, False, True), (0.6, 0.1, True, True)],
+)
+def test_a_quick_record_of_a_busy_machine_is_measured_again_when_it_is_quieter(
+    config: EngineConfig,
+    save: Save,
+    monkeypatch: pytest.MonkeyPatch,
+    measured: float,
+    now: float,
+    is_thorough: bool,
+    is_kept: bool,
+) -> None:
+    monkeypatch.setattr(analyzer, "_SAMPLED_S", 0.0)
+    monkeypatch.setattr(analyzer.OthersMeter, "share", lambda _self: now)
+    save(0.004, others_share=measured, is_thorough=is_thorough)
+    record = PerformanceRecord.load(record_path(record_key(config)))
+    again = replace(record, transfer_s=0.005)
+    monkeypatch.setattr(analyzer, "analyze", lambda *_: Analysis(again, 0.0, 0.0))
+    assert load_or_measure_record(config) == (record if is_kept else again)
+
+
+def test_a_record_of_a_busy_machine_is_said_to_be(
+    config: EngineConfig, save: Save, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(0.004, others_share=0.6, max_num_seqs=1)
+    busy = replace(PerformanceRecord.load(record_path(record_key(config))), max_num_seqs=8)
+    monkeypatch.setattr(analyzer, "analyze", lambda *_: Analysis(busy, 0.0, 0.0))
+    assert load_or_measure_record(config).others_share == 0.6
+    assert "other processes used 60 % of the processors meanwhile" in caplog.text
+
+
+def test_a_corrected_record_is_for_the_next_start(config: EngineConfig, save: Save) -> None:
+    assert create_record_check(replace(config, offload_interval=3)) is None, "there is no record"
+    save(0.004)
+    assert create_record_check(replace(config, offload_interval="none")) is None
+    check = create_record_check(replace(config, offload_interval=3))
+    assert check is not None
+    _save_correction(check.record.scaled(2.0, 1.0))
+    assert load_or_measure_record(config) == check.record.scaled(2.0, 1.0)
+    thorough = replace(check.record, is_thorough=True)
+    thorough.save(record_path(record_key(config)))
+    _save_correction(check.record.scaled(3.0, 1.0))
+    assert load_or_measure_record(config) == thorough
 
 
 def test_a_damaged_record_is_measured_again(
@@ -222,6 +278,31 @@ def test_an_interval_that_is_given_stays(config: EngineConfig) -> None:
     for interval in ("none", 2):
         given = replace(config, offload_interval=interval)
         assert with_chosen_interval(given) is given
+
+
+@pytest.mark.parametrize(("least", "found"), [(1, (2, 1)), (2, (2, None)), (5, (2, None))])
+def test_the_chosen_interval_may_become_smaller_while_serving(
+    config: EngineConfig, save: Save, least: int, found: tuple[int, int | None]
+) -> None:
+    save(0.004)
+    slo = replace(config.scheduler, tpot_slo=0.030)
+    given = replace(config, min_offload_interval=least, scheduler=slo)
+    given.validate()
+    config = with_chosen_interval(given)
+    assert (config.offload_interval, config.min_offload_interval) == found
+
+
+def test_where_no_interval_saves_memory_one_that_holds_may_become_smaller(
+    config: EngineConfig, save: Save
+) -> None:
+    save(0.006)  # a step of 14 ms has time for two transfers, and so many have a staging buffer each
+    slo = replace(config.scheduler, tpot_slo=0.014)
+    given = replace(config, min_offload_interval=2, scheduler=slo)
+    changed = with_chosen_interval(given)
+    assert (changed.offload_interval, changed.min_offload_interval) == (5, 2)
+    save(0.060)
+    none = with_chosen_interval(given)
+    assert (none.offload_interval, none.min_offload_interval) == ("none", None)
 
 
 def test_default_objectives_leave_room_for_one_request(config: EngineConfig, save: Save) -> None:

@@ -60,6 +60,7 @@ class Run:
     policy: str = "slo"
     slowness: float = 1.0
     max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
     failing: Sequence[int] = ()
     step_s: float = STEP_S
     token_at_s: dict[RequestId, list[float]] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class Run:
         config = SchedulerConfig(
             policy=self.policy,  # type: ignore[arg-type]
             max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             ttft_slo=1.0,
             tpot_slo=TPOT_S,
             preemption=self.preemption,
@@ -152,6 +154,10 @@ def workload(num_offline: int, num_online: int, seed: int = 0) -> list[Request]:
     return requests
 
 
+def prompts(count: int, num_tokens: int) -> list[Request]:
+    return [make_request(num_tokens, 2, request_id=f"r{index}", ignore_eos=True) for index in range(count)]
+
+
 @pytest.mark.parametrize("preemption", ["suspend", "discard"])
 @pytest.mark.parametrize("stages", [(2, 2), (3, 1), (2, 1, 1)])
 def test_tokens_are_those_of_one_step_in_flight(stages: tuple[int, ...], preemption: PreemptionMode) -> None:
@@ -185,6 +191,53 @@ def test_batches_in_rotation_are_of_one_size() -> None:
     assert set(sizes[-6:]) == {9, 10}
 
 
+def test_a_batch_of_prompts_passes_the_stages_in_several_steps() -> None:
+    """The second stage waits for the first step, and computes beside the first stage from then on."""
+    run = Run((2, 2), prompts(8, 512), policy="fcfs", step_s=1e-3).run()
+    assert isinstance(run.executor, NotingPipeline)
+    assert [plan.num_tokens for plan in run.executor.plans][:3] == [512, 512, 513]
+    alone_s = Run((4,), prompts(8, 512), policy="fcfs", step_s=1e-3).run().clock.now_s()
+    assert run.clock.now_s() < 0.65 * alone_s
+
+
+@pytest.mark.parametrize("stages", [(2, 2), (2, 1, 1)])
+def test_chunks_of_one_prompt_follow_each_other_through_the_stages(stages: tuple[int, ...]) -> None:
+    run = Run(stages, prompts(1, 2048), policy="fcfs", step_s=1e-3).run()
+    assert isinstance(run.executor, NotingPipeline)
+    num_stages, num_chunks = len(stages), -(-2048 // (2048 // (2 * len(stages))))
+    last = run.executor.plans[num_chunks - 1].slices[0]
+    assert last.start + last.num_tokens == 2048 and last.samples
+    assert set(run.executor.num_in_front[num_stages:num_chunks]) == {num_stages - 1}
+    alone = Run((4,), prompts(1, 2048), policy="fcfs", step_s=1e-3).run()
+    assert run.tokens == alone.tokens
+    (at_s, *_), (alone_at_s, *_) = *run.token_at_s.values(), *alone.token_at_s.values()
+    assert at_s < 0.7 * alone_at_s
+
+
+@pytest.mark.parametrize("failing", [(0,), (1,), (3,), (0, 1)])
+def test_a_prompt_with_a_failed_chunk_runs_once_more_behind_those_in_flight(failing: tuple[int, ...]) -> None:
+    run = Run((2, 2), prompts(2, 1600), policy="fcfs", failing=failing).run()
+    assert run.tokens == Run((4,), prompts(2, 1600)).run().tokens
+    first, _ = run.requests
+    assert first.was_retried and first.num_preemptions == 1
+    assert {each.finish_reason for each in run.requests} == {FinishReason.LENGTH}
+
+
+def test_an_aborted_prompt_ends_with_the_last_of_its_chunks_in_flight() -> None:
+    (prompt,) = prompts(1, 2048)
+    run = Run((2, 2), [prompt], policy="fcfs")
+    run.step()
+    run.engine.submit_steps()
+    run.engine.abort([prompt.request_id])
+    run.engine.collect_step()
+    assert prompt.finish_reason is None and run.engine.has_work
+    run.engine.collect_step()
+    assert prompt.finish_reason is FinishReason.ABORT
+    run.run()
+    assert isinstance(run.executor, NotingPipeline)
+    assert max(each.start for plan in run.executor.plans for each in plan.slices) == 1024
+
+
 @pytest.mark.parametrize("slowness", [1.0, 1.3])
 @pytest.mark.parametrize("stages", [(2, 2), (3, 1), (1, 1, 1, 1)])
 def test_online_requests_keep_their_objectives_on_a_device_of_another_speed(
@@ -198,15 +251,50 @@ def test_online_requests_keep_their_objectives_on_a_device_of_another_speed(
     assert run.gaps_s[int(0.95 * len(run.gaps_s))] < TPOT_S
 
 
+def test_an_arrival_fills_the_place_of_a_step_that_is_not_in_flight() -> None:
+    """A prompt of 0.1 s is alone, and another one arrives while the first stage computes it."""
+    late = make_request(16, 2, request_id="late", arrived_at_s=0.02, ignore_eos=True)
+    run = Run((2, 2), [*prompts(1, 400), late], policy="fcfs").run()
+    assert isinstance(run.executor, NotingPipeline)
+    assert [plan.slices[0].request_id for plan in run.executor.plans[:2]] == ["r0", "late"]
+    assert run.executor.num_in_front[1] == 1
+    whole_s, stage_s = STEP_S + 400 * TOKEN_S, (STEP_S + 16 * TOKEN_S) / 2
+    assert run.token_at_s["r0"][0] == pytest.approx(whole_s)  # type: ignore[index]
+    assert run.token_at_s["late"][0] == pytest.approx(whole_s + stage_s)  # type: ignore[index]
+
+
+def test_an_ended_request_alone_makes_no_step_beside_others() -> None:
+    short, long = make_request(8, 1, request_id="short"), make_request(8, 20, request_id="long")
+    run = Run((2, 2), [short, long], policy="fcfs").run()
+    assert isinstance(run.executor, NotingPipeline)
+    plans = run.executor.plans
+    assert all(plan.slices for plan in plans[:-1])
+    assert [request_id for plan in plans for request_id in plan.released] == ["short", "long"]
+
+
+def test_steps_that_another_profile_predicted_do_not_say_how_good_the_new_one_is() -> None:
+    run = Run((2, 2), workload(24, 0), slowness=2.0)
+    for _ in range(20):
+        run.step()
+    predictor = run.engine.predictor
+    assert predictor is not None and len(run.engine.scheduler.in_flight) == 1
+    assert predictor.time_scale > 1.5
+    predictor.set_cost_model(linear_cost(2.0 * TOKEN_S, 2.0 * STEP_S))
+    run.step()
+    assert predictor.time_scale == pytest.approx(1.0)
+    for _ in range(10):
+        run.step()
+    assert predictor.time_scale == pytest.approx(1.0, rel=0.1)
+
+
 def test_an_arrival_stops_a_long_offline_step_between_two_stages() -> None:
     ends = []
     for can_stop in (True, False):
-        requests = [
-            make_request(900, 4, request_id=f"o{index}", service_class=ServiceClass.OFFLINE, ignore_eos=True)
-            for index in range(2)
-        ]
+        offline = make_request(
+            900, 4, request_id="offline", service_class=ServiceClass.OFFLINE, ignore_eos=True
+        )
         online = make_request(16, 2, arrived_at_s=0.03, slo=SLO(1.0, TPOT_S), ignore_eos=True)
-        run = Run((1, 1, 1, 1), [*requests, online])
+        run = Run((1, 1, 1, 1), [offline, online], max_num_batched_tokens=8192)
         if not can_stop:
             run.executor.request_stop = lambda step: None  # type: ignore[method-assign]
         run.run()

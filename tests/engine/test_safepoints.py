@@ -240,7 +240,7 @@ def test_an_arrival_at_any_point_of_a_step_changes_no_token(
 
 
 @settings(
-    max_examples=60,
+    max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -20,14 +20,15 @@ from hypothesis.stateful import (
 )
 from sqlalchemy import Column, Engine, Float, Integer, MetaData, Table, event, insert, select, update
 
-from backfill.jobs.database import batches, files, leases, open_database, results
+from backfill.jobs.database import batches, files, leases, open_database, results, suspects
 from backfill.jobs.database_results import DatabaseResults
 from backfill.jobs.leases import Lease, LeaseLost, Leases, add_missing_leases, database_clock
 from backfill.jobs.lines import completed
 from backfill.jobs.object_store import open_file_store
-from backfill.jobs.records import BatchRecord, BatchStatus, FileRecord
+from backfill.jobs.records import OPEN_STATUSES, BatchRecord, BatchStatus, FileRecord
 from backfill.jobs.results import ResultsLost
 from backfill.jobs.store import JobStore
+from backfill.jobs.suspects import Losses, Suspects
 from backfill.preparation.lines import BatchLine
 from tests.postgres import PostgresServer
 
@@ -55,6 +56,13 @@ class Server:
         self.held[batch.id] = lease
         self.all.append(lease)
         return batch.id
+
+    def suspects(self, batch_id: str) -> Suspects:
+        """Of a batch that it holds, as it believes."""
+        batch = self.store.get_batch("o", batch_id)
+        found = Suspects(self.results.losses_of(batch, self.held[batch_id]), batch_id)
+        found.load()
+        return found
 
     def record(self, lease: Lease, number: int) -> bool:
         """Whether a result was recorded."""
@@ -336,6 +344,37 @@ def test_batches_of_an_earlier_version_get_leases(engine: Engine, tmp_path: Path
         with engine.begin() as connection:
             add_missing_leases(connection)
     assert server.claim() == batch
+
+
+def test_which_lines_were_lost_is_known_to_the_server_that_goes_on(engine: Engine, tmp_path: Path) -> None:
+    batch_id = add_batch(engine, 1)
+    first, second = servers(engine, tmp_path)
+    assert first.claim() == batch_id
+    before = first.suspects(batch_id)
+    before.note_lost(7, is_lone=True, is_only_line=True)
+    for _ in range(2):
+        before.save(before.encode())
+    set_clock(engine, 2 * DURATION_S)
+    assert second.claim() == batch_id
+    after = second.suspects(batch_id)
+    assert (len(after), after.of(7)) == (1, Losses(1, 1, 1))
+    before.note_lost(8, is_lone=True, is_only_line=True)
+    before.save(before.encode())  # too late
+    assert len(second.suspects(batch_id)) == 1
+    changes = {"status": BatchStatus.FAILED.value}
+    assert second.store.change_batch(batch_id, changes, only_from=OPEN_STATUSES, lease=second.held[batch_id])
+    with engine.connect() as connection:
+        assert connection.execute(select(suspects)).all() == []
+
+
+def test_a_database_of_an_earlier_version_gets_the_table_of_lost_lines(tmp_path: Path) -> None:
+    opened = open_database(None, tmp_path)
+    suspects.drop(opened)
+    opened.dispose()
+    again = open_database(None, tmp_path)
+    with again.connect() as connection:
+        assert connection.execute(select(suspects)).all() == []
+    again.dispose()
 
 
 def test_the_database_clock_is_in_seconds(engine: Engine) -> None:

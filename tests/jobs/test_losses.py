@@ -11,7 +11,7 @@ import pytest
 from backfill.core.errors import EngineDead
 from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import LineResult, completed
-from backfill.jobs.suspects import MAX_LONE_LOSSES, MAX_ONLY_LINE_LOSSES, Suspects
+from backfill.jobs.suspects import MAX_LONE_LOSSES, MAX_ONLY_LINE_LOSSES, LossFile, Suspects
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
 from tests.api.servers import TIMEOUT_S
@@ -179,7 +179,7 @@ async def test_losses_are_remembered_over_a_restart(tmp_path: Path) -> None:
     path, sink = tmp_path / "suspects" / "b", Sink()
     num_failures = 0
     for _ in range(20):  # a server that ends after each death
-        engine, suspects = Engine(fatal={CAPACITY + 7}), Suspects(path, "b")
+        engine, suspects = Engine(fatal={CAPACITY + 7}), Suspects(LossFile(path), "b")
         suspects.load()
         left = [n for n in range(200) if n not in {result.line.number for result in sink.results}]
         feed = feed_of((line_of(number) for number in left), len(left), sink, suspects=suspects)

@@ -18,13 +18,16 @@ from typing import Any
 
 import pytest
 
-from backfill.core.errors import ConfigError
+from backfill.core.errors import ConfigError, EngineDead
 from backfill.jobs import claims as claims_module
 from backfill.jobs import storage as storage_module
 from backfill.jobs.blobs import GARBAGE_AGE_S
 from backfill.jobs.errors import Busy, Conflict, NotFound, TooMany
+from backfill.jobs.lines import LineResult
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchRecord, BatchStatus
+from backfill.preparation.lines import BatchLine
+from backfill.protocol.service import TokenCount
 from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     OWNER,
@@ -178,6 +181,47 @@ async def test_a_stop_gives_batches_to_another_server_at_once(fleet: Fleet) -> N
     batch = await ended(second, batch.id)
     await check_completed(second, batch, 60)
     assert runners[1].runs.total() == 60 - runners[0].runs.total() > 0
+
+
+class Dying(InstantRunner):
+    """Its engine dies over a line whenever that runs."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__()
+        self._line = line
+
+    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+        if line.custom_id == self._line:
+            raise EngineDead("killed", num_lost=4, num_others=3)
+        return await super().run(line, count)
+
+
+class Alone(InstantRunner):
+    """Notes who runs beside each line at its start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside: dict[str, set[str]] = {}
+
+    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+        self.beside[line.custom_id] = set(self.held)
+        return await super().run(line, count)
+
+
+async def test_a_line_that_has_ended_an_engine_runs_alone_on_the_next_server(fleet: Fleet) -> None:
+    dying, runner = Dying("r9"), Alone()
+    first = await fleet.add(dying)
+    batch = await submit(first, input_of(20))
+    saved = first._storage.results.losses_of(batch, None)
+    async with asyncio.timeout(TIMEOUT_S):
+        while await asyncio.to_thread(saved.read) is None:
+            await asyncio.sleep(0.002)
+    await first.stop()
+    second = await fleet.add(runner)
+    batch = await ended(second, batch.id)
+    await check_completed(second, batch, 20)
+    assert runner.beside["r9"] == set()
+    assert next(iter(runner.beside)) == "r9", "lost lines go first"
 
 
 async def test_a_server_that_is_silent_loses_its_batches_and_records_nothing_more(

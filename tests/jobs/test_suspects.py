@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backfill.jobs.suspects import MAX_LONE_LOSSES, MAX_ONLY_LINE_LOSSES, Losses, Suspects, sweep
+from backfill.jobs.suspects import MAX_LONE_LOSSES, MAX_ONLY_LINE_LOSSES, Losses, LossFile, Suspects, sweep
 
 
 def lose(suspects: Suspects, number: int, times: int, *, is_lone: bool, is_only_line: bool) -> Losses:
@@ -27,12 +27,12 @@ def test_only_losses_of_a_lone_line_count_against_it() -> None:
 
 def test_what_is_saved_is_read_by_the_same_batch_only(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "batch"
-    suspects = Suspects(path, "batch_1")
+    suspects = Suspects(LossFile(path), "batch_1")
     lose(suspects, 7, 2, is_lone=False, is_only_line=True)
     lose(suspects, 9, 1, is_lone=True, is_only_line=True)
     suspects.forget(9)
     suspects.save(suspects.encode())
-    again, other = Suspects(path, "batch_1"), Suspects(path, "batch_2")
+    again, other = Suspects(LossFile(path), "batch_1"), Suspects(LossFile(path), "batch_2")
     for read in (again, other):
         read.load()
     assert (again.of(7), len(again)) == (Losses(2, 0, 2), 1)
@@ -49,11 +49,11 @@ def test_a_file_that_cannot_be_decoded_is_ignored(
 ) -> None:
     path = tmp_path / "b"
     path.write_bytes(content)
-    suspects = Suspects(path, "b")
+    suspects = Suspects(LossFile(path), "b")
     with caplog.at_level(logging.WARNING):
         suspects.load()
     assert len(suspects) == 0
-    assert "is ignored" in caplog.text
+    assert "are ignored" in caplog.text
 
 
 def test_files_of_batches_that_ended_are_deleted(tmp_path: Path) -> None:

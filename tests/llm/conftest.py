@@ -1,4 +1,4 @@
-"""Two engines for all tests of the library: the real model for LLM, a small one for AsyncLLM."""
+"""Two engines of the small model for all tests of the library: one for LLM, one for AsyncLLM."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.api.servers import SMALL_MODEL, quick_profile
 
 
 @pytest.fixture(scope="package")
-def llm(default_model: Path) -> Iterator[LLM]:
-    """The real default model, in float32, which makes its greedy tokens equal transformers'."""
-    with LLM(str(default_model), dtype="float32", kv_gib=0.1, max_model_len=256, max_num_seqs=8) as llm:
+def llm(small_model: Path) -> Iterator[LLM]:
+    sizes = {"kv_gib": 0.01, "max_model_len": 256, "max_num_seqs": 8}
+    with LLM(str(small_model), dtype="float32", threads=1, **sizes) as llm:
         yield llm
 
 

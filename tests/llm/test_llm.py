@@ -1,4 +1,4 @@
-"""LLM on the real default model."""
+"""LLM: the real default model's tokens, and all else on a small one."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 
 
 @torch.inference_mode()
-def test_greedy_tokens_equal_transformers(llm: LLM, default_model: Path) -> None:
+def test_greedy_tokens_equal_transformers(default_model: Path) -> None:
+    with LLM(str(default_model), dtype="float32", kv_gib=0.1, max_model_len=256) as llm:
+        answers, tokenizer = generate(llm, PROMPTS, GREEDY), llm.get_tokenizer()
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
-    for prompt, answer in zip(PROMPTS, generate(llm, PROMPTS, GREEDY), strict=True):
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
         (output,) = answer.outputs
         assert (answer.prompt, answer.finished, output.finish_reason) == (prompt, True, "length")
-        assert answer.prompt_token_ids == llm.get_tokenizer()(prompt).input_ids
-        assert output.text == llm.get_tokenizer().decode(output.token_ids)
+        assert answer.prompt_token_ids == tokenizer(prompt).input_ids
+        assert output.text == tokenizer.decode(output.token_ids)
         ids = torch.tensor([answer.prompt_token_ids + output.token_ids[:-1]])
         expected = model(ids).logits[0, len(answer.prompt_token_ids) - 1 :].argmax(-1)
         assert output.token_ids == expected.tolist()

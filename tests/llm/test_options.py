@@ -78,6 +78,12 @@ def test_values_that_cannot_be_are_value_errors_in_the_callers_words(
     assert isinstance(refusal.value, BackfillError)
 
 
+def test_replicas_are_no_option_of_one_engine() -> None:
+    with pytest.raises(TypeError, match="'data_parallel_size': it makes one engine") as refusal:
+        LLM("nothing is looked up", data_parallel_size=2)
+    assert "did you mean" not in str(refusal.value)
+
+
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BackfillError, match="no model"):
         LLM("no-such-model")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from backfill.offloading.coordinator import (
     BusInstance,
     BusPlan,
+    attainable_step_s,
     coordinate,
 )
 from backfill.offloading.interval import offloaded_layers, smallest_interval, step_time_s
@@ -199,3 +200,45 @@ def test_two_of_one_name_are_an_error() -> None:
 def test_an_instance_that_cannot_be_is_an_error(changes: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="got BusInstance"):
         of_layers("a", **changes)
+
+
+def test_engines_without_an_objective_give_way() -> None:
+    """Both demand 1 GB/s of 1.1."""
+    online = of_layers("online", max_interval=3)
+    offline = of_layers("offline", max_interval=3, has_objective=False)
+    plan = coordinate([online, offline], 1.1e9)
+    assert plan.of["online"].bytes_per_s == pytest.approx(1e9)
+    assert plan.of["offline"].bytes_per_s == pytest.approx(0.1e9)
+    assert plan.load <= 1.0 / 0.95 / 1.1 * (1 + 1e-9)
+    tight = coordinate([online, offline], 1e9)
+    assert tight.of["offline"].bytes_per_s == pytest.approx(0.05e9), "its work goes on"
+    assert tight.load == pytest.approx(1 / 0.95)
+    alike = coordinate([replace(each, has_objective=False) for each in (online, offline)], 1e9)
+    assert [each.bytes_per_s for each in alike.of.values()] == pytest.approx([0.5e9, 0.5e9])
+
+
+def test_what_an_engine_could_have_beside_the_others() -> None:
+    """10 transfers of 10 MB at least. Another one needs 1 GB/s with any of its intervals."""
+    own, other = of_layers("own", max_interval=3), of_layers("other", max_interval=3)
+    assert attainable_step_s(own, [], 2e9) == pytest.approx(0.05)
+    assert attainable_step_s(own, [other], 2e9) == pytest.approx(0.1)
+    assert attainable_step_s(own, [replace(other, has_objective=False)], 2e9) == pytest.approx(0.05)
+    assert attainable_step_s(own, [other], 1e9) == math.inf
+    slow = replace(own, compute_s=0.01, step_s=0.3)
+    assert attainable_step_s(slow, [other], 2e9) == pytest.approx(0.3)
+    assert attainable_step_s(replace(slow, max_interval=None), [other], 1.1e9) == pytest.approx(0.3)
+
+
+@given(buses())
+def test_an_objective_that_is_attainable_fits(bus: tuple[list[BusInstance], float]) -> None:
+    """Beside the least that the others need; and no shorter one does."""
+    (own, *others), bandwidth = bus
+    attainable_s = attainable_step_s(own, others, bandwidth)
+    if attainable_s == math.inf:
+        return
+    free = replace(own, step_s=max(attainable_s, 1e-9) * (1 + 1e-6), min_interval=1)
+    assert coordinate([free, *others], bandwidth * (1 + 1e-6)).fits
+    if own.max_interval is not None and attainable_s > 1e-6:
+        late = replace(free, step_s=attainable_s * 0.99)
+        left = bandwidth - sum(choices_of(each)[-1][0] for each in others)
+        assert all(late.demand(interval) > left for interval in range(1, own.max_interval + 1))

@@ -90,7 +90,7 @@ def simulated_step_s(times: LayerTimes, interval: int) -> float:
     return (ends[-1] - ends[480]) / 240
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(counts, st.integers(1, 24), durations, durations, durations)
 def test_step_times_are_those_of_the_pipeline(
     num_layers: int, interval: int, compute_s: float, transfer_s: float, other_s: float

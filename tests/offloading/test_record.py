@@ -87,10 +87,60 @@ def test_objectives_are_rounded_down_to_two_milliseconds() -> None:
         )
 
 
+DELAYED = replace(
+    RECORD,
+    typical_transfer_s=0.003,
+    transfer_runs_s=(0.006, 0.004, 0.0035),
+    delays_s=(0.001, 0.001, 0.002, 0.004, 0.006, 0.010, 0.016),
+)
+
+
+def test_few_transfers_in_a_row_may_all_be_slow() -> None:
+    assert [DELAYED.run_transfer_s(number) for number in (1, 2, 3, 4, 12)] == [
+        0.006, 0.004, 0.004, 0.0035, 0.0035,
+    ]  # fmt: skip
+    assert RECORD.run_transfer_s(4) == RECORD.transfer_s
+
+
+def test_delays_are_those_of_the_next_longer_stretch() -> None:
+    found = [DELAYED.delay_s(seconds) for seconds in (0.0005, 0.001, 0.0011, 0.026, 0.064, 0.128)]
+    assert found == pytest.approx([0.001, 0.001, 0.001, 0.010, 0.016, 0.032])
+    assert RECORD.delay_s(1.0) == 0.0
+
+
+def test_a_step_may_be_late_for_its_computation_or_its_transfers() -> None:
+    """A decode of 8 computes for 26 ms and is up to 10 late."""
+    eight = RECORD.loads[2]
+    assert DELAYED.step_s(eight, None) == pytest.approx(0.036)
+    assert DELAYED.step_s(eight, 12) == pytest.approx(0.036)
+    # 12 transfers of 3 ms, and 10 of lateness of which two transfers hide 6.
+    assert step_time_s(replace(DELAYED, transfer_s=0.003).times_of(eight), 1) == pytest.approx(0.036)
+    assert DELAYED.step_s(eight, 1) == pytest.approx(max(0.036 + 0.004, 12 * 0.0035))
+    assert RECORD.step_s(eight, 1) == pytest.approx(0.048)
+
+
+def test_a_machine_that_is_late_without_offloading_may_be_as_late_with_it() -> None:
+    eight = RECORD.loads[2]
+    assert DELAYED.meets(eight, None, 0.030), "typically it is in time"
+    assert DELAYED.meets(eight, 2, 0.030)
+    assert not DELAYED.meets(eight, 1, 0.030)
+    assert not DELAYED.meets(eight, None, 0.024)
+    assert DELAYED.smallest_interval("decode", 8, 128, 0.030) == 2
+    assert DELAYED.smallest_interval("decode", 8, 128, 0.042) == 1
+
+
+def test_transfers_that_take_no_less_than_a_bus_needs() -> None:
+    slower = DELAYED.with_transfers_of(0.0038)
+    assert slower.transfer_s == 0.004
+    assert slower.typical_transfer_s == 0.0038
+    assert slower.transfer_runs_s == (0.006, 0.004, 0.0038)
+
+
 def test_a_record_is_the_same_after_it_was_saved(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "record.json"
-    RECORD.save(path)
-    assert PerformanceRecord.load(path) == RECORD
+    for record in (RECORD, DELAYED):
+        record.save(path)
+        assert PerformanceRecord.load(path) == record
     assert [each.name for each in path.parent.iterdir()] == ["record.json"]
 
 

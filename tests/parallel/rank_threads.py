@@ -17,7 +17,7 @@ from backfill.core.block import KVLayout
 from backfill.core.plan import SampledToken, StepOutcome, StepPlan
 from backfill.execution.collectives import RankLinks
 from backfill.execution.copies import create_copier
-from backfill.execution.executor import ExecutorInfo
+from backfill.execution.executor import ExecutorInfo, PipelinedExecutor
 from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.offloading import create_streamer
 from backfill.execution.stage import Stage
@@ -78,7 +78,7 @@ class _Done:
     error: Exception | None
 
 
-class RankThreads:
+class RankThreads(PipelinedExecutor):
     """An executor whose ranks are threads. See ``PipelinedExecutor`` and ``StoppableExecutor``.
 
     Attributes:

@@ -71,6 +71,19 @@ def plan_of(step: int, *names: str, start: int = 0, admits: bool = True, stops: 
     return StepPlan(step, Compute(slices, safepoints=Safepoints(1, False) if stops else None), admitted)
 
 
+def test_a_wait_for_a_step_ends_with_it_or_with_a_wake(executor: ParallelExecutor) -> None:
+    executor.submit(plan_of(0, "a"))
+    executor.wake()
+    executor.wake()
+    assert not executor.wait()
+    assert executor.wait() and executor.wait(), "one wake-up for all calls before it"
+    assert executor.collect().sampled
+    executor.submit(plan_of(1, "*:raise"))
+    assert executor.wait(), "a failure is collected"
+    with pytest.raises(RankFailed):
+        executor.collect()
+
+
 def test_ranks_know_the_tokens_of_steps_before(executor: ParallelExecutor) -> None:
     assert isinstance(executor, PipelinedExecutor)
     assert executor.info.num_blocks == NUM_BLOCKS, "the least of the ranks"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from backfill.cli.profile_offload import measure_record
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.execution import machine
-from backfill.execution.create import check_threads
-from backfill.execution.machine import threads_of_rank
+from backfill.execution.machine import check_threads, threads_of_rank
 from backfill.parallel.create import check_device_count, create_executor
 from tests.models.tiny import save_tiny_model
 
@@ -23,21 +23,17 @@ from tests.models.tiny import save_tiny_model
         ({"tensor_parallel_size": 0}, "`tensor_parallel_size` must be at least 1, got 0"),
         ({"pipeline_parallel_size": -1}, "`pipeline_parallel_size` must be at least 1, got -1"),
         (
-            {"tensor_parallel_size": 16, "pipeline_parallel_size": 8},
-            "`tensor_parallel_size` 16 times `pipeline_parallel_size` 8 is 128 processes, and at most 64 are",
-        ),
-        (
             {"pipeline_parallel_size": 2, "offload_interval": "auto"},
             "`offload_interval` auto is not supported with `pipeline_parallel_size` 2; give a number",
         ),
         (
             {
-                "tensor_parallel_size": 2,
+                "pipeline_parallel_size": 2,
                 "offload_interval": 4,
                 "min_offload_interval": 2,
                 "scheduler": SchedulerConfig(policy="slo"),
             },
-            "`min_offload_interval` is not supported with `tensor_parallel_size` 2",
+            "`min_offload_interval` is not supported with `pipeline_parallel_size` 2",
         ),
         (
             {
@@ -58,6 +54,12 @@ def test_sizes_that_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         EngineConfig(**options).validate()
     assert message in str(refused.value)
+
+
+def test_no_performance_record_is_measured_on_ranks() -> None:
+    config = EngineConfig(tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="`offload` is measured in one process, and these are 2 ranks"):
+        measure_record(config, is_quick=True, out=None, on_load=lambda done, total: None)
 
 
 def test_more_ranks_than_devices_are_refused() -> None:

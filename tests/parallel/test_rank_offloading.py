@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -12,13 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backfill.core.clock import VirtualClock
-from backfill.core.config import PreemptionMode, SchedulerConfig
-from backfill.core.plan import Compute, ScheduledSlice, StepPlan
+from backfill.core.config import EngineConfig, PreemptionMode, SchedulerConfig
+from backfill.core.plan import Compute, DeviceMemory, ScheduledSlice, StepPlan
 from backfill.core.request import ServiceClass
 from backfill.engine.engine import Engine
 from backfill.execution import offloading, torch_executor
 from backfill.execution.micro_batches import split_step
 from backfill.offloading.interval import num_device_layers, offloaded_layers
+from backfill.parallel.load import load_rank
+from backfill.parallel.merge import merge_infos
 from tests.models.tiny import save_tiny_model
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
 from tests.parallel.test_rank_pipeline import ADMITTED, scheduled
@@ -119,6 +122,41 @@ def test_the_ranks_shards_are_in_files_of_their_own(model_dir: Path, tmp_path: P
     assert written[0] == written[1]  # the second start has found its files
     parts = sorted(name.removeprefix("tiny-").rpartition("-")[0] for name in written[0])
     assert parts == [f"part{part}of2-layers{layers}" for part in (1, 2) for layers in ("0to5", "6to11")]
+
+
+def test_all_tensor_ranks_divide_their_memory_anew(model_dir: Path, expected: dict[str, list[int]]) -> None:
+    sizes = Sizes(tensor=2)
+    config = EngineConfig(
+        model_dir=str(model_dir),
+        device="cpu",
+        dtype="float32",
+        block_size=8,
+        kv_gib=1 / 256,
+        threads=1,
+        offload_interval=4,
+        min_offload_interval=1,
+        tensor_parallel_size=2,
+        scheduler=SchedulerConfig(policy="slo", max_num_batched_tokens=256),
+    )
+    replace(config, threads=2).validate()
+    ranks = RankThreads(sizes, partial(load_rank, config))
+    try:
+        info = merge_infos([rank.info for rank in ranks.ranks], 1)
+        few, most = info.residencies[0], info.residencies[-1]
+        assert (few.num_layers, most.num_layers, most.num_blocks) == (2, 11, info.num_blocks)
+        assert few.num_blocks == info.num_blocks + 9 * info.layer_bytes // info.block_bytes
+        for step, each in enumerate((few, most)):
+            memory = DeviceMemory(each.num_blocks, each.num_layers)
+            ranks.run(StepPlan(step, Compute(()), offload_interval=each.interval, memory=memory))
+            assert [rank.streamer and rank.streamer.num_buffers for rank in ranks.ranks] == [
+                each.num_layers
+            ] * 2
+            for rank in ranks.ranks:
+                assert len(rank._kv_pool) == few.num_blocks
+                rank._kv_pool[: each.num_blocks].fill_(1.0)
+            assert undisturbed(ranks) == expected
+    finally:
+        ranks.close()
 
 
 @settings(

@@ -106,6 +106,19 @@ def test_a_step_is_suspended_while_the_one_behind_it_runs_and_resumes_stage_by_s
     assert tokens(decoded, ranks.run(StepPlan(6, Compute(rest)))) == expected[1]
 
 
+def test_chunks_of_one_prompt_pass_the_stages_one_behind_the_other(
+    ranks: RankThreads, expected: list[dict[str, int]]
+) -> None:
+    for step, (start, count) in enumerate(((0, 6), (6, 10), (16, 1))):
+        chunk = scheduled("online-a", start, count)._replace(samples=step == 2)
+        ranks.submit(StepPlan(step, Compute((chunk,)), ADMITTED[1:2] if step == 0 else ()))
+    assert tokens(*(ranks.collect() for _ in range(3))) == {"online-a": expected[0]["online-a"]}
+    assert (
+        tokens(ranks.run(StepPlan(3, Compute((scheduled("online-a", 17, 1),))))).items()
+        <= expected[1].items()
+    )
+
+
 def test_two_steps_are_suspended_at_a_time(ranks: RankThreads, expected: list[dict[str, int]]) -> None:
     for step, slices in enumerate((FIRST, SECOND)):
         ranks.request_stop(step)

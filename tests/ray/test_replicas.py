@@ -69,8 +69,9 @@ def test_two_nodes_answer_at_one_address_and_outlive_a_process_and_an_actor(
         assert len(first) == 2 and node_of(first[0]) != node_of(first[1])
         assert names_of_actors() == {"backfill-replica-0", "backfill-replica-1"}
         logs = Path(cluster.head_node.get_logs_dir_path())
-        assert any("INFO server: " in path.read_text() for path in logs.glob("worker-*.err"))
-        server.logged("(backfill-replica-", "INFO server: ")
+        assert any(" server: " in path.read_text() for path in logs.glob("worker-*.err"))
+        line = server.logged("(backfill-replica-1", "INFO replica 1 server: ")
+        assert "\x1b" not in line, "the output is no terminal"
         assert answers(server)
         os.kill(first[0], signal.SIGKILL)
         assert answers(server)

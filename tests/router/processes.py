@@ -7,11 +7,15 @@ import signal
 import sys
 from pathlib import Path
 
+from backfill.router.replicas import ReplicaPlace
 
-def wait_for_a_signal(arguments: list[str]) -> None:
-    """Ends at once where it is told to."""
-    if arguments[1:] == ["fail"]:
+
+def wait_for_a_signal(path: str, fails: str, place: ReplicaPlace) -> None:
+    """Ends at once where it is told to, with a reason or ``silently``."""
+    if fails:
+        if fails != "silently":
+            place.write_failure(fails)
         sys.exit(7)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    Path(arguments[0]).write_text(str(os.getpid()))
+    Path(path).write_text(str(os.getpid()))
     signal.pause()

@@ -8,7 +8,8 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,37 @@ def test_a_bad_number_of_replicas_is_refused(size: str) -> None:
     assert_refused(run_cli_here("serve", "--data-parallel-size", size), part)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--tensor-parallel-size", "5"), "--tensor-parallel-size 5: the model has 4 attention heads"),
+        (("--pipeline-parallel-size", "99"), "--pipeline-parallel-size 99: the model has 4 layers; use 1 to"),
+        (("--threads", "100000"), "--threads must be at most"),
+        (("--profile", "/no/such/profile"), "/no/such/profile cannot be read"),
+        (("--chat-template", "/no/such/template"), "/no/such/template"),
+        (
+            ("--batch-database-url", "postgresql://user:secret@127.0.0.1:1/jobs"),
+            "the database postgresql://user:***@127.0.0.1:1/jobs cannot be opened",
+        ),
+        (("--batch-file-store", "ftp://a/b"), "--batch-file-store must be a folder or s3://"),
+        (("--model", "/no/such/model"), "no model '/no/such/model'"),
+    ],
+)
+def test_what_is_wrong_for_all_replicas_is_refused_before_one_starts(
+    small_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    part: str,
+) -> None:
+    def start(self: object) -> None:
+        raise AssertionError("a replica was started")
+
+    monkeypatch.setattr(ReplicaProcess, "start", start)
+    options = ("--data-parallel-size", "2", "--port", "0", "--data-dir", str(tmp_path))
+    assert_refused(run_cli_here("serve", "--model", str(small_model), *options, *arguments), part)
+
+
 def refusal_of(*engines: StubEngine, **options: float) -> str:
     """Why no router starts in front of these engines."""
 
@@ -59,7 +91,7 @@ def refusal_of(*engines: StubEngine, **options: float) -> str:
     return asyncio.run(run())
 
 
-def test_engines_that_cannot_join_are_named_with_the_reason() -> None:
+def test_engines_that_cannot_join_are_named_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     first, other = StubEngine(), StubEngine(models=("another",))
     message = refusal_of(first, other)
     assert f"{first.url} has m" in message and f"{other.url} has another" in message
@@ -67,7 +99,9 @@ def test_engines_that_cannot_join_are_named_with_the_reason() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         dead = StubEngine(port=nobody.getsockname()[1])
+        caplog.set_level("INFO")
         assert f"{dead.url} cannot be reached" in refusal_of(dead, engine_timeout=0.1)
+        assert any(line.startswith(f"{dead.url} is waited for, up to 0 s: ") for line in caplog.messages)
 
 
 def test_a_server_that_is_no_engine_is_refused() -> None:
@@ -101,9 +135,8 @@ async def pid_in(path: Path, other_than: int = 0) -> int:
     return int(text)
 
 
-def replicas_writing(path: Path, *more: str) -> Replicas:
-    arguments: Callable[[int], list[str]] = lambda port: [str(path), *more]  # noqa: E731
-    return Replicas([ReplicaProcess(0, wait_for_a_signal, arguments)])
+def replicas_writing(path: Path, fails: str = "") -> Replicas:
+    return Replicas([ReplicaProcess(0, partial(wait_for_a_signal, str(path), fails))])
 
 
 def test_a_replica_that_ends_is_started_again_and_ends_with_the_others(tmp_path: Path) -> None:
@@ -125,11 +158,16 @@ def test_a_replica_that_ends_is_started_again_and_ends_with_the_others(tmp_path:
     asyncio.run(run())
 
 
-def test_a_replica_that_cannot_start_ends_the_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fails", "reason"), [("", "Its process ended with status 7."), ("No memory.", "No memory.")]
+)
+def test_a_replica_that_cannot_start_ends_the_command_with_its_reason(
+    tmp_path: Path, fails: str, reason: str
+) -> None:
     async def run() -> None:
-        replicas = replicas_writing(tmp_path / "pid", "fail")
+        replicas = replicas_writing(tmp_path / "pid", fails or "silently")
         replicas.start()
-        with pytest.raises(ReplicaFailed, match="Replica 0 ended with status 7 before it was ready"):
+        with pytest.raises(ReplicaFailed, match=f"^Replica 0: {re.escape(reason)}$"):
             await replicas.run()
         await replicas.end()
 
@@ -141,6 +179,9 @@ def test_one_command_serves_with_two_engines_and_outlives_one(small_model: Path,
     server = launch_small(small_model, *options, data_dir=tmp_path)
     try:
         server.logged("with 2 replicas")
+        server.logged("curl http://127.0.0.1:", "Authorization: Bearer $KEY")
+        for number, process in product((0, 1), ("server", "engine")):
+            server.logged(f" INFO replica {number} {process}: ")
         headers = {"authorization": "Bearer first"}
         body = {"prompt": "Why?", "max_tokens": 3, "ignore_eos": True}
         answer = server.http.post("/v1/completions", json=body, headers=headers)

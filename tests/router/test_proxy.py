@@ -5,7 +5,9 @@ import json
 from typing import Any
 
 import aiohttp
+import pytest
 
+from backfill.router.proxy import NO_ENGINES
 from tests.router.stubs import COMPLETIONS, RunningRouter, StubEngine, event, routing, until
 
 
@@ -155,7 +157,7 @@ def test_requests_wait_for_an_engine_and_get_503_where_none_comes() -> None:
     asyncio.run(run())
 
 
-def test_engines_join_and_leave_while_requests_run() -> None:
+def test_engines_join_and_leave_while_requests_run(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         first, second, foreign = StubEngine(), StubEngine(), StubEngine(models=("another",))
         await second.start()
@@ -164,8 +166,10 @@ def test_engines_join_and_leave_while_requests_run() -> None:
         async with routing([first]) as router:
             running = asyncio.create_task(complete(router, "p"))
             await until(lambda: first.seen)
-            async with router.http.post("/router/engines", json={"url": second.url + "/"}) as response:
-                assert (await response.json())["status"] == "up"
+            async with router.http.post("/router/engines", json={"url": second.url + "/v1/"}) as response:
+                joined = await response.json()
+                assert (joined["status"], joined["url"]) == ("up", second.url)
+                assert f"{second.url}/v1/ is used without its path: {second.url}" in caplog.messages
             async with router.http.post("/router/engines", json={"url": foreign.url}) as response:
                 assert response.status == 409
                 message = (await response.json())["error"]["message"]
@@ -173,7 +177,7 @@ def test_engines_join_and_leave_while_requests_run() -> None:
             for body in ({}, {"url": "ftp://a"}, {"url": "http://a:b"}):
                 async with router.http.post("/router/engines", json=body) as response:
                     assert response.status == 400, body
-            async with router.http.delete("/router/engines", params={"url": first.url}) as response:
+            async with router.http.delete("/router/engines", params={"url": first.url + "/"}) as response:
                 assert (await response.json())["status"] == "leaving"
             for number in range(3):
                 assert (await complete(router, f"q{number}"))[0] == 200
@@ -185,6 +189,44 @@ def test_engines_join_and_leave_while_requests_run() -> None:
                 assert response.status == 404
         await second.die()
         await foreign.die()
+
+    asyncio.run(run())
+
+
+def test_without_any_engine_requests_are_refused_at_once() -> None:
+    async def run() -> None:
+        engine = StubEngine()
+        async with routing([engine], retry_timeout=1000.0) as router:
+            await engine.die()
+            waiting = [
+                asyncio.create_task(complete(router, "p")),
+                asyncio.create_task(complete(router, "p", service_tier="flex")),
+            ]
+            await until(lambda: engine.url in router.engines.num_lost)
+            waiting_for_one = asyncio.create_task(router.engines.until_up(1000.0))
+            await asyncio.sleep(0)
+            assert not waiting_for_one.done()
+            async with router.http.delete("/router/engines", params={"url": engine.url}) as response:
+                assert response.status == 200
+            assert not await waiting_for_one
+            for status, body in [*await asyncio.gather(*waiting), await complete(router, "q")]:
+                assert status == 503
+                assert body["error"]["message"] == NO_ENGINES
+            for path in ("/v1/models", "/health"):
+                async with router.http.get(path) as response:
+                    assert response.status == 503 and NO_ENGINES in await response.text()
+            await engine.start()
+            async with router.http.post("/router/engines", json={"url": engine.url}) as response:
+                assert response.status == 200
+            assert (await complete(router, "p"))[0] == 200
+
+    asyncio.run(run())
+
+
+def test_the_predicted_ttft_of_an_idle_engine_is_that_of_a_question() -> None:
+    async def run() -> None:
+        async with routing([StubEngine()]) as router:
+            assert await router.metric("router_predicted_ttft_seconds") == 256 / 1e5
 
     asyncio.run(run())
 

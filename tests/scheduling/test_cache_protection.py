@@ -46,6 +46,7 @@ def make_bench(seed: int, num_host_blocks: int) -> CachingBench:
         cost=linear_cost(token_s=2e-4, step_s=0.02),
         completes=0.8,
         seed=seed,
+        checks_every=10,  # of thousands
         policy="slo",
         checkpointing="adaptive" if num_host_blocks else "none",
         max_num_seqs=16,

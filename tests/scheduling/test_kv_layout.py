@@ -40,7 +40,7 @@ def forward(plan: StepPlan) -> StepPlan:
     return replace(plan, work=replace(work, slices=slices))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(setting=all_settings(), seed=SEEDS)
 def test_unidirectional_blocks_are_forward_and_never_shared(setting: Setting, seed: int) -> None:
     schedule = run(replace(setting, kv_layout="unidirectional"), seed)
@@ -51,7 +51,7 @@ def test_unidirectional_blocks_are_forward_and_never_shared(setting: Setting, se
         assert not any(is_reversed(ref) for each in plan.slices for ref in each.blocks)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(setting=all_settings(), seed=SEEDS, service_class=st.sampled_from(ServiceClass))
 def test_requests_of_one_class_have_the_same_plans_in_both_layouts(
     setting: Setting, seed: int, service_class: ServiceClass

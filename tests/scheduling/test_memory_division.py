@@ -51,7 +51,7 @@ def erratic(setting: Setting, seed: int) -> Run:
     return Run(setting, seed, ErraticResidency(info.residencies, info.num_layers, random.Random(seed)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(setting=all_settings(), min_interval=st.integers(1, 2), seed=st.integers(0, 2**32))
 def test_tokens_are_computed_from_their_own_context_while_memory_changes_hands(
     setting: Setting, min_interval: int, seed: int

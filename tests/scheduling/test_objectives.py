@@ -10,6 +10,7 @@ from backfill.core.slo import SLO
 from backfill.costs.profile import FitError, Quality
 from backfill.scheduling.objectives import (
     DEFAULT_SLO,
+    ServerObjectives,
     achievable_slo,
     check_server_slo,
     impossible_objectives,
@@ -153,3 +154,36 @@ def test_a_coarse_profile_and_one_with_a_large_error_know_nothing_for_certain() 
         assert impossible_slo(profile, SchedulerConfig(), 1000) == nothing
     known = impossible_slo(replace(PROFILE, quality="refined"), SchedulerConfig(), 1000)
     assert known.ttft_s == pytest.approx(0.07)
+
+
+def slo_after(config: SchedulerConfig, *steps_s: float) -> list[SLO]:
+    """Objectives of a server whose first steps took a second, after each fit to steps that took so long."""
+    objectives, found = ServerObjectives(config, flat_cost(1.0)), []
+    for step_s in steps_s:
+        before = objectives.slo
+        assert objectives.follow(flat_cost(step_s)) == (objectives.slo != before)
+        found.append(objectives.slo)
+    return found
+
+
+def test_a_widened_default_returns_once_three_fits_in_a_row_say_so() -> None:
+    slow = SLO(4.0, 4.0)
+    assert slo_after(SchedulerConfig(), 0.01, 0.01, 0.01) == [slow, slow, DEFAULT_SLO]
+    assert slo_after(SchedulerConfig(), 0.01, 0.01, 0.9, 0.01, 0.01, 0.01)[-2:] == [slow, DEFAULT_SLO]
+    # To the largest of the three, and not for a small gain.
+    assert slo_after(SchedulerConfig(), 0.5, 0.4, 0.3)[-1] == SLO(2.0, 2.0)
+    assert slo_after(SchedulerConfig(), 0.9, 0.9, 0.9)[-1] == slow
+    # In steps, and never back.
+    later = slo_after(SchedulerConfig(), 0.5, 0.5, 0.5, 0.1, 0.1, 0.1, 2.0, 2.0, 2.0)
+    assert [later[at] for at in (2, 4, 5, 8)] == [SLO(2.0, 2.0), SLO(2.0, 2.0), SLO(1.0, 0.4), SLO(1.0, 0.4)]
+
+
+def test_objectives_that_were_asked_for_and_floors_stay() -> None:
+    config = SchedulerConfig(ttft_slo=3.0, min_tpot_slo=0.5)
+    assert slo_after(config, 0.01, 0.01, 0.01) == [SLO(3.0, 4.0), SLO(3.0, 4.0), SLO(3.0, 0.5)]
+
+
+def test_the_next_engine_of_a_server_begins_with_the_objectives_of_the_last() -> None:
+    config = SchedulerConfig(kept_slo=SLO(2.0, 0.3))
+    assert ServerObjectives(config, flat_cost(1.0)).slo == SLO(2.0, 0.3)
+    assert slo_after(config, 0.01, 0.01, 0.01)[-1] == DEFAULT_SLO

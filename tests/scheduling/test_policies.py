@@ -107,7 +107,7 @@ MAKERS: dict[str, Callable[[StepPredictor], Policy]] = {
 }
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     workload=policy_workloads(),
     name=st.sampled_from(sorted(MAKERS)),
@@ -158,7 +158,7 @@ def test_no_request_waits_without_bound_while_the_load_is_under_the_capacity(nam
         assert ended_at_s[chat.request_id] <= chat.arrived_at_s + 1.0 + 19 * 0.1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(workload=policy_workloads(), name=st.sampled_from(("slo", "conserve", "bros")))
 def test_plans_follow_from_snapshots_and_earlier_steps_alone(
     workload: Sequence[tuple[int, Request]], name: str

@@ -205,7 +205,7 @@ def test_without_prefix_caching_nothing_is_found_and_nothing_stays() -> None:
     bench = CachingBench(prefix_caching=False)
     for _ in range(3):
         bench.finish(*(request_of(tokens("same", 100), max_tokens=30) for _ in range(4)))
-        assert bench.scheduler.kv.counts.empty == 4096
+        assert bench.scheduler.kv.counts.empty == 1024
     counters = bench.counters()
     assert (counters.num_prefix_queried_tokens, counters.num_prefix_hit_tokens) == (0, 0)
     assert counters.num_computed_tokens == 12 * (100 + 29)

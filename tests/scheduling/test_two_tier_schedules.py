@@ -215,7 +215,7 @@ def workloads(draw: st.DrawFn) -> list[Arrival]:
     return arrivals
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(setting=all_settings(), arrivals=workloads(), seed=st.integers(0, 2**32))
 def test_every_token_is_computed_from_its_own_context_and_nothing_is_lost(
     setting: Setting, arrivals: list[Arrival], seed: int
@@ -251,7 +251,7 @@ def crowd(rng: random.Random) -> list[Arrival]:
     return arrivals
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(setting=all_settings(), seed=st.integers(0, 2**32))
 def test_crowded_schedules_compute_every_token_from_its_own_context(setting: Setting, seed: int) -> None:
     """Many preemptions and restores in one schedule, which small examples rarely reach."""
@@ -300,7 +300,7 @@ def test_others_run_beside_a_restore_unless_it_blocks() -> None:
             assert bool(plan.copies.blocking) == (restore == "blocking")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(setting=all_settings(), arrivals=workloads(), seed=st.integers(0, 2**32))
 def test_failing_steps_cost_only_requests_with_tokens_or_a_second_failure(
     setting: Setting, arrivals: list[Arrival], seed: int

@@ -190,7 +190,8 @@ def test_experiments_that_cannot_be_are_refused(changes: dict[str, object], mess
         replace(EXPERIMENT, **changes).validate()  # type: ignore[arg-type]
 
 
-def test_the_command_compares_routers(tmp_path: Path) -> None:
+def test_the_command_compares_routers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     size = [
         "--replicas",
         "2",
@@ -203,14 +204,15 @@ def test_the_command_compares_routers(tmp_path: Path) -> None:
         "--max-num-seqs",
         "8",
     ]
-    plot = str(tmp_path / "fleet.png")
-    result = run_cli_here(
-        "simulate", "fleet", *size, "--routers", "slo,round-robin", "--json", "--plot", plot
-    )
+    result = run_cli_here("simulate", "fleet", *size, "--routers", "slo,round-robin", "--json")
     assert result.returncode == 0, result.stderr
     content = json.loads(result.stdout.splitlines()[-1])
     assert list(content["routers"]) == ["slo", "round-robin"]
     assert content["hardware"] == "a100-80g-llama-3-70b-tp4"
+    assert not list(tmp_path.iterdir()), "a picture that nobody asked for"
+    refused = run_cli_here("simulate", "fleet", "--plot", "absent/fleet.png")
+    assert refused.returncode == 1
+    assert "--plot absent/fleet.png cannot be written: there is no folder absent" in refused.stderr
     refused = run_cli_here("simulate", "fleet", "--tensor-parallel-size", "3")
     assert refused.returncode == 1
     assert "--tensor-parallel-size must be one of 1, 2, 4, 8" in refused.stderr

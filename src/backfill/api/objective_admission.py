@@ -27,6 +27,7 @@ class ObjectiveUnavailable(Exception):
     Args:
         offered_s: what the present load leaves.
         idle_s: what the server leaves without load, where that is not enough; None where it is.
+        leaves: what leaves it.
     """
 
     code = "objective_unavailable"
@@ -39,8 +40,9 @@ class ObjectiveUnavailable(Exception):
         retry_after_s: int,
         *,
         idle_s: float | None = None,
+        leaves: str = "the present load leaves",
     ) -> None:
-        offer = f"the present load leaves {_shown(offered_s)}"
+        offer = f"{leaves} {_shown(offered_s)}"
         if idle_s is None:
             offer += f". Please ask for that, or retry in {retry_after_s} s."
         else:
@@ -88,6 +90,14 @@ def _check_tpot(
     prompt_tokens: Sequence[int],
     end_s: Callable[[int], int],
 ) -> None:
+    if asked_s < load.bus_least_step_s:
+        raise ObjectiveUnavailable(
+            "tpot",
+            asked_s,
+            min(default_s, load.bus_least_step_s),
+            MAX_RETRY_AFTER_S,
+            leaves="with any offloading interval that fits the device, the engines on its bus leave",
+        )
     limit_s = decode_limit_s(asked_s)
     if predicted.decode_s <= limit_s:
         return

@@ -86,6 +86,9 @@ class OnlineLoad:
 
     A decode gains a token in each step with online work, so its context is counted in steps: about right, and
     without a look at every token.
+
+    Attributes:
+        bus_least_step_s: see ``EngineStats``.
     """
 
     def __init__(self, cost: CostModel, config: SchedulerConfig) -> None:
@@ -94,6 +97,7 @@ class OnlineLoad:
         self._step_tokens = min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
         self._relegates = config.policy == "slo"
         self._correction = BiasCorrection()
+        self.bus_least_step_s = 0.0
         self._in_time: dict[int, StepLoad] = {}  # waiting prompts by priority
         self._relegated: dict[int, StepLoad] = {}  # the same of those that cannot be in time any more
         self._relegations: list[tuple[float, int, _OpenChoice]] = []  # of prompts in time; sorted by instant
@@ -135,6 +139,7 @@ class OnlineLoad:
 
     def on_report(self, report: StepReport) -> None:
         """Count a step, and correct the cost model by its measured time."""
+        self.bus_least_step_s = report.stats.bus_least_step_s
         step = report.stats.step
         if step.kind in ("online", "mixed"):
             self._num_steps += 1

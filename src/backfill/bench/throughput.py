@@ -108,7 +108,8 @@ class _Runner:
         while engine.has_unfinished:
             engine.step()
         elapsed_s = time.perf_counter() - started_at_s
-        engine.step()  # lets the executor drop the requests that ended
+        while engine.has_work:  # steps in flight; the last one lets the executor drop the requests that ended
+            engine.step()
         num_hits = sum(each.num_all_prefix_hit_tokens for each in engine.scheduler.counters.values())
         if num_hits:
             raise BackfillError(

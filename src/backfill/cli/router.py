@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from backfill.api.config import ServerConfig
 from backfill.cli.command import VARIABLES, command
-from backfill.cli.startup import bind, configure_logging, run_server, url_of
+from backfill.cli.startup import bind, configure_logging, counted, first_request, run_server, url_of
 from backfill.jobs.config import JobsConfig
 from backfill.router.config import RouterConfig
 
@@ -44,8 +44,11 @@ def router(
     def on_ready(engines: Engines) -> None:
         names = ", ".join(engines.model.models) if engines.model is not None else ""
         num_up = sum(engine.is_up for engine in engines.all)
+        max_model_len = 0 if engines.model is None else engines.model.max_model_len
         print(
-            f"\nBackfill routes {names} on {url} to {len(engines.all)} engines, {num_up} of them ready",
+            f"\nBackfill routes {names} on {url} to {counted(len(engines.all), 'engine')}, {num_up} ready",
+            first_request(url, max_model_len, asks_for_keys=keys is not None),
+            sep="\n",
             flush=True,
         )
 

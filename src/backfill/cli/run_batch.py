@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from backfill.cli.command import LIMITS_SECTION, MODEL_SECTION, VARIABLES, command
 from backfill.cli.interrupts import LOADING, SIGNALS, interruptible, take_from_loop
 from backfill.cli.live import alongside
-from backfill.cli.startup import configure_logging, find_folder, run_in_loop, served_model
+from backfill.cli.startup import check_engine, configure_logging, find_folder, run_in_loop, served_model
 from backfill.core.config import EngineConfig, at_least
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types
@@ -97,6 +97,8 @@ def run_batch(
 
     with interruptible(LOADING):
         folder = find_folder(model)
+        engine = dataclasses.replace(engine, model_dir=str(folder))
+        check_engine(engine)
         served = served_model(model.model, folder, requests.served_model_name)
     run = LocalRun(
         files.input_file,
@@ -112,7 +114,7 @@ def run_batch(
         ),
         num_shards=files.shards,
         shard=files.shard or 0,
-        engine_config=dataclasses.replace(engine, model_dir=str(folder)),
+        engine_config=engine,
     )
     stopped_by = run_in_loop(_run(run, console))
     part = f", part {files.shard} of {files.shards}" if files.shards > 1 else ""
@@ -129,8 +131,8 @@ app = command(
         "Files": "input_file output_file error_file json shards shard",
         "Model": MODEL_SECTION,
         "Engine": "device tensor_parallel_size pipeline_parallel_size executor threads num_micro_batches "
-        "gpu_memory_utilization device_memory offload_interval offload_bus offload_bus_gib_per_s "
-        "engine_hang_timeout",
+        "gpu_memory_utilization device_memory offload_interval "
+        "min_offload_interval offload_bus offload_bus_gib_per_s engine_hang_timeout",
         "Scheduling": f"order {LIMITS_SECTION}",
         "KV memory": "kv_gib block_size host_kv_gib prefix_caching",
         "Requests": "strict log_level",

@@ -9,16 +9,27 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from backfill.api.config import ServerConfig
 from backfill.cli.command import LIMITS_SECTION, MODEL_SECTION, VARIABLES, command
 from backfill.cli.interrupts import LOADING, exit_after, interruptible
-from backfill.cli.startup import bind, configure_logging, find_folder, run_server, served_model, url_of
+from backfill.cli.startup import (
+    bind,
+    check_engine,
+    configure_logging,
+    counted,
+    find_folder,
+    first_request,
+    run_server,
+    served_model,
+    url_of,
+)
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.options import without_secrets
-from backfill.engine.options import ModelOptions, check_profile
+from backfill.engine.options import ModelOptions
+from backfill.execution.machine import threads_of_rank
 from backfill.generation.chat_template import read_template
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.private_files import DataFolderLock, make_folder, write_durably
@@ -29,8 +40,6 @@ if TYPE_CHECKING:
     from backfill.engine.messages import Ready
     from backfill.execution.executor import ExecutorInfo
     from backfill.protocol.preparer import ServedModel
-
-_TINY_CONTEXT = 128
 
 
 def serve(
@@ -108,7 +117,7 @@ def _run(
     with interruptible(LOADING):
         folder = find_folder(model)
     engine_config = dataclasses.replace(engine_config, model_dir=str(folder))
-    check_profile(engine_config)
+    check_engine(engine_config)
     if jobs_config.batch_api:
         _check_data_folder(jobs_config.data_dir, url)
     client = _launch(engine_config, server_config.log_level.upper())
@@ -121,7 +130,10 @@ def _run(
 
     def on_ready(ready: Ready) -> None:
         took_s = time.monotonic() - started_at_s
-        print(_banner(ready.info, served.names[0], url, took_s, asks_for_keys=keys is not None), flush=True)
+        banner = _banner(
+            ready.info, served.names[0], url, took_s, config=engine_config, asks_for_keys=keys is not None
+        )
+        print(banner, flush=True)
 
     async def run() -> signal.Signals | None:
         server = Server(
@@ -152,26 +164,20 @@ def _launch(config: EngineConfig, log_level: str) -> EngineClient:
     return client
 
 
-def _banner(info: ExecutorInfo, name: str, url: str, took_s: float, *, asks_for_keys: bool) -> str:
+def _banner(
+    info: ExecutorInfo, name: str, url: str, took_s: float, *, config: EngineConfig, asks_for_keys: bool
+) -> str:
     """The line that says what is served where, and a request to copy."""
-    if info.max_model_len < _TINY_CONTEXT:  # a chat template alone may be longer
-        path = "/v1/completions"
-        body: dict[str, Any] = {"prompt": "Hi", "max_tokens": max(1, min(16, info.max_model_len // 2))}
-    else:
-        path = "/v1/chat/completions"
-        messages = [{"role": "user", "content": "What is gravity?"}]
-        body = {"messages": messages, "temperature": 0.2}
-    # A key would be shown to whoever reads the log.
-    key_header = ' -H "Authorization: Bearer $KEY"' if asks_for_keys else ""
+    ranks = ""
+    if config.num_ranks > 1 and info.device == "cpu":
+        threads = counted(threads_of_rank(config), "thread")
+        ranks = f"\n  {config.num_ranks} ranks divide the threads: {threads} each"
     lines = [
         "",
         f"Backfill serves {name} on {url}  (ready in {took_s:.1f} s)",
         f"  {info.device}, {info.dtype}, context of {info.max_model_len} tokens, "
-        f"KV pool of {info.num_blocks * info.block_size} tokens",
-        "Try, with an API key in KEY:" if asks_for_keys else "Try:",
-        f"curl {url}{path} -H 'Content-Type: application/json'{key_header} \\",
-        f"  -d '{json.dumps(body)}'",
-        "",
+        f"KV pool of {info.num_blocks * info.block_size} tokens{ranks}",
+        first_request(url, info.max_model_len, asks_for_keys=asks_for_keys),
     ]
     return "\n".join(lines)
 

@@ -17,17 +17,27 @@ from typing import TYPE_CHECKING, Protocol
 
 from backfill.api.config import ServerConfig
 from backfill.cli.interrupts import LOADING, SIGNALS, exit_at_once, interruptible
-from backfill.cli.startup import bind, find_folder, run_server, url_of
+from backfill.cli.startup import (
+    bind,
+    check_engine,
+    check_storage,
+    counted,
+    find_folder,
+    first_request,
+    run_server,
+    url_of,
+)
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.engine.options import ModelOptions
+from backfill.generation.chat_template import read_template
+from backfill.ipc.log_lines import name_replica
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.private_files import make_folder
 
 if TYPE_CHECKING:
     from backfill.parallel.ray_cluster import Bundle
-    from backfill.ray.replica_actor import ReplicaPlace
     from backfill.router.config import ReplicaOptions
+    from backfill.router.replicas import ReplicaPlace
     from backfill.router.replicas import Replicas as ProcessReplicas
     from backfill.router.server import RouterServer
 
@@ -35,6 +45,9 @@ _LOAD_S = 3600.0  # a replica that cannot load ends by itself
 _READY_POLL_S = 0.05
 _REJOIN_S = 0.5
 _FOLDER = "replicas"
+
+# Of an engine's options and the router's key.
+_ServerOf = Callable[[EngineConfig, str | None], Callable[["ReplicaPlace"], None]]
 
 
 class Replicas(Protocol):
@@ -71,19 +84,25 @@ def serve_replicas(
     listener = bind(server.host, server.port)
     url = url_of(listener)
     is_on_ray = engine.executor == "ray"
+    if jobs.batch_api:
+        with interruptible(LOADING):
+            check_storage(jobs, url)
     # Actors listen beyond loopback, so they ask for a key in any case.
     engine_key = None if keys is None and not is_on_ray else secrets.token_urlsafe(32)
+    server_of = partial(_server_of, model, server, jobs)
     replicas: Replicas
     if is_on_ray:
         assert engine_key is not None
         for number in SIGNALS:
             signal.signal(number, exit_at_once)  # what Ray has started ends with this process
-        replicas = _actors(model, server, jobs, engine, options.data_parallel_size, engine_key)
+        replicas = _actors(server_of, engine, options.data_parallel_size, engine_key)
         replicas.start()
     else:
-        replicas = _processes(engine, jobs.data_dir / _FOLDER, options.data_parallel_size, engine_key)
         with interruptible(LOADING):
-            find_folder(model)  # once, before all of them do
+            read_template(server.chat_template)
+            # Found, and perhaps fetched, once before all of them look for it.
+            check_engine(dataclasses.replace(engine, model_dir=str(find_folder(model))))
+            replicas = _processes(server_of, engine, options.data_parallel_size, engine_key)
             replicas.start()
 
     async def run() -> signal.Signals | None:
@@ -96,15 +115,43 @@ def serve_replicas(
             on_second_signal=replicas.kill,
         )
         try:
-            return await _serve(routing, replicas, listener, url, started_at_s)
+            asks_for_keys = keys is not None
+            return await _serve(routing, replicas, listener, url, started_at_s, asks_for_keys=asks_for_keys)
         finally:
             await replicas.end()
 
     run_server(run())
 
 
+def _server_of(
+    model: ModelOptions, server: ServerConfig, jobs: JobsConfig, engine: EngineConfig, key: str | None
+) -> Callable[[ReplicaPlace], None]:
+    """What a replica runs: a server with these options, for the router alone.
+
+    Args:
+        engine: of this replica.
+        key: with which the router speaks for its clients.
+    """
+    if Path(model.model).exists():  # workers of Ray have another working folder
+        model = dataclasses.replace(model, model=str(Path(model.model).absolute()))
+    server = dataclasses.replace(
+        server,
+        api_key=() if key is None else (f"router={key}",),
+        api_key_file=None,
+        chat_template=None if server.chat_template is None else server.chat_template.absolute(),
+    )
+    jobs = dataclasses.replace(jobs, batch_api=False, data_dir=(jobs.data_dir / _FOLDER).absolute())
+    return partial(run_replica, model, server, jobs, engine)
+
+
 async def _serve(
-    routing: RouterServer, replicas: Replicas, listener: socket.socket, url: str, started_at_s: float
+    routing: RouterServer,
+    replicas: Replicas,
+    listener: socket.socket,
+    url: str,
+    started_at_s: float,
+    *,
+    asks_for_keys: bool,
 ) -> signal.Signals | None:
     """Serve until a signal. Returns: it, if it came before all were ready. Raises: ReplicaFailed."""
     from backfill.router.engines import EngineRefused
@@ -116,10 +163,14 @@ async def _serve(
             await asyncio.sleep(_READY_POLL_S)
         replicas.has_served()
         took_s = time.monotonic() - started_at_s
-        names = ", ".join(routing.engines.model.models) if routing.engines.model else ""
-        num = len(replicas.urls)
+        model = routing.engines.model
+        assert model is not None, "an engine is up"
+        where = f"{url} with {counted(len(replicas.urls), 'replica')}"
         print(
-            f"\nBackfill serves {names} on {url} with {num} replicas  (ready in {took_s:.1f} s)", flush=True
+            f"\nBackfill serves {', '.join(model.models)} on {where}  (ready in {took_s:.1f} s)",
+            first_request(url, model.max_model_len, asks_for_keys=asks_for_keys),
+            sep="\n",
+            flush=True,
         )
 
     async def follow(old: str, new: str) -> None:
@@ -150,53 +201,30 @@ async def _serve(
 
 
 def _processes(
-    engine: EngineConfig, folder: Path, num_replicas: int, engine_key: str | None
+    server_of: _ServerOf, engine: EngineConfig, num_replicas: int, engine_key: str | None
 ) -> ProcessReplicas:
-    """Servers with this command line's options, but for what differs between them. Raises: ConfigError."""
+    """On this machine, whose devices and threads they divide. Raises: ConfigError."""
     from backfill.execution.machine import available_processors
     from backfill.router.replicas import ReplicaProcess, Replicas
 
     gpus = _gpus(engine.device, num_replicas, engine.num_ranks)
     threads = max(engine.num_ranks, (engine.threads or available_processors()) // num_replicas)
-    key_options = [] if engine_key is None else ["--api-key-file", str(_write_key(folder, engine_key))]
-
-    def arguments(number: int, port: int) -> list[str]:
-        own = f"--host 127.0.0.1 --port {port} --threads {threads} --data-parallel-size 1 --no-batch-api"
-        data_dir = str(folder / str(number))
-        return [*sys.argv[1:], *own.split(), "--data-dir", data_dir, *key_options]
-
+    target = server_of(dataclasses.replace(engine, threads=threads), engine_key)
     return Replicas(
-        [
-            ReplicaProcess(number, run_replica, partial(arguments, number), gpus[number] if gpus else {})
-            for number in range(num_replicas)
-        ]
+        [ReplicaProcess(number, target, gpus[number] if gpus else {}) for number in range(num_replicas)]
     )
 
 
-def _actors(
-    model: ModelOptions,
-    server: ServerConfig,
-    jobs: JobsConfig,
-    engine: EngineConfig,
-    num_replicas: int,
-    engine_key: str,
-) -> Replicas:
-    """Servers with these options, on the nodes that Ray chooses. Raises: BackfillError without Ray."""
+def _actors(server_of: _ServerOf, engine: EngineConfig, num_replicas: int, engine_key: str) -> Replicas:
+    """On the nodes that Ray chooses. Raises: BackfillError without Ray."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours the names of actors in a file, too
     from backfill.parallel.require_ray import require_ray
 
     require_ray()
     from backfill.ray.replicas import RayReplicas
 
-    if Path(model.model).exists():  # workers of Ray have another working folder
-        model = dataclasses.replace(model, model=str(Path(model.model).absolute()))
-    server = dataclasses.replace(
-        server,
-        api_key=(f"router={engine_key}",),
-        api_key_file=None,
-        chat_template=None if server.chat_template is None else server.chat_template.absolute(),
-    )
     profile = None if engine.profile_path is None else Path(engine.profile_path).absolute()
-    jobs = dataclasses.replace(jobs, batch_api=False, data_dir=(jobs.data_dir / _FOLDER).absolute())
 
     num_stages = engine.pipeline_parallel_size
 
@@ -209,7 +237,7 @@ def _actors(
             # Ranks of one stage are on the replica's own node.
             executor="ray" if num_stages > 1 else "process",
         )
-        return partial(run_actor_server, model, server, jobs, own)
+        return server_of(own, engine_key)
 
     uses_gpus = None if engine.device == "auto" else engine.device == "cuda"
     return RayReplicas(
@@ -217,38 +245,24 @@ def _actors(
     )
 
 
-def run_actor_server(
+def run_replica(
     model: ModelOptions, server: ServerConfig, jobs: JobsConfig, engine: EngineConfig, place: ReplicaPlace
 ) -> None:
-    """Entry point of a server that is an actor's."""
+    """Entry point of a replica's process, which ends with the one that has started it."""
     from backfill.cli.serve import serve
-    from backfill.ray.replica_actor import write_failure
     from backfill.router.config import ReplicaOptions
 
-    _become_replica()
+    os.setsid()  # Ctrl-C is for the router, which ends its replicas itself
+    signal.signal(signal.SIGTERM, exit_at_once)
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the router says what is served where
+    name_replica(place.number)
     server = dataclasses.replace(server, host=place.host, port=place.port)
     jobs = dataclasses.replace(jobs, data_dir=jobs.data_dir / str(place.number))
     try:
         serve(model, server, jobs, ReplicaOptions(is_replica=True), engine)
     except BackfillError as error:
-        write_failure(place.failure, str(error))
-        print(f"backfill: {error}", file=sys.stderr)
+        place.write_failure(str(error))
         raise SystemExit(1) from None
-
-
-def run_replica(arguments: list[str]) -> None:
-    """Entry point of a replica's process, which ends with the router's."""
-    from backfill.cli.main import main
-
-    _become_replica()
-    sys.argv = ["backfill", *arguments]
-    main()
-
-
-def _become_replica() -> None:
-    os.setsid()  # Ctrl-C is for the router, which ends its replicas itself
-    signal.signal(signal.SIGTERM, exit_at_once)
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the router says what is served where
 
 
 def _gpus(device: str, num_replicas: int, num_ranks: int) -> list[Mapping[str, str]]:
@@ -271,16 +285,3 @@ def _gpus(device: str, num_replicas: int, num_ranks: int) -> list[Mapping[str, s
         {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + num_ranks])}
         for first in range(0, num_needed, num_ranks)
     ]
-
-
-def _write_key(folder: Path, key: str) -> Path:
-    """The file of the key with which the router speaks for its clients. Raises: ConfigError."""
-    path = folder / "router-key"
-    try:
-        make_folder(folder)
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(f"router={key}\n")
-    except OSError as error:
-        raise ConfigError(f"`data_dir` {folder} cannot be written: {error.strerror or error}.") from error
-    return path

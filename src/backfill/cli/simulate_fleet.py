@@ -9,6 +9,7 @@ from rich.console import Console
 
 from backfill.cli.command import command
 from backfill.cli.interrupts import interruptible
+from backfill.cli.plots import check_plot
 from backfill.cli.sweep_progress import live_sweep
 from backfill.cli.sweeps import SweepOptions, names_of
 from backfill.cli.tables import print_rows
@@ -126,7 +127,19 @@ class FleetOptions:
         return experiment
 
 
-def fleet(options: FleetOptions, runs: SweepOptions) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetRuns(SweepOptions):
+    """How the runs are made and what they write.
+
+    Attributes:
+        seeds: figures are means over the seeds 1 to this; seed 0 is for tuning.
+        jobs: processes to run in. Figures do not depend on it.
+        plot: PNG to write, of latency and load over time and of each policy's figures.
+        json: end with one JSON object on a line.
+    """
+
+
+def fleet(options: FleetOptions, runs: FleetRuns) -> None:
     """Run replicas of an engine behind a router, on one clock, under each routing policy.
 
     Online requests share system prompts and turns of conversations; offline ones come from one pool. Every
@@ -134,7 +147,8 @@ def fleet(options: FleetOptions, runs: SweepOptions) -> None:
     """
     console = Console()
     experiment = options.experiment(range(1, runs.seeds + 1))
-    path = runs.begin(console, "A fleet behind a router", "fleet")
+    check_plot(runs.plot)
+    console.print("[bold]A fleet behind a router[/bold]")
     hardware = experiment.replica_hardware()
     size_gb = hardware.kv_tokens * hardware.kv_bytes_per_token / 1e9
     console.print(
@@ -155,11 +169,11 @@ def fleet(options: FleetOptions, runs: SweepOptions) -> None:
     }
     title = f"{options.duration:g} s, means of {runs.seeds} seed(s)"
     print_rows(console, title, _ROWS, columns)
-    if path is not None:
+    if runs.plot is not None:
         from backfill.simulation.fleet_plot import save_fleet_plot
 
-        save_fleet_plot(path, comparison)
-    runs.end(console, path, comparison.as_json())
+        save_fleet_plot(runs.plot, comparison)
+    runs.end(console, runs.plot, comparison.as_json())
 
 
 app = command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import signal
 import socket
@@ -13,13 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from backfill.cli.interrupts import LOADING, take_from_loop
+from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
+from backfill.ipc.log_lines import log_format
 
 if TYPE_CHECKING:
     from backfill.engine.options import ModelOptions
+    from backfill.jobs.config import JobsConfig
     from backfill.protocol.preparer import ServedModel
 
 Result = TypeVar("Result")
+
+_TINY_CONTEXT = 128
 
 
 def find_folder(options: ModelOptions) -> Path:
@@ -33,6 +39,42 @@ def find_folder(options: ModelOptions) -> Path:
     folder = resolve_model(options.model, revision=options.revision)
     ModelConfig.from_folder(folder)  # refused before anything starts
     return folder
+
+
+def check_engine(config: EngineConfig) -> None:
+    """Refuse what can be known to be wrong of an engine's options before a process is started.
+
+    Args:
+        config: complete, with the model's folder.
+    Raises: ConfigError, ModelError.
+    """
+    from backfill.engine.options import check_profile
+    from backfill.execution.machine import check_threads
+    from backfill.models.config import ModelConfig
+    from backfill.models.placement import check_parallel
+
+    model = ModelConfig.from_folder(config.model_dir)
+    check_parallel(model, config.tensor_parallel_size, config.pipeline_parallel_size)
+    check_threads(config)
+    check_profile(config)
+
+
+def check_storage(config: JobsConfig, url: str) -> None:
+    """Refuse a data folder, a database or a place of files that cannot be used, before an engine loads.
+
+    Args:
+        url: of the server, shown to a process that finds the data folder locked meanwhile.
+    Raises: ConfigError.
+    """
+    from backfill.jobs.private_files import DataFolderLock
+    from backfill.jobs.storage import check_storage
+
+    lock = DataFolderLock(config.data_dir, url)
+    lock.acquire()
+    try:
+        asyncio.run(check_storage(config))
+    finally:
+        lock.release()
 
 
 def served_model(model: str, folder: Path, names: tuple[str, ...]) -> ServedModel:
@@ -49,9 +91,7 @@ def served_model(model: str, folder: Path, names: tuple[str, ...]) -> ServedMode
 
 def configure_logging(level: str, program: str) -> None:
     """Log to standard error; each line names ``program``."""
-    logging.basicConfig(
-        level=level.upper(), format=f"%(asctime)s %(levelname)s {program}: %(message)s", stream=sys.stderr
-    )
+    logging.basicConfig(level=level.upper(), format=log_format(program), stream=sys.stderr)
     for noisy in ("httpx", "huggingface_hub", "filelock", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     logging.getLogger("python_multipart").setLevel(logging.ERROR)  # warns of every malformed body
@@ -90,6 +130,35 @@ def url_of(listener: socket.socket) -> str:
     """Where a listener is reached."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Such as "1 engine" and "2 engines"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def first_request(url: str, max_model_len: int, *, asks_for_keys: bool) -> str:
+    """A request to copy, as the last lines of what a command says at its start.
+
+    Args:
+        max_model_len: 0 where it is not known.
+    """
+    if 0 < max_model_len < _TINY_CONTEXT:  # a chat template alone may be longer
+        path = "/v1/completions"
+        body: dict[str, Any] = {"prompt": "Hi", "max_tokens": max(1, min(16, max_model_len // 2))}
+    else:
+        path = "/v1/chat/completions"
+        messages = [{"role": "user", "content": "What is gravity?"}]
+        body = {"messages": messages, "temperature": 0.2}
+    # A key would be shown to whoever reads the log.
+    key_header = ' -H "Authorization: Bearer $KEY"' if asks_for_keys else ""
+    lines = [
+        "Try, with an API key in KEY:" if asks_for_keys else "Try:",
+        f"curl {url}{path} -H 'Content-Type: application/json'{key_header} \\",
+        f"  -d '{json.dumps(body)}'",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def bind(host: str, port: int) -> socket.socket:

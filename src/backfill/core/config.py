@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types, internal, with_options
+from backfill.core.slo import SLO
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -57,6 +58,7 @@ class SchedulerConfig:
             its layer; discard: it is computed again. Only with ``safepoints``.
         max_stop_s: seconds, as predicted, that a running step takes at most to its next safepoint; a layer
             that takes longer has one before it. Only with ``safepoints``.
+        kept_slo: objectives of the engine before this one of the same server; None for the first one.
         checkpointing: when KV is copied to host memory. adaptive: as the KV pool fills; eager: as soon as a
             block is full; swap: at a preemption, which waits for it; none: preempted requests are computed
             again; module:Class: a policy of your own. Default: adaptive with ``policy`` slo, conserve or
@@ -86,6 +88,7 @@ class SchedulerConfig:
     tpot_slo: float | None = None
     min_ttft_slo: float | None = None
     min_tpot_slo: float | None = None
+    kept_slo: SLO | None = internal(None)  # noqa: RUF009  # a field
     promote_before: float = 3600.0
     safepoints: bool = True
     preemption: PreemptionMode = "suspend"
@@ -198,8 +201,7 @@ class EngineConfig:
             auto is the smallest with which offloading makes no recorded load miss its objectives.
         min_offload_interval: smallest offloading interval that the engine may change to while there are only
             offline requests. What the weights then need less of memory is used for KV. Needs a larger
-            ``offload_interval``, a ``policy`` that predicts steps and ``device`` cpu. Default: the interval
-            does not change.
+            ``offload_interval`` or auto, and ``device`` cpu. Default: the interval does not change.
         offload_bus: name, or path of a file, that is the same for all engines whose transfers share a bus.
             They divide its bandwidth by what their objectives need. Default: the engine shares no bus.
         offload_bus_gib_per_s: bandwidth of ``offload_bus`` in GiB a second, the same for all. On CPU
@@ -342,19 +344,12 @@ class EngineConfig:
         if least is None:
             return
         at_least("min_offload_interval", least, 1)
+        if self.offload_interval == "auto":
+            return
         if largest is None or largest <= least:
             raise ConfigError(
-                f"`min_offload_interval` {least} needs a larger number as `offload_interval`, got "
+                f"`min_offload_interval` {least} needs auto or a larger number as `offload_interval`, got "
                 f"{self.offload_interval}."
-            )
-        if not self.scheduler.needs_cost_model:
-            raise ConfigError(
-                f"`min_offload_interval` needs `policy` slo, conserve or bros, which predict steps, got "
-                f"{self.scheduler.policy}."
-            )
-        if self.offload_bus is not None:
-            raise ConfigError(
-                "`min_offload_interval` and `offload_bus` both choose intervals; use one of them."
             )
 
     def _validate_bus(self) -> None:
@@ -375,20 +370,19 @@ class EngineConfig:
         sizes = {name: getattr(self, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
         for name, size in sizes.items():
             at_least(name, size, 1)
-        if self.num_ranks > MAX_RANKS:
-            raise ConfigError(
-                f"`tensor_parallel_size` {self.tensor_parallel_size} times `pipeline_parallel_size` "
-                f"{self.pipeline_parallel_size} is {self.num_ranks} processes, and at most {MAX_RANKS} are "
-                "supported."
-            )
         split = next((f"`{name}` {size}" for name, size in sizes.items() if size > 1), None)
         if split is None:
             return
         if self.offload_interval == "auto":
             raise ConfigError(f"`offload_interval` auto is not supported with {split}; give a number.")
-        for name in ("min_offload_interval", "offload_bus"):
-            if getattr(self, name) is not None:
-                raise ConfigError(f"`{name}` is not supported with {split}.")
+        if self.offload_bus is not None:
+            raise ConfigError(f"`offload_bus` is not supported with {split}.")
+        if self.min_offload_interval is not None and self.pipeline_parallel_size > 1:
+            # Stages of different sizes give memory back for different numbers of layers.
+            raise ConfigError(
+                "`min_offload_interval` is not supported with `pipeline_parallel_size` "
+                f"{self.pipeline_parallel_size}."
+            )
         if self.threads is not None and self.threads < self.num_ranks:
             raise ConfigError(
                 f"`threads` {self.threads} is less than the {self.num_ranks} processes of {split}, each "
@@ -410,9 +404,7 @@ class EngineConfig:
         """
         asked = self.scheduler.checkpointing
         default = "none" if self.host_kv_gib == 0 else "adaptive"
-        return with_options(
-            self, {"policy": "priority", "checkpointing": asked or default, "min_offload_interval": None}
-        )
+        return with_options(self, {"policy": "priority", "checkpointing": asked or default})
 
 
 def at_least(field: str, value: float, low: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -52,6 +53,15 @@ class StepNoise:
     def mean(self) -> float:
         points = zip(self.probabilities, self.ratios, strict=True)
         return sum((p1 - p0) * (r0 + r1) / 2 for (p0, r0), (p1, r1) in itertools.pairwise(points))
+
+    def quantile(self, probability: float) -> float:
+        """The same as ``numpy.interp``, which takes longer for one number."""
+        x, y = self.probabilities, self.ratios
+        last = len(x) - 1
+        i = bisect_right(x, probability) - 1
+        if i >= last or x[i] == probability:
+            return y[min(i, last)]
+        return (y[i + 1] - y[i]) / (x[i + 1] - x[i]) * (probability - x[i]) + y[i]
 
     @classmethod
     def of_ratios(cls, ratios: Sequence[float]) -> StepNoise:
@@ -130,8 +140,7 @@ class NoiseSource:
         kept, fresh = self._noise.correlation, self._random.gauss(0.0, 1.0)
         before = self._score
         self._score = fresh if before is None else kept * before + math.sqrt(1.0 - kept * kept) * fresh
-        rank = _NORMAL.cdf(self._score)
-        return float(np.interp(rank, self._noise.probabilities, self._noise.ratios))
+        return self._noise.quantile(_NORMAL.cdf(self._score))
 
 
 def _autocorrelation(ratios: Sequence[float]) -> float:

@@ -58,7 +58,8 @@ class ErrorQuantile:
     def __init__(self, share: float, initial: float) -> None:
         self.share = share
         self._weights = [0.0] * _NUM_BINS
-        self._weights[_bin_of(initial)] = 2.0
+        self._end = _bin_of(initial) + 1  # bins from here on are empty
+        self._weights[self._end - 1] = 2.0
         self._total, self._gain = 2.0, 1.0
         self._ratio = initial
         self._is_stale = False
@@ -73,7 +74,9 @@ class ErrorQuantile:
         """Count a step's ratio of observed to predicted time; above 0."""
         # Later observations weigh more, which is the same as forgetting the earlier ones.
         self._gain *= 1.0 + 1.0 / _NUM_REMEMBERED
-        self._weights[_bin_of(ratio)] += self._gain
+        index = _bin_of(ratio)
+        self._weights[index] += self._gain
+        self._end = max(self._end, index + 1)
         self._total += self._gain
         if self._gain > 1e12:
             self._weights = [weight / self._gain for weight in self._weights]
@@ -97,7 +100,7 @@ class ErrorQuantile:
     def _quantile(self) -> float:
         """The upper edge of the bin that holds the quantile."""
         beyond = (1.0 - self.share) * self._total
-        index = _NUM_BINS
+        index = self._end
         while index > 0 and beyond >= 0.0:
             index -= 1
             beyond -= self._weights[index]

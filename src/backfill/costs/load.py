@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from backfill.core.plan import ScheduledSlice
 
@@ -51,8 +51,30 @@ class StepLoad:
         """Undo a ``put`` of the same arguments."""
         self._add(start, num_tokens, samples, -1)
 
+    def become(self, other: StepLoad, start: int, num_tokens: int, samples: bool) -> None:
+        """Be the load of another step with one more slice."""
+        self.num_tokens = other.num_tokens + num_tokens
+        self.num_sampled = other.num_sampled + samples
+        self.num_requests = other.num_requests + 1
+        if num_tokens == 1 and start > 0:
+            self.prefill_pairs = other.prefill_pairs
+            self.prefill_context_tokens = other.prefill_context_tokens
+            self.decode_context_tokens = other.decode_context_tokens + start
+        else:
+            pairs = num_tokens * start + num_tokens * (num_tokens + 1) // 2
+            self.prefill_pairs = other.prefill_pairs + pairs
+            self.prefill_context_tokens = other.prefill_context_tokens + start
+            self.decode_context_tokens = other.decode_context_tokens
+
     def copy(self) -> StepLoad:
-        return replace(self)
+        return StepLoad(
+            self.num_tokens,
+            self.num_sampled,
+            self.num_requests,
+            self.prefill_pairs,
+            self.prefill_context_tokens,
+            self.decode_context_tokens,
+        )
 
     @classmethod
     def of(cls, slices: Iterable[tuple[int, int, bool]]) -> StepLoad:
@@ -64,7 +86,19 @@ class StepLoad:
 
     @classmethod
     def of_slices(cls, slices: Iterable[ScheduledSlice]) -> StepLoad:
-        return cls.of((scheduled.start, scheduled.num_tokens, scheduled.samples) for scheduled in slices)
+        load, context_tokens, num_decodes, num_sampled = cls(), 0, 0, 0
+        for _, start, num_tokens, _, samples, _ in slices:
+            if num_tokens == 1 and start > 0:
+                context_tokens += start
+                num_decodes += 1
+                num_sampled += samples
+            else:
+                load._add(start, num_tokens, samples, 1)
+        load.num_tokens += num_decodes
+        load.num_requests += num_decodes
+        load.num_sampled += num_sampled
+        load.decode_context_tokens += context_tokens
+        return load
 
     def _add(self, start: int, num_tokens: int, samples: bool, sign: int) -> None:
         self.num_tokens += sign * num_tokens

@@ -41,7 +41,7 @@ class PiecewiseLinear:
         x, y = self.x, self.y
         if at <= x[0]:
             return y[0]
-        i = min(bisect_right(x, at), len(x) - 1)
+        i = bisect_right(x, at, 1, len(x) - 1)
         x0, y0 = x[i - 1], y[i - 1]
         return y0 + (at - x0) * (y[i] - y0) / (x[i] - x0)
 
@@ -109,8 +109,11 @@ class CostModel:
             at_most: a further bound on the tokens; default ``num_pending``.
         """
 
+        trial = StepLoad()
+
         def fits(num_tokens: int) -> bool:
-            return self.time_with_s(load, start, num_tokens, num_tokens == num_pending) <= limit_s
+            trial.become(load, start, num_tokens, num_tokens == num_pending)
+            return self.step_time_s(trial) <= limit_s
 
         high = num_pending if at_most is None else min(at_most, num_pending)
         if high <= 0 or fits(high):

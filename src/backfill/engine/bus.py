@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from backfill.core.clock import Clock
 from backfill.execution.bus import Bus
-from backfill.execution.bus_file import BusUse
-from backfill.offloading.coordinator import BusInstance, coordinate
+from backfill.execution.bus_file import BusFile, BusUse
+from backfill.offloading.coordinator import BusInstance, attainable_step_s, coordinate
 from backfill.offloading.interval import num_device_layers
+from backfill.offloading.shared_link import LinkGrant, LinkWish
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,23 @@ class OffloadedModel:
         )
 
 
+class _News:
+    """Whether the table of all engines may say something new since the last call."""
+
+    def __init__(self, file: BusFile, clock: Clock) -> None:
+        self._file = file
+        self._clock = clock
+        self._generation = -1
+        self._read_at_s = 0.0
+
+    def has_come(self) -> bool:
+        generation, now_s = self._file.generation, self._clock.now_s()
+        if generation == self._generation and now_s - self._read_at_s < _POLL_S:
+            return False
+        self._generation, self._read_at_s = generation, now_s
+        return True
+
+
 class BusMember:
     """Tells the other engines what this one needs, and gives it the interval that follows from all needs.
 
@@ -61,8 +79,11 @@ class BusMember:
     missed by nobody. Calls come from the thread of the engine. While the table cannot be used, the engine
     keeps its interval and share, and its steps go on.
 
+    Where the memory of the weights can change, the plans of an engine say the interval, and the coordinator
+    bounds it (``ask``). What others need of the bus while it changes follows from what is streamed.
+
     Args:
-        set_interval: takes effect with the next step.
+        set_interval: takes effect with the next step; None where plans say the interval.
 
     Attributes:
         share: of the bandwidth that this engine may use; 0 while it has no work.
@@ -74,7 +95,7 @@ class BusMember:
         bus: Bus,
         model: OffloadedModel,
         clock: Clock,
-        set_interval: Callable[[int], None],
+        set_interval: Callable[[int], None] | None,
     ) -> None:
         self.share = 0.0
         self.load = 0.0
@@ -83,35 +104,54 @@ class BusMember:
         self._max_interval = model.max_interval
         self._clock = clock
         self._set_interval = set_interval
+        self._wish: LinkWish | None = None
+        self._grant: LinkGrant | None = None
+        self._streamed_interval: int | None = None
         self._computed_s: deque[float] = deque(maxlen=_NUM_STEPS)
         self._told_computed_s = 0.0
         self._told = BusUse()
-        self._needs: tuple[tuple[float, float], BusInstance] | None = (
-            None  # for a computed time and objective
-        )
+        # For a computed time, an objective and a wish.
+        self._needs: tuple[tuple[float, float, LinkWish | None], BusInstance] | None = None
         self._copied_bytes_per_s = 0.0
         self._copies_since: tuple[float, int] = clock.now_s(), bus.copies.num_bytes
         self._fits = True
         self._is_failing = False
-        self._seen_generation = -1
-        self._read_at_s = 0.0
+        self._news = _News(bus.file, clock)
+        self._news_of_others = _News(bus.file, clock)
+        self._least_step_s = 0.0
 
     @property
     def wait_s(self) -> float:
         """For which transfers waited for the bus."""
         return self._bus.wait_s
 
+    @property
+    def free_transfer_s(self) -> float:
+        """See ``LinkBudget``."""
+        return self._model.layer_bytes / self._bus.file.bytes_per_s
+
+    def ask(self, wish: LinkWish) -> LinkGrant | None:
+        """See ``LinkBudget``. What is wished is told with the next step."""
+        self._wish = wish
+        return self._grant
+
     def begin_step(self, objective_s: float) -> None:
         """Before a step that may take so long: use the interval that the needs of all allow."""
         with self._may_fail():
             self._count_copies()
-            self._tell(BusUse(self._instance(objective_s), self._copied_bytes_per_s))
+            streamed = None if self._wish is None else self._streamed_interval
+            self._tell(BusUse(self._instance(objective_s), self._copied_bytes_per_s, streamed))
             self._follow()
             self._is_failing = False
 
-    def end_step(self, computed_s: float) -> None:
-        """A step took so long without the time for which layers waited for weights."""
+    def end_step(self, computed_s: float, interval: int | None = None) -> None:
+        """A step took so long without the time for which layers waited for weights.
+
+        Args:
+            interval: with which it streamed them.
+        """
         self._computed_s.append(computed_s)
+        self._streamed_interval = interval
 
     def idle(self) -> None:
         """There is no work: the others need not count with this engine."""
@@ -119,6 +159,28 @@ class BusMember:
             with self._may_fail():
                 self._tell(BusUse(None, 0.0))
                 self.share = 0.0
+                self._grant = None
+
+    def least_step_s(self) -> float:
+        """What a step's transfers take at least beside what the others need now; infinite if nothing is left.
+
+        No objective below that can be kept, whatever interval this engine has.
+        """
+        if self._news_of_others.has_come():
+            with self._may_fail():
+                uses = self._bus.file.uses()
+                others = [each.instance for each in uses if each.instance is not None]
+                others = [each for each in others if each.name != self._bus.file.name]
+                model = self._model
+                own = BusInstance(
+                    self._bus.file.name,
+                    model.num_layers,
+                    model.layer_bytes,
+                    step_s=1.0,
+                    max_interval=self._max_interval,
+                )
+                self._least_step_s = attainable_step_s(own, others, self._bandwidth(uses))
+        return self._least_step_s
 
     @contextmanager
     def _may_fail(self) -> Iterator[None]:
@@ -135,19 +197,23 @@ class BusMember:
         computed_s = statistics.median(self._computed_s) if self._computed_s else 0.0
         if abs(computed_s - self._told_computed_s) > _NOTICED * self._told_computed_s:
             self._told_computed_s = computed_s
-        needs_of = self._told_computed_s, objective_s
+        wish = self._wish
+        needs_of = self._told_computed_s, objective_s, wish
         if self._needs is not None and self._needs[0] == needs_of:
             return self._needs[1]
         layer_s = self._told_computed_s / model.num_layers
         step_s = OBJECTIVE_SHARE * objective_s
+        if wish is not None and wish.objective_s is not None:
+            step_s = wish.objective_s
         instance = BusInstance(
             self._bus.file.name,
             model.num_layers,
             model.layer_bytes,
             step_s=max(step_s, self._told_computed_s),
             compute_s=layer_s,
-            min_interval=model.interval,
-            max_interval=self._max_interval,
+            min_interval=model.interval if wish is None else wish.min_interval,
+            max_interval=self._max_interval if wish is None else wish.max_interval,
+            has_objective=wish is None or wish.objective_s is not None,
         )
         self._needs = needs_of, instance
         return instance
@@ -168,14 +234,20 @@ class BusMember:
             self._told = use
 
     def _follow(self) -> None:
-        file, now_s = self._bus.file, self._clock.now_s()
-        if file.generation == self._seen_generation and now_s - self._read_at_s < _POLL_S:
+        if not self._news.has_come():
             return
-        self._seen_generation, self._read_at_s = file.generation, now_s
+        file = self._bus.file
         uses = file.uses()
-        copied = sum(each.copied_bytes_per_s for each in uses)
-        bandwidth = max(file.bytes_per_s - copied, _LEAST_FOR_WEIGHTS * file.bytes_per_s)
+        bandwidth = self._bandwidth(uses)
         plan = coordinate([each.instance for each in uses if each.instance is not None], bandwidth)
+        own = plan.of[file.name]
+        assert own.interval is not None, "not all layers fit"
+        if self._wish is not None:
+            transfer_s = self._model.layer_bytes / own.bytes_per_s
+            is_bounded = own.interval > self._wish.min_interval
+            self._grant = LinkGrant(own.interval, transfer_s, is_bounded)
+        streamed = [each.streamed for each in uses]
+        plan = coordinate([each for each in streamed if each is not None], bandwidth)
         own = plan.of[file.name]
         if plan.fits != self._fits:
             self._fits = plan.fits
@@ -187,5 +259,12 @@ class BusMember:
         self.load = plan.load
         self.share = own.bytes_per_s / file.bytes_per_s
         self._bus.weights.set_share(self.share)
-        assert own.interval is not None, "not all layers fit"
-        self._set_interval(own.interval)
+        if self._set_interval is not None:
+            assert own.interval is not None
+            self._set_interval(own.interval)
+
+    def _bandwidth(self, uses: list[BusUse]) -> float:
+        """What copies leave for weights."""
+        full = self._bus.file.bytes_per_s
+        copied = sum(each.copied_bytes_per_s for each in uses)
+        return max(full - copied, _LEAST_FOR_WEIGHTS * full)

@@ -40,7 +40,7 @@ class EngineClient:
 
     Attributes:
         info: the running engine's; None while none runs.
-        default_slo: of the first engine. Later engines keep it: objectives do not change while a server runs.
+        default_slo: of the first engine, until widened defaults return. Later engines keep it.
 
     Args:
         on_report: called with each step's report, for metrics.
@@ -137,10 +137,7 @@ class EngineClient:
             raise BackfillError(
                 first.message if isinstance(first, StartFailed) else connection.how_it_ended()
             )
-        if self.default_slo is None:
-            self.default_slo = first.default_slo
-            objectives = {"ttft_slo": self.default_slo.ttft_s, "tpot_slo": self.default_slo.tpot_s}
-            self.config = with_options(self.config, objectives)
+        self._keep_slo(first.default_slo)
         self.info = first.info
         self._watchdog = Watchdog(first.hang_timeout_s)
         self._reader = self._tasks.start(self._read(connection), "engine-reports")
@@ -243,9 +240,15 @@ class EngineClient:
             self._streams.lose_all(connection.how_it_ended())
             connection.close()
 
+    def _keep_slo(self, slo: SLO) -> None:
+        """Also for the engine after this one."""
+        self.default_slo = slo
+        self.config = with_options(self.config, {"kept_slo": slo})
+
     def _on_message(self, message: FromEngine) -> None:
         self._watchdog.on_report()
         if isinstance(message, ProfileRefined):
+            self._keep_slo(message.default_slo)
             self._on_profile(message.profile)
             return
         assert isinstance(message, StepReport)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from backfill.core.clock import Clock
@@ -13,13 +13,16 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ExecutorDead, RequestError
 from backfill.core.plan import Compute, StepOutcome, StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
+from backfill.core.slo import SLO
+from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStats, TokenOutput
 from backfill.engine.stopping import StepStopper, SubmittedStep
 from backfill.execution.executor import Executor, pipelined
 from backfill.kvcache.create import create_kv_cache
-from backfill.offloading.residency import ResidencyPolicy
-from backfill.scheduling.objectives import server_slo
+from backfill.offloading.residency import Residency, ResidencyPolicy
+from backfill.offloading.shared_link import SharedLinkPolicy
+from backfill.scheduling.objectives import ServerObjectives
 from backfill.scheduling.policies.create import PolicyFactory, create_policy
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import CommittedToken, Scheduler
@@ -27,6 +30,7 @@ from backfill.scheduling.scheduler import CommittedToken, Scheduler
 if TYPE_CHECKING:  # these import numpy and torch, which the server does not need
     from backfill.costs.refine import ProfileRefiner
     from backfill.engine.bus import BusMember
+    from backfill.engine.record_check import RecordCheck
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +45,7 @@ class Engine:
         refiner: refines the profile; None leaves it as it is.
         policy: makes a policy instead of that of the configuration.
         bus: decides the offloading interval with the other engines on a bus; None without one.
+        record_check: compares steps with the performance record; None if no interval was chosen by one.
         check: raises ExecutorDead if the executor can run no more steps; None if it always can.
     """
 
@@ -54,6 +59,7 @@ class Engine:
         *,
         policy: PolicyFactory | None = None,
         bus: BusMember | None = None,
+        record_check: RecordCheck | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
         info = executor.info
@@ -62,7 +68,7 @@ class Engine:
         stops_soon = info.can_stop and info.max_steps_in_flight == 1
         self.executor = executor
         self.profile = profile
-        self.default_slo = server_slo(config, cost)
+        self._objectives = ServerObjectives(config, cost)
         self.predictor = None if cost is None else StepPredictor(cost)
         residencies = info.residencies if self.predictor is not None else ()
         max_num_blocks = info.max_num_blocks if residencies else None
@@ -78,7 +84,7 @@ class Engine:
             copy_interference=0.0 if profile is None else profile.copy_interference,
             num_layers=info.num_layers if info.can_stop else None,
             end_token_ids=info.end_token_ids,
-            residency=ResidencyPolicy(residencies, info.num_layers) if residencies else None,
+            residency=_residency(residencies, info.num_layers, bus) if residencies else None,
             max_steps_in_flight=info.max_steps_in_flight,
             stage_layers=info.stage_layers,
         )
@@ -93,6 +99,7 @@ class Engine:
         self._clock = clock
         self._refiner = refiner
         self._bus = bus
+        self._record_check = record_check
         self._check = check
         self._is_stalled = False
         self._arrived: deque[Request] = deque()
@@ -100,6 +107,11 @@ class Engine:
         self._in_flight: tuple[SubmittedStep, ...] = ()
         self._busy_since_s: float | None = None  # the last commit; None if nothing was left to do then
         self._last_step = _NO_STEP
+
+    @property
+    def default_slo(self) -> SLO:
+        """Objectives of online requests that bring none."""
+        return self._objectives.slo
 
     @property
     def has_work(self) -> bool:
@@ -125,8 +137,8 @@ class Engine:
     def arrive(self, request: Request) -> None:
         """Take in a request while steps may be running, and stop one of them if the request gains enough.
 
-        May be called from any thread. The request is queued when the next step is planned. It can only stop
-        a step that it arrives in.
+        May be called from any thread. The request is queued when the next step is planned, which is now if
+        another one may be in flight. It can only stop a step that it arrives in.
         """
         self.scheduler.give_objectives(request)
         self._arrived.append(request)
@@ -134,6 +146,7 @@ class Engine:
             self._maybe_stop()
         except Exception:  # then the request waits for the end of the step
             logger.exception("whether to stop a running step could not be decided")
+        self._steps.wake()
 
     def _maybe_stop(self) -> None:
         self._stopper.maybe_stop(self._in_flight, tuple(self._arrived), self._clock.now_s())
@@ -157,17 +170,26 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Submit steps, as many as may be in flight, then collect and commit the oldest.
 
+        While fewer are in flight, requests that arrive do not wait for its end: another step is submitted.
+
         If that one failed, it is lost (``Scheduler.fail``); those behind it are collected by later calls.
 
         Raises: ExecutorDead if no step can run any more.
         """
-        return self.submit_steps() + self.collect_step()
+        outputs = self.submit_steps()
+        while self._may_submit and not self._steps.wait():
+            outputs += self.submit_steps()
+        return outputs + self.collect_step()
+
+    @property
+    def _may_submit(self) -> bool:
+        return len(self._in_flight) < self.executor.info.max_steps_in_flight
 
     def submit_steps(self) -> list[TokenOutput]:
         """Submit steps, as many as may be in flight. Returns: outputs of requests that cannot be served."""
         outputs = self.admit_arrived()
         planning_at = time.perf_counter()
-        while len(self._in_flight) < self.executor.info.max_steps_in_flight and self._submit_next():
+        while self._may_submit and self._submit_next():
             pass
         self.scheduling_s += time.perf_counter() - planning_at
         return outputs
@@ -204,13 +226,17 @@ class Engine:
         self._stopper.prepare(plan)
         waits_s = 0.0 if is_alone else self.scheduler.in_flight.waits_s(plan)
         submitted = SubmittedStep(
-            plan, self._kind_of(plan), planned_at_s, self._clock.now_s(), waits_s, is_alone
+            plan, self._kind_of(plan), planned_at_s, self._clock.now_s(), waits_s, is_alone, self._cost
         )
         self._steps.submit(plan)
         self._in_flight = (*self._in_flight, submitted)
         if self._arrived:  # while the plan was made; they are not in it
             self._maybe_stop()
         return bool(plan.slices)
+
+    @property
+    def _cost(self) -> CostModel | None:
+        return None if self.predictor is None else self.predictor.cost
 
     def _commit(self, submitted: SubmittedStep, outcome: StepOutcome) -> list[TokenOutput]:
         plan, started_at_s, now_s = submitted.plan, submitted.submitted_at_s, self._clock.now_s()
@@ -227,7 +253,7 @@ class Engine:
             self.num_stopped_steps += 1
         is_whole = isinstance(plan.work, Compute) and not outcome.stopped
         if plan.slices and is_whole and not plan.copies.stalls:
-            if self.predictor is not None and interval is not None:
+            if self.predictor is not None and interval is not None and submitted.cost is self._cost:
                 since_s, predicted_s = interval
                 began_s = submitted.planned_at_s if self._busy_since_s is None else self._busy_since_s
                 self.predictor.observe(predicted_s, now_s - max(since_s, started_at_s), now_s - began_s)
@@ -235,8 +261,11 @@ class Engine:
             is_profiled = transfers.interval == self.executor.info.offload_interval
             if self._refiner is not None and is_profiled and is_alone:
                 self._refiner.observe(plan, now_s - started_at_s)
+            computed_s = max(0.0, now_s - started_at_s - transfers.stall_s)
             if self._bus is not None:
-                self._bus.end_step(max(0.0, now_s - started_at_s - transfers.stall_s))
+                self._bus.end_step(computed_s, transfers.interval)
+            if self._record_check is not None and is_alone:
+                self._record_check.observe(plan, computed_s, transfers.transfer_s)
         self._busy_since_s = now_s if self.has_work else None
         self._leave_bus_if_idle()
         self._last_step = StepStats(
@@ -252,7 +281,10 @@ class Engine:
     def refine_profile(self) -> CostProfile | None:
         """Refit the cost profile if that is due and no online request is there, or if it is overdue.
 
-        Returns: the profile in use from now on, perhaps with a new error alone; None if nothing changed.
+        Widened default objectives may return then.
+
+        Returns: the profile in use from now on, perhaps with a new error alone; None if neither it nor
+            the objectives have changed.
         """
         refiner = self._refiner
         if refiner is None or not refiner.is_due:
@@ -269,6 +301,15 @@ class Engine:
             self.profile = refined
             if self.predictor is not None and refined.cost != self.predictor.measured:
                 self.predictor.set_cost_model(refined.cost)
+        profile = self.profile
+        if profile is not None and profile.quality == "refined" and self._objectives.follow(profile.cost):
+            self.scheduler.set_default_slo(self.default_slo)
+            logger.info(
+                "online requests from now on: first token within %.3g s, each next within %.3g s",
+                self.default_slo.ttft_s,
+                self.default_slo.tpot_s,
+            )
+            return profile
         return refined
 
     def stats(self) -> EngineStats:
@@ -304,6 +345,7 @@ class Engine:
             bus_wait_s=0.0 if self._bus is None else self._bus.wait_s,
             bus_share=0.0 if self._bus is None else self._bus.share,
             bus_load=0.0 if self._bus is None else self._bus.load,
+            bus_least_step_s=0.0 if self._bus is None else self._bus.least_step_s(),
         )
 
     def _leave_bus_if_idle(self) -> None:
@@ -333,6 +375,10 @@ class Engine:
             )
             for request in self.scheduler.fail(plan)
         ]
+
+
+def _residency(choices: Sequence[Residency], num_layers: int, bus: BusMember | None) -> ResidencyPolicy:
+    return ResidencyPolicy(choices, num_layers) if bus is None else SharedLinkPolicy(choices, num_layers, bus)
 
 
 def _token_output(committed: CommittedToken) -> TokenOutput:

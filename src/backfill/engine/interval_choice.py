@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import replace
 
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.core.slo import SLO
-from backfill.execution.analyzer import load_or_measure_record
+from backfill.engine.record_check import RecordCheck
+from backfill.execution.analyzer import load_or_measure_record, record_path, saved_record
 from backfill.execution.create import least_device_bytes, planned_memory
 from backfill.models.config import ModelConfig
 from backfill.offloading.choice import IntervalChooser, LoadLimits, NoIntervalHolds
@@ -21,7 +23,8 @@ logger = logging.getLogger(__name__)
 def with_chosen_interval(config: EngineConfig) -> EngineConfig:
     """The configuration with a number or none where ``offload_interval`` is auto.
 
-    The performance record is measured if there is none yet. With none there is no bus either.
+    The performance record is measured if there is none yet. With none there is no bus either. If the interval
+    may become smaller (``min_offload_interval``), it may be one that saves no memory as long as it is in use.
 
     Raises: ConfigError if no interval both fits and holds the objectives, or if an objective cannot be met
         even without offloading, with what is achievable; BackfillError if the model cannot be loaded.
@@ -53,11 +56,31 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
             phase,
             beyond,
         )
+    least = config.min_offload_interval
+    if interval is None and least is not None:
+        interval = next((each for each in chooser.holding(slo) if each in fitting and each > least), None)
     if interval is None:
-        return replace(config, offload_interval="none", offload_bus=None, offload_bus_gib_per_s=None)
+        return _without_offloading(config)
+    if least is not None and least >= interval:
+        logger.info("offload_interval auto: %d is not above min_offload_interval, and stays", interval)
+        config = replace(config, min_offload_interval=None)
+    elif least is not None:
+        logger.info("offload_interval auto: %d to %d are used while there is offline work", least, interval)
     if config.device_memory is None:
         logger.info("offload_interval auto: what it saves stays free; `device_memory` gives it to KV")
     return replace(config, offload_interval=interval)
+
+
+def _without_offloading(config: EngineConfig) -> EngineConfig:
+    if config.min_offload_interval is not None:
+        logger.info("offload_interval auto: min_offload_interval has no effect without offloading")
+    return replace(
+        config,
+        offload_interval="none",
+        min_offload_interval=None,
+        offload_bus=None,
+        offload_bus_gib_per_s=None,
+    )
 
 
 def on_bus(record: PerformanceRecord, config: EngineConfig) -> PerformanceRecord:
@@ -65,7 +88,29 @@ def on_bus(record: PerformanceRecord, config: EngineConfig) -> PerformanceRecord
     bytes_per_s = config.offload_bus_bytes_per_s
     if bytes_per_s is None:
         return record
-    return replace(record, transfer_s=max(record.transfer_s, record.layer_bytes / bytes_per_s))
+    return record.with_transfers_of(record.layer_bytes / bytes_per_s)
+
+
+def create_record_check(config: EngineConfig) -> RecordCheck | None:
+    """Compares the record by which the interval was chosen with what is served; None without offloading."""
+    if config.offload_every is None:
+        return None
+    record = saved_record(config)
+    if record is None:
+        return None
+    return RecordCheck(record, _save_correction, has_own_link=config.offload_bus is None)
+
+
+def _save_correction(record: PerformanceRecord) -> None:
+    """Where the next start looks for it, unless it was measured thoroughly meanwhile."""
+    path = record_path(record.key)
+    with suppress(ConfigError):
+        if PerformanceRecord.load(path).is_thorough:
+            return
+    try:
+        record.save(path)
+    except OSError as error:
+        logger.warning("the performance record %s cannot be saved: %s", path, error.strerror or error)
 
 
 def load_limits(config: EngineConfig) -> LoadLimits:
@@ -87,7 +132,7 @@ def objectives(config: EngineConfig, chooser: IntervalChooser) -> SLO:
                 f"`{field}` {asked_s:g}: one request alone needs {rounded_up(least_s):g} s on this device, "
                 "even without offloading; give at least that."
             )
-    return slo_above(scheduler, least)
+    return scheduler.kept_slo or slo_above(scheduler, least)
 
 
 def _fitting(config: EngineConfig) -> set[int | None]:

@@ -47,9 +47,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class ProfileRefined(msgspec.Struct, tag=True, frozen=True):
-    """Engine to client: steps are predicted with this profile from now on."""
+    """Engine to client: steps are predicted with this profile from now on, and these are the objectives."""
 
     profile: CostProfile
+    default_slo: SLO
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):
@@ -146,6 +147,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         bus_wait_s: time for which transfers waited for a shared bus; on CPU.
         bus_share: of its bandwidth, what this engine may use; 0 while it is idle or shares none.
         bus_load: what the engines on it need over its bandwidth, as last known; 0 if it shares none.
+        bus_least_step_s: what a step's transfers take at least beside what the others on it need; infinite
+            if they leave nothing, 0 if it shares none.
     """
 
     online: ClassStats
@@ -173,6 +176,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     bus_wait_s: float = 0.0
     bus_share: float = 0.0
     bus_load: float = 0.0
+    bus_least_step_s: float = 0.0
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):

@@ -30,11 +30,13 @@ from backfill.engine.messages import (
     ToEngine,
 )
 from backfill.ipc.channel import Channel, open_channel
+from backfill.ipc.log_lines import log_format
 from backfill.scheduling.objectives import DEFAULT_HEADROOM, DEFAULT_SLO
 
 logger = logging.getLogger(__name__)
 
 _MAX_FAILED_STEPS = 5
+_MANY_BLOCKS = 100_000  # of a KV cache that is prepared for more than a second
 
 # Makes the process write the stacks of all its threads to standard error, even when it hangs.
 DUMP_SIGNAL = signal.SIGUSR1
@@ -46,13 +48,15 @@ EngineLoader = Callable[[EngineConfig], Engine]
 def load_engine(config: EngineConfig) -> Engine:
     """An engine that runs the configuration's model with torch. Raises: BackfillError."""
     from backfill.engine.bus import BusMember, OffloadedModel
-    from backfill.engine.interval_choice import with_chosen_interval
+    from backfill.engine.interval_choice import create_record_check, with_chosen_interval
     from backfill.execution.bus import open_bus
     from backfill.execution.profile import create_refiner, load_or_measure_profile
     from backfill.execution.torch_executor import TorchExecutor
     from backfill.parallel.create import create_executor
     from backfill.parallel.executor import ParallelExecutor
 
+    is_recorded = config.offload_interval == "auto"
+    logger.info("loading the model in %s", config.model_dir)
     config = with_chosen_interval(config)
     bus, clock = open_bus(config), WallClock()
     try:
@@ -69,19 +73,33 @@ def load_engine(config: EngineConfig) -> Engine:
         model = OffloadedModel(
             info.num_layers, streamer.layer_bytes, streamer.num_buffers, info.offload_interval
         )
-        member = BusMember(bus, model, clock, streamer.set_interval)
-    if not config.scheduler.needs_cost_model and config.profile_path is None:
-        return Engine(config.scheduler, executor, clock, bus=member, check=check)
-    profile = load_or_measure_profile(config, executor)
-    refiner = create_refiner(config, executor.info, profile, clock)
-    return Engine(config.scheduler, executor, clock, profile, refiner, bus=member, check=check)
+        # Plans set the interval where they divide memory.
+        member = BusMember(bus, model, clock, None if info.residencies else streamer.set_interval)
+    profile, refiner = None, None
+    needs_profile = config.scheduler.needs_cost_model or config.min_offload_interval is not None
+    if needs_profile or config.profile_path is not None:
+        profile = load_or_measure_profile(config, executor)
+        refiner = create_refiner(config, executor.info, profile, clock)
+    info = executor.info
+    if info.num_blocks + info.num_host_blocks >= _MANY_BLOCKS:
+        logger.info("preparing a KV cache of %d blocks", info.num_blocks + info.num_host_blocks)
+    return Engine(
+        config.scheduler,
+        executor,
+        clock,
+        profile,
+        refiner,
+        bus=member,
+        record_check=create_record_check(config) if is_recorded else None,
+        check=check,
+    )
 
 
 def run_engine_process(
     config: EngineConfig, commands_url: str, reports_url: str, log_level: str, load: EngineLoader
 ) -> None:
     """Entry point of the child process. Ends on ``Stop``, or with its parent."""
-    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s engine: %(message)s")
+    logging.basicConfig(level=log_level, format=log_format("engine"))
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     with open_channel("backfill-engine", ToEngine, commands_url, reports_url) as channel:
         _serve(config, channel, load)
@@ -116,6 +134,8 @@ def _serve(config: EngineConfig, channel: EngineChannel, load: EngineLoader) -> 
 
 def _log_objectives(config: SchedulerConfig, slo: SLO) -> None:
     logger.info("online requests: first token within %.3g s, each next within %.3g s", slo.ttft_s, slo.tpot_s)
+    if config.kept_slo is not None:
+        return  # the first engine has said why
     for field, asked_s, default_s, used_s, floor_s in (
         ("ttft_slo", config.ttft_slo, DEFAULT_SLO.ttft_s, slo.ttft_s, config.min_ttft_slo),
         ("tpot_slo", config.tpot_slo, DEFAULT_SLO.tpot_s, slo.tpot_s, config.min_tpot_slo),
@@ -124,8 +144,8 @@ def _log_objectives(config: SchedulerConfig, slo: SLO) -> None:
             logger.info("%s is %.3g s and not %g: its floor is min_%s", field, used_s, default_s, field)
         elif asked_s is None and used_s > default_s:
             logger.info(
-                "%s is %.3g s and not %g until this server ends: one request alone is predicted "
-                "to need %.3g s",
+                "%s is %.3g s and not %g, until served steps show that the device is faster: one request "
+                "alone is predicted to need %.3g s",
                 field,
                 used_s,
                 default_s,
@@ -196,7 +216,7 @@ class EngineLoop:
         refined = self._engine.refine_profile()
         if refined is not None:
             _log_profile("from now on steps are predicted", refined)
-            self._channel.send(ProfileRefined(refined))
+            self._channel.send(ProfileRefined(refined, self._engine.default_slo))
 
     def _listen(self) -> None:
         try:

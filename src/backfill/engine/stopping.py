@@ -9,6 +9,7 @@ from typing import cast
 from backfill.core.plan import Resume, Safepoints, StepOutcome, StepPlan
 from backfill.core.request import PriorityLevel, Request, ServiceClass
 from backfill.costs.load import StepLoad
+from backfill.costs.model import CostModel
 from backfill.engine.messages import StepKind
 from backfill.execution.executor import Executor, StoppableExecutor
 from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, online_load, should_stop
@@ -22,6 +23,7 @@ class SubmittedStep:
     Attributes:
         waits_s: seconds, as predicted, for which it waits behind the steps before it.
         is_alone: no step was in flight before it.
+        cost: predicted it; None where nothing does.
     """
 
     plan: StepPlan
@@ -30,6 +32,7 @@ class SubmittedStep:
     submitted_at_s: float
     waits_s: float
     is_alone: bool
+    cost: CostModel | None = None
 
 
 class StepStopper:

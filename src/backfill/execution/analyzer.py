@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import statistics
 import time
@@ -14,24 +13,28 @@ from pathlib import Path
 import torch
 
 from backfill.core.clock import WallClock
-from backfill.core.config import EngineConfig, SchedulerConfig
+from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.core.measured_on import MeasuredOn
 from backfill.core.options import with_options
 from backfill.core.plan import StepOutcome, StepPlan
 from backfill.costs.profiler import Capacity, Shape, StepTimer
 from backfill.execution.create import choose_device, choose_dtype, create_torch_executor
-from backfill.execution.machine import available_processors
+from backfill.execution.machine import OthersMeter, available_processors
 from backfill.execution.offloading import LayerStreamer
 from backfill.execution.profile import device_name, measured_path, step_capacity
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.config import ModelConfig
+from backfill.offloading.choice import RESERVED_TOKENS
 from backfill.offloading.loads import QUICK_LOADS, Load, LoadGrid, is_within, never_falling
 from backfill.offloading.record import PerformanceRecord, RecordedLoad
+from backfill.offloading.spread import delays_s, quantile, run_times_s
 
 logger = logging.getLogger(__name__)
 
-_TRANSFER_QUANTILE = 0.99
+# Of the processors: while other processes use more, a quick record is not to be trusted for long.
+_MUCH = 0.25
+_SAMPLED_S = 0.25
 _FEWEST_TRANSFERS = 128  # timed alone, and so at least 128 of those that the quantile is of
 
 
@@ -83,9 +86,15 @@ def _analyze(
     on_load: Callable[[int, int], None],
 ) -> Analysis:
     capacity = step_capacity(config, executor.info)
-    # Else no load would stand for as many requests as the engine may have.
+    # Else no load would stand for as many requests, or tokens of them, as the engine may have.
     most = 1 << (capacity.max_num_seqs.bit_length() - 1)
-    grid = replace(grid, batch_sizes=tuple(sorted({*grid.batch_sizes, most})))
+    longest = capacity.max_model_len - RESERVED_TOKENS
+    shorter = {each for each in grid.context_lengths if each < longest}
+    grid = replace(
+        grid,
+        batch_sizes=tuple(sorted({*grid.batch_sizes, most})),
+        context_lengths=tuple(sorted({*shorter, longest})) if shorter else grid.context_lengths,
+    )
     shapes = {load: _shape(load) for load in grid.loads()}
     loads = [load for load, shape in shapes.items() if capacity.holds(shape)]
     phases = {phase for phase, _, _ in loads}
@@ -98,38 +107,63 @@ def _analyze(
     # Pages that were never written are not mapped: reads would be too fast.
     executor.fill_kv_pool(max(capacity.num_blocks(shapes[load]) for load in loads))
     streamer.take_transfer_times_s()
+    others = OthersMeter()
     timer = _LoadTimer(executor, streamer, capacity)
-    samples = timer.time_all({load: shapes[load] for load in loads}, grid, on_load)
-    beside_s = _quantile(streamer.take_transfer_times_s())
+    runs = timer.time_all({load: shapes[load] for load in loads}, grid, on_load)
+    beside = streamer.take_transfer_times_s()
     alone: list[float] = []
     while len(alone) < _FEWEST_TRANSFERS:
         streamer.transfer_again()
         alone += streamer.take_transfer_times_s()
-    alone_s = _quantile(alone)
+    recorded = _recorded(runs)
     record = PerformanceRecord(
         key=record_key(config),
         num_layers=executor.info.num_layers,
         layer_bytes=streamer.layer_bytes,
-        transfer_s=max(alone_s, beside_s),
-        loads=never_falling(
-            RecordedLoad(
-                *load,
-                compute_s=statistics.median(each.layer_s for each in runs),
-                other_s=statistics.median(each.other_s for each in runs),
-            )
-            for load, runs in samples.items()
-        ),
+        transfer_s=max(quantile(alone), quantile(beside)),
+        loads=never_falling(recorded.values()),
         max_num_seqs=capacity.max_num_seqs,
         max_num_batched_tokens=capacity.max_num_batched_tokens,
-        provenance=f"{len(samples)} loads, the median of up to {grid.rounds} steps of each; transfers: P99.",
+        typical_transfer_s=max(statistics.median(alone), statistics.median(beside)),
+        transfer_runs_s=tuple(map(max, zip(run_times_s(alone), run_times_s(beside), strict=False))),
+        delays_s=tuple(delays_s(_parts(runs, recorded))),
+        is_thorough=grid.is_thorough,
+        others_share=others.share(),
+        provenance=f"{len(recorded)} loads, the median of up to {grid.rounds} steps of each; transfers: P99.",
     )
-    return Analysis(record, alone_s, beside_s)
+    return Analysis(record, quantile(alone), quantile(beside))
+
+
+def _recorded(runs: Sequence[_Run]) -> dict[Load, RecordedLoad]:
+    """What each load typically takes."""
+    of_load: dict[Load, list[_Run]] = {}
+    for run in runs:
+        of_load.setdefault(run.load, []).append(run)
+    return {
+        load: RecordedLoad(
+            *load,
+            compute_s=statistics.median(statistics.mean(each.layers_s) for each in found),
+            other_s=statistics.median(each.other_s for each in found),
+        )
+        for load, found in of_load.items()
+    }
+
+
+def _parts(runs: Sequence[_Run], recorded: Mapping[Load, RecordedLoad]) -> list[tuple[float, float]]:
+    """What each layer, and the rest of each step, typically takes and took."""
+    parts: list[tuple[float, float]] = []
+    for run in runs:
+        typical = recorded[run.load]
+        parts += [(typical.compute_s, layer_s) for layer_s in run.layers_s]
+        parts.append((typical.other_s, run.other_s))
+    return parts
 
 
 def load_or_measure_record(config: EngineConfig) -> PerformanceRecord:
     """The saved record of this model and device, else a quick measurement, which is saved.
 
-    A record of smaller steps than the configuration allows is measured again.
+    A record of smaller steps than the configuration allows is measured again; so is one that a start measured
+    while other processes used much of the machine, when they do no longer.
 
     Raises: BackfillError if the model cannot be loaded to be measured.
     """
@@ -139,14 +173,22 @@ def load_or_measure_record(config: EngineConfig) -> PerformanceRecord:
         try:
             record = PerformanceRecord.load(path)
             record.check_key(key, str(path))
-            if _covers(record, config.scheduler):
+            reason = _outdated(record, config)
+            if reason is None:
                 return record
-            logger.info("the performance record %s is of smaller steps: it is measured again", path)
+            logger.info("the performance record %s %s: it is measured again", path, reason)
         except ConfigError as error:
             logger.warning("%s It is measured quickly instead.", error)
     began_s = time.monotonic()
     record = analyze(config, QUICK_LOADS).record
     logger.info("measured the performance record in %.1f s", time.monotonic() - began_s)
+    if record.others_share > _MUCH:
+        logger.warning(
+            "other processes used %.0f %% of the processors meanwhile, so the performance record may be of "
+            "too slow a machine: the next start measures it again if they use less then, and "
+            "`backfill profile --offload` measures it thoroughly",
+            100 * record.others_share,
+        )
     try:
         record.save(path)
     except OSError as error:
@@ -154,11 +196,30 @@ def load_or_measure_record(config: EngineConfig) -> PerformanceRecord:
     return record
 
 
-def _covers(record: PerformanceRecord, limits: SchedulerConfig) -> bool:
-    return (
-        record.max_num_seqs >= limits.max_num_seqs
-        and record.max_num_batched_tokens >= limits.max_num_batched_tokens
-    )
+def _outdated(record: PerformanceRecord, config: EngineConfig) -> str | None:
+    """What is wrong with a record; None if nothing is."""
+    limits = config.scheduler
+    if (
+        record.max_num_seqs < limits.max_num_seqs
+        or record.max_num_batched_tokens < limits.max_num_batched_tokens
+    ):
+        return "is of smaller steps"
+    if record.is_thorough or record.others_share <= _MUCH:
+        return None
+    others = OthersMeter()
+    time.sleep(_SAMPLED_S)
+    if others.share() > record.others_share / 2:
+        return None
+    return f"was measured while other processes used {record.others_share:.0%} of the processors"
+
+
+def saved_record(config: EngineConfig) -> PerformanceRecord | None:
+    """The saved record of this model and device; None if there is none that can be used."""
+    path = record_path(record_key(config))
+    try:
+        return PerformanceRecord.load(path) if os.path.exists(path) else None
+    except ConfigError:
+        return None
 
 
 def record_key(config: EngineConfig) -> MeasuredOn:
@@ -189,15 +250,12 @@ def _shape(load: Load) -> Shape:
     return ((0, length, True) if phase == "prefill" else (length, 1, True),) * batch_size
 
 
-def _quantile(times_s: Sequence[float]) -> float:
-    return sorted(times_s)[math.ceil(_TRANSFER_QUANTILE * len(times_s)) - 1]
-
-
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One step: seconds of a layer, the mean of all, and outside the layers without waiting for weights."""
+    """One step: seconds of each layer, and outside the layers without waiting for weights."""
 
-    layer_s: float
+    load: Load
+    layers_s: list[float]
     other_s: float
 
 
@@ -213,20 +271,22 @@ class _LoadTimer:
 
     def time_all(
         self, shapes: Mapping[Load, Shape], grid: LoadGrid, on_load: Callable[[int, int], None]
-    ) -> dict[Load, list[_Run]]:
-        """Runs of each load that is not left out (see ``LoadGrid``)."""
+    ) -> list[_Run]:
+        """Runs of the loads that are not left out (see ``LoadGrid``), in their order."""
         steps = StepTimer(self, WallClock(), self._capacity)  # not kept: a cycle would keep the executor
-        runs: dict[Load, list[_Run]] = {}
+        runs: list[_Run] = []
+        timed: set[Load] = set()
         too_long: list[Load] = []
         total, left_s = grid.rounds * len(shapes), grid.budget_s
         for number in range(total):
             load = list(shapes)[number % len(shapes)]
             is_new = number < len(shapes)
-            is_first = all(load[0] != other[0] for other in runs)  # of its phase, which needs one
+            is_first = all(load[0] != other[0] for other in timed)  # of its phase, which needs one
             is_within_limits = not any(is_within(other, load) for other in too_long) and left_s > 0.0
-            if is_first or (is_within_limits and (is_new or load in runs)):
-                seconds, run = self._time(steps, shapes[load])
-                runs.setdefault(load, []).append(run)
+            if is_first or (is_within_limits and (is_new or load in timed)):
+                seconds, run = self._time(steps, load, shapes[load])
+                runs.append(run)
+                timed.add(load)
                 left_s -= seconds
                 if seconds > grid.longest_s:
                     too_long.append(load)
@@ -240,12 +300,12 @@ class _LoadTimer:
             self._stall_s = outcome.weight_transfers.stall_s
         return outcome
 
-    def _time(self, steps: StepTimer, shape: Shape) -> tuple[float, _Run]:
+    def _time(self, steps: StepTimer, load: Load, shape: Shape) -> tuple[float, _Run]:
         self._layers.take_s()
         seconds = steps.time(shape)
         layers_s = self._layers.take_s()
         other_s = max(0.0, seconds - sum(layers_s) - self._stall_s)
-        return seconds, _Run(statistics.mean(layers_s), other_s)
+        return seconds, _Run(load, layers_s, other_s)
 
 
 class _HostLayers:

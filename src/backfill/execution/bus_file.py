@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from backfill.core.config import GIB
@@ -33,7 +33,7 @@ MAX_ENGINES = 64
 BURST_S = 0.004
 
 _KIND = b"backfill bus, version "
-_MAGIC = _KIND + b"1\0"
+_MAGIC = _KIND + b"2\0"
 _BANDWIDTH = struct.Struct("=d")
 _FREE_AT = struct.Struct("=d")
 _GENERATION = struct.Struct("=Q")
@@ -59,10 +59,21 @@ class BusUse:
     Attributes:
         instance: what its weights need; None while it has no work.
         copied_bytes_per_s: KV that it copies over the bus.
+        streamed_interval: with which it transfers weights now, if what its memory holds can change. Until it
+            has changed, that may be another one than the coordinator's.
     """
 
     instance: BusInstance | None = None
     copied_bytes_per_s: float = 0.0
+    streamed_interval: int | None = None
+
+    @property
+    def streamed(self) -> BusInstance | None:
+        """What its weights need with the memory that it has."""
+        if self.instance is None or self.streamed_interval is None:
+            return self.instance
+        interval = self.streamed_interval
+        return replace(self.instance, min_interval=interval, max_interval=interval)
 
 
 def bus_path(name: str) -> Path:
@@ -280,7 +291,7 @@ def _as_text(use: BusUse) -> bytes:
 def _from_text(text: bytes) -> BusUse:
     fields = json.loads(text)
     instance = fields["instance"]
-    return BusUse(None if instance is None else BusInstance(**instance), fields["copied_bytes_per_s"])
+    return BusUse(**fields | {"instance": None if instance is None else BusInstance(**instance)})
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:

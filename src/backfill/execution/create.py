@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +14,7 @@ from backfill.execution.bus import Bus
 from backfill.execution.bus_throttle import BusThrottle
 from backfill.execution.copies import BlockCopier, create_copier
 from backfill.execution.executor import ExecutorInfo
-from backfill.execution.machine import available_processors
+from backfill.execution.machine import available_processors, check_threads
 from backfill.execution.memory import MemoryPlan
 from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.offloading import LayerStreamer, create_streamer
@@ -48,9 +48,6 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
     device = choose_device(config)
     dtype = choose_dtype(config, model_config, device)
     check_threads(config)
-    if config.min_offload_interval is not None and device.type != "cpu":
-        # A tensor of torch has memory for all of it. Memory that is mapped later needs cuMemCreate, cuMemMap.
-        raise ConfigError("`min_offload_interval` is supported with `device` cpu only.")
     if device.type == "cpu":
         torch.set_num_threads(config.threads or available_processors())
     placement = ModelPlacement.of(model_config)
@@ -77,8 +74,11 @@ def load_executor(
     Args:
         plan: of the rank.
         stage: its place among others.
-    Raises: ModelError, InsufficientMemory.
+    Raises: ConfigError, ModelError, InsufficientMemory.
     """
+    if config.min_offload_interval is not None and device.type != "cpu":
+        # A tensor of torch has memory for all of it. Memory that is mapped later needs cuMemCreate, cuMemMap.
+        raise ConfigError("`min_offload_interval` is supported with `device` cpu only.")
     model_config, interval = placement.config, config.offload_every
     info = _executor_info(config, placement, plan, device, dtype)
     checkpoint = Checkpoint.open(
@@ -108,7 +108,7 @@ def load_executor(
         )
         if device.type != "cpu" or (stage.shard.is_first and stage.shard.group.rank == 0):
             _log_offloading(interval, plan.memory)
-    kv_pool, pool_memory = _create_pool(plan.layout, info, dtype, device)
+    kv_pool, pool_memory = _create_pool(plan, info, dtype, device)
     copier: BlockCopier | None = None
     if info.num_host_blocks:
         throttle = bus.copies if bus is not None and device.type == "cpu" else None
@@ -146,14 +146,17 @@ def _executor_info(
 
 
 def _create_pool(
-    layout: KVLayout, info: ExecutorInfo, dtype: torch.dtype, device: torch.device
+    plan: RankPlan, info: ExecutorInfo, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, ReservedMemory | None]:
-    """The KV pool, and its memory if it may grow. Raises: InsufficientMemory."""
+    """The rank's part of the KV pool, and its memory if it may grow. Raises: InsufficientMemory."""
+    layout = plan.layout
     if info.min_offload_interval is None:
         return allocate_pool(layout, info.num_blocks, dtype, device), None
-    memory = _reserve_pool(layout, info.max_num_blocks)
-    logger.info("the KV pool may grow to %d blocks", info.max_num_blocks)
-    return memory.bytes.view(dtype).view(layout.shape(info.max_num_blocks)), memory
+    # What layers give back is divided into blocks of all ranks together.
+    most = replace(info, block_bytes=plan.block_bytes).max_num_blocks
+    memory = _reserve_pool(layout, most)
+    logger.info("the KV pool may grow to %d blocks", most)
+    return memory.bytes.view(dtype).view(layout.shape(most)), memory
 
 
 def planned_memory(config: EngineConfig) -> MemoryPlan:
@@ -190,13 +193,6 @@ def choose_device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("`device` cuda: torch finds no CUDA device here; use `device` cpu.")
     return torch.device(config.device)
-
-
-def check_threads(config: EngineConfig) -> None:
-    """Raises: ConfigError for more threads than this machine has processors, and than there are ranks."""
-    most = max(os.cpu_count() or 1, config.num_ranks)
-    if config.threads is not None and config.threads > most:
-        raise ConfigError(f"`threads` must be at most {most} here, got {config.threads}.")
 
 
 def choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -135,8 +135,10 @@ class PipelinedExecutor(Executor, Protocol):
     Steps pass the stages in the order in which they were submitted, so on each rank a plan takes effect after
     all of the plan before it. What ``Executor.run`` says of a plan and its outcome holds for each step.
 
-    Requests of the slices of steps in flight differ. A plan that is submitted while a step is in flight moves
-    no block, changes no memory and waits for no copy, and keeps what the steps in flight may suspend.
+    Requests of the slices of steps in flight differ, but for successive chunks of one prompt, of which only
+    the last one may sample. If one fails, what the later ones compute does not count. A plan that is
+    submitted while a step is in flight moves no block, changes no memory and waits for no copy, and keeps
+    what the steps in flight may suspend.
     """
 
     def submit(self, plan: StepPlan) -> None:
@@ -148,6 +150,17 @@ class PipelinedExecutor(Executor, Protocol):
         Raises: what made the step fail. It then counts as collected, no rank writes for it any more, and the
             steps behind it are still to be collected: they have run, or fail too.
         """
+
+    def wait(self) -> bool:
+        """Wait for the end of the oldest step, or for ``wake``; it may return sooner.
+
+        Returns: False if it was woken: another step may be worth submitting before one is collected.
+        """
+        return True
+
+    def wake(self) -> None:
+        """Let ``wait`` return, now or when it is called next. May be called from another thread."""
+        return None
 
     def run(self, plan: StepPlan) -> StepOutcome:
         """``submit`` and ``collect``, with no other step in flight."""

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from backfill.core.config import GIB, EngineConfig
-from backfill.core.errors import InsufficientMemory
+from backfill.core.errors import ConfigError, InsufficientMemory
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -49,6 +49,18 @@ def available_processors() -> int:
         return allowed
 
 
+def check_threads(config: EngineConfig) -> None:
+    """Raises: ConfigError for more threads than this machine has processors, and than there are ranks.
+
+    With ``executor`` ray they are other machines', which Ray knows.
+    """
+    if config.executor == "ray":
+        return
+    most = max(os.cpu_count() or 1, config.num_ranks)
+    if config.threads is not None and config.threads > most:
+        raise ConfigError(f"must be at most {most} here, got {config.threads}.", field="threads")
+
+
 def threads_of_rank(config: EngineConfig) -> int:
     """Threads of each process that has a part of the model: they share the CPU evenly."""
     return max(1, (config.threads or available_processors()) // config.num_ranks)
@@ -61,6 +73,33 @@ def proc_value(file: str, name: str) -> str | None:
             if line.startswith(name):
                 return line.partition(":")[2].strip()
     return None
+
+
+class OthersMeter:
+    """Measures what other processes use of the processors, from its creation on."""
+
+    def __init__(self) -> None:
+        self._began = self._now()
+
+    def share(self) -> float:
+        """Until now, 0 to 1; 0 where the system does not say."""
+        elapsed_s, busy_s, own_s = (now - began for now, began in zip(self._now(), self._began, strict=True))
+        if elapsed_s <= 0.0:
+            return 0.0
+        return min(1.0, max(0.0, busy_s - own_s) / (elapsed_s * (os.cpu_count() or 1)))
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Seconds: of the clock, of all processors at work, and of this process."""
+        used = os.times()
+        own_s = used.user + used.system + used.children_user + used.children_system
+        busy_s = own_s
+        with suppress(OSError, ValueError):
+            line = Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0]
+            user, nice, system, _idle, _waits, interrupts, soft, stolen = map(int, line.split()[1:9])
+            ticks = user + nice + system + interrupts + soft + stolen
+            busy_s = ticks / os.sysconf("SC_CLK_TCK")
+        return used.elapsed, busy_s, own_s
 
 
 def _machine_available_bytes() -> int | None:

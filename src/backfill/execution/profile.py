@@ -206,6 +206,7 @@ def load_or_measure_profile(config: EngineConfig, executor: MeasuredExecutor) ->
         except ConfigError as error:
             logger.warning("%s It is measured quickly instead.", error)
     began_s = time.monotonic()
+    logger.info("measuring what steps cost, because there is no cost profile of this model on this device")
     profile = measure_profile(config, executor, QUICK)
     logger.info(
         "measured what steps cost in %.1f s, coarsely; the steps that are served refine it",

@@ -141,6 +141,8 @@ class SimulatedExecutor:
 
     def _outcome(self, sampled: tuple[SampledToken, ...]) -> StepOutcome:
         """Of a step without stopped slices, with the copies that have completed."""
+        if not self._copies and self._streamer is None:
+            return StepOutcome(sampled)
         completed = []
         while self._copies and self._copies[0][0] <= self._clock.now_s():
             completed.append(self._copies.popleft()[1])

@@ -47,8 +47,8 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
     of their own.
 
     Copies begin when the first stage is free for their step, and steps that are submitted while copies are in
-    flight are slower for as long as these are. Events are delivered during steps with safepoints, or during
-    those beside them.
+    flight are slower for as long as these are. Events are delivered during steps with safepoints, during
+    those beside them, and in ``wait``.
 
     Args:
         info: has ``stage_layers``, and nothing is offloaded.
@@ -95,6 +95,14 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
             self._plan_stages(step)
         self._steps.append(step)
         self._pass_stages()
+
+    def wait(self) -> bool:
+        events = self.events
+        if events is None or events.next_at_s() >= self._steps[0].left_at_s[-1]:
+            return True
+        self._wait(events.next_at_s() - self._clock.now_s())
+        events.deliver()
+        return False
 
     def collect(self) -> StepOutcome:
         step, events = self._steps[0], self.events

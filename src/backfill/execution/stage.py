@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from backfill.core.plan import Safepoints, StepPlan
@@ -93,9 +94,11 @@ class Stage:
         self.layers = shard.layers
         self.step = -1
         self._links = links
+        self._group = links.group
         self._stops = stops
         self._on_layer = on_layer
         self._number = 0  # of steps begun; the same on all ranks
+        self._is_stop_asked = partial(stops.is_requested, self.step)
         self._incoming: StageLink | None = None  # from which the step's message is still to come
         self._outgoing: StageLink | None = None  # to which it is still to go
 
@@ -113,11 +116,12 @@ class Stage:
         self.step = plan.step
         self._number += 1
         self._incoming, self._outgoing = (links.previous, links.following) if plan.slices else (None, None)
-        links.group.begin_step()
+        self._is_stop_asked = partial(self._stops.is_requested, plan.step)
+        self._group.begin_step()
 
     def fail_step(self) -> None:
         """Leave the step; exchange the messages of it that were not exchanged yet."""
-        self._links.group.fail_step()
+        self._group.fail_step()
         if self._outgoing is not None:
             with suppress(PeerFailed):
                 self._outgoing.send(StageHeader(self._number, failed=True), None)
@@ -166,15 +170,12 @@ class Stage:
         """Ask whether to stop while a layer is computed, if a safepoint follows."""
         # Two layers: a group may know only what the one before the last has carried.
         precedes = layer + 1 in safepoints or layer + 2 in safepoints
-        self._links.group.arm(self._is_stop_asked if precedes else None)
+        self._group.arm(self._is_stop_asked if precedes else None)
 
     @property
     def stop_agreed(self) -> bool:
         """Whether the step stops at the safepoint that it has reached; the same on all ranks."""
-        return self._links.group.stop_agreed
-
-    def _is_stop_asked(self) -> bool:
-        return self._stops.is_requested(self.step)
+        return self._group.stop_agreed
 
     def close(self) -> None:
         """Leave the group and the links. No other call may follow."""

@@ -84,7 +84,7 @@ class TorchExecutor:
         self._streams = streams
         self._sampler = Sampler(info.end_token_ids)
         self._states: dict[RequestId, RequestState] = {}
-        self._sampled: list[tuple[RequestId, int]] = []  # in the last step, and not yet in the states
+        self._sampled: tuple[SampledToken, ...] = ()  # in the last step, and not yet in the states
         self._suspended: dict[int, LayerPass] = {}  # by the plan's step; several may be in flight
 
     @property
@@ -109,16 +109,16 @@ class TorchExecutor:
         """
         self._stage.begin_step(plan)
         try:
-            for request_id, token_id in self._sampled if sampled is None else sampled:
-                state = self._states.get(request_id)
+            for token in self._sampled if sampled is None else sampled:
+                state = self._states.get(token[0])
                 if state is not None:  # else it was released
-                    state.append(token_id)
-            self._sampled = []
+                    state.append(token[1])
+            self._sampled = ()
             outcome = self._run(plan)
         except BaseException:
             self._stage.fail_step()
             raise
-        self._sampled = [(each.request_id, each.token_id) for each in outcome.sampled]
+        self._sampled = outcome.sampled
         return outcome
 
     def close(self) -> None:
@@ -246,15 +246,15 @@ class TorchExecutor:
         """
         model, stage, streams, streamer = self._model, self._stage, self._streams, self._streamer
         safepoints = stage.safepoints(running.layers_done, plan.safepoints)
-        while running.micro_batches and running.layers_done < model.num_layers:
-            layer = running.layers_done
+        num_layers, end = model.num_layers, stage.layers.stop
+        while running.micro_batches and (layer := running.layers_done) < num_layers:
             if stop is None and (layer == last or layer in safepoints):
                 if layer in safepoints:
                     streams.wait_for_previous_group()
                 if layer == last or stage.stop_agreed:
                     stop = self._take_out(running, plan)
                     continue
-            if layer == stage.layers.stop:
+            if layer == end:
                 break
             stage.begin_layer(layer)
             if safepoints:

@@ -131,6 +131,15 @@ results = Table(
     Column("line", LargeBinary, nullable=False),
 )
 
+# Lines of open batches that an engine was lost over (suspects.py), one row a batch. Where one server has all
+# batches and its files can be appended to, they are in a folder.
+suspects = Table(
+    "suspects",
+    metadata,
+    Column("batch_id", String(64), primary_key=True),
+    Column("losses", LargeBinary, nullable=False),
+)
+
 
 class FilePlace(Protocol):
     """A place of files, which holds the id of the database that they belong to. Blocking.

@@ -11,22 +11,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
-from sqlalchemy import Connection, Engine, func, select, update
+from sqlalchemy import Connection, Engine, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
 from backfill.jobs.blobs import FileStore, FolderStore
-from backfill.jobs.database import batches, is_shared, results
-from backfill.jobs.leases import Lease, Leases
+from backfill.jobs.database import batches, is_shared, results, suspects
+from backfill.jobs.leases import Lease, LeaseLost, Leases
 from backfill.jobs.lines import LineResult
 from backfill.jobs.private_files import write_all
 from backfill.jobs.records import BatchRecord, LineOutcome, RequestCounts, TokenUsage, new_file_id
 from backfill.jobs.results import ResultLog, ResultsLost, ResultTally
 from backfill.jobs.retry import is_temporary, reason_of
+from backfill.jobs.suspects import LossFile, LossStore
+
+logger = logging.getLogger(__name__)
 
 _ROWS_PER_READ = 200
 _WRITE_BYTES = 1 << 20
@@ -61,6 +67,10 @@ class ResultStore(Protocol):
         """The batch's results, not opened yet."""
         ...
 
+    def losses_of(self, batch: BatchRecord, lease: Lease | None) -> LossStore:
+        """Where it is saved which of the batch's lines were lost."""
+        ...
+
     def publish(self, batch: BatchRecord) -> Published:
         """Make files of a batch's results, durably. Files without lines are left out. Raises: OSError."""
         ...
@@ -68,13 +78,21 @@ class ResultStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileResults:
-    """In files that are appended to, by one server."""
+    """In files that are appended to, by one server.
+
+    Attributes:
+        losses: folder of the files that say which lines were lost.
+    """
 
     files: FolderStore
+    losses: Path
 
     def log_of(self, batch: BatchRecord, lease: Lease | None) -> ResultLog:
         paths = self.files.path(batch.output_blob), self.files.path(batch.error_blob)
         return ResultLog(_name_of(batch), *paths)
+
+    def losses_of(self, batch: BatchRecord, lease: Lease | None) -> LossFile:
+        return LossFile(self.losses / batch.id)
 
     def publish(self, batch: BatchRecord) -> Published:
         blobs = {"output_file_id": batch.output_blob, "error_file_id": batch.error_blob}
@@ -91,11 +109,14 @@ class DatabaseResults:
     leases: Leases | None
 
     def log_of(self, batch: BatchRecord, lease: Lease | None) -> DatabaseResultLog:
-        def hold(connection: Connection) -> None:
-            if self.leases is not None and lease is not None:
-                self.leases.hold(connection, lease)
+        return DatabaseResultLog(self.engine, batch.id, _name_of(batch), partial(self._hold, lease))
 
-        return DatabaseResultLog(self.engine, batch.id, _name_of(batch), hold)
+    def losses_of(self, batch: BatchRecord, lease: Lease | None) -> LossRow:
+        return LossRow(self.engine, batch.id, partial(self._hold, lease))
+
+    def _hold(self, lease: Lease | None, connection: Connection) -> None:
+        if self.leases is not None and lease is not None:
+            self.leases.hold(connection, lease)
 
     def publish(self, batch: BatchRecord) -> Published:
         """Under new ids: a server that lost the batch meanwhile can replace no file that another one made."""
@@ -207,6 +228,41 @@ class DatabaseResultLog(ResultTally):
             "output_tokens": usage.output_tokens,
             "line": result.encode(self.line_id(result.line.number)),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class LossRow:
+    """Which lines of one batch were lost, for whichever server runs it. A ``LossStore``.
+
+    Attributes:
+        hold: as of ``DatabaseResultLog``.
+    """
+
+    engine: Engine
+    batch_id: str
+    hold: Callable[[Connection], None]
+
+    def read(self) -> bytes | None:
+        query = select(suspects.c.losses).where(suspects.c.batch_id == self.batch_id)
+        with _as_os_errors(), self.engine.connect() as connection:
+            return connection.execute(query).scalar()
+
+    def write(self, content: bytes) -> None:
+        """Another server that has the batch now counts losses of its own: nothing is written then."""
+        try:
+            with _as_os_errors(), self.engine.begin() as connection:
+                self.hold(connection)
+                self._delete(connection)
+                row = {"batch_id": self.batch_id, "losses": content}
+                connection.execute(insert(suspects), row)
+        except LeaseLost as error:
+            logger.warning("lost lines are not saved: %s", error)
+
+    def delete(self) -> None:
+        """The transaction that ends the batch deletes the row."""
+
+    def _delete(self, connection: Connection) -> None:
+        connection.execute(delete(suspects).where(suspects.c.batch_id == self.batch_id))
 
 
 def _name_of(batch: BatchRecord) -> str:

@@ -42,7 +42,6 @@ from backfill.preparation.messages import InputLimits, InputReport, LineSelectio
 
 logger = logging.getLogger(__name__)
 
-SUSPECTS_FOLDER = "suspects"
 # A batch fails after this many unexpected errors.
 MAX_UNEXPECTED = 5
 _UNANSWERED_GROUP = 1000
@@ -197,7 +196,7 @@ class BatchDriver:
         num_lines = job.counts().unfinished
         if num_lines == 0:
             return
-        suspects = self._suspects_of(job.batch)
+        suspects = self._suspects_of(job)
         await self.storage.threads.results.run(suspects.load)
         path = await self._input_path(job)
         with contextlib.closing(self.reader.open_lines(self._unfinished_lines(job, path))) as lines:
@@ -281,7 +280,7 @@ class BatchDriver:
             )
             for column, (file_id, num_bytes) in published.items()
         ]
-        await self.storage.threads.results.run(self._suspects_of(record).delete)
+        await self.storage.threads.results.run(self._suspects_of(job).delete)
         counts = job.counts()
         found = {column: file_id for column, (file_id, _) in published.items()}
         changes = {**changes, **found, **counts_changes(counts, job.log.usage)}
@@ -304,8 +303,8 @@ class BatchDriver:
         except FileNotFoundError:
             raise _InputMissing from None
 
-    def _suspects_of(self, batch: BatchRecord) -> Suspects:
-        return Suspects(self.storage.config.data_dir / SUSPECTS_FOLDER / batch.id, batch.id)
+    def _suspects_of(self, job: OpenBatch) -> Suspects:
+        return Suspects(self.storage.results.losses_of(job.batch, job.lease), job.batch.id)
 
     def _unfinished_lines(self, job: OpenBatch, path: Path) -> LineSelection:
         return LineSelection(

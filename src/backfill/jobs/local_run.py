@@ -24,7 +24,7 @@ from backfill.jobs.local_files import check_tail, digest_of, locked
 from backfill.jobs.progress import TimeLeft, TokenRates, WorkShares
 from backfill.jobs.records import RequestCounts, TokenUsage
 from backfill.jobs.results import ForeignResults, ResultLog
-from backfill.jobs.suspects import Suspects
+from backfill.jobs.suspects import LossFile, Suspects
 from backfill.jobs.threads import ThreadPool
 from backfill.models.config import ModelConfig
 from backfill.preparation.line_file import union
@@ -235,7 +235,7 @@ class LocalRun:
         log.open()
         self._log = log
         output = self._result_paths[0]
-        self._suspects = Suspects(output.with_name(output.name + ".suspects"), name)
+        self._suspects = Suspects(LossFile(output.with_name(output.name + ".suspects")), name)
         self._suspects.load()
         self.num_resumed = log.num_completed + log.num_failed
 

@@ -19,7 +19,7 @@ from backfill.jobs.config import JobsConfig
 from backfill.jobs.errors import Conflict, NotFound, TooMany
 from backfill.jobs.feeder import Feeder, LineRunner
 from backfill.jobs.leases import Lease
-from backfill.jobs.lifecycle import SUSPECTS_FOLDER, BatchDriver
+from backfill.jobs.lifecycle import BatchDriver
 from backfill.jobs.lines import LineResult, ServiceRunner
 from backfill.jobs.open_batch import InputReader, OpenBatch
 from backfill.jobs.private_files import DataFolderLock
@@ -33,7 +33,7 @@ from backfill.jobs.records import (
     new_batch_id,
     new_file_id,
 )
-from backfill.jobs.storage import JobStorage
+from backfill.jobs.storage import SUSPECTS_FOLDER, JobStorage
 from backfill.jobs.store import Claim
 from backfill.jobs.suspects import sweep as sweep_suspects
 from backfill.jobs.threads import JobThreads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 
+SUSPECTS_FOLDER = "suspects"
 # A database or an object store that does not answer at the start is an error.
 OPEN_TIMEOUT_S = 25.0
 # A client that reads waits no longer for a database that hangs. A change waits: nobody else can know its end.
@@ -73,7 +75,13 @@ class JobStorage:
         try:
             store = await _within(threads, threads.results.run(_tie, engine, blobs, config), blobs.shown)
             storage = cls(
-                config, threads, now, store, blobs, _results_of(engine, blobs, store), is_shared(engine)
+                config,
+                threads,
+                now,
+                store,
+                blobs,
+                _results_of(engine, blobs, store, data_dir),
+                is_shared(engine),
             )
             known = None
             if not storage.is_shared and isinstance(blobs, FolderStore):
@@ -130,6 +138,16 @@ class JobStorage:
         raise AssertionError("delays have no end")
 
 
+async def check_storage(config: JobsConfig) -> None:
+    """Open all that ``JobStorage`` needs, and close it. Raises: ConfigError."""
+    threads = JobThreads()
+    try:
+        storage = await JobStorage.open(config, threads, lambda: int(time.time()))
+        await threads.database.run(storage.store.close)
+    finally:
+        threads.close()
+
+
 def _note_late(reading: asyncio.Future[Any]) -> None:
     """Nobody awaits it any more."""
     if not reading.cancelled():
@@ -149,9 +167,11 @@ def _tie(engine: Engine, blobs: FolderStore | ObjectStore, config: JobsConfig) -
     return JobStore(engine, Leases(engine, uuid.uuid4().hex, config.batch_lease_timeout))
 
 
-def _results_of(engine: Engine, blobs: FolderStore | ObjectStore, store: JobStore) -> ResultStore:
+def _results_of(
+    engine: Engine, blobs: FolderStore | ObjectStore, store: JobStore, data_dir: Path
+) -> ResultStore:
     if isinstance(blobs, FolderStore) and not is_shared(engine):
-        return FileResults(blobs)
+        return FileResults(blobs, data_dir / SUSPECTS_FOLDER)
     return DatabaseResults(engine, blobs, store.leases)
 
 

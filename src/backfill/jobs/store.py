@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, RowMapping, Table, delete, func, insert, select, update
 
-from backfill.jobs.database import batches, files, lock_inputs, results
+from backfill.jobs.database import batches, files, lock_inputs, results, suspects
 from backfill.jobs.errors import Conflict, NotFound, TooMany
 from backfill.jobs.leases import Lease, Leases, add_lease, delete_lease, lock_lease
 from backfill.jobs.records import (
@@ -193,7 +193,8 @@ class JobStore:
                 connection.execute(insert(files), dataclasses.asdict(record))
             if connection.execute(statement).rowcount == 1:
                 if BatchStatus(changes["status"]).is_final:
-                    connection.execute(delete(results).where(results.c.batch_id == batch_id))
+                    for table in (results, suspects):
+                        connection.execute(delete(table).where(table.c.batch_id == batch_id))
                     delete_lease(connection, batch_id)
                 return True
             connection.rollback()

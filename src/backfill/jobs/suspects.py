@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -37,12 +38,46 @@ class _Saved(msgspec.Struct):
     lines: dict[int, Losses]
 
 
+class LossStore(Protocol):
+    """Where the losses of one batch are saved, as one piece. Blocking. Raises: OSError from any method."""
+
+    def read(self) -> bytes | None:
+        """What was written last; None if nothing was."""
+        ...
+
+    def write(self, content: bytes) -> None:
+        """Durably."""
+        ...
+
+    def delete(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LossFile:
+    """A ``LossStore`` of one server."""
+
+    path: Path
+
+    def read(self) -> bytes | None:
+        try:
+            return self.path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write(self, content: bytes) -> None:
+        make_folder(self.path.parent)
+        write_durably(self.path, content)
+
+    def delete(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
 @dataclass(slots=True, eq=False)
 class Suspects:
     """The lines of one batch that were lost, by number."""
 
-    path: Path | None = None  # where losses are saved; None keeps them in memory only
-    name: str = ""  # of the batch; a file that names another is not read
+    store: LossStore | None = None  # None keeps losses in memory only
+    name: str = ""  # of the batch; what was saved of another is not read
     _losses: dict[int, Losses] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
@@ -69,28 +104,27 @@ class Suspects:
     # ---- Blocking: run in threads ----
 
     def load(self) -> None:
-        """Read saved losses. A file that cannot be decoded is ignored. Raises: OSError."""
-        assert self.path is not None
-        try:
-            saved = msgspec.json.decode(self.path.read_bytes(), type=_Saved)
-        except FileNotFoundError:
+        """Read saved losses. What cannot be decoded is ignored. Raises: OSError."""
+        content = None if self.store is None else self.store.read()
+        if content is None:
             return
+        try:
+            saved = msgspec.json.decode(content, type=_Saved)
         except msgspec.DecodeError as error:
-            logger.warning("%s cannot be decoded and is ignored: %s", self.path.name, error)
+            logger.warning("saved losses of %s cannot be decoded and are ignored: %s", self.name, error)
             return
         if saved.name == self.name:
             self._losses = saved.lines
 
     def save(self, content: bytes) -> None:
         """Make it durable. Raises: OSError."""
-        if self.path is not None:
-            make_folder(self.path.parent)
-            write_durably(self.path, content)
+        if self.store is not None:
+            self.store.write(content)
 
     def delete(self) -> None:
         """Raises: OSError."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+        if self.store is not None:
+            self.store.delete()
 
 
 def sweep(folder: Path, names: Collection[str]) -> None:

@@ -28,6 +28,7 @@ class CopyLedger:
     def __init__(self, device: BlockPool, host: BlockPool, blocking: CopyDirections) -> None:
         self._device, self._host = device, host
         self._blocking = blocking
+        self._none = BlockCopies(blocking=blocking)
         self.checkpoints_block = CopyDirections.CHECKPOINT in blocking
         self.restores_block = CopyDirections.RESTORE in blocking
         # Restores that wait: device block; host block and, unless it is the whole block, which slots of it.
@@ -113,6 +114,8 @@ class CopyLedger:
 
         A plan's checkpoint copies begin before its restore copies.
         """
+        if not (self._checkpoint or self._restore or self._pinned_until_plan):
+            return self._none
         copies = BlockCopies(
             tuple(copy for copy in self._checkpoint if isinstance(copy, BlockCopy)),
             tuple(copy for copy in self._restore if isinstance(copy, BlockCopy)),

@@ -52,7 +52,10 @@ class KeyChain:
         if end > len(prompt):
             token_ids = [*token_ids, *output[max(0, begin - len(prompt)) : end - len(prompt)]]
         parent = keys[-1] if keys else root
-        for first in range(0, end - begin, size):
-            packed = array("I", token_ids[first : first + size]).tobytes()
-            parent = BlockKey(blake2b(parent + packed, digest_size=_KEY_BYTES).digest())
+        packed = array("I", token_ids)
+        num_bytes = size * packed.itemsize
+        text = packed.tobytes()
+        for first in range(0, len(text), num_bytes):
+            block = text[first : first + num_bytes]
+            parent = BlockKey(blake2b(parent + block, digest_size=_KEY_BYTES).digest())
             keys.append(parent)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 
 from backfill.core.block import BlockRef
@@ -163,6 +163,28 @@ class KVCacheManager:
         table = self._tables.get(request_id)
         return 0 if table is None else len(table.blocks)
 
+    def would_free(
+        self, num_blocks: int, request_ids: Collection[RequestId], match: Match, limit: Evictable
+    ) -> bool:
+        """Whether an allocation could have so many blocks more if all these requests were preempted."""
+        left, matched = num_blocks, {content.device for content in match.contents}
+        for request_id in request_ids:
+            # In one table only, and neither shared nor protected: counted without looking at the others.
+            left -= len(
+                [
+                    block
+                    for block in self._tables[request_id].blocks
+                    if block.num_refs == 1
+                    and block.peer is None
+                    and not block.num_copies
+                    and (block.content is None or not block.content.is_protected)
+                    and block not in matched
+                ]
+            )
+            if left <= 0 and not self._device.num_draining:
+                return True
+        return num_blocks <= self.num_freed(request_ids, match, limit)
+
     def num_freed(self, request_ids: Iterable[RequestId], match: Match, limit: Evictable) -> int:
         """Blocks that an allocation up to ``limit`` could have more if all these requests were preempted.
 
@@ -274,6 +296,12 @@ class KVCacheManager:
         missing = -(-num_tokens // self.block_size) - len(self._tables[request_id].blocks)
         return missing if missing > 0 else 0  # not max(): called for every running request in every step
 
+    def num_missing_of(self, requests: Iterable[Request]) -> int:
+        """Blocks that all these requests lack for their known tokens."""
+        size, tables = self.block_size, self._tables
+        missing = [-(-each.num_tokens // size) - len(tables[each.request_id].blocks) for each in requests]
+        return sum([count for count in missing if count > 0])
+
     def growth_shortage(self, request: Request, num_tokens: int, limit: Evictable) -> int:
         """Blocks that lack for the request's first ``num_tokens`` tokens; at most 0 if none."""
         lack = self.num_missing_blocks(request.request_id, num_tokens) - self._device.available(limit)
@@ -374,8 +402,12 @@ class KVCacheManager:
         self.sharing.remove(request)
         self._drop_tail(table)
         if self._prefix_caching:
-            self._enter(request, table, 0, table.num_entered)  # what was computed twice, if the other is gone
-            held = [block.content for block in table.blocks[: table.num_entered]] or table.wanted
+            held: Sequence[Content | None] = [block.content for block in table.blocks[: table.num_entered]]
+            if [each for each in held if each is None or each.key is None]:
+                # What was computed twice is entered again, if the other one is gone.
+                self._enter(request, table, 0, table.num_entered)
+                held = [block.content for block in table.blocks[: table.num_entered]]
+            held = held or table.wanted
             num_reused = request.num_reused_tokens
             num_needed = None if num_reused is None else num_reused // self.block_size
             self._store.end_use(held, num_needed, request.arrived_at_s)
@@ -450,8 +482,11 @@ class KVCacheManager:
     def _enter(self, request: Request, table: BlockTable, first: int, last: int) -> None:
         """Make the request's full blocks in ``[first, last)`` content, unless others hold the same."""
         self._keys.extend(table.keys, table.root, request, last)
+        get = self._store.by_key.get
         for key, block in zip(table.keys[first:last], table.blocks[first:last], strict=True):
-            self._store.enter(key, block, self.block_size, request.service_class)
+            content = get(key)
+            if content is None or content.device is None:
+                self._store.enter(key, block, self.block_size, request.service_class)
 
     def _find(self, request: Request, table: BlockTable, first: int) -> list[Content]:
         """Content of the request's blocks from this one on, as far as it exists and can be matched."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -169,15 +169,24 @@ class BlockPool:
         while len(taken) < count:
             state += 1
             if self.counts[state] > self.num_pinned[state]:
-                idle = (block for block in self._cached[state] if not block.is_pinned)
+                idle: Iterable[Block] = self._cached[state]
+                if self.num_pinned[state]:
+                    idle = (block for block in idle if not block.is_pinned)
                 victims = list(islice(idle, count - len(taken)))
-                for block in victims:
-                    self._evict(block)
+                self._evict(victims, state)
                 taken += victims
         for block in taken:
             block.state = _COPYING
         self.counts[_COPYING] += count
         return taken
+
+    def reference_taken(self, taken: Sequence[Block], is_online: bool) -> None:
+        """Give each of the blocks that were just taken its first reference, and ``update`` them."""
+        state = _ONLINE if is_online else _REFERENCED
+        for block in taken:
+            block.num_refs, block.num_online_refs, block.state = 1, int(is_online), state
+        self.counts[_COPYING] -= len(taken)
+        self.counts[state] += len(taken)
 
     def replace(self, old: Block, new: Block) -> None:
         """The pool knows the memory that two blocks share by the new one from now on."""
@@ -197,11 +206,11 @@ class BlockPool:
             self.on_updated(block.content)
         if block.is_guest:
             return
-        old, new, is_pinned = block.state, self._state_of(block), not self.may_use(block)
-        if is_pinned is not block.is_pinned or (is_pinned and old is not new):
+        old, new = block.state, self._state_of(block)
+        if block.is_pinned or block.num_copies or block.index >= self.num_blocks:
             self.num_pinned[old] -= block.is_pinned
-            self.num_pinned[new] += is_pinned
-            block.is_pinned = is_pinned
+            block.is_pinned = not self.may_use(block)
+            self.num_pinned[new] += block.is_pinned
         if old is new:
             return
         block.state = new
@@ -217,6 +226,23 @@ class BlockPool:
                 queue.move_to_end(block, last=False)
         elif new is _EMPTY:
             self._empty.append(block)
+
+    def update_released(self, block: Block, content: Content) -> None:
+        """``update`` of a block of the device that has just lost its last reference and keeps its content."""
+        is_plain = self.on_updated is None and content.host is None and not block.is_guest
+        if not is_plain or block.num_copies or block.is_pinned:
+            self.update(block)
+            return
+        if content.num_wanted:
+            state = _WANTED_ONLINE if content.service_class is ServiceClass.ONLINE else _WANTED
+        elif content.is_protected:
+            state = _PROTECTED
+        else:
+            state = _UNNEEDED if content.is_unneeded else _UNWANTED
+        self.counts[block.state] -= 1
+        self.counts[state] += 1
+        block.state = state
+        self._cached[state][block] = None
 
     def _state_of(self, block: Block) -> BlockState:
         content = block.content
@@ -258,7 +284,7 @@ class BlockPool:
     def evict_beyond(self, block: Block) -> None:
         """Drop the content of a cached block beyond the end."""
         self.num_pinned[block.state] -= block.is_pinned
-        self._evict(block)
+        self._evict([block], block.state)
         block.state, block.is_pinned = _COPYING, False
         self.counts[_COPYING] += 1
         self.update(block)
@@ -274,17 +300,20 @@ class BlockPool:
                 each.peer.ref = pack_block_ref(each.index, is_reversed(each.peer.ref))
             self.update(each)
 
-    def _evict(self, block: Block) -> None:
-        content, state = block.content, block.state
-        assert content is not None
-        del self._cached[state][block]
-        self.counts[state] -= 1
-        block.content = None
-        if self._is_host:
-            content.host = None
-        else:
-            content.device = None
-        self._on_evicted(content)
+    def _evict(self, blocks: Sequence[Block], state: int) -> None:
+        """Drop the contents of cached blocks of one state."""
+        queue, is_host, on_evicted = self._cached[state], self._is_host, self._on_evicted
+        self.counts[state] -= len(blocks)
+        for block in blocks:
+            content = block.content
+            assert content is not None
+            del queue[block]
+            block.content = None
+            if is_host:
+                content.host = None
+            else:
+                content.device = None
+            on_evicted(content)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is in its place and counted once."""

@@ -63,8 +63,10 @@ class ContentStore:
 
     def hold(self, content: Content, block: Block) -> None:
         """The content resides in this device block."""
+        is_as_before = block.num_refs and block.content is None and content.host is None
         content.device, block.content = block, content
-        self.place(content)
+        if not is_as_before or self.device.on_updated is not None:
+            self.place(content)
 
     def reference(self, content: Content, service_class: ServiceClass) -> Block:
         """Count one more block table, of a request of this class, that names the content's device block."""
@@ -81,11 +83,10 @@ class ContentStore:
     def take(self, count: int, limit: int, service_class: ServiceClass) -> list[Block]:
         """Blocks for the table of a request of this class."""
         taken, is_offline = self.device.take(count, limit), service_class is ServiceClass.OFFLINE
-        for block in taken:
-            if self._is_bidirectional:
+        if self._is_bidirectional:
+            for block in taken:
                 block.ref = pack_block_ref(block.index, is_offline)
-            block.num_refs, block.num_online_refs = 1, int(service_class is ServiceClass.ONLINE)
-            self.device.update(block)
+        self.device.reference_taken(taken, not is_offline)
         return taken
 
     def release(self, block: Block, service_class: ServiceClass) -> None:
@@ -109,7 +110,12 @@ class ContentStore:
                 content.service_class = service_class
                 content.is_protected = is_online and self._is_shared
                 content.released_at_s = self._now_s
-            self.place(content)
+            if block.num_refs:
+                self.device.update(block)
+            else:
+                self.device.update_released(block, content)
+            if content.host is not None:
+                self.host.update(content.host)
 
     def end_use(
         self, contents: Iterable[Content | None], num_needed: int | None, arrived_at_s: float
@@ -208,6 +214,10 @@ class ContentStore:
     def _on_device_eviction(self, content: Content) -> None:
         counters = self._counters[content.service_class]
         counters.num_evicted_blocks += 1
+        if content.host is None and content.key is not None:  # the common case
+            content.num_lost = 0
+            self._forget(content, content.key)
+            return
         if content.host is not None and content.num_wanted:
             counters.num_reclaimed_tokens += content.num_tokens
         content.num_lost = 0
@@ -225,9 +235,12 @@ class ContentStore:
 
     def _forget_if_gone(self, content: Content) -> None:
         if content.device is None and content.host is None and content.key is not None:
-            del self.by_key[content.key]
-            if self._is_shared and content.service_class is ServiceClass.ONLINE:
-                self._protection.remember(content.key, content.released_at_s)
+            self._forget(content, content.key)
+
+    def _forget(self, content: Content, key: BlockKey) -> None:
+        del self.by_key[key]
+        if self._is_shared and content.service_class is ServiceClass.ONLINE:
+            self._protection.remember(key, content.released_at_s)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless contents, blocks and copies agree."""

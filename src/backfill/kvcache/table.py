@@ -41,7 +41,7 @@ class BlockTable:
     def extend(self, blocks: Iterable[Block]) -> None:
         first = len(self.blocks)
         self.blocks += blocks
-        self.refs += tuple(block.ref for block in self.blocks[first:])
+        self.refs += tuple([block.ref for block in self.blocks[first:]])
 
     def renew_refs(self) -> None:
         """Some of its blocks have other memory."""

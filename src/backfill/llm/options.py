@@ -36,6 +36,11 @@ def parse_engine_options(keywords: Mapping[str, object], callee: str) -> EngineC
     """Raises: TypeError for a keyword that is no option, ConfigError for a value of the wrong type."""
     options = options_of(EngineConfig)
     unknown = sorted(keywords.keys() - options)
+    if "data_parallel_size" in unknown:
+        raise TypeError(
+            f"{callee}() got an unexpected keyword argument 'data_parallel_size': it makes one engine. "
+            "Several are started by backfill serve --data-parallel-size, or by `concurrency` of backfill.ray."
+        )
     if unknown:
         near = difflib.get_close_matches(unknown[0], options, n=1)
         hint = f"did you mean {near[0]}? Options" if near else "options"

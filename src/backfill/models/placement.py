@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from backfill.core.config import MAX_RANKS
 from backfill.core.errors import ConfigError
 from backfill.models.config import ModelConfig
 from backfill.models.shard import ShardSizes
@@ -60,6 +61,11 @@ def check_parallel(config: ModelConfig, tensor_parallel_size: int, pipeline_para
             f"{pipeline_parallel_size}: the model has {config.num_layers} layers; use {most}.",
             field="pipeline_parallel_size",
         )
+    if (num_ranks := tensor_parallel_size * pipeline_parallel_size) > MAX_RANKS:
+        raise ConfigError(
+            f"`tensor_parallel_size` {tensor_parallel_size} times `pipeline_parallel_size` "
+            f"{pipeline_parallel_size} is {num_ranks} processes, and at most {MAX_RANKS} are supported."
+        )
 
 
 def tensor_parallel_sizes(config: ModelConfig) -> list[int]:
@@ -74,14 +80,15 @@ def tensor_parallel_sizes(config: ModelConfig) -> list[int]:
 
 
 def stage_layers(config: ModelConfig, num_stages: int) -> tuple[range, ...]:
-    """Divide the layers so that the slowest stage of a decode is as fast as can be.
+    """Divide the layers so that the slowest stage is as fast as can be. Each has at least one layer.
 
-    A stage's cost is its multiplications for one token: the weights of its layers, and in the last stage
-    those of the output projection. Looking an embedding up costs nothing. Each stage has at least one layer.
+    A stage's cost is its multiplications for one token: the weights of its layers, and in the last stage half
+    of those of the output projection. All decodes pass it and of a prompt the last token alone, so the whole
+    of it would be right for decodes, and none for prompts. Looking an embedding up costs nothing.
     """
     assert 1 <= num_stages <= config.num_layers
     costs = [config.layer_parameters] * num_stages
-    costs[-1] += config.vocab_size * config.embedding_size
+    costs[-1] += config.vocab_size * config.embedding_size // 2
     counts = [1] * num_stages
     for _ in range(config.num_layers - num_stages):
         least = costs.index(min(costs))  # the first of equal ones: the last stage has the sampler, too

@@ -216,6 +216,7 @@ def _remove_leftovers(folder: Path) -> None:
 def _convert(source: Path, folder: Path, digest: str, progress: Progress | None) -> None:
     from backfill.models.gguf import convert_gguf
 
+    logger.info("converting %s", source.name)
     marker = json.dumps({"source_digest": digest})
     convert_gguf(source, folder, extra_files={_MARKER_FILE: marker}, progress=progress)
 

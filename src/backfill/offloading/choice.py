@@ -7,8 +7,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from backfill.core.slo import SLO
-from backfill.offloading.interval import num_device_layers, step_time_s
-from backfill.offloading.record import OBJECTIVE_GRAIN_S, PerformanceRecord, Phase, RecordedLoad, grains
+from backfill.offloading.interval import num_device_layers
+from backfill.offloading.record import OBJECTIVE_GRAIN_S, PerformanceRecord, Phase, RecordedLoad
+
+# Of a request's tokens, those that are behind its context in its last step: the one computed and the next.
+RESERVED_TOKENS = 2
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
@@ -32,7 +35,8 @@ class IntervalChooser:
 
     An interval *holds* an objective if offloading makes no recorded load miss it: every one whose step is in
     time without offloading is in time with it. What is late anyway constrains nothing, and what is beyond the
-    record is not known.
+    record is not known. Where the machine makes more than few steps late without offloading, there may not be
+    more of them with it.
 
     Attributes:
         fitting: intervals with which the model fits its device; with None if it fits without offloading.
@@ -68,7 +72,7 @@ class IntervalChooser:
         loads = self._loads(phase)
         if not loads or (self.least_alone_s(phase) <= asked_s and self._holds(phase, interval, asked_s)):
             return asked_s
-        times_s = sorted(step_time_s(self.record.times_of(load), interval) for load in loads)
+        times_s = sorted(self.record.step_s(load, interval) for load in loads)
         offers = [each for each in map(_rounded_up, times_s) if each >= asked_s]
         return next((each for each in offers if self._holds(phase, interval, each)), asked_s)
 
@@ -88,7 +92,7 @@ class IntervalChooser:
                 f"more than {most} {what}"
                 for most, limit, what in (
                     (batch_size, self.limits.max_num_seqs, "requests"),
-                    (length, self.limits.max_model_len, "tokens"),
+                    (length, self.limits.max_model_len - RESERVED_TOKENS, "tokens"),
                 )
                 if limit > most
             ]
@@ -97,12 +101,10 @@ class IntervalChooser:
         return found
 
     def _holds(self, phase: Phase, interval: int | None, objective_s: float) -> bool:
-        objective_s = grains(objective_s) * OBJECTIVE_GRAIN_S
-        times = map(self.record.times_of, self._loads(phase))
         return all(
-            step_time_s(each, interval) <= objective_s
-            for each in times
-            if each.resident_step_s <= objective_s
+            self.record.meets(load, interval, objective_s)
+            for load in self._loads(phase)
+            if self.record.meets(load, None, objective_s)
         )
 
     def _loads(self, phase: Phase) -> list[RecordedLoad]:

@@ -16,10 +16,14 @@ from backfill.offloading.interval import (
     NUM_STAGING_BUFFERS,
     LayerTimes,
     offloaded_layers,
+    step_time_s,
 )
 from backfill.offloading.knapsack import ROUNDING, Choices, Option, largest
 
 _MAX_CACHED_INSTANCES = 1024
+# Of the bandwidth, what engines without an objective keep together: their work must go on until it has ended
+# or their memory is divided anew.
+_LEAST_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class BusInstance:
             the bus, or the one that the engine's memory is divided for.
         max_interval: the largest one whose layers fit in device memory; None: all layers fit, and not to
             offload is a choice too.
+        has_objective: there are online requests. Without any, ``step_s`` is a pace that gives way: if not all
+            demands fit, those of engines with an objective come first.
     """
 
     name: str
@@ -47,6 +53,7 @@ class BusInstance:
     other_s: float = 0.0
     min_interval: int = 1
     max_interval: int | None = None
+    has_objective: bool = True
 
     def __post_init__(self) -> None:
         most = self.num_layers if self.max_interval is None else self.max_interval
@@ -113,8 +120,8 @@ class BusPlan:
 
     Attributes:
         of: by the engine's name.
-        load: sum of demands over the bandwidth. Above 1 nothing fits, and no step takes longer than this
-            many times what it may.
+        load: sum of demands over the bandwidth, without those that gave way. Above 1 nothing fits, and no
+            step takes longer than this many times what it may.
     """
 
     of: dict[str, Assignment]
@@ -130,7 +137,8 @@ def coordinate(instances: Sequence[BusInstance], bandwidth: float) -> BusPlan:
 
     Engines that compute the same from the same table need no leader: the answer does not depend on the order
     of ``instances``. It is exact for any number of them. If nothing fits, every engine has the interval with
-    the least demand, and all are slowed down by the same factor.
+    the least demand. Then engines without an objective get what the others leave, but some of it in any case;
+    and if these alone do not fit, all are slowed down by the same factor.
 
     Args:
         instances: engines that have work, with different names. Others need nothing.
@@ -142,15 +150,41 @@ def coordinate(instances: Sequence[BusInstance], bandwidth: float) -> BusPlan:
         raise ValueError(f"instances of one bus need different names, got {[each.name for each in ordered]}")
     chosen = largest([_choices(each) for each in ordered], bandwidth)
     total = sum(each.demand for each in chosen)
+    first = sum(option.demand for each, option in zip(ordered, chosen, strict=True) if each.has_objective)
+    gives_way = total > bandwidth * (1.0 + ROUNDING) and 0.0 < first < total
+    # Parts of the bandwidth for a byte a second that is demanded, with an objective and without.
+    scales = dict.fromkeys((True, False), bandwidth / total if total else 0.0)
+    if gives_way:
+        kept = min(first, (1.0 - _LEAST_SHARE) * bandwidth)
+        scales = {True: kept / first, False: (bandwidth - kept) / (total - first)}
     return BusPlan(
         {
             instance.name: Assignment(
-                option.interval, option.demand, bandwidth * option.demand / total if total else 0.0
+                option.interval, option.demand, option.demand * scales[instance.has_objective]
             )
             for instance, option in zip(ordered, chosen, strict=True)
         },
-        total / bandwidth,
+        (first / (1.0 - _LEAST_SHARE) if gives_way else total) / bandwidth,
     )
+
+
+def attainable_step_s(instance: BusInstance, others: Iterable[BusInstance], bandwidth: float) -> float:
+    """The shortest step that an engine could have beside the objectives of the others, in seconds.
+
+    The others then have the intervals of their least demands, and those without an objective give way. What
+    they leave may be nothing: then it is infinite.
+    """
+    needed = sum(
+        min(option.demand for option in _choices(each).options) for each in others if each.has_objective
+    )
+    left = bandwidth - needed
+    if left <= 0.0:
+        return math.inf
+    largest_interval = instance.max_interval
+    if largest_interval is None:
+        return instance.times(left).resident_step_s
+    times = instance.times(left)
+    return min(step_time_s(times, interval) for interval in range(1, largest_interval + 1))
 
 
 @lru_cache(_MAX_CACHED_INSTANCES)

@@ -23,6 +23,7 @@ class LoadGrid:
             requests rarely exceed a second (section 4.4).
         budget_s: seconds of all runs together; what does not fit is left out, the largest loads first. The
             smallest load of each phase always runs.
+        is_thorough: a start does not take the time for it.
     """
 
     batch_sizes: tuple[int, ...]
@@ -31,6 +32,7 @@ class LoadGrid:
     rounds: int
     longest_s: float
     budget_s: float = float("inf")
+    is_thorough: bool = False
 
     def loads(self) -> list[Load]:
         """All loads, those of few tokens first."""
@@ -57,6 +59,7 @@ FULL_LOADS = LoadGrid(
     context_lengths=_powers_of_two(128, 8192),
     rounds=5,
     longest_s=2.0,
+    is_thorough=True,
 )
 # A start waits for these.
 QUICK_LOADS = LoadGrid(

@@ -1,15 +1,14 @@
 """The performance record of a model on a device: what steps cost, and so which interval holds an objective.
 
 Select-N, section 4.4. The paper's record stores an interval for every objective; this one stores the times
-that intervals follow from, and finds the interval of an objective when it is first asked for.
+that intervals follow from, and finds the interval of an objective when it is asked for.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,13 +17,16 @@ import msgspec
 from backfill.core.errors import ConfigError
 from backfill.core.json_file import load_json, save_json
 from backfill.core.measured_on import MeasuredOn
-from backfill.offloading.interval import LayerTimes, smallest_interval
+from backfill.offloading.interval import NUM_STAGING_BUFFERS, LayerTimes, offloaded_layers, step_time_s
 
 FORMAT_VERSION = 1
 _REMEDY = "run `backfill profile --offload` for the model to measure it again."
 
 # Objectives are rounded down to multiples of this.
 OBJECTIVE_GRAIN_S = 0.002
+
+# Of computing, for which delays are recorded; the next ones are twice as long each.
+SHORTEST_STRETCH_S = 0.001
 
 Phase = Literal["prefill", "decode"]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=sys.float_info.max)]
@@ -39,7 +41,7 @@ class RecordedLoad:
         phase: ``prefill``: whole prompts; ``decode``: one token of each request.
         batch_size: requests.
         length: tokens of each prompt; or before each decoded token.
-        compute_s: seconds for one layer.
+        compute_s: seconds for one layer, typically.
         other_s: seconds outside the layers.
     """
 
@@ -64,6 +66,13 @@ class PerformanceRecord:
         loads: in any order, none twice.
         provenance: how the record was measured, as text.
         max_num_seqs, max_num_batched_tokens: limits of steps when it was measured; larger loads are missing.
+        typical_transfer_s: the median; 0 counts as ``transfer_s``.
+        transfer_runs_s: seconds of a transfer in runs of 1, 2, 4 and so on one after another, which few runs
+            exceed. Longer runs count as the last; without any ``transfer_s`` counts.
+        delays_s: by how much few stretches of computing of 1, 2, 4 ms and so on exceed what they typically
+            take, because the machine does something else. Without any they take no longer.
+        is_thorough: measured by ``backfill profile --offload``, not by a start.
+        others_share: of the processors, what other processes used while it was measured, 0 to 1.
     """
 
     key: MeasuredOn
@@ -74,9 +83,70 @@ class PerformanceRecord:
     provenance: str = ""
     max_num_seqs: Count = 256
     max_num_batched_tokens: Count = 2048
+    typical_transfer_s: Seconds = 0.0
+    transfer_runs_s: tuple[Seconds, ...] = ()
+    delays_s: tuple[Seconds, ...] = ()
+    is_thorough: bool = False
+    others_share: float = 0.0
 
     def times_of(self, load: RecordedLoad) -> LayerTimes:
         return LayerTimes(self.num_layers, load.compute_s, self.transfer_s, load.other_s)
+
+    def step_s(self, load: RecordedLoad, interval: int | None) -> float:
+        """Seconds that few steps of such a load exceed, many back to back.
+
+        Computation that is late delays the step, unless transfers are what it waits for. Then it may be late
+        by as long as the link takes to fill the staging buffers.
+        """
+        times = self.times_of(load)
+        num_transfers = len(offloaded_layers(self.num_layers, interval))
+        delay_s = self.delay_s(times.resident_step_s)
+        if num_transfers == 0:
+            return times.resident_step_s + delay_s
+        typical_s = self.typical_transfer_s or self.transfer_s
+        hidden_s = min(num_transfers, NUM_STAGING_BUFFERS) * typical_s
+        return max(
+            times.resident_step_s + delay_s,
+            step_time_s(replace(times, transfer_s=self.run_transfer_s(num_transfers)), interval),
+            step_time_s(replace(times, transfer_s=typical_s), interval) + max(0.0, delay_s - hidden_s),
+        )
+
+    def run_transfer_s(self, num_transfers: int) -> float:
+        """Seconds of each of so many transfers one after another, at least one, which few exceed together."""
+        if not self.transfer_runs_s:
+            return self.transfer_s
+        return self.transfer_runs_s[min(num_transfers.bit_length(), len(self.transfer_runs_s)) - 1]
+
+    def delay_s(self, compute_s: float) -> float:
+        """How much longer than typically few stretches of computing of this length take."""
+        for index, delay_s in enumerate(self.delays_s):
+            if compute_s <= SHORTEST_STRETCH_S * (1 << index):
+                return delay_s
+        if not self.delays_s:
+            return 0.0
+        return self.delays_s[-1] * compute_s / (SHORTEST_STRETCH_S * (1 << (len(self.delays_s) - 1)))
+
+    def with_transfers_of(self, least_s: float) -> PerformanceRecord:
+        """The same where no transfer takes less."""
+        return replace(
+            self,
+            transfer_s=max(self.transfer_s, least_s),
+            typical_transfer_s=max(self.typical_transfer_s or self.transfer_s, least_s),
+            transfer_runs_s=tuple(max(each, least_s) for each in self.transfer_runs_s),
+        )
+
+    def scaled(self, compute: float, transfers: float) -> PerformanceRecord:
+        """The same where computing and transfers take so many times as long."""
+        return replace(
+            self,
+            loads=tuple(
+                replace(each, compute_s=compute * each.compute_s, other_s=compute * each.other_s)
+                for each in self.loads
+            ),
+            transfer_s=transfers * self.transfer_s,
+            typical_transfer_s=transfers * self.typical_transfer_s,
+            transfer_runs_s=tuple(transfers * each for each in self.transfer_runs_s),
+        )
 
     def find(self, phase: Phase, batch_size: int, length: int) -> RecordedLoad | None:
         """The next recorded load that is at least as large; None beyond the record."""
@@ -88,14 +158,23 @@ class PerformanceRecord:
         return min(larger, key=lambda each: (each.batch_size, each.length), default=None)
 
     def smallest_interval(self, phase: Phase, batch_size: int, length: int, objective_s: float) -> int | None:
-        """The smallest interval with which such a step takes at most ``objective_s``.
+        """The smallest interval with which such steps meet an objective, but for few.
 
-        None if only no offloading might do, and beyond the record.
+        None if only no offloading might do, and beyond the record. Every interval is tried: step times do not
+        always fall as the interval grows, because the layers behind the last offloaded one are more or fewer.
         """
         load = self.find(phase, batch_size, length)
         if load is None:
             return None
-        return _smallest_interval(self.times_of(load), grains(objective_s))
+        intervals = range(1, self.num_layers + 1)
+        return next((each for each in intervals if self.meets(load, each, objective_s)), None)
+
+    def meets(self, load: RecordedLoad, interval: int | None, objective_s: float) -> bool:
+        """Whether but few steps exceed an objective, or what few do without offloading if that is more."""
+        objective_s = grains(objective_s) * OBJECTIVE_GRAIN_S
+        if self.times_of(load).resident_step_s > objective_s:
+            return False
+        return self.step_s(load, interval) <= max(objective_s, self.step_s(load, None))
 
     def save(self, path: Path) -> None:
         """Write the file atomically; after an OSError it is unchanged, and no other file is left."""
@@ -120,8 +199,3 @@ class PerformanceRecord:
 def grains(objective_s: float) -> int:
     """An objective in whole ``OBJECTIVE_GRAIN_S``, rounded down; one that is a multiple stays."""
     return math.floor(objective_s / OBJECTIVE_GRAIN_S + 1e-6)
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _smallest_interval(times: LayerTimes, num_grains: int) -> int | None:
-    return smallest_interval(times, num_grains * OBJECTIVE_GRAIN_S)

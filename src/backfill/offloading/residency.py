@@ -108,7 +108,7 @@ class ResidencyPolicy:
     def __init__(
         self, choices: Sequence[Residency], num_layers: int, config: ResidencyConfig | None = None
     ) -> None:
-        self.choices = choices
+        self.choices = self._allowed = choices
         self.target = choices[-1]
         self.num_layers = num_layers
         self._config = config or ResidencyConfig()
@@ -120,25 +120,39 @@ class ResidencyPolicy:
         if situation.num_online:
             self._online_at_s = situation.now_s
         if situation.transfer_s > 0.0:
-            wanted = self._for_online(situation) if situation.num_online else self._for_offline(situation)
-            if wanted is not self.target:
-                self.target, self._changed_at_s = wanted, situation.now_s
+            self._change(
+                self._for_online(situation) if situation.num_online else self._for_offline(situation),
+                situation.now_s,
+            )
         return self.target
 
     def step_s(self, compute_s: float, interval: int, transfer_s: float) -> float:
         """Time of a step whose layers take ``compute_s`` together without waiting for weights."""
         return step_bounds(self.num_layers, interval, transfer_s).step_s(compute_s)
 
-    def _for_online(self, situation: Situation) -> Residency:
-        steps_s = {
+    def _change(self, wanted: Residency, now_s: float) -> None:
+        if wanted is not self.target:
+            self.target, self._changed_at_s = wanted, now_s
+
+    def _online_steps_s(self, situation: Situation, choices: Sequence[Residency]) -> dict[Residency, float]:
+        return {
             each: self.step_s(situation.online_compute_s, each.interval, situation.transfer_s)
-            for each in self.choices
+            for each in choices
         }
+
+    def _without_delay(self, situation: Situation, choices: Sequence[Residency]) -> Residency:
+        """The smallest of those with the shortest steps of online requests."""
+        steps_s = self._online_steps_s(situation, choices)
+        least_s = min(steps_s.values())
+        return next(each for each in choices if steps_s[each] <= least_s)
+
+    def _for_online(self, situation: Situation) -> Residency:
+        steps_s = self._online_steps_s(situation, self._allowed)
         least_s, limit_s = min(steps_s.values()), situation.online_limit_s
         if steps_s[self.target] > max(limit_s, least_s):
             limit_s = max(limit_s * self._config.online_margin, least_s)
-            return next(each for each in self.choices if steps_s[each] <= limit_s)
-        free = next(each for each in self.choices if steps_s[each] <= least_s)
+            return next(each for each in self._allowed if steps_s[each] <= limit_s)
+        free = self._without_delay(situation, self._allowed)
         is_wanted = situation.wanted_blocks > self.target.num_blocks and not self._is_early(situation.now_s)
         return free if is_wanted and free.interval < self.target.interval else self.target
 
@@ -147,9 +161,14 @@ class ResidencyPolicy:
         is_held = now_s < self._online_at_s + config.offline_hold_s
         if is_held or self._is_early(now_s) or not situation.used_blocks:
             return self.target
-        rates = {each: self._rate(each, situation) for each in self.choices}
-        best = max(reversed(self.choices), key=lambda each: rates[each])
-        return best if rates[best] > rates[self.target] * (1.0 + config.least_gain) else self.target
+        best = self._fastest(situation, self._allowed)
+        gain = self._rate(best, situation) / self._rate(self.target, situation)
+        return best if gain > 1.0 + config.least_gain else self.target
+
+    def _fastest(self, situation: Situation, choices: Sequence[Residency]) -> Residency:
+        """That with which offline requests advance fastest; the largest of several."""
+        rates = {each: self._rate(each, situation) for each in choices}
+        return max(reversed(choices), key=lambda each: rates[each])
 
     def _is_early(self, now_s: float) -> bool:
         return now_s < self._changed_at_s + self._config.least_stay_s

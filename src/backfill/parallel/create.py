@@ -9,8 +9,8 @@ import torch
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.execution.bus import Bus
-from backfill.execution.create import check_threads, choose_device, create_torch_executor
-from backfill.execution.machine import threads_of_rank
+from backfill.execution.create import choose_device, create_torch_executor
+from backfill.execution.machine import check_threads, threads_of_rank
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.execution.warm_up import warm_up, warm_up_slot_copies
 from backfill.models.config import ModelConfig

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # After one rank has failed in a step, for the others: they may wait for it in a collective, without end.
 _FAILED_STEP_S = 10.0
+# For so long a wait for a step can be ended by an arrival; ``collect`` then looks after ranks that hang.
+_WAKEFUL_S = 10.0
 _LOOK_S = 0.25
 _FILL_BYTES = 1 << 30
 _LOADS_APART_S = 600.0
@@ -135,9 +137,13 @@ class ParallelExecutor:
         self._in_flight.append(_InFlight(plan.step, plan.predicted_s, self._encoder.sampling_ids()))
 
     def collect(self) -> StepOutcome:
-        self._wait_for_reports(self._in_flight[0])
-        sampling_ids = self._in_flight.popleft().sampling_ids
+        oldest = self._in_flight[0]
+        self._wait_for_reports(oldest)
+        self._in_flight.popleft()
         reports = [each.popleft() for each in self._ranks.reports]
+        assert all(
+            isinstance(each, StepDone | StepRaised) and each.step == oldest.step for each in reports
+        ), f"step {oldest.step} is collected, and ranks report {reports}"
         failed = _failures(reports)
         done = [each for each in reports if isinstance(each, StepDone)]
         for each in done:
@@ -148,7 +154,7 @@ class ParallelExecutor:
         if failed:
             raise RankFailed("; ".join(failed))
         report = done[self._output_rank]
-        sampled = sampled_of(report, sampling_ids)
+        sampled = sampled_of(report, oldest.sampling_ids)
         outcome = outcome_of(report, sampled)
         self._sampled = Sampled(*map(add, self._sampled, sampled))
         copies, slot_copies = self._completed.take()
@@ -162,6 +168,19 @@ class ParallelExecutor:
             completed_slot_copies=slot_copies,
             weight_transfers=transfers,
         )
+
+    def wait(self) -> bool:
+        ranks, until_s = self._ranks, time.monotonic() + _WAKEFUL_S
+        while not (ranks.waker.was_woken or all(ranks.reports)):
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0 or _failures([each[0] if each else None for each in ranks.reports]):
+                break
+            ranks.receive(left_s)
+        was_woken, ranks.waker.was_woken = ranks.waker.was_woken, False
+        return not was_woken
+
+    def wake(self) -> None:
+        self._ranks.waker.wake()
 
     def run(self, plan: StepPlan) -> StepOutcome:
         self.submit(plan)

@@ -23,6 +23,7 @@ from backfill.parallel.reports import ReportReader
 from backfill.parallel.ring import RingMemory, RingWriter
 from backfill.parallel.shared_words import Barrier, StopWords
 from backfill.parallel.sockets import Address
+from backfill.parallel.waker import Waker
 from backfill.parallel.worker import WorkerSetup, run_worker
 
 _RING_BYTES = 1 << 20
@@ -40,10 +41,12 @@ class Ranks(Protocol):
     Attributes:
         reports: received and not taken yet, by rank.
         progress: how far each rank is.
+        waker: lets ``receive`` return, also without reports.
     """
 
     reports: list[deque[FromRank]]
     progress: Progress
+    waker: Waker
 
     @property
     def stop(self) -> StopRequests: ...
@@ -133,6 +136,7 @@ class RankProcesses:
         stop: stop requests that the ranks read.
         barrier: of all ranks of the engine.
         progress: how far each rank is.
+        waker: lets ``receive`` return.
     Raises: OSError if a process cannot be created.
     """
 
@@ -153,6 +157,7 @@ class RankProcesses:
         self._readers: list[ReportReader] = []
         self._place_of: dict[int, int] = {}
         self._poll = select.poll()
+        self.waker = Waker(self._poll)
         self._error: ExecutorDead | None = None
         with ExitStack() as on_error:
             on_error.callback(self.close)
@@ -240,6 +245,9 @@ class RankProcesses:
         if self._error is not None:
             raise self._error
         for fd, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1000):
+            if self.waker.is_at(fd):
+                self.waker.take()
+                continue
             place = self._place_of.get(fd)
             if place is None:
                 continue
@@ -266,6 +274,7 @@ class RankProcesses:
             process.join(_REAP_S)
         for link in self._links:
             link.close()
+        self.waker.close()
         self.stop.close()
         self.barrier.close()
         self.progress.close()

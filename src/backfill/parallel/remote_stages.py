@@ -33,6 +33,7 @@ from backfill.parallel.stage_messages import (
     encode_command,
     encode_stop,
 )
+from backfill.parallel.waker import Waker
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class RemoteStages:
         self._links: dict[int, _HostLink] = {}
         self._stage_of: dict[int, int] = {}
         self._poll = select.poll()
+        self.waker = Waker(self._poll)
         self._num_at_barrier = 0
         self._checks_at_s = 0.0
         self._error: ExecutorDead | None = None
@@ -148,16 +150,20 @@ class RemoteStages:
         for link in self._links.values():
             link.close()
         self.progress.close()
+        self.waker.close()
         self._launcher.close()
 
     def _receive_once(self, timeout_s: float) -> bool:
-        """Take what comes first. Returns: whether there was a report. Raises: ExecutorDead."""
-        ready = self._poll.poll(timeout_s * 1000)
-        has_reports = False
-        for fd, _ in ready:
-            has_reports |= self._take(self._stage_of[fd])
+        """Take what comes first. Returns: whether there was a report, or a wake. Raises: ExecutorDead."""
+        is_over = False
+        for fd, _ in self._poll.poll(timeout_s * 1000):
+            if self.waker.is_at(fd):
+                self.waker.take()
+                is_over = True
+            else:
+                is_over |= self._take(self._stage_of[fd])
         self._check_hosts()
-        return has_reports
+        return is_over
 
     def _take(self, stage: int) -> bool:
         """Take what a host has sent. Returns: whether there was a report. Raises: ExecutorDead."""

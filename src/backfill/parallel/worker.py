@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError
 from backfill.core.heap import freeze_heap
+from backfill.ipc.log_lines import log_format
 from backfill.parallel.messages import FromRank, Loaded, LoadFailed, StepRaised, step_done
 from backfill.parallel.plan_codec import PlanDecoder
 from backfill.parallel.rank import RankContext, RankExecutor, RankLoader
@@ -46,8 +47,7 @@ class WorkerSetup:
 def run_worker(setup: WorkerSetup) -> None:
     """Entry point of the process. Ends with the driver, or when the driver closes the socket."""
     context = setup.context
-    name = f"rank {context.rank}"
-    logging.basicConfig(level=setup.log_level, format=f"%(asctime)s %(levelname)s {name}: %(message)s")
+    logging.basicConfig(level=setup.log_level, format=log_format(f"rank {context.rank}"))
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # writes stacks, also of a rank that hangs
     if sys.platform.startswith("linux"):
         set_name = 15

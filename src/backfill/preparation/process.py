@@ -24,6 +24,7 @@ from backfill.blending.requests import OrderName
 from backfill.core.errors import BackfillError
 from backfill.core.heap import freeze_heap
 from backfill.ipc.channel import Channel, open_channel
+from backfill.ipc.log_lines import log_format
 from backfill.models.config import ModelConfig
 from backfill.preparation.line_file import LineFile
 from backfill.preparation.line_pool import LinePool
@@ -82,8 +83,7 @@ def run_preparation_process(setup: PreparationSetup, kind: str, commands_url: st
     Args:
         kind: what it prepares, in its name and in log lines.
     """
-    log_format = f"%(asctime)s %(levelname)s preparation of {kind}: %(message)s"
-    logging.basicConfig(level=setup.log_level, format=log_format)
+    logging.basicConfig(level=setup.log_level, format=log_format(f"preparation of {kind}"))
     # Encode a text in one thread: a pool of threads would compete with the engine's.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     sys.setswitchinterval(_SWITCH_INTERVAL_S)

@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
-import uuid
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
 from backfill.parallel.ray_cluster import ADDRESS_VARIABLE
-from backfill.router.replicas import ReplicaFailed, ReplicaProcess
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaPlace:
-    """Which server of all, where it listens, and the file in which it leaves why it cannot serve."""
-
-    number: int
-    host: str
-    port: int
-    failure: Path
+from backfill.router.replicas import ReplicaFailed, ReplicaPlace, ReplicaProcess
 
 
 class ReplicaActor:
@@ -37,16 +21,9 @@ class ReplicaActor:
         from ray import get_runtime_context
         from ray.util import get_node_ip_address
 
-        host = get_node_ip_address()
-        self._failure = Path(tempfile.gettempdir()) / f"backfill-replica-{uuid.uuid4().hex}"
-        self._process = ReplicaProcess(
-            number,
-            target,
-            lambda port: ReplicaPlace(number, host, port, self._failure),
-            # For an engine whose stages are actors of the same cluster.
-            {ADDRESS_VARIABLE: get_runtime_context().gcs_address},
-            host,
-        )
+        # For an engine whose stages are actors of the same cluster.
+        environment = {ADDRESS_VARIABLE: get_runtime_context().gcs_address}
+        self._process = ReplicaProcess(number, target, environment, get_node_ip_address())
         self._may_restart = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
         self._is_started = False
@@ -71,8 +48,6 @@ class ReplicaActor:
         try:
             await self._keeping
         except ReplicaFailed as error:
-            with suppress(OSError):
-                return f"Replica {self._process.number}: {self._failure.read_text()}"
             return str(error)
         raise AssertionError("it runs until it fails")
 
@@ -81,12 +56,3 @@ class ReplicaActor:
             self._keeping.cancel()
         if self._is_started:
             await self._process.end()
-        self._failure.unlink(missing_ok=True)
-
-
-def write_failure(path: Path, message: str) -> None:
-    """Leave why the server cannot serve where its actor finds it."""
-    with suppress(OSError):
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(message)

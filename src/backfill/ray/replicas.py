@@ -25,8 +25,8 @@ from backfill.parallel.ray_cluster import (
     reserve,
     resources_of_nodes,
 )
-from backfill.ray.replica_actor import ReplicaActor, ReplicaPlace
-from backfill.router.replicas import ReplicaFailed
+from backfill.ray.replica_actor import ReplicaActor
+from backfill.router.replicas import ReplicaFailed, ReplicaPlace
 
 logger = logging.getLogger(__name__)
 

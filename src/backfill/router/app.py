@@ -29,9 +29,10 @@ from backfill.core.errors import ConfigError, RequestError
 from backfill.jobs.errors import Conflict, NotFound
 from backfill.jobs.manager import JobManager
 from backfill.protocol.responses import Json
+from backfill.router.config import engine_url
 from backfill.router.engines import Engine, EngineRefused, Engines
 from backfill.router.metrics import RouterMetrics
-from backfill.router.proxy import Proxy
+from backfill.router.proxy import NO_ENGINES, Proxy
 
 ADMIN = "admin"
 """The name of the key that may change the engines."""
@@ -124,6 +125,8 @@ def _status_routes(state: RouterState) -> APIRouter:
         """200 if an engine accepts requests, else 503."""
         if state.is_draining:
             return JSONResponse({"status": "shutting down"}, 503, {"Retry-After": "2"})
+        if state.engines.all_have_left:
+            return JSONResponse({"status": NO_ENGINES}, 503, {"Retry-After": "2"})
         if not any(engine.is_up for engine in state.engines.all):
             return JSONResponse({"status": "no engine is up"}, 503, {"Retry-After": "2"})
         return Response(status_code=200)
@@ -175,11 +178,9 @@ def _engine_routes(state: RouterState) -> APIRouter:
         """Add the engine whose ``url`` the JSON body names. It gets requests as soon as it is ready."""
         check_admin(request)
         async with json_body(request, state.bodies, _MAX_ADMIN_BYTES) as body:
-            url = _url_in(body.raw)
+            url = _checked(_url_in(body.raw))
         try:
             return _engine_body(state, await state.engines.join(url))
-        except ConfigError as error:
-            raise RequestError(str(error).replace("`engines`", "url"), param="url") from None
         except EngineRefused as error:
             raise Conflict(str(error)) from None
 
@@ -187,12 +188,21 @@ def _engine_routes(state: RouterState) -> APIRouter:
     async def leave(request: Request, url: str = "") -> Json:
         """Send the engine of the query parameter ``url`` no more requests; those that it has end."""
         check_admin(request)
-        engine = state.engines.leave(url.rstrip("/"))
+        engine = state.engines.leave(_checked(url))
         if engine is None:
             raise NotFound(f"There is no engine {url[:200]!r}; /router/engines lists them.")
         return _engine_body(state, engine)
 
     return router
+
+
+def _checked(url: str) -> str:
+    """Raises: RequestError for what cannot be the URL of an engine."""
+    try:
+        engine_url(url)
+    except ConfigError as error:
+        raise RequestError(str(error).replace("`engines`", "url"), param="url") from None
+    return url
 
 
 def _url_in(raw: bytes) -> str:

@@ -18,7 +18,8 @@ class RouterConfig:
     """How requests are divided among engines.
 
     Attributes:
-        engines: URL of a Backfill server, such as http://10.0.0.1:8000; repeatable. Others may join later.
+        engines: URL of a Backfill server, such as http://10.0.0.1:8000; repeatable. A path /v1 is left out.
+            Others may join later.
         policy: which engine serves an online request. slo: the least predicted TTFT, and the engine that has
             the prompt's prefix in its cache where that costs no objective. The others are baselines.
         engine_api_key: key that the router sends to engines, instead of its clients' own.

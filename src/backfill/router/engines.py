@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -122,7 +123,7 @@ class Engines:
         self._tasks = tasks
         self._engines: dict[str, Engine] = {}
         self._joining = asyncio.Lock()
-        self._ups: set[asyncio.Future[None]] = set()
+        self._ups: set[asyncio.Future[bool]] = set()
         self.session: aiohttp.ClientSession = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
@@ -138,6 +139,11 @@ class Engines:
     @property
     def all(self) -> Collection[Engine]:
         return self._engines.values()
+
+    @property
+    def all_have_left(self) -> bool:
+        """There is none that may come up again: none is left, or all are leaving."""
+        return all(engine.is_leaving for engine in self._engines.values())
 
     @property
     def model(self) -> ReplicaState | None:
@@ -157,7 +163,7 @@ class Engines:
         """Join all configured engines, which may still load. Raises: ConfigError, EngineRefused."""
         timeout_s = self._config.join_timeout or self._config.engine_timeout
         deadline_at_s = asyncio.get_running_loop().time() + timeout_s
-        for url in dict.fromkeys(map(engine_url, self._config.engines)):
+        for url in self._config.engines:
             await self.join(url, until_s=deadline_at_s)
 
     async def join(self, url: str, until_s: float = 0.0) -> Engine:
@@ -167,7 +173,9 @@ class Engines:
             until_s: on the loop's clock; until then one that cannot be reached is tried again.
         Raises: ConfigError for what is no URL; EngineRefused.
         """
-        url = engine_url(url)
+        given, url = url, engine_url(url)
+        if urlsplit(given).path.strip("/"):
+            logger.warning("%s is used without its path: %s", given.strip(), url)
         async with self._joining:
             engine = self._engines.get(url)
             if engine is not None:
@@ -183,13 +191,19 @@ class Engines:
             return engine
 
     def leave(self, url: str) -> Engine | None:
-        """Send an engine no more requests. Those that it has end. Returns: None for an unknown one."""
-        engine = self._engines.get(url)
+        """Send an engine no more requests. Those that it has end.
+
+        Returns: None for an unknown one.
+        Raises: ConfigError for what is no URL.
+        """
+        engine = self._engines.get(engine_url(url))
         if engine is not None:
             logger.info("%s leaves with %d requests in flight", url, engine.num_in_flight)
             engine.is_leaving = True
             self._set_up(engine, False)
             engine.poll_now.set()
+            if self.all_have_left:
+                self._end_waits(False)
         return engine
 
     def note_failure(self, engine: Engine) -> None:
@@ -199,14 +213,19 @@ class Engines:
         engine.poll_now.set()
 
     async def until_up(self, timeout_s: float) -> bool:
-        """Wait until an engine is up or the next comes up. Returns: False after ``timeout_s``."""
+        """Wait until an engine is up or the next comes up.
+
+        Returns: False after ``timeout_s``, or as soon as all have left.
+        """
         if any(engine.is_up for engine in self._engines.values()):
             return True
+        if self.all_have_left:
+            return False
         is_up = asyncio.get_running_loop().create_future()
         self._ups.add(is_up)
         try:
             await asyncio.wait([is_up], timeout=timeout_s)
-            return is_up.done()
+            return is_up.done() and is_up.result()
         finally:
             self._ups.discard(is_up)
 
@@ -219,12 +238,17 @@ class Engines:
 
     async def _first_state(self, url: str, until_s: float) -> ReplicaState:
         loop = asyncio.get_running_loop()
+        is_first = True
         while True:
             try:
                 return await self._ask(url)
             except EngineLost as error:
-                if loop.time() >= until_s:
+                left_s = until_s - loop.time()
+                if left_s <= 0:
                     raise EngineRefused(f"The engine {url} cannot be reached: {error}.") from None
+                if is_first:
+                    logger.info("%s is waited for, up to %.0f s: %s", url, left_s, error)
+                is_first = False
             await asyncio.sleep(_RETRY_S)
 
     async def _ask(self, url: str) -> ReplicaState:
@@ -318,11 +342,15 @@ class Engines:
         replica = self.replicas.get(engine.url)
         if replica is not None:
             replica.is_open = is_up
-        if is_up:
-            for waiting in self._ups:
-                if not waiting.done():
-                    waiting.set_result(None)
         engine.is_up = is_up
+        if is_up:
+            self._end_waits(True)
+
+    def _end_waits(self, is_up: bool) -> None:
+        """Of ``until_up``."""
+        for waiting in self._ups:
+            if not waiting.done():
+                waiting.set_result(is_up)
 
 
 def _report_of(state: ReplicaState) -> ReplicaReport:

@@ -16,6 +16,8 @@ from backfill.core.clock import Clock
 if TYPE_CHECKING:
     from backfill.router.engines import Engines
 
+_PROMPT_TOKENS = 256  # of the prompt whose TTFT is shown: a question with its instructions
+
 
 class RouterMetrics(Collector):
     """Counts what was sent where; gauges are read when scraped.
@@ -61,7 +63,7 @@ class RouterMetrics(Collector):
         ups = {engine.url: float(engine.is_up) for engine in engines.all}
         in_flight = {engine.url: float(engine.num_in_flight) for engine in engines.all}
         replicas = engines.replicas.replicas
-        waits = {replica.name: replica.wait_s(now_s) for replica in replicas}
+        ttfts = {replica.name: replica.ttft_s(_PROMPT_TOKENS, now_s) for replica in replicas}
         lines = {replica.name: float(replica.num_lines) for replica in replicas}
         corrections = {replica.name: replica.correction for replica in replicas}
         yield families.gauge_by("engine", "router_engine_up", "1 if the engine accepts requests", ups)
@@ -71,8 +73,8 @@ class RouterMetrics(Collector):
         yield families.gauge_by(
             "engine",
             "router_predicted_ttft_seconds",
-            "Predicted TTFT of a short prompt that comes now",
-            waits,
+            f"Predicted TTFT of {_PROMPT_TOKENS} new prompt tokens that come now",
+            ttfts,
         )
         yield families.gauge_by(
             "engine", "router_ttft_correction_ratio", "Measured over predicted TTFT", corrections

@@ -53,6 +53,7 @@ _NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server", b"x-request-id"}
 _LOST_HEADER = LOST_HEADER.encode()
 _DONE = b"data: [DONE]\n\n"
 _EVENT_END = b"\n\n"
+NO_ENGINES = "This router has no engines: all have been removed."
 _LOST = "The engine that served this request was lost after the answer had begun."
 
 
@@ -166,7 +167,7 @@ class Proxy:
                 return
             except EngineLost:
                 self.engines.note_failure(engine)
-        raise _no_engine()
+        raise self._no_engine()
 
     def _headers(self, request: Request, owner: str) -> list[tuple[str, str]]:
         """What an engine gets."""
@@ -195,7 +196,7 @@ class Proxy:
             placement = await self._place(exchange.peeked, besides, give_up_at_s if may_wait else 0.0)
             if placement is None:
                 if refusal is None:
-                    raise _no_engine()
+                    raise self._no_engine()
                 await exchange.answer(refusal.head, refusal.body)
                 return
             engine = self.engines.get(placement.replica.name)
@@ -305,11 +306,12 @@ class Proxy:
     def _assume_first_token(self, placement: Placement) -> None:
         placement.on_first_token(self.clock.now_s(), is_measured=False)
 
+    def _no_engine(self) -> Unavailable:
+        if self.engines.all_have_left:
+            return Unavailable(NO_ENGINES)
+        return Unavailable("No engine is up. Please retry.")
+
 
 def _head_of(response: aiohttp.ClientResponse) -> _Head:
     headers = [(name.lower(), value) for name, value in response.raw_headers]
     return _Head(response.status, [each for each in headers if each[0] not in _NOT_RETURNED])
-
-
-def _no_engine() -> Unavailable:
-    return Unavailable("No engine is up. Please retry.")

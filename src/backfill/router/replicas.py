@@ -7,10 +7,13 @@ import logging
 import os
 import signal
 import socket
+import tempfile
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 from backfill.core.errors import BackfillError
 from backfill.ipc.python_process import PythonProcess
@@ -28,28 +31,44 @@ class ReplicaFailed(BackfillError):
     """A replica ended before it had served."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaPlace:
+    """Which server of all, where it listens, and the file in which it leaves why it cannot serve."""
+
+    number: int
+    host: str
+    port: int
+    failure: Path
+
+    def write_failure(self, message: str) -> None:
+        with suppress(OSError):
+            self.failure.unlink(missing_ok=True)
+            with os.fdopen(os.open(self.failure, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(message)
+
+
 @dataclass(slots=True, eq=False)
 class ReplicaProcess:
     """One server, started again on the same port when it ends.
 
     Attributes:
         number: among all.
-        target: serves as its argument says, in a new process.
-        arguments: its argument, for a port; pickled.
+        target: serves at a place, in a new process; pickled.
         environment: added to this process's.
         host: address on which it listens.
     """
 
     number: int
-    target: Callable[[Any], None]
-    arguments: Callable[[int], Any]
+    target: Callable[[ReplicaPlace], None]
     environment: Mapping[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
     port: int = field(init=False)
     process: PythonProcess = field(init=False)
+    _failure: Path = field(init=False)
 
     def __post_init__(self) -> None:
         self.port = free_port(self.host)
+        self._failure = Path(tempfile.gettempdir()) / f"backfill-replica-{uuid.uuid4().hex}"
 
     @property
     def url(self) -> str:
@@ -57,9 +76,9 @@ class ReplicaProcess:
 
     def start(self) -> None:
         """Raises: OSError."""
+        place = ReplicaPlace(self.number, self.host, self.port, self._failure)
         name = f"backfill-replica-{self.number}"
-        arguments = self.arguments(self.port)
-        self.process = PythonProcess(name, self.target, (arguments,), self.environment)
+        self.process = PythonProcess(name, self.target, (place,), self.environment)
         self.process.start()
 
     async def run(self, may_restart: asyncio.Event) -> None:
@@ -68,13 +87,12 @@ class ReplicaProcess:
         while True:
             started_at_s = time.monotonic()
             await self._until_ended()
+            reason = self._why_it_ended()
             if not may_restart.is_set():
-                status = self.process.exitcode
-                raise ReplicaFailed(f"Replica {self.number} ended with status {status} before it was ready.")
+                raise ReplicaFailed(f"Replica {self.number}: {reason}")
             num_quick = num_quick + 1 if time.monotonic() - started_at_s < _QUICK_DEATH_S else 1
             delay_s = min(_RESTART_DELAY_S * 2.0 ** (num_quick - 1), _LONGEST_DELAY_S)
-            status = self.process.exitcode
-            logger.error("replica %d ended (%s); it is started again in %g s", self.number, status, delay_s)
+            logger.error("replica %d is started again in %g s: %s", self.number, delay_s, reason)
             await asyncio.sleep(delay_s)
             self.start()
 
@@ -87,6 +105,17 @@ class ReplicaProcess:
             await asyncio.sleep(_END_POLL_S)
         self.process.kill()
         self.process.join(_END_S)
+        self._failure.unlink(missing_ok=True)
+
+    def _why_it_ended(self) -> str:
+        try:
+            reason = self._failure.read_text()
+            self._failure.unlink()
+            return reason
+        except OSError:
+            status = self.process.exitcode or 0
+            how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+            return f"Its process {how}."
 
     async def _until_ended(self) -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()

@@ -52,12 +52,16 @@ class StepBuilder:
     _starts: set[int] = field(init=False, default_factory=set)
     _num_looked_up: int = field(init=False, default=0)
     _owed: _Owed | None = field(init=False, default=None)
+    _max_prefill_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.batch = Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        max_tokens = self.config.max_num_batched_tokens
+        self.batch = Batch(self.config.max_num_seqs, max_tokens)
+        self._max_prefill_tokens = self.in_flight.max_prefill_tokens(max_tokens)
         self.preemption.held_back = ()
-        for request_id, scheduled in self.in_flight.slices.items():
-            self._note_blocks(self.requests.by_id[request_id], scheduled.start, scheduled.num_tokens)
+        for scheduled in self.in_flight.all_slices:
+            request = self.requests.by_id[scheduled.request_id]
+            self._note_blocks(request, scheduled.start, scheduled.num_tokens)
 
     @property
     def predicted_s(self) -> float:
@@ -107,32 +111,33 @@ class StepBuilder:
         return max(0, request.num_ever_computed_tokens - num_on_device) // self.kv.block_size
 
     def add_decodes(self, requests: Sequence[Request], max_step_s: float = math.inf) -> int:
+        if not requests:
+            return 0
         held_back = self.preemption.held_back
         if held_back:
             requests = [each for each in requests if each.priority_level not in held_back]
         num_fitting = min(self._num_fitting(requests, max_step_s), self.seqs_left, self.tokens_left)
         requests = requests[:num_fitting]
         batch, size = self.batch, self.kv.block_size
-        has_headroom = batch.has_headroom_for(len(requests))
-        shared = set(self.kv.sharing.blocks)
-        for request in requests:
-            # Where all of them fit, those whose last block has a slot follow together.
-            if has_headroom and request.num_computed_tokens % size and request.request_id not in shared:
-                continue
-            if request.status is RequestStatus.RUNNING and batch.has_headroom:
-                self._grow(request, 1)
-        if has_headroom:
-            running = RequestStatus.RUNNING  # and not preempted for a block of another one
-            batch.add_decodes(
-                [
-                    each
-                    for each in requests
-                    if each.num_computed_tokens % size
-                    and each.status is running
-                    and each.request_id not in shared
-                ]
-            )
+        if not batch.has_headroom_for(num_fitting):
+            self._grow_decodes(requests)
+            return num_fitting
+        # Where all of them fit, those whose last block has a slot follow together.
+        together = [each for each in requests if each.num_computed_tokens % size]
+        if self.kv.sharing.blocks:
+            together = [each for each in together if each.request_id not in self.kv.sharing.blocks]
+        if len(together) < len(requests):
+            names = {each.request_id for each in together}
+            self._grow_decodes([each for each in requests if each.request_id not in names])
+        if batch.has_preempted:  # perhaps for a block of another one
+            together = [each for each in together if each.status is RequestStatus.RUNNING]
+        batch.add_decodes(together)
         return num_fitting
+
+    def _grow_decodes(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.status is RequestStatus.RUNNING and self.batch.has_headroom:
+                self._grow(request, 1)
 
     def try_add(self, request: Request, limits: ChunkLimits = NO_LIMITS) -> int:
         if request.status is not RequestStatus.RUNNING or not self.batch.has_headroom:
@@ -140,7 +145,8 @@ class StepBuilder:
         if request.priority_level in self.preemption.held_back:
             return 0
         if not request.is_decoding:
-            self.kv.match_more(request)
+            if request.request_id not in self.in_flight.slices:
+                self.kv.match_more(request)
             if self._waits_for_next_block(request):
                 return 0
         num_tokens = self._chunk(request, limits)
@@ -162,6 +168,9 @@ class StepBuilder:
             return Admission.DEFERRED  # it was looked up before, and has all blocks before this in common
         match = self.kv.match(request)
         request.num_computed_tokens = match.num_tokens
+        takes_part = match.is_on_device or CopyDirections.RESTORE in self.kv.blocking
+        if takes_part and not self._is_in_step(request) and not self._chunk(request, limits):
+            return Admission.REFUSED  # the common case where time is short, before anything is summed
         owed = self._owed
         if owed is None or owed.but_for != may_preempt:
             if not may_preempt and not self._may_fit(request, match):
@@ -172,7 +181,6 @@ class StepBuilder:
         if self._waits_for_next_block(request):
             self._num_looked_up += 1
             return Admission.DEFERRED if self._num_looked_up < _MAX_LOOKED_UP else Admission.REFUSED
-        takes_part = match.is_on_device or CopyDirections.RESTORE in self.kv.blocking
         if takes_part and not self._chunk(request, limits):
             return Admission.REFUSED
         reserved = owed.num_blocks + (reserved_blocks if self.requests.running else 0)
@@ -188,7 +196,8 @@ class StepBuilder:
         self.batch.remove(request)
 
     def preempt(self, request: Request) -> None:
-        if request.status in (RequestStatus.RUNNING, RequestStatus.RESTORING):
+        holds_blocks = request.status in (RequestStatus.RUNNING, RequestStatus.RESTORING)
+        if holds_blocks and request.request_id not in self.in_flight.slices:
             self._owed = None
             self.preemption.preempt(request, self.batch)
 
@@ -284,6 +293,11 @@ class StepBuilder:
         request.num_prefix_waits += 1
         return request.num_prefix_waits <= _MAX_PREFIX_WAITS + index
 
+    def _is_in_step(self, request: Request) -> bool:
+        """Whether this step, or one in flight, may compute the request's next block for another one."""
+        index = request.num_computed_tokens // self.kv.block_size
+        return self.kv.key_of(request.request_id, index) in self._in_step
+
     def _waits_for_next_block(self, request: Request) -> bool:
         index, offset = divmod(request.num_computed_tokens, self.kv.block_size)
         return not offset and self._waits_for_prefix(request, index)
@@ -293,13 +307,14 @@ class StepBuilder:
         return needed <= self.kv.num_available(Evictable.ALL)
 
     def _sum_owed(self, may_preempt: Collection[PriorityLevel]) -> _Owed:
-        holders = [each for each in self.preemption.block_holders if not may_be_preempted(each, may_preempt)]
+        holders: Sequence[Request] = self.preemption.block_holders
+        if may_preempt:
+            holders = [each for each in holders if not may_be_preempted(each, may_preempt)]
         owed = _Owed(may_preempt, self.kv.sharing.is_on)
         if len(holders) >= self.config.max_num_seqs:
             owed.num_holders = len(holders)
-            return owed
-        for request in holders:
-            owed.add(request, self._blocks_needed_next(request))
+        else:
+            owed.add_all(holders, len(holders) + self.kv.num_missing_of(holders))
         return owed
 
     def _blocks_needed_next(self, request: Request) -> int:
@@ -307,8 +322,9 @@ class StepBuilder:
         return 1 + self.kv.num_missing_blocks(request.request_id, request.num_tokens)
 
     def _most_tokens(self, request: Request) -> int:
-        chunk_tokens = self.config.max_prefill_chunk_tokens
-        return min(request.num_pending_tokens, chunk_tokens, self.batch.num_tokens_left)
+        pending = request.num_pending_tokens
+        most = min(pending, self.config.max_prefill_chunk_tokens, self.batch.num_tokens_left)
+        return min(most, self._max_prefill_tokens - self.batch.num_prefill_tokens) if pending > 1 else most
 
     def _chunk(self, request: Request, limits: ChunkLimits) -> int:
         """Pending tokens of a request, at most, for which the step has headroom and time; 0 for none."""
@@ -351,6 +367,13 @@ class _Owed:
         """Where blocks are shared, an online and an offline request can each enter the other one's block."""
         num_pairs = min(self._num_online, self.num_holders - self._num_online) if self.shares_blocks else 0
         return self._num_blocks - 2 * num_pairs
+
+    def add_all(self, requests: Sequence[Request], num_blocks: int) -> None:
+        """Args: num_blocks: of all of them."""
+        online = ServiceClass.ONLINE
+        self.num_holders += len(requests)
+        self._num_blocks += num_blocks
+        self._num_online += len([each for each in requests if each.service_class is online])
 
     def add(self, request: Request, num_blocks: int) -> None:
         self.num_holders += 1

@@ -24,9 +24,11 @@ def serve(
     A decode costs one token, and its user is reading. It is scheduled even past the limit of the step's time
     where the limits guarantee progress. Requests wait in order: the first that does not fit ends the round.
     """
-    serve_running(batch, in_order([view.running[level] for level in levels]), limits)
-    if may_preempt or not batch.has_preempted:
-        waiting = in_order([view.waiting[level] for level in levels])
+    running = in_order([view.running[level] for level in levels])
+    if running:
+        serve_running(batch, running, limits)
+    waiting = in_order([view.waiting[level] for level in levels])
+    if waiting and (may_preempt or not batch.has_preempted):
         admit(batch, waiting, limits, reserved_blocks=reserved_blocks, may_preempt=may_preempt)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from backfill.core.plan import ScheduledSlice, StepPlan
 from backfill.core.request import FinishReason, OrderKey, PriorityLevel, Request, RequestId
 from backfill.core.slo import SLO
+
+# A step of so many tokens is bound by computation: several small ones take no longer than a large one.
+_EFFICIENT_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +68,21 @@ class _Step:
 class StepsInFlight:
     """The steps in flight, the oldest first, and the stages that they pass one behind the other.
 
-    A request is in one of them at most. What it holds stays as it is until its step commits: it is in no
-    other plan, is not preempted, and ends only then. A step depends on nothing of the steps before it that
-    has not committed, so each can be stopped, or fail, without the others.
+    What a request in flight holds stays as it is until its step commits: it is not preempted, and ends only
+    then. It is in one step, or in several with successive chunks of its prompt: a chunk that cannot be
+    stopped may be followed before it has committed, if the request would run once more should it fail. What
+    later chunks compute is then lost. Else a step depends on nothing of the steps before it that has not
+    committed, so each can be stopped, or fail, without the others.
 
     A step is predicted to spend in each stage the share of its time that the stage has of the layers, and to
     enter it when the step in front has left it. What is predicted is moved by what the ends of steps show.
 
     Attributes:
         max_steps: that may be in flight.
-        slices: of all steps in flight, by request.
-        ending: requests in flight that end when their step commits, and why.
+        slices: the last one in flight of each request.
+        open: requests in flight whose next chunk may be planned. Their slices count as computed.
+        lost: requests in flight of which an earlier chunk has failed.
+        ending: requests in flight that end when their last step commits, and why.
         blocked: running requests that lack a block, and wait for who has it to be in flight no more.
 
     Args:
@@ -91,6 +98,8 @@ class StepsInFlight:
     ) -> None:
         self.max_steps = max_steps
         self.slices: dict[RequestId, ScheduledSlice] = {}
+        self.open: set[RequestId] = set()
+        self.lost: set[RequestId] = set()
         self.ending: dict[RequestId, FinishReason] = {}
         self.blocked: set[RequestId] = set()
         self._steps: dict[int, _Step] = {}
@@ -110,6 +119,26 @@ class StepsInFlight:
         return self.max_steps - len(self._steps)
 
     @property
+    def closed(self) -> set[RequestId]:
+        """Requests in flight that are in no other plan until their step has committed."""
+        return self.slices.keys() - self.open
+
+    @property
+    def all_slices(self) -> Iterator[ScheduledSlice]:
+        """Of all steps, the oldest first."""
+        return (scheduled for step in self._steps.values() for scheduled in step.plan.slices)
+
+    def max_prefill_tokens(self, max_step_tokens: int) -> int:
+        """Of prompts in one step, which has at most so many tokens.
+
+        The later stages have nothing to do while the first step of a batch of prompts passes the first stage,
+        and the first one nothing behind the last step. With several steps of fewer tokens that is short.
+        """
+        if self.max_steps == 1:
+            return max_step_tokens
+        return min(max_step_tokens, max(_EFFICIENT_TOKENS, max_step_tokens // (2 * self.max_steps)))
+
+    @property
     def may_suspend(self) -> bool:
         """An outcome to come may suspend slices."""
         return any(
@@ -117,15 +146,27 @@ class StepsInFlight:
             for step in self._steps.values()
         )
 
-    def add(self, plan: StepPlan, now_s: float) -> None:
-        """The plan is about to be submitted."""
+    def add(self, plan: StepPlan, now_s: float, by_id: Mapping[RequestId, Request]) -> None:
+        """The plan is about to be submitted. Chunks that may be followed count as computed from now on."""
         assert len(self._steps) < self.max_steps, f"{len(self._steps)} steps are in flight"
         step = self._steps[plan.step] = _Step(plan, now_s, [])
         self._pass_stages(step, self._in_front(plan.step))
         slices = {scheduled.request_id: scheduled for scheduled in plan.slices}
-        assert self.slices.keys().isdisjoint(slices), "a request is in two steps"
+        assert self.closed.isdisjoint(slices), "a request is in two steps"
         self.slices |= slices
         self.blocked -= slices.keys()
+        self.open -= slices.keys()
+        if self.max_steps > 1:
+            self._open(plan, by_id)
+
+    def _open(self, plan: StepPlan, by_id: Mapping[RequestId, Request]) -> None:
+        for scheduled in plan.slices:
+            if scheduled.samples or (scheduled.preemptible and plan.safepoints is not None):
+                continue
+            request = by_id[scheduled.request_id]
+            if not (request.output_token_ids or request.was_retried):
+                self.open.add(scheduled.request_id)
+                request.num_computed_tokens = scheduled.start + scheduled.num_tokens
 
     def remove(self, plan: StepPlan, now_s: float | None) -> None:
         """The oldest step is not in flight any more.
@@ -138,16 +179,29 @@ class StepsInFlight:
             return  # it did nothing
         assert all(each > plan.step for each in self._steps), f"step {plan.step} is not the oldest"
         for scheduled in plan.slices:
-            del self.slices[scheduled.request_id]
+            if self.slices[scheduled.request_id] is scheduled:
+                del self.slices[scheduled.request_id]
+                self.open.discard(scheduled.request_id)
         late_s = 0.0 if now_s is None else now_s - step.left_at_s[-1]
         in_front = self._left_at_s = [each + late_s for each in step.left_at_s]
         self._was_whole = now_s is not None
         for behind in self._steps.values():
             in_front = self._pass_stages(behind, in_front)
 
+    def end(self, request_id: RequestId, reason: FinishReason) -> None:
+        """The request, which is in flight, is to end."""
+        self.ending[request_id] = reason
+        self.open.discard(request_id)
+
+    def lose(self, request_id: RequestId) -> None:
+        """A chunk of the request has failed, and later ones are in flight."""
+        self.lost.add(request_id)
+        self.open.discard(request_id)
+
     def forget(self, request_id: RequestId) -> None:
         """The request has ended, or was preempted."""
         self.blocked.discard(request_id)
+        self.lost.discard(request_id)
 
     def begins_at_s(self, now_s: float) -> float:
         """When a step that is submitted now is predicted to enter the first stage."""
@@ -178,12 +232,14 @@ class StepsInFlight:
         return since_s, (step.left_at_s[-1] - since_s) / self._time_scale()
 
     def views(self, by_id: Mapping[RequestId, Request], now_s: float) -> list[RequestInFlight]:
-        """Of the requests in flight that go on after their step."""
+        """Of the requests in flight that go on after their step, and are in no other plan until then."""
         views, late_s = [], self._late_s(now_s)
+        gone_on = self.open | self.lost | self.ending.keys()
         for step in self._steps.values():
             for scheduled in step.plan.slices:
-                if scheduled.request_id not in self.ending:
-                    request = by_id[scheduled.request_id]
+                request_id = scheduled.request_id
+                if request_id not in gone_on and self.slices[request_id] is scheduled:
+                    request = by_id[request_id]
                     views.append(RequestInFlight.of(request, scheduled, step.left_at_s[-1] + late_s))
         return views
 
@@ -209,7 +265,8 @@ class StepsInFlight:
 
     def check_integrity(self, unfinished: Collection[RequestId]) -> None:
         """Raise AssertionError unless the steps and their requests agree."""
-        names = [each.request_id for step in self._steps.values() for each in step.plan.slices]
-        assert sorted(names) == sorted(self.slices), "slices in flight are counted wrong"
-        assert all(name in unfinished for name in names), "a request in flight has ended"
-        assert all(name in self.slices for name in self.ending), "who is in no step waits for its end"
+        last = {each.request_id: each for each in self.all_slices}
+        assert last == self.slices, "slices in flight are counted wrong"
+        assert all(name in unfinished for name in last), "a request in flight has ended"
+        assert all(name in last for name in (*self.ending, *self.open, *self.lost)), "who is in no step waits"
+        assert self.open.isdisjoint((*self.ending, *self.lost)), "who is to end, or failed, goes on"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 
 from backfill.core.config import SchedulerConfig
@@ -19,6 +20,9 @@ DEFAULT_HEADROOM = 4.0
 # only use what decoding all online requests leaves of the objective. Without a share of their own, one
 # request's tight objective would stop the prompts of all others.
 PROMPT_SHARE = 1 / 3
+# When a widened default returns.
+_CONFIRMING_FITS = 3
+_RETURN_SHARE = 0.8
 
 
 def achievable_slo(cost: CostModel, config: SchedulerConfig, num_prompt_tokens: int = 1) -> SLO:
@@ -111,6 +115,38 @@ def slo_above(config: SchedulerConfig, least: SLO) -> SLO:
     )
 
 
+class ServerObjectives:
+    """Objectives of online requests that bring none, while a server runs.
+
+    A default may have been widened because the device was measured while others used it. It returns once
+    ``_CONFIRMING_FITS`` models that were fitted to served steps one after another say that at most
+    ``_RETURN_SHARE`` of it is needed, to the largest that they say. It is never widened again: an objective
+    that grew with the load would be kept by every server.
+
+    Attributes:
+        slo: the present ones.
+    Args:
+        cost: that the engine starts with.
+    """
+
+    def __init__(self, config: SchedulerConfig, cost: CostModel | None) -> None:
+        self._config = config
+        self.slo = config.kept_slo or server_slo(config, cost)
+        self._last: deque[SLO] = deque(maxlen=_CONFIRMING_FITS)
+
+    def follow(self, cost: CostModel) -> bool:
+        """Take in a model that was fitted to served steps. Returns: whether ``slo`` has changed."""
+        self._last.append(server_slo(self._config, cost))
+        if len(self._last) < _CONFIRMING_FITS:
+            return False
+        before = self.slo
+        self.slo = SLO(
+            _returned(before.ttft_s, max(each.ttft_s for each in self._last)),
+            _returned(before.tpot_s, max(each.tpot_s for each in self._last)),
+        )
+        return self.slo != before
+
+
 def check_server_slo(config: SchedulerConfig, profile: CostProfile | None) -> list[str]:
     """A warning for each configured objective that one request alone is not predicted to meet.
 
@@ -145,6 +181,10 @@ def _decode_s(cost: CostModel, num_context_tokens: int) -> float:
 def rounded_up(seconds: float) -> float:
     """To milliseconds, as seconds are shown that an objective needs."""
     return math.ceil(1000 * seconds) / 1000
+
+
+def _returned(now_s: float, found_s: float) -> float:
+    return found_s if found_s <= _RETURN_SHARE * now_s else now_s
 
 
 def _objective(asked_s: float | None, default_s: float, least_s: float, floor_s: float | None) -> float:

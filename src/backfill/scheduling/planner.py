@@ -144,7 +144,7 @@ class StepPlanner:
         self, view: Snapshot[Request], work: Compute | Resume, admitted: tuple[AdmittedRequest, ...] = ()
     ) -> StepPlan:
         """The next plan: this work, or a wait for copies in its place if it has no slices."""
-        if self.block_copy_s is None:
+        if self.block_copy_s is None or not self.kv.num_host_blocks:
             self.kv.max_copies = _MAX_UNTIMED_COPIES
         else:
             slack_s = self.policy.step_limit_s(view) - work.predicted_s
@@ -155,24 +155,26 @@ class StepPlanner:
         changes = MemoryChanges() if self.division is None else self.division.take_changes()
         waits = isinstance(work, Compute) and not work.slices and self.kv.num_copies_in_flight > 0
         waits = waits and not self.in_flight  # else an outcome to come reports copies
+        released: list[RequestId] = []
+        if work.slices or copies or not self.in_flight:  # else it would take the place of another step
+            released, self._to_release = self._to_release, []
         plan = StepPlan(
             step=self._num_plans,
             work=WaitForCopies(self._keeps_suspended) if waits else work,
             admitted=admitted,
-            released=tuple(self._to_release),
+            released=tuple(released),
             copies=copies,
             offload_interval=changes.interval,
             memory=changes.memory,
             moves=changes.moves,
         )
-        self._to_release.clear()
         self._num_plans += 1
         return plan
 
     def _snapshot(self, now_s: float) -> Snapshot[Request]:
         kv, requests = self.kv, self.requests
         in_flight, num_most = self.in_flight, self.config.max_num_seqs + _MAX_PASSED_OVER
-        running = requests.running_by_level(excluded=self.suspension.requests | in_flight.slices.keys())
+        running = requests.running_by_level(excluded=in_flight.closed.union(self.suspension.requests))
         elsewhere: Mapping[PriorityLevel, Sequence[RequestView]] = {}
         if in_flight.max_steps > 1:
             elsewhere = self._leave_shares(running, now_s)
@@ -222,16 +224,20 @@ class StepPlanner:
 
     def _slices_of(self, batch: Batch) -> tuple[ScheduledSlice, ...]:
         table, online = self.kv.table, PriorityLevel.ONLINE
+        new_tuple = tuple.__new__  # as the class itself would make it, in half the time
         return tuple(
             [
-                ScheduledSlice(
-                    request.request_id,
-                    request.num_computed_tokens,
-                    num_tokens,
-                    table(request.request_id),
-                    request.num_computed_tokens + num_tokens == request.num_tokens,  # samples
-                    request.priority_level is not online,  # preemptible
+                new_tuple(
+                    ScheduledSlice,
+                    (
+                        request_id,
+                        (start := request.num_computed_tokens),
+                        num_tokens,
+                        table(request_id),
+                        start + num_tokens == request.num_tokens,  # samples
+                        request.priority_level is not online,  # preemptible
+                    ),
                 )
-                for request, num_tokens in batch.members.values()
+                for request_id, (request, num_tokens) in batch.members.items()
             ]
         )

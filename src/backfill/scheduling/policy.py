@@ -203,7 +203,10 @@ class BatchBuilder(Protocol[R_contra]):
         """Take a request out of the step. It keeps its blocks."""
 
     def preempt(self, request: R_contra) -> None:
-        """Take a running or restoring request's blocks, and queue it again; nothing if it has none."""
+        """Take a running or restoring request's blocks, and queue it again; nothing if it has none.
+
+        Nor if a chunk of it is in flight.
+        """
 
 
 class Policy(ABC):
@@ -246,3 +249,7 @@ class Policy(ABC):
         Copies between device and host may slow a step as far as it stays within this.
         """
         return math.inf
+
+    def set_default_slo(self, slo: SLO) -> None:
+        """From now on these are the objectives of online requests that bring none."""
+        return

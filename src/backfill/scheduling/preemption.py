@@ -129,7 +129,8 @@ class Preemption:
             return match, limit
         lack = kv.shortage(request, match, num_reserved, last_limit)
         victims = [each for each in self.block_holders if may_be_preempted(each, preemptible)]
-        if victims and lack <= kv.num_freed((each.request_id for each in victims), match, last_limit):
+        names = [each.request_id for each in victims]
+        if victims and kv.would_free(lack, names, match, last_limit):
             if self.in_flight.slices:
                 victims = [each for each in victims if each.request_id not in self.in_flight.slices]
                 if lack > kv.num_freed((each.request_id for each in victims), match, last_limit):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from backfill.core.request import (
     PriorityLevel,
@@ -17,6 +17,7 @@ from backfill.core.request import (
 )
 from backfill.scheduling.levels import LevelRule
 
+_LEVELS = tuple(PriorityLevel)  # to iterate over the Enum takes longer
 _MIN_CHANGES = 64  # a smaller heap of changes is not worth clearing
 
 
@@ -75,10 +76,12 @@ class UnfinishedRequests:
 
     def running_by_level(self, excluded: Collection[RequestId]) -> dict[PriorityLevel, list[Request]]:
         """Each level's in its order."""
-        by_level: dict[PriorityLevel, list[Request]] = {level: [] for level in PriorityLevel}
-        for request in self.running.values():
-            if request.request_id not in excluded:
-                by_level[request.priority_level].append(request)
+        by_level: dict[PriorityLevel, list[Request]] = {level: [] for level in _LEVELS}
+        running: Iterable[Request] = self.running.values()
+        if excluded:
+            running = [each for each in running if each.request_id not in excluded]
+        for request in running:
+            by_level[request.priority_level].append(request)
         for requests in by_level.values():
             requests.sort(key=order_key)
         return by_level

@@ -161,14 +161,19 @@ class Scheduler:
         if request.slo is None and request.service_class is ServiceClass.ONLINE:
             request.slo = self._default_slo
 
+    def set_default_slo(self, slo: SLO) -> None:
+        """Of requests that are given objectives from now on."""
+        self._default_slo = slo
+        self.policy.set_default_slo(slo)
+
     def finish(self, request_id: RequestId, reason: FinishReason) -> Request | None:
         """End a request from outside (abort, error). None if it has ended already or never existed.
 
-        A request in flight ends when its step commits, and has no token of it.
+        A request in flight ends when its last step commits, and has no token of it.
         """
         request = self.requests.by_id.get(request_id)
         if request_id in self.in_flight.slices:
-            self.in_flight.ending[request_id] = reason
+            self.in_flight.end(request_id, reason)
         elif request is not None:
             self._end(request, reason)
         return request
@@ -181,7 +186,7 @@ class Scheduler:
         """
         plan = self._planner.plan(now_s)
         if not plan.does_nothing:
-            self.in_flight.add(plan, now_s)
+            self.in_flight.add(plan, now_s, self.requests.by_id)
         return plan
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now_s: float) -> list[CommittedToken]:
@@ -191,31 +196,13 @@ class Scheduler:
         self._suspension.commit(plan, outcome)
         if self._division is not None:
             self._division.observe(outcome.weight_transfers)
-        self._commit_computed(plan, set(outcome.stopped))
-        committed = []
+        lost = self.in_flight.lost.copy()
+        self._commit_computed(plan, lost.union(outcome.stopped))
         self._end_aborted(plan)
-        by_id, end_token_ids = self.requests.by_id, self._end_token_ids
-        if self.predictor is not None and self.requests.num_online:
-            self._observe_gaps(self.predictor, outcome, now_s)
-        for sampled in outcome.sampled:
-            if sampled.request_id not in by_id:
-                continue  # it was aborted while its step ran
-            request, token_id, stop_token_id = by_id[sampled.request_id], sampled.token_id, None
-            request.append(token_id)
-            if request.last_token_at_s is None:
-                request.first_token_at_s = now_s
-            request.last_token_at_s = now_s
-            sampling = request.sampling
-            if (
-                len(request.output_token_ids) >= sampling.max_tokens
-                or token_id in end_token_ids
-                or token_id in sampling.stop_token_ids
-            ):
-                reason, stop_token_id = self._finish_reason(request, token_id)
-                if reason is not None:
-                    self._end(request, reason)
-            committed.append(CommittedToken(request, sampled, stop_token_id))
-        return committed
+        for request_id in lost - self.in_flight.slices.keys():
+            if request_id in self.requests.by_id:  # it was not aborted
+                self._run_once_more(self.requests.by_id[request_id])
+        return self._commit_sampled(outcome, lost, now_s)
 
     def fail(self, plan: StepPlan) -> list[Request]:
         """The executor raised in ``plan``: nothing it computed counts.
@@ -225,28 +212,32 @@ class Scheduler:
         released and admitted again, which gives the executor their prompts alone: a request with output
         tokens cannot run again. What earlier steps computed of them stays in the cache.
 
-        Steps that are in flight behind it hold none of its requests, and are committed as ever.
+        Steps that are in flight behind it are committed as ever. If one has a later chunk of a request, that
+        one runs once more when it has committed.
 
         Returns: the requests that ended.
         """
         self.in_flight.remove(plan, None)
         self._suspension.fail(plan)
-        for admitted in plan.admitted:
-            self._planner.release(admitted.request_id)
         self._end_aborted(plan)
-        ended = []
+        ended, by_id = [], self.requests.by_id
         for scheduled in plan.slices:
-            if scheduled.request_id not in self.requests.by_id:
+            request = by_id.get(scheduled.request_id)
+            if request is None:
                 continue
-            request = self.requests.by_id[scheduled.request_id]
-            if request.output_token_ids or request.was_retried:
+            if request.request_id in self.in_flight.slices:
+                self.in_flight.lose(request.request_id)
+            elif request.output_token_ids or request.was_retried:
                 self._end(request, FinishReason.ERROR)
                 ended.append(request)
             else:
-                request.was_retried = True
-                self._planner.release(request.request_id)
-                self._preemption.preempt_without_kv(request)
+                self._run_once_more(request)
         return ended
+
+    def _run_once_more(self, request: Request) -> None:
+        request.was_retried = True
+        self._planner.release(request.request_id)
+        self._preemption.preempt_without_kv(request)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks, queues and requests disagree."""
@@ -256,7 +247,11 @@ class Scheduler:
         for request_id, scheduled in self.in_flight.slices.items():
             assert request_id in requests.running, f"{request_id} is in flight and does not run"
             assert kv.table(request_id) == scheduled.blocks, f"{request_id} has other blocks than its step"
-            assert requests.by_id[request_id].num_computed_tokens == scheduled.start
+            num_computed = scheduled.start
+            if request_id in self.in_flight.open:
+                num_computed += scheduled.num_tokens
+            is_to_end = request_id in self.in_flight.ending or request_id in self.in_flight.lost
+            assert is_to_end or requests.by_id[request_id].num_computed_tokens == num_computed
         num_waiting = sum(map(len, requests.waiting.values()))
         assert len(requests.running) + len(requests.restoring) + num_waiting == len(requests.by_id)
         online = [each for each in requests.by_id.values() if each.service_class is ServiceClass.ONLINE]
@@ -276,34 +271,66 @@ class Scheduler:
         """Count the tokens that the plan's slices computed, except those of stopped slices."""
         block_size = self.kv.block_size
         by_id, counters_of, commit = self.requests.by_id, self.counters, self.kv.commit
+        online, num_online, num_offline = ServiceClass.ONLINE, 0, 0
         for request_id, start, num_tokens, _, _, _ in plan.slices:
             if request_id in stopped:
                 continue
             request = by_id[request_id]
-            counters = counters_of[request.service_class]
-            counters.num_computed_tokens += num_tokens
-            end = request.num_computed_tokens = start + num_tokens
+            if request.service_class is online:
+                num_online += num_tokens
+            else:
+                num_offline += num_tokens
+            end = start + num_tokens
+            request.num_computed_tokens = max(end, request.num_computed_tokens)  # a later chunk is in flight
             if end // block_size > start // block_size:
                 commit(request, end)
             known = request.num_ever_computed_tokens
             if start < known:
-                counters.num_recomputed_tokens += min(known, end) - start
+                counters_of[request.service_class].num_recomputed_tokens += min(known, end) - start
             if end > known:
                 request.num_ever_computed_tokens = end
+        counters_of[online].num_computed_tokens += num_online
+        counters_of[ServiceClass.OFFLINE].num_computed_tokens += num_offline
 
-    def _observe_gaps(self, predictor: StepPredictor, outcome: StepOutcome, now_s: float) -> None:
-        """Tell the predictor how many online requests that are in time have kept their gap."""
-        by_id, online = self.requests.by_id, PriorityLevel.ONLINE
+    def _commit_sampled(
+        self, outcome: StepOutcome, lost: Collection[RequestId], now_s: float
+    ) -> list[CommittedToken]:
+        """Give each request its token, and end those that are done.
+
+        Args: lost: requests of which an earlier chunk has failed.
+
+        The predictor is told how many online requests that are in time have kept their gap.
+        """
+        by_id, end_token_ids, predictor = self.requests.by_id, self._end_token_ids, self.predictor
+        online = PriorityLevel.ONLINE
         num_gaps = num_kept = 0
+        committed = []
         for sampled in outcome.sampled:
-            request = by_id.get(sampled.request_id)
-            if request is None:
-                continue
-            slo, last_at_s = request.slo, request.last_token_at_s
-            if slo is not None and last_at_s is not None and request.priority_level is online:
+            request_id, token_id, _ = sampled
+            request = by_id.get(request_id)
+            if request is None or request_id in lost:
+                continue  # it was aborted while its step ran, or an earlier chunk has failed
+            last_at_s, request.last_token_at_s = request.last_token_at_s, now_s
+            if last_at_s is None:
+                request.first_token_at_s = now_s
+            elif request.priority_level is online and predictor is not None and request.slo is not None:
                 num_gaps += 1
-                num_kept += predictor.keeps(now_s - last_at_s, slo.tpot_s)
-        predictor.observe_gaps(num_kept, num_gaps)
+                num_kept += predictor.keeps(now_s - last_at_s, request.slo.tpot_s)
+            request.append(token_id)
+            sampling, stop_token_id = request.sampling, None
+            if (
+                len(request.output_token_ids) >= sampling.max_tokens
+                or token_id in end_token_ids
+                or token_id in sampling.stop_token_ids
+            ):
+                reason, stop_token_id = self._finish_reason(request, token_id)
+                if reason is not None:
+                    self._end(request, reason)
+            # As the class itself would make it, in half the time.
+            committed.append(tuple.__new__(CommittedToken, (request, sampled, stop_token_id)))
+        if predictor is not None:
+            predictor.observe_gaps(num_kept, num_gaps)
+        return committed
 
     def _count_discarded(self, request_id: RequestId, num_tokens: float) -> None:
         self.counters[self.requests.by_id[request_id].service_class].num_discarded_tokens += num_tokens
@@ -312,6 +339,8 @@ class Scheduler:
         """End the requests of the plan that were aborted while it was in flight."""
         if self.in_flight.ending:
             for scheduled in plan.slices:
+                if scheduled.request_id in self.in_flight.slices:
+                    continue  # with a later chunk
                 reason = self.in_flight.ending.pop(scheduled.request_id, None)
                 if reason is not None:
                     self._end(self.requests.by_id[scheduled.request_id], reason)

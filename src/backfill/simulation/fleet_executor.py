@@ -7,10 +7,11 @@ from collections import deque
 
 from backfill.core.clock import VirtualClock
 from backfill.core.plan import SampledToken, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.request import RequestId
 from backfill.costs.behaviour import DeviceBehaviour, NoiseSource
 from backfill.execution.executor import ExecutorInfo, PipelinedExecutor
 from backfill.execution.simulated_executor import SimulatedExecutor
-from backfill.simulation.fleet_traffic import answer_token
+from backfill.simulation.fleet_traffic import FILLER, NUM_NAMING, answer_token
 
 
 class SplitExecutor(PipelinedExecutor, SimulatedExecutor):
@@ -34,7 +35,8 @@ class SplitExecutor(PipelinedExecutor, SimulatedExecutor):
         self._draws = self._noise
         self._plan: StepPlan | None = None
         self._outcome_of_step = StepOutcome(())
-        self._num_prompt_tokens: dict[str, int] = {}
+        # Prompt tokens of the requests whose next output token says which request it is of.
+        self._naming: dict[RequestId, int] = {}
 
     def run(self, plan: StepPlan) -> StepOutcome:
         return PipelinedExecutor.run(self, plan)
@@ -42,24 +44,20 @@ class SplitExecutor(PipelinedExecutor, SimulatedExecutor):
     def submit(self, plan: StepPlan) -> None:
         """Start a step now. The one before has ended."""
         for admitted in plan.admitted:
-            self._num_prompt_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
+            self._naming[admitted.request_id] = len(admitted.prompt_token_ids)
         self._plan = plan
         self._began_at_s = self._shared.now_s()
         self._noise = _OneRatio(self._draws.draw()) if plan.slices else self._draws
-        self._before = (
-            dict(self._num_tokens),
-            tuple(self._copies),
-            self._copying_until_s,
-            self._suspended_at,
-        )
+        if plan.safepoints is not None:
+            self._before = tuple(self._copies), self._copying_until_s, self._suspended_at
         self._attempt(plan)
 
     def request_stop(self, step: int) -> None:
         plan = self._plan
         if plan is None or plan.step != step or plan.safepoints is None:
             return
-        num_tokens, copies, self._copying_until_s, self._suspended_at = self._before
-        self._num_tokens, self._copies = dict(num_tokens), deque(copies)
+        copies, self._copying_until_s, self._suspended_at = self._before
+        self._copies = deque(copies)
         self.events = _Stop(self, step, self._shared.now_s())
         self._attempt(plan)
         self.events = None
@@ -68,7 +66,7 @@ class SplitExecutor(PipelinedExecutor, SimulatedExecutor):
         """What the step did; the shared clock is at ``ends_at_s``."""
         assert self._plan is not None and self._shared.now_s() >= self.ends_at_s, "the step has not ended"
         for request_id in self._plan.released:
-            self._num_prompt_tokens.pop(request_id, None)
+            self._naming.pop(request_id, None)
         self._plan = None
         self.ends_at_s = math.inf
         return self._outcome_of_step
@@ -82,15 +80,19 @@ class SplitExecutor(PipelinedExecutor, SimulatedExecutor):
         self.ends_at_s = self._clock.now_s()
 
     def _sample(self, slices: tuple[ScheduledSlice, ...]) -> tuple[SampledToken, ...]:
-        sampled = []
-        num_tokens, num_prompt_tokens = self._num_tokens, self._num_prompt_tokens
-        for scheduled in slices:
-            if scheduled.samples:
-                request_id = scheduled.request_id
-                position = num_tokens[request_id]
-                num_tokens[request_id] = position + 1
-                token_id = answer_token(int(request_id), position - num_prompt_tokens[request_id])
-                sampled.append(SampledToken(request_id, token_id))
+        """The same if the step is attempted again."""
+        sampled, naming, new_tuple = [], self._naming, tuple.__new__
+        for request_id, start, num_tokens, _, samples, _ in slices:
+            if not samples:
+                continue
+            token_id, num_prompt_tokens = FILLER, naming.get(request_id)
+            if num_prompt_tokens is not None:
+                position = start + num_tokens - num_prompt_tokens
+                token_id = answer_token(int(request_id), position)
+                if position >= NUM_NAMING:
+                    del naming[request_id]
+            # As the class itself would make it, in half the time.
+            sampled.append(new_tuple(SampledToken, (request_id, token_id, None)))
         return tuple(sampled)
 
 

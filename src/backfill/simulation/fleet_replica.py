@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
-from backfill.core.request import Request, ServiceClass
+from backfill.core.request import PriorityLevel, Request, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.hardware import HardwareProfile
@@ -111,7 +111,13 @@ class SimulatedReplica:
     def report(self) -> ReplicaReport:
         """What it would say of itself now."""
         requests = self.engine.scheduler.requests
-        online = [each for each in requests.by_id.values() if each.service_class is ServiceClass.ONLINE]
+        online = [
+            each
+            for each in (*requests.running.values(), *requests.restoring.values())
+            if each.service_class is ServiceClass.ONLINE
+        ]
+        for level in (PriorityLevel.ONLINE, PriorityLevel.RELEGATED):
+            online += requests.waiting[level].requests
         return ReplicaReport(
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             max_num_seqs=self._max_num_seqs,

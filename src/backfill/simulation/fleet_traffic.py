@@ -15,7 +15,12 @@ from backfill.workloads.lengths import LengthDistribution
 from backfill.workloads.traces import Trace, read_trace
 
 VOCABULARY = 32_000
-_FILLER = 5
+NUM_NAMING = 2
+"""The first tokens of a text that say which it is."""
+
+FILLER = 5
+"""Each of its other tokens."""
+
 _FIRST_ANSWER = 1 << 28
 _LEAST_OWN_TOKENS = 16  # of a prompt, after what it shares
 _JITTER_S = 5.0  # of the trace, divided by its speed
@@ -189,8 +194,8 @@ def answer_number(request: int) -> int:
 
 def answer_token(request: int, position: int) -> int:
     """The token of a request's output at a position from 0."""
-    if position > 1:
-        return _FILLER
+    if position >= NUM_NAMING:
+        return FILLER
     number = answer_number(request)
     return number // VOCABULARY % VOCABULARY if position else number % VOCABULARY
 
@@ -200,5 +205,5 @@ def prompt_tokens(prompt: Sequence[Segment]) -> tuple[int, ...]:
     token_ids: tuple[int, ...] = ()
     for number, length in prompt:
         head = (number % VOCABULARY, number // VOCABULARY % VOCABULARY)[:length]
-        token_ids += head + (_FILLER,) * (length - len(head))
+        token_ids += head + (FILLER,) * (length - len(head))
     return token_ids

@@ -46,6 +46,9 @@ class ConServePolicy(Policy):
         self._predictor = predictor
         self._default_slo = default_slo
 
+    def set_default_slo(self, slo: SLO) -> None:
+        self._default_slo = slo
+
     def build(self, view: Snapshot[R], batch: BatchBuilder[R]) -> None:
         if not _online(view) and not view.waiting[PriorityLevel.ONLINE]:
             serve(view, batch, _OFFLINE)  # lines 20 to 22: the largest batch that fits

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import merge
 
 from backfill.core.config import VictimOrder
@@ -140,6 +140,9 @@ class SloPolicy(Policy):
         """The least slack of the online decodes."""
         return self._slack_s(_online(view), view.now_s) * self._predictor.usable_share
 
+    def set_default_slo(self, slo: SLO) -> None:
+        self.config = replace(self.config, default_slo=slo)
+
     @property
     def _step_sizes(self) -> Sequence[int]:
         cost = self._predictor.cost
@@ -153,7 +156,10 @@ class SloPolicy(Policy):
         decodes, prefills = split(view.running[PriorityLevel.ONLINE])
         batch.add_decodes(decodes)
         decodes_s = batch.predicted_s
-        limit_s = self._limit_s(view, decodes_s)
+        everywhere: Sequence[RequestView] = decodes
+        if view.restoring or view.elsewhere:
+            everywhere = [each for each in _everywhere(view, PriorityLevel.ONLINE) if each.is_decoding]
+        limit_s = self._limit_s(everywhere, view.now_s, decodes_s)
         waiting = view.waiting[PriorityLevel.ONLINE]
         if not prefills and not waiting:
             return limit_s
@@ -161,7 +167,7 @@ class SloPolicy(Policy):
         load = _decode_load(decodes)
         in_time = self._in_time(prompts, load, view.now_s, limit_s)
         if decodes and len(in_time) < len(prompts):
-            banked_s = self._limit_s(view, decodes_s, _BANK_SHARE)
+            banked_s = self._limit_s(everywhere, view.now_s, decodes_s, _BANK_SHARE)
             more = self._in_time(prompts, load, view.now_s, banked_s)
             if len(more) > len(in_time):
                 limit_s, in_time = banked_s, more
@@ -174,24 +180,29 @@ class SloPolicy(Policy):
         self._add_prompts(view, batch, late, limit_s)
         return limit_s
 
-    def _limit_s(self, view: Snapshot[R], decodes_s: float, bank_share: float = 0.0) -> float:
+    def _limit_s(
+        self, decodes: Sequence[RequestView], now_s: float, decodes_s: float, bank_share: float = 0.0
+    ) -> float:
         """Limit of the step's time, as predicted, for the gaps of the decodes that are in time.
 
         An objective that is tighter than the load allows does not stop the others: it counts as the least
         one that leaves prompts their share of a step, but as no more than the server's own.
 
         Args:
-            decodes_s: of a step of these decodes alone.
+            decodes: those that are not for this step among them.
+            decodes_s: of a step of those that are, alone.
             bank_share: part of what each decode has banked that the step may take too.
         """
-        decodes = [each for each in _everywhere(view, PriorityLevel.ONLINE) if each.is_decoding]
         if not decodes:
             return (
                 self.config.prompt_step_share * self.config.default_slo.ttft_s * self._predictor.usable_share
             )
-        slack = min(each.next_token_by_s + bank_share * max(0.0, each.banked_s) for each in decodes)
-        latest_s = min(each.last_token_at_s or 0.0 for each in decodes) + self.config.default_slo.tpot_s
-        own_s, default_s = ((at_s - view.now_s) * self._predictor.usable_share for at_s in (slack, latest_s))
+        if bank_share:
+            slack = min([each.next_token_by_s + bank_share * max(0.0, each.banked_s) for each in decodes])
+        else:
+            slack = min([each.next_token_by_s for each in decodes])
+        latest_s = min([each.last_token_at_s or 0.0 for each in decodes]) + self.config.default_slo.tpot_s
+        own_s, default_s = ((at_s - now_s) * self._predictor.usable_share for at_s in (slack, latest_s))
         return max(own_s, min(least_tpot_slo(decodes_s), default_s))
 
     def _in_time(
@@ -229,7 +240,7 @@ class SloPolicy(Policy):
 
         A waiting prompt is admitted only while a step of all decodes, its own among them, keeps the gaps.
         """
-        holders = list(_holders(view, PriorityLevel.ONLINE))
+        holders = _holders(view, PriorityLevel.ONLINE)
         holding = {each.request_id for each in holders}
         load, may_admit = _decode_load(holders), True
         for request in prompts:
@@ -261,12 +272,13 @@ class SloPolicy(Policy):
 
     def _slack_s(self, online: Sequence[RequestView], now_s: float) -> float:
         """The least slack of the online decodes; inf without any."""
+        tpot_s = self._tpot_s
         return min(
-            (
-                each.last_token_at_s + self._tpot_s(each) - now_s
+            [
+                last_at_s + tpot_s(each) - now_s
                 for each in online
-                if each.last_token_at_s is not None
-            ),
+                if (last_at_s := each.last_token_at_s) is not None
+            ],
             default=math.inf,
         )
 
@@ -283,13 +295,16 @@ class SloPolicy(Policy):
         Decodes that have waited for a TTFT objective go first: answers stand still no longer than that while
         prompts come.
         """
+        waiting = view.waiting[PriorityLevel.RELEGATED]
         decodes, prefills = split(view.running[PriorityLevel.RELEGATED])
+        if not (waiting or decodes or prefills):
+            return
         long_ago_s = view.now_s - self.config.default_slo.ttft_s
         batch.add_decodes([each for each in decodes if (each.last_token_at_s or 0.0) <= long_ago_s], limit_s)
         limits = ChunkLimits(max_step_s=limit_s)
         for request in prefills:
             batch.try_add(request, limits)
-        admit(batch, view.waiting[PriorityLevel.RELEGATED], limits, may_preempt=_BELOW_RELEGATED)
+        admit(batch, waiting, limits, may_preempt=_BELOW_RELEGATED)
         batch.add_decodes([each for each in decodes if not batch.tokens_of(each)], limit_s)
 
     def _serve_offline(
@@ -300,7 +315,7 @@ class SloPolicy(Policy):
         bound_s = min(self._slack_s(online, view.now_s), ttft_slack_s) * self._predictor.usable_share
         if view.suspended_s:
             bound_s = 0.0  # the suspended slices resume first
-        tightest_s = min((self._tpot_s(each) for each in online if each.is_decoding), default=math.inf)
+        tightest_s = min([self._tpot_s(each) for each in online if each.is_decoding], default=math.inf)
         # Offline work makes steps longer, so online requests hold their blocks longer. It gets less time as
         # they fill the pool. The shape was found by simulation (docs/coserving.md).
         free_share = 1.0 - view.online_blocks / view.num_blocks
@@ -347,12 +362,16 @@ class SloPolicy(Policy):
 
 def _holders(view: Snapshot[R], level: PriorityLevel) -> Sequence[R]:
     """Requests of a level that run or are being restored."""
-    return [*view.running[level], *(each for each in view.restoring if each.priority_level is level)]
+    running = view.running[level]
+    if not view.restoring:
+        return running
+    return [*running, *(each for each in view.restoring if each.priority_level is level)]
 
 
 def _everywhere(view: Snapshot[RequestView], level: PriorityLevel) -> Sequence[RequestView]:
     """The same, with those that are not for this step."""
-    return [*_holders(view, level), *view.elsewhere.get(level, ())]
+    elsewhere = view.elsewhere.get(level)
+    return [*_holders(view, level), *elsewhere] if elsewhere else _holders(view, level)
 
 
 def _online(view: Snapshot[RequestView]) -> Sequence[RequestView]:
@@ -361,10 +380,12 @@ def _online(view: Snapshot[RequestView]) -> Sequence[RequestView]:
 
 
 def _decode_load(requests: Iterable[RequestView]) -> StepLoad:
-    return StepLoad.of((max(1, each.num_computed_tokens), 1, True) for each in requests)
+    load = StepLoad()
+    load.put_decodes([each.num_computed_tokens or 1 for each in requests])
+    return load
 
 
 def _ttft_slack(online: Sequence[RequestView], now_s: float) -> float:
     """Least slack of the first tokens that can still be in time."""
-    slacks = (each.next_token_by_s - now_s for each in online if each.last_token_at_s is None)
+    slacks = [each.next_token_by_s - now_s for each in online if each.last_token_at_s is None]
     return min((slack for slack in slacks if slack > 0), default=math.inf)
