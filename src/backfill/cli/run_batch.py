@@ -130,7 +130,7 @@ app = command(
     {
         "Files": "input_file output_file error_file json shards shard",
         "Model": MODEL_SECTION,
-        "Engine": "device tensor_parallel_size pipeline_parallel_size threads num_micro_batches "
+        "Engine": "device tensor_parallel_size pipeline_parallel_size executor threads num_micro_batches "
         "gpu_memory_utilization device_memory offload_interval "
         "min_offload_interval offload_bus offload_bus_gib_per_s engine_hang_timeout",
         "Scheduling": f"order {LIMITS_SECTION}",

@@ -61,14 +61,13 @@ class ReplicaOptions:
 
     Attributes:
         data_parallel_size: servers of the model that are started behind one address, each with an engine of
-            its own. They divide the threads on CPU; on CUDA each has a GPU.
-        executor: what runs them. process: processes of this machine; ray: actors of Ray, on the cluster that
-            the environment variable RAY_ADDRESS names, else one that is started on this machine. With ray
-            ``threads`` are of each replica.
+            its own. They divide the threads on CPU; on CUDA each has a GPU. With ``executor`` ray they are
+            actors too, and ``threads`` are of each replica.
+        is_replica: it is one of several, which another process has started.
     """
 
     data_parallel_size: int = 1
-    executor: Literal["process", "ray"] = "process"
+    is_replica: bool = internal(False)
 
     def validate(self) -> None:
         """Raises: ConfigError for a field out of range."""
