@@ -37,7 +37,8 @@ class SchedulerConfig:
     Attributes:
         max_num_seqs: most requests in one step. A waiting request is scheduled only while fewer hold KV
             blocks, not counting those that it may preempt.
-        max_num_batched_tokens: tokens computed in one step, prefill and decode together.
+        max_num_batched_tokens: tokens computed in one step, prefill and decode together. With n pipeline
+            stages a step has at most a 2n-th of them of prompts, though 256 if that is more.
         max_prefill_chunk_tokens: tokens of one prompt computed in one step. Bounds how long a long prompt
             delays the decodes it shares a step with.
         policy: which requests are served when. slo keeps online requests' objectives and serves offline
