@@ -202,9 +202,7 @@ class TorchExecutor:
         )
 
     def _begun(self, work: Compute | Resume, received: Handover) -> tuple[LayerPass, int]:
-        """The pass before the first layer that it runs here, and the layer before which its preemptible
-        slices end.
-        """
+        """The pass before its first layer here, and the layer before which its preemptible slices end."""
         stage = self._stage
         if isinstance(work, Resume):
             suspended = self._take_suspended(work)
