@@ -92,7 +92,7 @@ def ask(
     server: InProcessServer, headers: dict[str, str] | None = None, **fields: Any
 ) -> tuple[int, dict[str, Any], httpx.Headers]:
     body = {"prompt": [7], "max_tokens": 1, **fields}
-    response = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=20)
+    response = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
     return response.status_code, response.json(), response.headers
 
 

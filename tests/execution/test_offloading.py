@@ -62,6 +62,7 @@ def config_of(folder: Path, interval: int | str, **changes: Any) -> EngineConfig
         block_size=8,
         kv_gib=1 / 64,
         offload_interval=interval,
+        threads=1,
         scheduler=SchedulerConfig(max_num_batched_tokens=256),
     )
     return replace(config, **changes)

@@ -21,6 +21,7 @@ from backfill.router.metrics import RouterMetrics
 from backfill.router.replicas import ReplicaFailed, ReplicaProcess, Replicas
 from tests.api.servers import RunningServer, launch_small, wait_until
 from tests.cli.running import assert_refused, run_cli_here
+from tests.patience import with_more_time
 from tests.router.processes import wait_for_a_signal
 from tests.router.stubs import TIMEOUT_S, StubEngine, routing
 from tests.test_docs import ROOT
@@ -105,7 +106,7 @@ def test_engines_that_cannot_join_are_named_with_the_reason(caplog: pytest.LogCa
 
 
 def test_a_server_that_is_no_engine_is_refused() -> None:
-    async def answer(status: int) -> str:
+    async def answer(status: int, engine_timeout: float) -> str:
         async def handle(request: web.Request) -> web.Response:
             return web.Response(status=status, text="hello")
 
@@ -116,16 +117,22 @@ def test_a_server_that_is_no_engine_is_refused() -> None:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
             with pytest.raises(EngineRefused) as error:
-                async with routing([StubEngine(port=runner.addresses[0][1])], engine_timeout=0.1):
+                async with routing([StubEngine(port=runner.addresses[0][1])], engine_timeout=engine_timeout):
                     raise AssertionError("the router has started")
             return str(error.value)
         finally:
             await runner.cleanup()
 
-    assert "is not a Backfill server" in asyncio.run(answer(404))
-    assert "is not a Backfill server" in asyncio.run(answer(200))
-    assert "asks for an API key: give the router --engine-api-key" in asyncio.run(answer(401))
-    assert "cannot be reached: it answers with status 502" in asyncio.run(answer(502))
+    def check(factor: float) -> None:
+        for status, part in (
+            (404, "is not a Backfill server"),
+            (200, "is not a Backfill server"),
+            (401, "asks for an API key: give the router --engine-api-key"),
+            (502, "cannot be reached: it answers with status 502"),
+        ):
+            assert part in asyncio.run(answer(status, 0.1 * factor))
+
+    with_more_time(check)
 
 
 async def pid_in(path: Path, other_than: int = 0) -> int:
