@@ -35,12 +35,22 @@ from tests.test_docs import ROOT
         (("--engines", "http://host/path"), "--engines must be a URL without a path"),
         (("--engines", "http://host:port"), "--engines must be the URL"),
         (("--engines", "http://host", "--policy", "best"), "--policy must be slo, round-robin"),
-        (("--engines", "http://host", "--poll-interval", "0"), "--poll-interval must be above 0"),
-        (("--engines", "http://host", "--retry-timeout", "-1"), "--retry-timeout must be at least 0"),
+        (("--engines", "http://me:secret@host"), "--engines must be a URL without a user, got one of host"),
+        (("--engines", "http://host", "--engine-timeout", "inf"), "--engine-timeout must be a finite number"),
+        (
+            ("--engines", "http://host", "--poll-interval", "0"),
+            "--poll-interval must be a finite number abov",
+        ),
+        (("--engines", "http://host", "--retry-timeout", "-1"), "--retry-timeout must be a finite number"),
+        (
+            ("--engines", "http://host", "--batch-database-url", "mysql://a/b"),
+            "--batch-database-url must be a URL of SQLite or PostgreSQL, got one of mysql",
+        ),
     ],
 )
-def test_bad_options_of_the_router_are_refused(arguments: tuple[str, ...], part: str) -> None:
-    assert_refused(run_cli_here("router", *arguments), part)
+def test_bad_options_of_the_router_are_refused(tmp_path: Path, arguments: tuple[str, ...], part: str) -> None:
+    options = ("--port", "0", "--data-dir", str(tmp_path))
+    assert_refused(run_cli_here("router", *arguments, *options), part)
 
 
 @pytest.mark.parametrize("size", ["0", "65", "-1"])
@@ -60,6 +70,10 @@ def test_a_bad_number_of_replicas_is_refused(size: str) -> None:
         (
             ("--batch-database-url", "postgresql://user:secret@127.0.0.1:1/jobs"),
             "the database postgresql://user:***@127.0.0.1:1/jobs cannot be opened",
+        ),
+        (
+            ("--batch-database-url", "postgresql://u:secret@host:port/x"),
+            "--batch-database-url is no database URL that can be used",
         ),
         (("--batch-file-store", "ftp://a/b"), "--batch-file-store must be a folder or s3://"),
         (("--model", "/no/such/model"), "no model '/no/such/model'"),

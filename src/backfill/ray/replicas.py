@@ -26,7 +26,7 @@ from backfill.parallel.ray_cluster import (
     resources_of_nodes,
 )
 from backfill.ray.replica_actor import ReplicaActor
-from backfill.router.replicas import ReplicaFailed, ReplicaPlace
+from backfill.router.replicas import ReplicaFailed, ReplicaPlace, until_one_fails
 
 logger = logging.getLogger(__name__)
 
@@ -131,13 +131,7 @@ class RayReplicas:
             on_move: called with the old URL and the new one when Ray has started an actor again.
         Raises: ReplicaFailed.
         """
-        keeping = [asyncio.create_task(self._keep(replica, on_move)) for replica in self._replicas]
-        try:
-            await asyncio.gather(*keeping)
-        finally:
-            for task in keeping:
-                task.cancel()
-            await asyncio.gather(*keeping, return_exceptions=True)
+        await until_one_fails(self._keep(replica, on_move) for replica in self._replicas)
 
     async def end(self) -> None:
         """End the servers, then all that was started."""
