@@ -58,9 +58,6 @@ class Ranks(Protocol):
     def send(self, message: bytes) -> None:
         """To all ranks. Raises: ExecutorDead if they are known to have ended; ``receive`` notices it."""
 
-    def announce(self) -> None:
-        """Wake the ranks: a message follows within microseconds."""
-
     def receive(self, timeout_s: float | None) -> None:
         """Wait for reports, at most for so long, and put them into ``reports``.
 

@@ -126,9 +126,6 @@ class RemoteStages:
             # A host that does not read may wait until what it has sent is read.
             link.send(command, partial(self._receive_once, _FULL_WAIT_S))
 
-    def announce(self) -> None:
-        """Nothing: the hosts wake their ranks."""
-
     def receive(self, timeout_s: float | None) -> None:
         if self._error is not None:
             raise self._error
