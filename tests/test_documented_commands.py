@@ -161,6 +161,10 @@ PARSED = {
     "backfill serve --data-parallel-size 2": "tests/router/test_commands.py runs it",
     "backfill router --engines http://10.0.0.1:8000 http://10.0.0.2:8000": "tests/router runs it",
     "backfill serve --executor ray --data-parallel-size 2": "tests/ray serves a small model so",
+    "backfill serve --executor ray --pipeline-parallel-size 2 --tensor-parallel-size 4": "tests/ray starts "
+    "engines so, with two ranks a stage",
+    "backfill run-batch -i questions.jsonl -o answers.jsonl --executor ray --pipeline-parallel-size 2": "as "
+    "above",
     # Names of commands in a sentence.
     "backfill serve": "a name",
     "backfill serve --help": "a name",

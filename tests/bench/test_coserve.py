@@ -121,13 +121,14 @@ def check_priorities(factor: float) -> None:
     assert figures.offline_tok_s == pytest.approx(4 * 32 / (0.05 * factor), rel=0.4)
 
 
-def test_batches_of_other_lines_follow_until_the_run_ends() -> None:
+def test_batches_of_other_lines_follow_until_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backfill.bench.offline._POLL_S", 0.2)
     with_more_time(check_batches)
 
 
 def check_batches(factor: float) -> None:
     server = FakeServer(has_metrics=False, batch_lines=3)
-    load = dataclasses.replace(with_mode("batch"), duration=4.0 * factor)
+    load = dataclasses.replace(with_mode("batch"), duration=1.5 * factor)
     run = coserve(server, load)
     assert len(server.batches) >= 2
     lines = [line["body"] for file in server.files for line in file]
@@ -143,7 +144,9 @@ def check_batches(factor: float) -> None:
     assert 0 < (figures.offline_tok_s or 0) < 10 * figures.offline_completed
 
 
-def test_a_server_that_is_gone_leaves_what_was_measured() -> None:
+def test_a_server_that_is_gone_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backfill.bench.coserve._SAMPLE_S", 0.5)
+    monkeypatch.setattr("backfill.bench.coserve._RETRY_S", 0.1)
     server = FakeServer()
 
     async def die(_: asyncio.Event) -> None:

@@ -23,7 +23,6 @@ from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import FinishReason, Request, ServiceClass
 from backfill.engine.engine import Engine
 from backfill.execution.create import create_torch_executor
-from backfill.execution.executor import StoppableExecutor
 from backfill.execution.torch_executor import TorchExecutor
 from tests.builders import make_profile, make_request
 from tests.models.tiny import save_tiny_model
@@ -55,6 +54,7 @@ def create_executor(
         model_dir=str(model_dir),
         device="cpu",
         dtype="float32",
+        threads=1,
         block_size=8,
         kv_gib=num_blocks * block_bytes / GIB,
         host_kv_gib=HOST * block_bytes / GIB,
@@ -103,7 +103,15 @@ def serve(
     return engine, [request.output_token_ids for request in served], num_stopped
 
 
-def serve_on(engine: Engine, executor: StoppableExecutor, stops_every: int = 0) -> tuple[list[Request], int]:
+def wait_for_a_copy(executor: TorchExecutor | Clumsy) -> None:
+    """Until one has ended, if any has begun: when requests go on depends on it, and not on the machine."""
+    if executor._copier is not None:
+        executor._copier.wait(60.0)
+
+
+def serve_on(
+    engine: Engine, executor: TorchExecutor | Clumsy, stops_every: int = 0
+) -> tuple[list[Request], int]:
     """As ``serve``; the requests, and the number of steps that were stopped."""
     offline = requests(ServiceClass.OFFLINE, OFFLINE_SHAPES)
     online = requests(ServiceClass.ONLINE, ONLINE_SHAPES)
@@ -117,6 +125,7 @@ def serve_on(engine: Engine, executor: StoppableExecutor, stops_every: int = 0) 
         if stops_every and num_steps % stops_every == 0:
             executor.request_stop(num_steps)  # plans are numbered from 0, one a step
         engine.step()
+        wait_for_a_copy(executor)
         num_stopped += engine.stats().step.stopped
         engine.scheduler.check_integrity()
         num_steps += 1
@@ -186,12 +195,13 @@ class Clumsy:
 
     Args:
         fails_at: from each of these steps on, the first step with a new request. When that one is admitted
-            depends on how long copies take.
+            depends on the copies.
     """
 
     def __init__(self, executor: TorchExecutor, fails_at: Collection[int]) -> None:
         self.info = executor.info
         self._executor = executor
+        self._copier = executor._copier
         self._to_come = sorted(fails_at)
         self._known = set[str]()
         self._num_failures = 0
@@ -245,7 +255,7 @@ SHARED_OFFLINE_SHAPES = [(8, 40), (9, 30), (12, 35), (5, 40), (11, 25), (7, 40),
 SHARED_ONLINE_SHAPES = [(7, 20), (9, 15), (12, 25), (4, 20), (10, 15), (6, 30), (5, 25), (3, 20)]
 
 
-def crowd_on(engine: Engine, executor: StoppableExecutor, stops_every: int = 0) -> list[Request]:
+def crowd_on(engine: Engine, executor: TorchExecutor, stops_every: int = 0) -> list[Request]:
     """Serve many short requests of both classes, whose last blocks are much of the pool."""
     offline = requests(ServiceClass.OFFLINE, SHARED_OFFLINE_SHAPES)
     online = requests(ServiceClass.ONLINE, SHARED_ONLINE_SHAPES)
@@ -259,6 +269,7 @@ def crowd_on(engine: Engine, executor: StoppableExecutor, stops_every: int = 0) 
         if stops_every and num_steps % stops_every == 0:
             executor.request_stop(num_steps)
         engine.step()
+        wait_for_a_copy(executor)
         engine.scheduler.check_integrity()
         num_steps += 1
     return [*offline, *online]

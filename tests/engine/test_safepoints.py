@@ -77,6 +77,7 @@ def create_executor(model_dir: Path, num_micro_batches: int, interval: int | str
         kv_gib=NUM_BLOCKS * _BLOCK_BYTES / GIB,
         num_micro_batches=num_micro_batches,
         offload_interval=interval,
+        threads=1,
     )
     executor = create_torch_executor(config)
     executor._model = Interruptions(executor._model)  # type: ignore[assignment]

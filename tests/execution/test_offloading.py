@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def config_of(folder: Path, interval: int | str, **changes: Any) -> EngineConfig
         block_size=8,
         kv_gib=1 / 64,
         offload_interval=interval,
+        threads=1,
         scheduler=SchedulerConfig(max_num_batched_tokens=256),
     )
     return replace(config, **changes)
@@ -198,6 +200,21 @@ def test_a_read_that_fails_fails_every_step(model_dir: Path, monkeypatch: pytest
         while engine.has_unfinished:
             engine.step()
         assert engine.num_failed_steps_in_a_row >= number
+
+
+class GrowingTimes(deque[float]):
+    """As if the link's thread appended to it whenever it is iterated over."""
+
+    def __iter__(self) -> Iterator[float]:
+        raise RuntimeError("deque mutated during iteration")
+
+    __reversed__ = __iter__
+
+
+def test_transfers_that_end_while_they_are_reported_fail_no_step(model_dir: Path) -> None:
+    streamer = streamer_of(create_torch_executor(config_of(model_dir, 1)))
+    streamer._link.times_s = GrowingTimes([9.0] * 40 + [1.0] * 10 + [2.0] * 21)
+    assert streamer.take_transfers().transfer_s == 2.0
 
 
 def test_the_kv_pool_gets_the_memory_that_offloading_frees(model_dir: Path) -> None:

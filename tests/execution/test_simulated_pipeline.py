@@ -84,6 +84,18 @@ def test_a_stopped_step_is_suspended_behind_its_stage_and_resumes_there() -> Non
     assert clock.now_s() == 7.0
 
 
+def test_a_step_that_waits_for_a_stage_stops_behind_it() -> None:
+    """As on ranks: the stage that it has left decided that before."""
+    pipeline, clock = make_pipeline(1, 2, 1)
+    pipeline.submit(plan_of(0))
+    pipeline.submit(plan_of(1, preemptible=True, safepoints=SUSPENDS))
+    clock.advance(2.5)
+    pipeline.request_stop(1)
+    pipeline.collect()
+    outcome = pipeline.collect()
+    assert (outcome.suspended, outcome.layers_done, outcome.stopped_at_s) == (("r1",), 3, 5.0)
+
+
 def test_a_step_in_its_last_stage_is_not_stopped() -> None:
     pipeline, clock = make_pipeline(2, 2)
     pipeline.submit(plan_of(0, preemptible=True, safepoints=SUSPENDS))

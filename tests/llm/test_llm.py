@@ -249,19 +249,7 @@ def test_an_engine_that_dies_fails_the_call_and_is_started_by_the_next(
     assert "the engine has died and is restarted" in caplog.text
 
 
-def test_a_closed_one_says_so(small_model: Path) -> None:
-    with LLM(str(small_model), dtype="float32", threads=1, kv_gib=0.01) as llm:
-        pid = llm._engine.client.pid
-        assert pid is not None
-        assert len(generate(llm, "a")) == 1
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-    with pytest.raises(EngineDead, match="This engine was closed; make another one"):
-        generate(llm, "a")
-    llm.close()
-
-
-def test_closing_during_a_restart_fails_the_call(small_model: Path) -> None:
+def test_closing_during_a_restart_fails_the_call_and_later_ones_say_so(small_model: Path) -> None:
     llm = LLM(str(small_model), dtype="float32", threads=1, kv_gib=0.01)
     client, failures = llm._engine.client, []
     dead = client.pid
@@ -284,6 +272,12 @@ def test_closing_during_a_restart_fails_the_call(small_model: Path) -> None:
     llm.close()
     calling.join(TIMEOUT_S)
     assert [type(failure) for failure in failures] == [EngineDead]
+    assert client.pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(client.pid, 0)
+    with pytest.raises(EngineDead, match="This engine was closed; make another one"):
+        generate(llm, "a")
+    llm.close()
 
 
 def test_in_a_fork_calls_raise_engine_dead(llm: LLM) -> None:

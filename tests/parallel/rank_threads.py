@@ -30,6 +30,7 @@ from backfill.models.shard import ModelShard
 from backfill.models.weights import Checkpoint
 from backfill.parallel.connect import connect_by_memory
 from backfill.parallel.memory import create_memory
+from backfill.parallel.merge import merge_infos
 from backfill.parallel.rank import RankContext, output_rank
 from backfill.parallel.shared_memory_link import RowShape
 from backfill.parallel.shared_words import StopWords
@@ -111,8 +112,7 @@ class RankThreads(PipelinedExecutor):
         os.close(memory_fd)
         stages = [rank._stage.layers for rank in self.ranks[:: sizes.tensor]]
         self.info = replace(
-            self.ranks[0].info,
-            max_steps_in_flight=sizes.pipeline,
+            merge_infos([rank.info for rank in self.ranks], sizes.pipeline),
             stage_layers=tuple(map(len, stages)) if sizes.pipeline > 1 else (),
         )
         for thread in self._threads:

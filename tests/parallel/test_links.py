@@ -15,6 +15,8 @@ from backfill.execution.collectives import PeerFailed, StageHeader, StageLink
 from backfill.models.decoder import HiddenState
 from backfill.parallel.memory import create_memory, map_memory
 from backfill.parallel.shared_memory_link import NUM_MESSAGES, RowShape, SharedMemoryLink
+from backfill.parallel.socket_link import SocketLink
+from backfill.parallel.sockets import KEY_BYTES, accept, address_of, connect_to, listen
 from backfill.parallel.torch_group import TorchLink, create_process_group
 
 CPU = torch.device("cpu")
@@ -41,6 +43,17 @@ def gloo_links() -> Links:
     return sender, receiver
 
 
+def socket_links(
+    sender_ahead_s: float = 0.0, receiver_ahead_s: float = 0.0, shape: RowShape = SHAPE
+) -> Links:
+    key = bytes(KEY_BYTES)
+    with listen("127.0.0.1") as listener, ThreadPoolExecutor(1) as thread:
+        accepting = thread.submit(accept, listener, key, 60.0)
+        connection = connect_to(address_of(listener), key, 60.0)
+        receiver = SocketLink(accepting.result(), shape, receiver_ahead_s, sends=False)
+    return SocketLink(connection, shape, sender_ahead_s, sends=True), receiver
+
+
 def message(number: int) -> tuple[StageHeader, HiddenState | None]:
     if number % 4 == 3:
         return StageHeader(number, failed=True), None
@@ -62,7 +75,7 @@ def assert_same(found: tuple[StageHeader, HiddenState | None], number: int) -> N
         assert found[1].delta is not None and torch.equal(found[1].delta, state.delta)
 
 
-@pytest.mark.parametrize("make", [shared_memory_links, gloo_links])
+@pytest.mark.parametrize("make", [shared_memory_links, gloo_links, socket_links])
 def test_messages_arrive_in_order_and_the_sender_may_be_ahead(make: Callable[[], Links]) -> None:
     sender, receiver = make()
     num_messages, begins = 20, threading.Event()
@@ -100,13 +113,62 @@ def test_a_full_queue_blocks_the_sender_until_a_message_is_taken() -> None:
     assert not thread.is_alive()
 
 
-def test_the_other_end_closes_while_one_waits() -> None:
-    sender, receiver = shared_memory_links()
+@pytest.mark.parametrize("make", [shared_memory_links, socket_links])
+def test_the_sender_closes_while_the_receiver_waits(make: Callable[[], Links]) -> None:
+    sender, receiver = make()
     closing = threading.Timer(0.05, sender.close)
     closing.start()
     with pytest.raises(PeerFailed, match="previous stage"):
         receiver.receive()
     closing.join()
+    receiver.close()
+
+
+def test_what_the_next_stage_does_not_read_is_sent_beside() -> None:
+    """More than the kernel takes: the sender goes on until two messages wait."""
+    sender, receiver = socket_links(shape=RowShape(1 << 16, 5, torch.float32))
+    states = [HiddenState(torch.full((1 << 16, 5), float(number)), None) for number in range(12)]
+
+    def send() -> None:
+        for number, state in enumerate(states):
+            sender.send(StageHeader(number), state)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    for number, expected in enumerate(states):
+        header, state = receiver.receive()
+        assert header.number == number
+        assert state is not None and torch.equal(state.residual, expected.residual)
+    thread.join(60)
+    assert not thread.is_alive()
+    sender.close()
+    receiver.close()
+
+
+def test_a_sender_that_waits_learns_that_the_next_stage_has_ended() -> None:
+    sender, receiver = socket_links()
+    receiver.close()
+
+    def send() -> None:
+        for _ in range(1000):  # the kernel takes the first ones
+            sender.send(*message(0))
+
+    with pytest.raises(PeerFailed, match="next stage"):
+        send()
+    sender.close()
+
+
+def test_times_of_stops_are_those_of_the_nodes_clock() -> None:
+    sender, receiver = socket_links(100.0, -50.0)
+    sender.send(StageHeader(0, 12, 6, 7.0), None)
+    assert receiver.receive()[0].stopped_at_s == 157.0
+    sender.close()
+    receiver.close()
+
+
+def test_the_receiver_has_closed() -> None:
     sender, receiver = shared_memory_links()
     receiver.close()
     with pytest.raises(PeerFailed, match="next stage"):

@@ -7,21 +7,25 @@ from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backfill.core.clock import VirtualClock
-from backfill.core.config import EngineConfig, PreemptionMode, SchedulerConfig
+from backfill.core.config import GIB, EngineConfig, PreemptionMode, SchedulerConfig
 from backfill.core.plan import Compute, DeviceMemory, ScheduledSlice, StepPlan
 from backfill.core.request import ServiceClass
+from backfill.engine import engine as engine_module
 from backfill.engine.engine import Engine
 from backfill.execution import offloading, torch_executor
 from backfill.execution.micro_batches import split_step
 from backfill.offloading.interval import num_device_layers, offloaded_layers
 from backfill.parallel.load import load_rank
-from backfill.parallel.merge import merge_infos
+from tests.builders import make_profile
+from tests.engine.test_memory_division_tokens import ENOUGH, LEAST, make_erratic
+from tests.engine.test_restored_tokens import HOST, LAYER_BLOCK_BYTES, create_executor, serve_on
 from tests.models.tiny import save_tiny_model
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
 from tests.parallel.test_rank_pipeline import ADMITTED, scheduled
@@ -124,34 +128,36 @@ def test_the_ranks_shards_are_in_files_of_their_own(model_dir: Path, tmp_path: P
     assert parts == [f"part{part}of2-layers{layers}" for part in (1, 2) for layers in ("0to5", "6to11")]
 
 
-def test_all_tensor_ranks_divide_their_memory_anew(model_dir: Path, expected: dict[str, list[int]]) -> None:
-    sizes = Sizes(tensor=2)
+def resizable(model_dir: Path, **changes: Any) -> RankThreads:
+    """Tensor ranks whose interval may change from 3 to 1, with blocks of 8 tokens."""
     config = EngineConfig(
         model_dir=str(model_dir),
         device="cpu",
         dtype="float32",
         block_size=8,
-        kv_gib=1 / 256,
-        threads=1,
-        offload_interval=4,
+        threads=2,
+        offload_interval=LARGEST,
         min_offload_interval=1,
         tensor_parallel_size=2,
-        scheduler=SchedulerConfig(policy="slo", max_num_batched_tokens=256),
+        **changes,
     )
-    replace(config, threads=2).validate()
-    ranks = RankThreads(sizes, partial(load_rank, config))
+    config.validate()
+    return RankThreads(Sizes(tensor=2), partial(load_rank, replace(config, threads=1)))
+
+
+def test_all_tensor_ranks_divide_their_memory_anew(model_dir: Path, expected: dict[str, list[int]]) -> None:
+    ranks = resizable(model_dir, kv_gib=1 / 256, scheduler=SchedulerConfig(policy="slo"))
     try:
-        info = merge_infos([rank.info for rank in ranks.ranks], 1)
+        info = ranks.info
         few, most = info.residencies[0], info.residencies[-1]
-        assert (few.num_layers, most.num_layers, most.num_blocks) == (2, 11, info.num_blocks)
-        assert few.num_blocks == info.num_blocks + 9 * info.layer_bytes // info.block_bytes
+        assert (few.num_layers, most.num_layers, most.num_blocks) == (2, 10, info.num_blocks)
+        assert few.num_blocks == info.num_blocks + 8 * info.layer_bytes // info.block_bytes
         for step, each in enumerate((few, most)):
             memory = DeviceMemory(each.num_blocks, each.num_layers)
             ranks.run(StepPlan(step, Compute(()), offload_interval=each.interval, memory=memory))
-            assert [rank.streamer and rank.streamer.num_buffers for rank in ranks.ranks] == [
-                each.num_layers
-            ] * 2
             for rank in ranks.ranks:
+                assert rank.streamer is not None
+                assert rank.streamer.num_buffers == each.num_layers
                 assert len(rank._kv_pool) == few.num_blocks
                 rank._kv_pool[: each.num_blocks].fill_(1.0)
             assert undisturbed(ranks) == expected
@@ -159,8 +165,37 @@ def test_all_tensor_ranks_divide_their_memory_anew(model_dir: Path, expected: di
         ranks.close()
 
 
+def test_tokens_are_the_same_while_memory_changes_hands_on_tensor_ranks(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With preemptions, KV copies and stops; the engine chooses residencies at random."""
+    plain = SchedulerConfig(prefix_caching=False)
+    alone = create_executor(model_dir, ENOUGH, plain, NUM_LAYERS)
+    served, _ = serve_on(Engine(plain, alone, VirtualClock(), make_profile()), alone)
+    wanted = [request.output_token_ids for request in served]
+    block_bytes = NUM_LAYERS * LAYER_BLOCK_BYTES
+    config = SchedulerConfig(policy="slo", checkpointing="adaptive")
+    gib = {"kv_gib": LEAST * block_bytes / GIB, "host_kv_gib": HOST * block_bytes / GIB}
+    ranks = resizable(model_dir, scheduler=config, **gib)
+    plans: list[StepPlan] = []
+    try:
+        for rank in ranks.ranks:
+            rank._kv_pool.fill_(float("nan"))  # beyond the pool's end nothing may be read
+        ranks.change = lambda plan: plans.append(plan) or plan  # type: ignore[func-returns-value]
+        monkeypatch.setattr(engine_module, "ResidencyPolicy", partial(make_erratic, 0))
+        engine = Engine(config, ranks, VirtualClock(), make_profile())
+        served, num_stopped = serve_on(engine, ranks, stops_every=2)
+    finally:
+        ranks.close()
+    assert [request.output_token_ids for request in served] == wanted
+    assert num_stopped > 1
+    assert sum(len(plan.moves) for plan in plans) > 3
+    assert sum(plan.memory is not None for plan in plans) > 5
+    assert engine.scheduler.counters[ServiceClass.OFFLINE].num_preemptions > 0
+
+
 @settings(
-    max_examples=6,
+    max_examples=10,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

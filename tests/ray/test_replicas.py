@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 from ray.util import list_named_actors, placement_group_table
 
 from backfill.core.errors import ConfigError
-from backfill.ray.replicas import ADDRESS_VARIABLE, share_of
+from backfill.parallel.ray_cluster import ADDRESS_VARIABLE, bundle_of
 from tests.api.servers import SMALL_MODEL, RunningServer, launch_small, serve_command, wait_until
 from tests.cli.running import assert_refused, run_cli_here
 from tests.ray.processes import parent
@@ -125,7 +125,6 @@ def test_a_cluster_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPat
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "backfill.ray.replicas")
     assert_refused(run_cli_here("serve", "--executor", "ray", "--port", "0"), "pip install 'backfill[ray]'")
 
 
@@ -149,12 +148,12 @@ def test_replicas_share_a_cluster(
     uses_gpus: bool | None,
     bundle: dict[str, float],
 ) -> None:
-    assert share_of(nodes, replicas, ranks, threads, uses_gpus).bundle == bundle
+    assert bundle_of(nodes, replicas, ranks, threads, uses_gpus, "it").resources == bundle
 
 
 def test_a_replica_needs_one_node() -> None:
     nodes = [{"CPU": 8.0, "GPU": 1.0}] * 2
     with pytest.raises(ConfigError, match=r"1 times 2 CPU, 2 GPU, each on one node.*have: 8 CPU, 1 GPU; 8"):
-        share_of(nodes, 1, 2, None, True)
+        bundle_of(nodes, 1, 2, None, True, "it")
     with pytest.raises(ConfigError, match="have: none"):
-        share_of([], 1, 1, None, None)
+        bundle_of([], 1, 1, None, None, "it")

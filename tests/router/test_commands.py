@@ -21,6 +21,7 @@ from backfill.router.metrics import RouterMetrics
 from backfill.router.replicas import ReplicaFailed, ReplicaProcess, Replicas
 from tests.api.servers import RunningServer, launch_small, wait_until
 from tests.cli.running import assert_refused, run_cli_here
+from tests.patience import with_more_time
 from tests.router.processes import wait_for_a_signal
 from tests.router.stubs import TIMEOUT_S, StubEngine, routing
 from tests.test_docs import ROOT
@@ -34,12 +35,22 @@ from tests.test_docs import ROOT
         (("--engines", "http://host/path"), "--engines must be a URL without a path"),
         (("--engines", "http://host:port"), "--engines must be the URL"),
         (("--engines", "http://host", "--policy", "best"), "--policy must be slo, round-robin"),
-        (("--engines", "http://host", "--poll-interval", "0"), "--poll-interval must be above 0"),
-        (("--engines", "http://host", "--retry-timeout", "-1"), "--retry-timeout must be at least 0"),
+        (("--engines", "http://me:secret@host"), "--engines must be a URL without a user, got one of host"),
+        (("--engines", "http://host", "--engine-timeout", "inf"), "--engine-timeout must be a finite number"),
+        (
+            ("--engines", "http://host", "--poll-interval", "0"),
+            "--poll-interval must be a finite number abov",
+        ),
+        (("--engines", "http://host", "--retry-timeout", "-1"), "--retry-timeout must be a finite number"),
+        (
+            ("--engines", "http://host", "--batch-database-url", "mysql://a/b"),
+            "--batch-database-url must be a URL of SQLite or PostgreSQL, got one of mysql",
+        ),
     ],
 )
-def test_bad_options_of_the_router_are_refused(arguments: tuple[str, ...], part: str) -> None:
-    assert_refused(run_cli_here("router", *arguments), part)
+def test_bad_options_of_the_router_are_refused(tmp_path: Path, arguments: tuple[str, ...], part: str) -> None:
+    options = ("--port", "0", "--data-dir", str(tmp_path))
+    assert_refused(run_cli_here("router", *arguments, *options), part)
 
 
 @pytest.mark.parametrize("size", ["0", "65", "-1"])
@@ -59,6 +70,10 @@ def test_a_bad_number_of_replicas_is_refused(size: str) -> None:
         (
             ("--batch-database-url", "postgresql://user:secret@127.0.0.1:1/jobs"),
             "the database postgresql://user:***@127.0.0.1:1/jobs cannot be opened",
+        ),
+        (
+            ("--batch-database-url", "postgresql://u:secret@host:port/x"),
+            "--batch-database-url is no database URL that can be used",
         ),
         (("--batch-file-store", "ftp://a/b"), "--batch-file-store must be a folder or s3://"),
         (("--model", "/no/such/model"), "no model '/no/such/model'"),
@@ -105,7 +120,7 @@ def test_engines_that_cannot_join_are_named_with_the_reason(caplog: pytest.LogCa
 
 
 def test_a_server_that_is_no_engine_is_refused() -> None:
-    async def answer(status: int) -> str:
+    async def answer(status: int, engine_timeout: float) -> str:
         async def handle(request: web.Request) -> web.Response:
             return web.Response(status=status, text="hello")
 
@@ -116,16 +131,22 @@ def test_a_server_that_is_no_engine_is_refused() -> None:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
             with pytest.raises(EngineRefused) as error:
-                async with routing([StubEngine(port=runner.addresses[0][1])], engine_timeout=0.1):
+                async with routing([StubEngine(port=runner.addresses[0][1])], engine_timeout=engine_timeout):
                     raise AssertionError("the router has started")
             return str(error.value)
         finally:
             await runner.cleanup()
 
-    assert "is not a Backfill server" in asyncio.run(answer(404))
-    assert "is not a Backfill server" in asyncio.run(answer(200))
-    assert "asks for an API key: give the router --engine-api-key" in asyncio.run(answer(401))
-    assert "cannot be reached: it answers with status 502" in asyncio.run(answer(502))
+    def check(factor: float) -> None:
+        for status, part in (
+            (404, "is not a Backfill server"),
+            (200, "is not a Backfill server"),
+            (401, "asks for an API key: give the router --engine-api-key"),
+            (502, "cannot be reached: it answers with status 502"),
+        ):
+            assert part in asyncio.run(answer(status, 0.1 * factor))
+
+    with_more_time(check)
 
 
 async def pid_in(path: Path, other_than: int = 0) -> int:

@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 
 from backfill.router.proxy import NO_ENGINES
+from tests.patience import with_more_time
 from tests.router.stubs import COMPLETIONS, RunningRouter, StubEngine, event, routing, until
 
 
@@ -289,11 +290,11 @@ def test_closing_the_client_session_leaves_nothing_behind() -> None:
 
 
 def test_an_engine_that_hangs_is_taken_for_dead_and_its_requests_run_elsewhere() -> None:
-    async def run() -> None:
+    async def run(engine_timeout: float) -> None:
         engines = [StubEngine(), StubEngine()]
         for engine in engines:
             engine.gate.clear()
-        async with routing(engines, engine_timeout=0.5) as router:
+        async with routing(engines, engine_timeout=engine_timeout) as router:
             request = asyncio.create_task(complete(router, "p"))
             await until(lambda: any(engine.seen for engine in engines))
             hanging, other = sorted(engines, key=lambda engine: -len(engine.seen))
@@ -304,4 +305,4 @@ def test_an_engine_that_hangs_is_taken_for_dead_and_its_requests_run_elsewhere()
             hanging.hangs = False
             await router.until_status(hanging, "up")
 
-    asyncio.run(run())
+    with_more_time(lambda factor: asyncio.run(run(0.5 * factor)))

@@ -15,6 +15,7 @@ from backfill.simulation.scenarios import (
     VARIANTS,
     Inputs,
     Point,
+    Scenario,
     build_scenario,
     run_scenario,
     scenario_names,
@@ -23,13 +24,18 @@ from backfill.simulation.workloads import Lengths, conversation_workload, summar
 from backfill.workloads.arrivals import Phase, reshaped
 from tests.cli.running import run_cli, run_cli_here
 
-FIGURE_8_S = 150.0
+FIGURE_8_S = 100.0
 
 
 def shortened(point: Point, duration_s: float) -> Point:
     """The first part of a workload."""
     online = tuple(arrival for arrival in point.workload.online if arrival.at_s < duration_s)
     return replace(point, workload=replace(point.workload, online=online, duration_s=duration_s))
+
+
+def first_seconds(name: str, inputs: Inputs) -> Scenario:
+    scenario = build_scenario(name, inputs)
+    return replace(scenario, points=tuple(shortened(point, 20.0) for point in scenario.points))
 
 
 def test_every_scenario_builds_and_each_request_fits_the_model() -> None:
@@ -138,6 +144,7 @@ def test_figures_are_printed_without_matplotlib_and_a_plot_asked_for_is_refused_
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("backfill.cli.simulate.build_scenario", first_seconds)
     command = ("simulate", "conserve-fig6", "--policies", "online-only")
     done = run_cli_here(*command)
     assert done.returncode == 0, done.stderr

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.responses import HTMLResponse
 from starlette.middleware.cors import CORSMiddleware
 
 from backfill import __version__
 from backfill.api.batches import build_batches_router
+from backfill.api.bodies import HasJobs
 from backfill.api.config import ServerConfig
 from backfill.api.docs_page import HEADERS as DOCS_HEADERS
 from backfill.api.docs_page import docs_page
@@ -24,7 +26,7 @@ from backfill.api.middleware import (
 )
 from backfill.api.openapi import openapi_document
 from backfill.api.request_head import RequestHeadMiddleware
-from backfill.api.routes import build_router, build_unsupported_router
+from backfill.api.routes import build_routers, build_unsupported_router
 from backfill.api.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -39,27 +41,31 @@ _CORS_HEADERS = ("retry-after", "x-backfill-warning", "x-request-id", "x-should-
 
 def create_app(state: ServerState) -> FastAPI:
     """All routes and middleware around ``state``. The caller starts the engine."""
-    # FastAPI's own pages load scripts from another host.
-    app = FastAPI(title="Backfill", version=__version__, docs_url=None, redoc_url=None)
-    install_error_handlers(app)
-    app.include_router(build_router(state))
-    if state.jobs is not None:
-        app.include_router(build_files_router(state))
-        app.include_router(build_batches_router(state))
-    app.include_router(build_unsupported_router())
-    app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
-
-    add_docs(app)
+    app = new_app("Backfill", build_routers(state), state)
     add_checks(app, state.server_config, state.api_keys)
     app.add_middleware(CountingMiddleware, state=state)
     app.add_middleware(RequestIdMiddleware, clock=state.clock)
     return app
 
 
-def add_docs(app: FastAPI) -> None:
+def new_app(title: str, routers: Sequence[APIRouter], state: HasJobs) -> FastAPI:
+    """An application with these routes, those of files and batches where there are any, and its documents."""
+    # FastAPI's own pages load scripts from another host.
+    app = FastAPI(title=title, version=__version__, docs_url=None, redoc_url=None)
+    install_error_handlers(app)
+    for router in routers:
+        app.include_router(router)
+    if state.jobs is not None:
+        app.include_router(build_files_router(state))
+        app.include_router(build_batches_router(state))
+    app.include_router(build_unsupported_router())
+    app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
+
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
         return HTMLResponse(docs_page(app.openapi()), headers=DOCS_HEADERS)
+
+    return app
 
 
 def add_checks(app: FastAPI, config: ServerConfig, api_keys: ApiKeys | None) -> None:

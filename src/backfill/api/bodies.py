@@ -44,6 +44,10 @@ class HasJobs(Protocol):
 
     @property
     def bodies(self) -> BodyBudget: ...
+    @property
+    def jobs(self) -> JobManager | None:
+        """None if the Batch API is switched off."""
+        ...
 
     def ready_jobs(self) -> JobManager:
         """Raises: Unavailable."""

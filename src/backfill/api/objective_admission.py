@@ -96,7 +96,7 @@ def _check_tpot(
             asked_s,
             min(default_s, load.bus_least_step_s),
             MAX_RETRY_AFTER_S,
-            leaves="with any offloading interval that fits the device, the engines on its bus leave",
+            leaves="with any offloading interval that fits the device, its bus leaves, beside other engines,",
         )
     limit_s = decode_limit_s(asked_s)
     if predicted.decode_s <= limit_s:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 from fastapi import APIRouter, HTTPException, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, Response
 
-from backfill import __version__
 from backfill.api.bodies import json_body, owner_of, peek
 from backfill.api.openapi import answers, takes_json
 from backfill.api.state import Phase, ServerState
+from backfill.api.status import build_status_router, unhealthy
 from backfill.api.streaming import EventStream, WholeResponse
 from backfill.core.request import ServiceClass
 from backfill.protocol.chat import ChatCompletionRequest
@@ -40,11 +40,11 @@ UNSUPPORTED = (
 )
 
 
-def build_router(state: ServerState) -> APIRouter:
+def build_routers(state: ServerState) -> tuple[APIRouter, ...]:
     router = APIRouter()
     _add_model_routes(router, state)
-    _add_status_routes(router, state)
-    return router
+    _add_load_routes(router, state)
+    return router, build_status_router(lambda: _health(state), lambda: _metrics(state))
 
 
 def _add_model_routes(router: APIRouter, state: ServerState) -> None:
@@ -84,37 +84,7 @@ def _add_model_routes(router: APIRouter, state: ServerState) -> None:
         return await _answer_text(request, state, "/detokenize")
 
 
-def _add_status_routes(router: APIRouter, state: ServerState) -> None:
-    @router.get("/health", response_class=Response)
-    async def health() -> Response:
-        """200 if requests are accepted, else 503."""
-        if state.phase is Phase.READY:
-            if state.admission.is_offline_suspended:
-                return JSONResponse({"status": "offline work is suspended: the engine kept dying"})
-            return Response(status_code=200)
-        return JSONResponse({"status": state.phase.value}, 503, {"Retry-After": "2"})
-
-    @router.get("/ping", response_class=Response)
-    async def ping() -> Response:
-        """The same as /health."""
-        return await health()
-
-    @router.get("/health/live", response_class=Response)
-    async def live() -> Response:
-        """200 while the server process runs."""
-        return Response(status_code=200)
-
-    @router.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """Metrics as Prometheus text."""
-        body = b"" if state.metrics is None else state.metrics.expose()
-        return PlainTextResponse(body, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @router.get("/version")
-    async def version() -> Json:
-        """The version of Backfill."""
-        return {"version": __version__}
-
+def _add_load_routes(router: APIRouter, state: ServerState) -> None:
     @router.get("/state")
     async def replica_state() -> Response:
         """What a router wants to know: limits, load, and which model is served."""
@@ -126,6 +96,18 @@ def _add_status_routes(router: APIRouter, state: ServerState) -> None:
     async def load() -> Json:
         """The number of open choices, running or waiting."""
         return {"server_load": state.admission.num_open}
+
+
+def _health(state: ServerState) -> Response:
+    if state.phase is not Phase.READY:
+        return unhealthy(state.phase.value)
+    if state.admission.is_offline_suspended:
+        return JSONResponse({"status": "offline work is suspended: the engine kept dying"})
+    return Response(status_code=200)
+
+
+def _metrics(state: ServerState) -> bytes:
+    return b"" if state.metrics is None else state.metrics.expose()
 
 
 def build_unsupported_router() -> APIRouter:

@@ -43,8 +43,8 @@ app = command(
     {
         "Model": "model dtype load_format",
         "Load": "num_prompts input_len output_len stream_len first_token_samples seed",
-        "Engine": "tensor_parallel_size pipeline_parallel_size threads max_num_seqs max_num_batched_tokens "
-        "kv_gib",
+        "Engine": "tensor_parallel_size pipeline_parallel_size executor threads max_num_seqs "
+        "max_num_batched_tokens kv_gib",
     },
     positional="model",
     variables=VARIABLES,

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 from backfill.api.config import ServerConfig
 from backfill.cli.command import VARIABLES, command
-from backfill.cli.startup import bind, configure_logging, counted, first_request, run_server, url_of
+from backfill.cli.interrupts import LOADING, interruptible
+from backfill.cli.startup import (
+    bind,
+    check_storage,
+    configure_logging,
+    counted,
+    first_request,
+    run_server,
+    url_of,
+)
 from backfill.jobs.config import JobsConfig
 from backfill.router.config import RouterConfig
 
@@ -40,6 +49,9 @@ def router(
     keys = ApiKeys(server.api_key, server.api_key_file) if server.asks_for_keys else None
     listener = bind(server.host, server.port)
     url = url_of(listener)
+    if jobs.batch_api:
+        with interruptible(LOADING):
+            check_storage(jobs, url)  # engines may be waited for
 
     def on_ready(engines: Engines) -> None:
         names = ", ".join(engines.model.models) if engines.model is not None else ""

@@ -130,7 +130,7 @@ app = command(
     {
         "Files": "input_file output_file error_file json shards shard",
         "Model": MODEL_SECTION,
-        "Engine": "device tensor_parallel_size pipeline_parallel_size threads num_micro_batches "
+        "Engine": "device tensor_parallel_size pipeline_parallel_size executor threads num_micro_batches "
         "gpu_memory_utilization device_memory offload_interval "
         "min_offload_interval offload_bus offload_bus_gib_per_s engine_hang_timeout",
         "Scheduling": f"order {LIMITS_SECTION}",
@@ -184,7 +184,7 @@ def _print_summary(run: LocalRun, console: Console, part: str, *, is_whole: bool
             f"{resumed}; {usage.input_tokens} tokens in, {usage.output_tokens} out"
         ]
         if run.offload_interval is not None:
-            lines.append(f"Offload interval {run.offload_interval} was used.")
+            lines.append(_intervals_used(run.offload_interval, run.least_offload_interval))
         if not is_whole:
             if run.num_dropped:
                 ended = f"what was computed of {run.num_dropped} lines is dropped"
@@ -202,8 +202,15 @@ def _print_summary(run: LocalRun, console: Console, part: str, *, is_whole: bool
             "output_tokens": usage.output_tokens,
             "duration_s": round(run.duration_s, 3),
             "offload_interval": run.offload_interval,
+            "least_offload_interval": run.least_offload_interval,
         }
         print(json.dumps(summary))
+
+
+def _intervals_used(largest: int, least: int | None) -> str:
+    if least in (None, largest):
+        return f"Offload interval {largest} was used."
+    return f"Offload intervals {least} to {largest} were used."
 
 
 class _LiveProgress:

@@ -65,7 +65,7 @@ def serve(
         # A batch's file may be as large as asked, so any file may.
         max_file_bytes=max(jobs.batch_max_bytes, jobs.max_file_bytes),
     )
-    if replicas.data_parallel_size > 1 or replicas.executor == "ray":
+    if replicas.data_parallel_size > 1 or (engine.executor == "ray" and not replicas.is_replica):
         from backfill.cli.serve_replicas import serve_replicas
 
         serve_replicas(model, server, jobs, engine, replicas)

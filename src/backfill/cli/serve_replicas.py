@@ -27,7 +27,7 @@ from backfill.cli.startup import (
     run_server,
     url_of,
 )
-from backfill.core.config import DeviceKind, EngineConfig
+from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.engine.options import ModelOptions
 from backfill.generation.chat_template import read_template
@@ -35,7 +35,7 @@ from backfill.ipc.log_lines import name_replica
 from backfill.jobs.config import JobsConfig
 
 if TYPE_CHECKING:
-    from backfill.ray.replicas import ReplicaShare
+    from backfill.parallel.ray_cluster import Bundle
     from backfill.router.config import ReplicaOptions
     from backfill.router.replicas import ReplicaPlace
     from backfill.router.replicas import Replicas as ProcessReplicas
@@ -83,7 +83,7 @@ def serve_replicas(
     keys = ApiKeys(server.api_key, server.api_key_file) if server.asks_for_keys else None
     listener = bind(server.host, server.port)
     url = url_of(listener)
-    is_on_ray = options.executor == "ray"
+    is_on_ray = engine.executor == "ray"
     if jobs.batch_api:
         with interruptible(LOADING):
             check_storage(jobs, url)
@@ -219,17 +219,30 @@ def _actors(server_of: _ServerOf, engine: EngineConfig, num_replicas: int, engin
     """On the nodes that Ray chooses. Raises: BackfillError without Ray."""
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours the names of actors in a file, too
+    from backfill.parallel.require_ray import require_ray
+
+    require_ray()
     from backfill.ray.replicas import RayReplicas
 
     profile = None if engine.profile_path is None else Path(engine.profile_path).absolute()
 
-    def target_of(share: ReplicaShare) -> Callable[[ReplicaPlace], None]:
-        device: DeviceKind = "cuda" if share.num_gpus else "cpu"
-        own = dataclasses.replace(engine, threads=share.threads, device=device, profile=profile)
+    num_stages = engine.pipeline_parallel_size
+
+    def target_of(bundle: Bundle) -> Callable[[ReplicaPlace], None]:
+        own = dataclasses.replace(
+            engine,
+            threads=bundle.threads * num_stages,
+            device="cuda" if bundle.num_gpus else "cpu",
+            profile=profile,
+            # Ranks of one stage are on the replica's own node.
+            executor="ray" if num_stages > 1 else "process",
+        )
         return server_of(own, engine_key)
 
     uses_gpus = None if engine.device == "auto" else engine.device == "cuda"
-    return RayReplicas(num_replicas, engine.threads, uses_gpus, target_of, engine.num_ranks)
+    return RayReplicas(
+        num_replicas, engine.threads, uses_gpus, target_of, engine.tensor_parallel_size, num_stages
+    )
 
 
 def run_replica(
@@ -246,7 +259,7 @@ def run_replica(
     server = dataclasses.replace(server, host=place.host, port=place.port)
     jobs = dataclasses.replace(jobs, data_dir=jobs.data_dir / str(place.number))
     try:
-        serve(model, server, jobs, ReplicaOptions(), engine)
+        serve(model, server, jobs, ReplicaOptions(is_replica=True), engine)
     except BackfillError as error:
         place.write_failure(str(error))
         raise SystemExit(1) from None

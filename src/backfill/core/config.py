@@ -37,7 +37,8 @@ class SchedulerConfig:
     Attributes:
         max_num_seqs: most requests in one step. A waiting request is scheduled only while fewer hold KV
             blocks, not counting those that it may preempt.
-        max_num_batched_tokens: tokens computed in one step, prefill and decode together.
+        max_num_batched_tokens: tokens computed in one step, prefill and decode together. With n pipeline
+            stages a step has at most a 2n-th of them of prompts, though 256 if that is more.
         max_prefill_chunk_tokens: tokens of one prompt computed in one step. Bounds how long a long prompt
             delays the decodes it shares a step with.
         policy: which requests are served when. slo keeps online requests' objectives and serves offline
@@ -210,7 +211,11 @@ class EngineConfig:
             are GPUs of one machine, or share its processors.
         pipeline_parallel_size: groups of processes that share the layers, each having some of them. As many
             steps are computed at a time.
-        threads: threads of the CPU kernels, of all processes together. Default: the processors available.
+        executor: what runs them. process: processes of this machine; ray: actors of Ray, on the cluster that
+            the environment variable RAY_ADDRESS names, else one that is started on this machine. The
+            ``tensor_parallel_size`` processes of a group are on one node.
+        threads: threads of the CPU kernels, of all processes together. Default: the processors available;
+            with ``executor`` ray as many as the cluster has for them.
         num_micro_batches: 1 or 2. With 2, the prefills and the decodes of a step are computed beside each
             other, on two CUDA streams. On CPU they take turns, which gains nothing.
         profile: cost profile that predicts step times. Default: the one saved for this model and device.
@@ -235,6 +240,7 @@ class EngineConfig:
     offload_bus_gib_per_s: float | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    executor: Literal["process", "ray"] = "process"
     threads: int | None = None
     num_micro_batches: int = 1
     profile: str | Path | None = None

@@ -10,6 +10,7 @@ import torch
 from backfill.core.block import KVLayout
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
+from backfill.core.heap import trim_heap
 from backfill.execution.bus import Bus
 from backfill.execution.bus_throttle import BusThrottle
 from backfill.execution.copies import BlockCopier, create_copier
@@ -108,6 +109,7 @@ def load_executor(
         )
         if device.type != "cpu" or (stage.shard.is_first and stage.shard.group.rank == 0):
             _log_offloading(interval, plan.memory)
+    trim_heap()
     kv_pool, pool_memory = _create_pool(plan, info, dtype, device)
     copier: BlockCopier | None = None
     if info.num_host_blocks:

@@ -50,7 +50,12 @@ def available_processors() -> int:
 
 
 def check_threads(config: EngineConfig) -> None:
-    """Raises: ConfigError for more threads than this machine has processors, and than there are ranks."""
+    """Raises: ConfigError for more threads than this machine has processors, and than there are ranks.
+
+    With ``executor`` ray they are other machines', which Ray knows.
+    """
+    if config.executor == "ray":
+        return
     most = max(os.cpu_count() or 1, config.num_ranks)
     if config.threads is not None and config.threads > most:
         raise ConfigError(f"must be at most {most} here, got {config.threads}.", field="threads")

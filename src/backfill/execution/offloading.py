@@ -7,7 +7,6 @@ import logging
 import statistics
 from collections import deque
 from collections.abc import Callable, MutableMapping, Sequence
-from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -286,5 +285,6 @@ def host_layers(
 
 def _median(times_s: deque[float]) -> float:
     """Of the latest ones; 0 without any."""
-    latest = list(islice(reversed(times_s), _NUM_TIMED))
+    # Not iterated over: the link's thread appends at any time, and a deque that changes cannot be.
+    latest = [times_s[-place] for place in range(1, min(len(times_s), _NUM_TIMED) + 1)]
     return statistics.median(latest) if latest else 0.0

@@ -54,6 +54,8 @@ def profile_key(config: EngineConfig, executor: MeasuredExecutor) -> MeasuredOn:
     device = device_name(config, torch.device(info.device), num_threads)
     if config.num_ranks > 1:
         device += f", {config.tensor_parallel_size} x {config.pipeline_parallel_size} ranks"
+    if config.executor == "ray":
+        device += ", actors of Ray"
     if config.offload_every is not None:
         device += f", offload interval {config.offload_every}"
         if config.offload_bus_gib_per_s is not None and info.device == "cpu":

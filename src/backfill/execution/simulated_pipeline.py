@@ -117,7 +117,7 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
         return self._outcome_of(step)
 
     def request_stop(self, step: int) -> None:
-        """The slices stop behind the stage that they are in, or where they wait for the next one."""
+        """The slices stop behind the stage that they are in, or wait for: a stage decides when it ends."""
         for each in self._steps:
             if each.plan.step == step and each.plan.safepoints is not None and not each.is_stopped:
                 self._stop(each)
@@ -138,10 +138,8 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
         return self.info.stage_layers[stage] / self.info.num_layers
 
     def _stop(self, step: _Step) -> None:
-        now_s = self._clock.now_s()
-        entered_at_s = [left - seconds for left, seconds in zip(step.left_at_s, step.seconds, strict=True)]
-        stage = step.first
-        while stage < step.last - 1 and entered_at_s[stage + 1] <= now_s:
+        now_s, stage = self._clock.now_s(), step.first
+        while stage < step.last - 1 and step.left_at_s[stage] <= now_s:
             stage += 1
         if stage >= step.last - 1:
             return

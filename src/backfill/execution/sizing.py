@@ -49,25 +49,36 @@ class RankPlan:
 
 
 def plan_rank(
-    config: EngineConfig, placement: ModelPlacement, rank: int, device: torch.device, dtype: torch.dtype
+    config: EngineConfig,
+    placement: ModelPlacement,
+    rank: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    node_ranks: Sequence[int] | None = None,
 ) -> RankPlan:
     """Size what one rank allocates. Where ranks share a memory: before any of them allocates.
 
+    Args:
+        node_ranks: ranks that share the machine's memory. None: all.
     Raises: ConfigError, InsufficientMemory.
     """
-    memory = plan_device(config, placement, rank, device, dtype)
+    memory = plan_device(config, placement, rank, device, dtype, node_ranks)
     num_blocks, block_bytes = memory.num_blocks, _block_bytes(config, placement.shards(), dtype)
     kv_bytes = num_blocks * block_bytes if placement.num_ranks > 1 else memory.kv_bytes
+    node_ranks = range(placement.num_ranks) if node_ranks is None else node_ranks
+    on_node = list(map(placement.sizes, node_ranks))
     taken_bytes = memory.weights_bytes + memory.kv_bytes
     if device.type != "cpu":
-        all_weights = weight_sizes(placement.shards(), dtype, device)
+        all_weights = weight_sizes(on_node, dtype, device)
         taken_bytes = all_weights.host_layers_bytes(config.offload_every)
     return RankPlan(
         kv_layout(config, placement.sizes(rank), dtype),
         memory,
         block_bytes,
         num_blocks,
-        num_host_blocks=_choose_num_host_blocks(config, block_bytes, kv_bytes, taken_bytes),
+        num_host_blocks=_choose_num_host_blocks(
+            config, block_bytes, _block_bytes(config, on_node, dtype), kv_bytes, taken_bytes
+        ),
         max_model_len=_choose_max_model_len(
             config, placement.config, num_blocks, block_bytes, warns=rank == 0
         ),
@@ -75,13 +86,26 @@ def plan_rank(
 
 
 def plan_device(
-    config: EngineConfig, placement: ModelPlacement, rank: int, device: torch.device, dtype: torch.dtype
+    config: EngineConfig,
+    placement: ModelPlacement,
+    rank: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    node_ranks: Sequence[int] | None = None,
 ) -> MemoryPlan:
-    """Divide the memory of a rank's device. Raises: ConfigError, InsufficientMemory."""
+    """Divide the memory of a rank's device; see ``plan_rank``. Raises: ConfigError, InsufficientMemory."""
     _check_interval(config.offload_every, placement)
     on_cpu = device.type == "cpu"
-    shards = placement.shards() if on_cpu else [placement.sizes(rank)]
+    sharing = range(placement.num_ranks) if node_ranks is None else node_ranks
+    shards = list(map(placement.sizes, sharing if on_cpu else [rank]))
     block_bytes, kv_bytes = _block_bytes(config, shards, dtype), config.kv_bytes
+    if (
+        on_cpu
+        and kv_bytes is None
+        and config.device_memory_bytes is None
+        and len(shards) < placement.num_ranks
+    ):
+        kv_bytes = GIB  # as below, of all ranks together
     if kv_bytes is not None and len(shards) < placement.num_ranks:
         kv_bytes = kv_bytes // _block_bytes(config, placement.shards(), dtype) * block_bytes
     return plan_memory(
@@ -145,12 +169,18 @@ def _available_cuda_bytes(device: torch.device, utilization: float) -> int:
     return max(0, int(total * utilization) - (total - free))
 
 
-def _choose_num_host_blocks(config: EngineConfig, block_bytes: int, kv_bytes: int, taken_bytes: int) -> int:
-    """Blocks of the host pool, 0 for none. Weights and device pool use ``taken_bytes`` of the host."""
+def _choose_num_host_blocks(
+    config: EngineConfig, block_bytes: int, node_block_bytes: int, kv_bytes: int, taken_bytes: int
+) -> int:
+    """Blocks of the host pool, 0 for none. Weights and device pool use ``taken_bytes`` of the host.
+
+    Args:
+        node_block_bytes: of a block, on the ranks that share this host.
+    """
     if config.scheduler.checkpointing in (None, "none") or config.host_kv_bytes == 0:
         return 0
     available = available_host_bytes()
-    left = None if available is None else available - taken_bytes
+    left = None if available is None else (available - taken_bytes) * block_bytes // node_block_bytes
     if config.host_kv_bytes is None:
         host_kv_bytes = kv_bytes
         if left is not None:

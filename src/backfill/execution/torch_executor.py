@@ -202,9 +202,7 @@ class TorchExecutor:
         )
 
     def _begun(self, work: Compute | Resume, received: Handover) -> tuple[LayerPass, int]:
-        """The pass before the first layer that it runs here, and the layer before which its preemptible
-        slices end.
-        """
+        """The pass before its first layer here, and the layer before which its preemptible slices end."""
         stage = self._stage
         if isinstance(work, Resume):
             suspended = self._take_suspended(work)
@@ -231,10 +229,11 @@ class TorchExecutor:
 
     def _take_suspended(self, work: Resume) -> LayerPass | None:
         """The resumed slices only. None if this stage did not suspend them."""
-        resumed = {scheduled.request_id for scheduled in work.slices}
-        for step in sorted(self._suspended, reverse=True):
-            if resumed <= {scheduled.request_id for scheduled in self._suspended[step].slices}:
-                return self._only(resumed, self._suspended.pop(step))
+        resumed = {(each.request_id, each.start) for each in work.slices}
+        for step, suspended in self._suspended.items():
+            if resumed <= {(each.request_id, each.start) for each in suspended.slices}:
+                del self._suspended[step]
+                return self._only({request_id for request_id, _ in resumed}, suspended)
         return None
 
     def _run_layers(self, running: LayerPass, plan: StepPlan, last: int, stop: Stop | None) -> Stop | None:

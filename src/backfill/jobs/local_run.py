@@ -67,7 +67,8 @@ class LocalRun:
         num_at_stop: lines that had begun when the run was stopped; None where no lines ran then.
         num_dropped: those of them that did not end; the next run runs them again.
         rates, work, time_left: None before lines run.
-        offload_interval: in use; None without offloading, and before the engine is ready.
+        offload_interval: in use at the start; None without offloading, and before the engine is ready.
+        least_offload_interval: the smallest in use until now, likewise.
         duration_s: of the run, once it has ended.
         grace_s: seconds that lines that have begun have to end when the run is stopped.
 
@@ -95,6 +96,7 @@ class LocalRun:
         self.rates: TokenRates | None = None
         self.work: WorkShares | None = None
         self.offload_interval: int | None = None
+        self.least_offload_interval: int | None = None
         self.time_left: TimeLeft | None = None
         self.duration_s = 0.0
         self.grace_s = _GRACE_S
@@ -350,7 +352,7 @@ class LocalRun:
             raise ConfigError(message) from None
 
     async def _on_engine_ready(self, ready: Ready) -> None:
-        self.offload_interval = ready.info.offload_interval
+        self.offload_interval = self.least_offload_interval = ready.info.offload_interval
         preparer = await self._processes.loaded()
         await self._processes.preparation.files.wait_ready()
         self._processes.configure(preparer, EngineFacts.of(ready, self._engine_config.scheduler))
@@ -373,6 +375,8 @@ class LocalRun:
 
     def _on_report(self, report: StepReport) -> None:
         now_s = time.monotonic()
+        if self.least_offload_interval is not None:
+            self.least_offload_interval = min(self.least_offload_interval, report.stats.offload_interval)
         if self.rates is not None:
             self.rates.on_report(report, now_s)
         if self.work is not None:

@@ -189,5 +189,5 @@ async def _within(threads: JobThreads, opening: Coroutine[Any, Any, Result], wha
 def _shown(url: str | None, data_dir: Path) -> str:
     try:
         return shown_url(url, data_dir)
-    except ArgumentError:  # reported when it is opened
+    except (ArgumentError, ValueError):  # reported when it is opened
         return ""

@@ -1,8 +1,13 @@
-"""Connects a rank with the others: with shared memory between CPUs of one machine, else torch.distributed."""
+"""Connects a rank with the others.
+
+Between CPUs of one machine with shared memory; where stages may be on different nodes, with shared memory
+within a stage and TCP between two. Between CUDA devices with torch.distributed.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -11,9 +16,11 @@ import torch.distributed as dist
 
 from backfill.execution.collectives import RankLinks, SafepointGroup, SoleSafepointGroup, StageLink
 from backfill.parallel.memory import map_memory
-from backfill.parallel.rank import RankContext
+from backfill.parallel.rank import RankContext, StagePlace
 from backfill.parallel.shared_memory_group import SharedMemoryGroup
 from backfill.parallel.shared_memory_link import RowShape, SharedMemoryLink
+from backfill.parallel.socket_link import SocketLink
+from backfill.parallel.sockets import accept, connect_to
 from backfill.parallel.torch_group import TorchGroup, TorchLink, create_process_group
 
 if TYPE_CHECKING:
@@ -29,9 +36,11 @@ def connect(context: RankContext, shape: RowShape, device: torch.device) -> Rank
     Args:
         shape: of the hidden states between two stages.
     """
-    if device.type == "cpu":
-        return connect_by_memory(context, shape)
-    return connect_by_torch(context, shape, device)
+    if device.type != "cpu":
+        return connect_by_torch(context, shape, device)
+    if context.place is not None:
+        return connect_by_sockets(context, context.place, shape)
+    return connect_by_memory(context, shape)
 
 
 def connect_by_memory(context: RankContext, shape: RowShape) -> RankLinks:
@@ -59,10 +68,33 @@ def connect_by_memory(context: RankContext, shape: RowShape) -> RankLinks:
     )
 
 
+def connect_by_sockets(context: RankContext, place: StagePlace, shape: RowShape) -> RankLinks:
+    """Through ``context.memory_fd``, which is the stage's, and connections between two stages.
+
+    Blocks until the stage before has connected, and the next one has accepted.
+    """
+    size = context.tensor_parallel_size
+    group: SafepointGroup = SoleSafepointGroup()
+    if size > 1:
+        os.ftruncate(context.memory_fd, _whole_pages(SharedMemoryGroup.num_bytes(size)))
+        group = SharedMemoryGroup(map_memory(context.memory_fd), context.tensor_rank, size)
+    # The first stage has none before it, so each in its turn is accepted.
+    timeout_s = _STORE_TIMEOUT.total_seconds()
+    previous = following = None
+    if place.previous_fd is not None:
+        with socket.socket(fileno=place.previous_fd) as listener:
+            accepted = accept(listener, place.key, timeout_s)
+        previous = SocketLink(accepted, shape, place.clock_ahead_s, sends=False)
+    if place.following is not None:
+        connection = connect_to(place.following, place.key, timeout_s)
+        following = SocketLink(connection, shape, place.clock_ahead_s, sends=True)
+    return RankLinks(group, previous, following)
+
+
 def connect_by_torch(context: RankContext, shape: RowShape, device: torch.device) -> RankLinks:
     """Through groups of torch.distributed. Blocks until the rank's neighbours have called this too."""
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1",
+        "127.0.0.1" if context.place is None else context.place.store_host,
         context.store_port,
         context.num_ranks,
         is_master=context.rank == 0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from backfill.core.config import EngineConfig
@@ -16,6 +18,7 @@ from backfill.models.placement import ModelPlacement
 from backfill.parallel.executor import ParallelExecutor
 from backfill.parallel.load import load_rank
 from backfill.parallel.rank import RankLoader
+from backfill.parallel.require_ray import require_ray
 
 
 def create_executor(config: EngineConfig, bus: Bus | None = None) -> TorchExecutor | ParallelExecutor:
@@ -23,6 +26,8 @@ def create_executor(config: EngineConfig, bus: Bus | None = None) -> TorchExecut
 
     Raises: ConfigError, ModelError, InsufficientMemory, each with a message for the user.
     """
+    if config.executor == "ray":
+        return create_ray_executor(config)
     if config.num_ranks > 1:
         return create_parallel_executor(config)
     return create_torch_executor(config, bus)
@@ -33,13 +38,42 @@ def create_parallel_executor(config: EngineConfig, load: RankLoader = load_rank)
 
     Raises: BackfillError with a message for the user; no process is left then.
     """
-    # Before any process is started, which takes seconds.
-    sizes = config.tensor_parallel_size, config.pipeline_parallel_size
-    ModelPlacement.of(ModelConfig.from_folder(config.model_dir), *sizes)
+    _check_sizes(config)
     check_threads(config)
     if choose_device(config).type == "cuda":
         check_device_count(config, torch.cuda.device_count())
-    executor = ParallelExecutor(config, threads_of_rank(config), load)
+    return _warmed_up(ParallelExecutor(config, threads_of_rank(config), load), config)
+
+
+def create_ray_executor(config: EngineConfig, load: RankLoader = load_rank) -> ParallelExecutor:
+    """Start the ranks as actors of Ray and load the model there.
+
+    Raises: BackfillError with a message for the user; no actor is left then.
+    """
+    require_ray()
+    from backfill.parallel.ray_stages import plan_stages, starter
+
+    _check_sizes(config)
+    for name, is_used in (
+        ("offload_interval", config.offload_interval == "auto"),
+        ("min_offload_interval", config.min_offload_interval is not None),
+        ("offload_bus", config.offload_bus is not None),
+    ):
+        if is_used:
+            raise ConfigError(f"`{name}` {getattr(config, name)} is not supported with `executor` ray.")
+    bundle = plan_stages(config)
+    config = replace(config, device="cuda" if bundle.num_gpus else "cpu")
+    threads = max(1, bundle.threads // config.tensor_parallel_size)
+    return _warmed_up(ParallelExecutor(config, threads, load, start=starter(bundle)), config)
+
+
+def _check_sizes(config: EngineConfig) -> None:
+    """Before any process is started, which takes seconds. Raises: ModelError, ConfigError."""
+    sizes = config.tensor_parallel_size, config.pipeline_parallel_size
+    ModelPlacement.of(ModelConfig.from_folder(config.model_dir), *sizes)
+
+
+def _warmed_up(executor: ParallelExecutor, config: EngineConfig) -> ParallelExecutor:
     try:
         warm_up(executor)
         if executor.info.num_host_blocks and config.scheduler.shares_blocks:

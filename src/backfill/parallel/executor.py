@@ -28,7 +28,7 @@ from backfill.parallel.messages import (
     sampled_of,
 )
 from backfill.parallel.plan_codec import PlanEncoder, Sampled
-from backfill.parallel.processes import RankProcesses
+from backfill.parallel.processes import RankProcesses, RankStarter
 from backfill.parallel.rank import RankLoader, output_rank
 from backfill.parallel.stall import StallWatch, describe_places, stall_limit_s
 
@@ -65,6 +65,7 @@ class ParallelExecutor:
 
     Args:
         threads: of each rank.
+        start: starts the ranks: processes of this machine by default.
     Raises: BackfillError with a message for the user if a rank cannot be loaded; none is left running.
     """
 
@@ -74,9 +75,10 @@ class ParallelExecutor:
         threads: int,
         load: RankLoader,
         failed_step_s: float = _FAILED_STEP_S,
+        start: RankStarter = RankProcesses,
     ) -> None:
         try:
-            self._ranks = RankProcesses(config, threads, load)
+            self._ranks = start(config, threads, load)
         except OSError as error:
             raise BackfillError(
                 f"The processes of the ranks cannot be started: {error.strerror or error}."
@@ -171,16 +173,16 @@ class ParallelExecutor:
 
     def wait(self) -> bool:
         ranks, until_s = self._ranks, time.monotonic() + _WAKEFUL_S
-        while not (ranks.was_woken or all(ranks.reports)):
+        while not (ranks.waker.was_woken or all(ranks.reports)):
             left_s = until_s - time.monotonic()
             if left_s <= 0.0 or _failures([each[0] if each else None for each in ranks.reports]):
                 break
             ranks.receive(left_s)
-        was_woken, ranks.was_woken = ranks.was_woken, False
+        was_woken, ranks.waker.was_woken = ranks.waker.was_woken, False
         return not was_woken
 
     def wake(self) -> None:
-        self._ranks.wake()
+        self._ranks.waker.wake()
 
     def run(self, plan: StepPlan) -> StepOutcome:
         self.submit(plan)

@@ -27,12 +27,12 @@ def load_rank(config: EngineConfig, context: RankContext) -> TorchExecutor:
     device = choose_device(config)
     dtype = choose_dtype(config, model_config, device)
     if device.type == "cuda":
-        device = torch.device("cuda", context.rank)
+        device = torch.device("cuda", context.local_rank)
         torch.cuda.set_device(device)
     else:
         assert config.threads is not None
         torch.set_num_threads(config.threads)
-    plan = plan_rank(config, placement, context.rank, device, dtype)
+    plan = plan_rank(config, placement, context.rank, device, dtype, context.node_ranks)
     if context.barrier is not None:
         # What one rank allocates is part of every rank's plan, and must not be taken for memory in use.
         context.barrier.wait(context.rank)

@@ -40,6 +40,13 @@ class Progress(SharedWords):
         """Changes when a rank gets on."""
         return bytes(self._words)
 
+    def part(self, ranks: range) -> bytes:
+        """Of some ranks, for ``set_part`` in another process."""
+        return bytes(self._words[_LINE * ranks.start : _LINE * ranks.stop])
+
+    def set_part(self, ranks: range, part: bytes) -> None:
+        self._words[_LINE * ranks.start : _LINE * ranks.stop] = memoryview(part).cast("q")
+
     def places(self) -> list[Place]:
         """By rank. One that changes meanwhile may be seen half changed."""
         words = self._words

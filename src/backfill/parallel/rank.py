@@ -12,6 +12,28 @@ from backfill.core.request import RequestId
 from backfill.execution.executor import ExecutorInfo
 from backfill.parallel.progress import Progress
 from backfill.parallel.shared_words import Barrier, StopWords
+from backfill.parallel.sockets import Address
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """Where a rank is whose stage was started apart from the others, perhaps on another node.
+
+    Attributes:
+        node_ranks: all ranks of its node, which share the node's memory.
+        store_host: address of the store; see ``RankContext.store_port``.
+        previous_fd: listening socket to which its peer of the stage before connects; None on the first stage.
+        following: where its peer of the next stage listens; None on the last stage.
+        key: secret that both ends of a connection have to know.
+        clock_ahead_s: the driver's monotonic clock less that of this node.
+    """
+
+    node_ranks: tuple[int, ...]
+    store_host: str
+    previous_fd: int | None
+    following: Address | None
+    key: bytes
+    clock_ahead_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +43,12 @@ class RankContext:
     Attributes:
         rank: ``stage * tensor_parallel_size + tensor_rank``.
         stop: says whether a step is to be stopped.
-        store_port: TCP port on 127.0.0.1 where rank 0 serves the store through which the ranks meet.
+        store_port: TCP port where rank 0 serves the store through which the ranks meet, on 127.0.0.1
+            without ``place``.
         store_fd: rank 0's listening socket on that port, for ``torch.distributed.TCPStore``; else None.
-        memory_fd: an empty file in memory without a name, the same for all ranks. It ends with them.
+        memory_fd: an empty file in memory without a name, the same for all local ranks. It ends with them.
         barrier: where ranks that load at the same time wait for each other, once; None if they do not.
+        place: None if one process has started all ranks: they share a machine, and all are local.
         progress: where each rank shows how far it is; None if nobody looks.
     """
 
@@ -36,6 +60,7 @@ class RankContext:
     store_fd: int | None
     memory_fd: int
     barrier: Barrier | None = None
+    place: StagePlace | None = None
     progress: Progress | None = None
 
     @property
@@ -49,6 +74,27 @@ class RankContext:
     @property
     def stage(self) -> int:
         return self.rank // self.tensor_parallel_size
+
+    @property
+    def local_ranks(self) -> range:
+        """Those that were started together: they share a ring, ``stop`` and ``memory_fd``."""
+        if self.place is None:
+            return range(self.num_ranks)
+        return ranks_of_stage(self.stage, self.tensor_parallel_size)
+
+    @property
+    def local_rank(self) -> int:
+        """Its place among ``local_ranks``."""
+        return self.rank - self.local_ranks.start
+
+    @property
+    def node_ranks(self) -> Sequence[int]:
+        """Those that share the machine's memory."""
+        return self.local_ranks if self.place is None else self.place.node_ranks
+
+
+def ranks_of_stage(stage: int, tensor_parallel_size: int) -> range:
+    return range(stage * tensor_parallel_size, (stage + 1) * tensor_parallel_size)
 
 
 def output_rank(tensor_parallel_size: int, pipeline_parallel_size: int) -> int:

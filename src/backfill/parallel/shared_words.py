@@ -53,9 +53,16 @@ class StopWords(SharedWords):
 class Barrier(SharedWords):
     """Where ranks wait for each other, once."""
 
+    def arrive(self, rank: int) -> None:
+        """Say that the rank has come, without waiting."""
+        self._words[rank] = 1
+
+    def has_come(self, rank: int) -> bool:
+        return bool(self._words[rank])
+
     def wait(self, rank: int, timeout_s: float = _BARRIER_TIMEOUT_S) -> None:
         """Raises: BackfillError, which names those that have not come in this time."""
-        self._words[rank] = 1
+        self.arrive(rank)
         until_s = time.monotonic() + timeout_s
         while not all(self._words):
             if time.monotonic() > until_s:

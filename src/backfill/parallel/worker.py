@@ -52,12 +52,12 @@ def run_worker(setup: WorkerSetup) -> None:
     if sys.platform.startswith("linux"):
         set_name = 15
         ctypes.CDLL(None).prctl(set_name, f"backfill-rank{context.rank}".encode(), 0, 0, 0)
-    memory = RingMemory(setup.ring_fd, context.num_ranks)
+    memory = RingMemory(setup.ring_fd, len(context.local_ranks))
     # The driver has ended, or no longer wants this rank.
     with socket.socket(fileno=setup.socket_fd) as link, suppress(RingClosed, OSError):
         executor = _load(setup, link)
         if executor is not None:
-            ring = RingReader(memory, context.rank, lambda: _check_open(link))
+            ring = RingReader(memory, context.local_rank, lambda: _check_open(link))
             _run_plans(executor, ring, link, context)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from backfill.parallel.ray_cluster import ADDRESS_VARIABLE
 from backfill.router.replicas import ReplicaFailed, ReplicaPlace, ReplicaProcess
 
 
@@ -17,9 +18,12 @@ class ReplicaActor:
     """
 
     def __init__(self, number: int, target: Callable[[ReplicaPlace], None]) -> None:
+        from ray import get_runtime_context
         from ray.util import get_node_ip_address
 
-        self._process = ReplicaProcess(number, target, host=get_node_ip_address())
+        # For an engine whose stages are actors of the same cluster.
+        environment = {ADDRESS_VARIABLE: get_runtime_context().gcs_address}
+        self._process = ReplicaProcess(number, target, environment, get_node_ip_address())
         self._may_restart = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
         self._is_started = False

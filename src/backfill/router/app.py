@@ -7,23 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from backfill import __version__
-from backfill.api.app import add_checks, add_docs
-from backfill.api.batches import build_batches_router
+from backfill.api.app import add_checks, new_app
 from backfill.api.bodies import json_body, owner_of
 from backfill.api.body_budget import BodyBudget, Unavailable
 from backfill.api.config import ServerConfig
-from backfill.api.errors import Forbidden, error_response, install_error_handlers, response_id_of
-from backfill.api.files import build_files_router
+from backfill.api.errors import Forbidden, error_response, response_id_of
 from backfill.api.keys import ApiKeys
 from backfill.api.middleware import HttpMiddleware, RequestIdMiddleware
-from backfill.api.openapi import openapi_document
-from backfill.api.routes import build_unsupported_router
+from backfill.api.status import build_status_router, unhealthy
 from backfill.core.clock import Clock
 from backfill.core.errors import ConfigError, RequestError
 from backfill.jobs.errors import Conflict, NotFound
@@ -101,67 +97,32 @@ class ProxyMiddleware(HttpMiddleware):
 
 
 def create_router_app(state: RouterState) -> ASGIApp:
-    app = FastAPI(title="Backfill router", version=__version__, docs_url=None, redoc_url=None)
-    install_error_handlers(app)
-    app.include_router(_status_routes(state))
-    app.include_router(_engine_routes(state))
-    if state.jobs is not None:
-        app.include_router(build_files_router(state))
-        app.include_router(build_batches_router(state))
-    app.include_router(build_unsupported_router())
-    app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
-    add_docs(app)
+    status = build_status_router(lambda: _health(state), state.metrics.expose)
+    app = new_app("Backfill router", (status, _engine_routes(state)), state)
     app.add_middleware(ProxyMiddleware, state=state)
     add_checks(app, state.server_config, state.api_keys)
     app.add_middleware(RequestIdMiddleware, clock=state.clock)
     return app
 
 
-def _status_routes(state: RouterState) -> APIRouter:
+def _health(state: RouterState) -> Response:
+    """200 if an engine accepts requests, else 503."""
+    if state.is_draining:
+        return unhealthy("shutting down")
+    if state.engines.all_have_left:
+        return unhealthy(NO_ENGINES)
+    if not any(engine.is_up for engine in state.engines.all):
+        return unhealthy("no engine is up")
+    return Response(status_code=200)
+
+
+def _engine_routes(state: RouterState) -> APIRouter:
     router = APIRouter()
-
-    @router.get("/health", response_class=Response)
-    async def health() -> Response:
-        """200 if an engine accepts requests, else 503."""
-        if state.is_draining:
-            return JSONResponse({"status": "shutting down"}, 503, {"Retry-After": "2"})
-        if state.engines.all_have_left:
-            return JSONResponse({"status": NO_ENGINES}, 503, {"Retry-After": "2"})
-        if not any(engine.is_up for engine in state.engines.all):
-            return JSONResponse({"status": "no engine is up"}, 503, {"Retry-After": "2"})
-        return Response(status_code=200)
-
-    @router.get("/ping", response_class=Response)
-    async def ping() -> Response:
-        """The same as /health."""
-        return await health()
-
-    @router.get("/health/live", response_class=Response)
-    async def live() -> Response:
-        """200 while the router runs."""
-        return Response(status_code=200)
-
-    @router.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """The router's metrics as Prometheus text; engines have their own."""
-        content_type = "text/plain; version=0.0.4; charset=utf-8"
-        return PlainTextResponse(state.metrics.expose(), media_type=content_type)
-
-    @router.get("/version")
-    async def version() -> Json:
-        """The version of Backfill."""
-        return {"version": __version__}
 
     @router.get("/load")
     async def load() -> Json:
         """The number of requests and lines that engines have of this router."""
         return {"server_load": sum(engine.num_in_flight for engine in state.engines.all)}
-
-    return router
-
-
-def _engine_routes(state: RouterState) -> APIRouter:
-    router = APIRouter()
 
     def check_admin(request: Request) -> None:
         if state.api_keys is not None and owner_of(request) != ADMIN:

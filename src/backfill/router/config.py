@@ -48,10 +48,10 @@ class RouterConfig:
             engine_url(url)
         for field in ("poll_interval", "engine_timeout"):
             if not (math.isfinite(seconds := getattr(self, field)) and seconds > 0):
-                raise ConfigError(f"must be above 0 seconds, got {seconds:g}.", field=field)
+                raise ConfigError(f"must be a finite number above 0, got {seconds:g}.", field=field)
         if not 0 <= self.retry_timeout < math.inf:
             raise ConfigError(
-                f"must be at least 0 seconds, got {self.retry_timeout:g}.", field="retry_timeout"
+                f"must be a finite number of at least 0, got {self.retry_timeout:g}.", field="retry_timeout"
             )
 
 
@@ -61,14 +61,13 @@ class ReplicaOptions:
 
     Attributes:
         data_parallel_size: servers of the model that are started behind one address, each with an engine of
-            its own. They divide the threads on CPU; on CUDA each has a GPU.
-        executor: what runs them. process: processes of this machine; ray: actors of Ray, on the cluster that
-            the environment variable RAY_ADDRESS names, else one that is started on this machine. With ray
-            ``threads`` are of each replica.
+            its own. They divide the threads on CPU; on CUDA each has a GPU. With ``executor`` ray they are
+            actors too, and ``threads`` are of each replica.
+        is_replica: it is one of several, which another process has started.
     """
 
     data_parallel_size: int = 1
-    executor: Literal["process", "ray"] = "process"
+    is_replica: bool = internal(False)
 
     def validate(self) -> None:
         """Raises: ConfigError for a field out of range."""
@@ -92,9 +91,9 @@ def engine_url(text: str) -> str:
             f"must be the URL of a Backfill server, such as http://10.0.0.1:8000, got {text[:80]!r}.",
             field="engines",
         )
-    if parts.path.strip("/") not in ("", "v1") or parts.query or parts.username:
-        raise ConfigError(
-            f"must be a URL without a path, a query or a user, got {text[:80]!r}.", field="engines"
-        )
+    if parts.username or parts.password:
+        raise ConfigError(f"must be a URL without a user, got one of {parts.hostname}.", field="engines")
+    if parts.path.strip("/") not in ("", "v1") or parts.query or parts.fragment:
+        raise ConfigError(f"must be a URL without a path or a query, got {text[:80]!r}.", field="engines")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}" + (f":{port}" if port is not None else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -368,7 +369,8 @@ def _report_of(state: ReplicaState) -> ReplicaReport:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
-        return error.os_error.strerror or str(error.os_error)
+        number = error.os_error.errno or 0  # negative: of a name that is not known
+        return os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
     if isinstance(error, TimeoutError):
         return "it did not answer in time"
     return str(error) or type(error).__name__

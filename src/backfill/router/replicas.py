@@ -10,7 +10,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,13 +155,7 @@ class Replicas:
             on_move: never called: each keeps its URL.
         Raises: ReplicaFailed.
         """
-        keeping = [asyncio.create_task(process.run(self._may_restart)) for process in self._processes]
-        try:
-            await asyncio.gather(*keeping)
-        finally:
-            for task in keeping:
-                task.cancel()
-            await asyncio.gather(*keeping, return_exceptions=True)
+        await until_one_fails(process.run(self._may_restart) for process in self._processes)
 
     async def end(self) -> None:
         await asyncio.gather(*(process.end() for process in self._processes))
@@ -170,6 +164,17 @@ class Replicas:
         """End all at once."""
         for process in self._processes:
             process.process.kill()
+
+
+async def until_one_fails(works: Iterable[Coroutine[None, None, None]]) -> None:
+    """Run all until one fails, or until cancelled; all have ended then. Raises: what it has raised."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -86,7 +86,7 @@ class StepPlanner:
 
     def plan(self, now_s: float) -> StepPlan:
         """See ``Scheduler.plan_step``."""
-        self.requests.change_levels(now_s, self.in_flight.slices)
+        self.requests.change_levels(now_s, self.in_flight.closed)
         self.kv.advance(now_s)
         if self.division is not None:
             self.division.prepare(now_s)

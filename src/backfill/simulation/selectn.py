@@ -165,7 +165,18 @@ class BatchUnit:
         if portion is not None:
             times_run = model.run(load, 1, num_steps=self.num_steps, portion=portion)
             return portion_row(row, model, load, portion, times_run)
+        if system == SELECT_N:
+            row = searched(row, self._tried(model, load, interval), interval, self.slo_s)
         return interval_row(row, model, load, interval, model.run(load, interval, num_steps=self.num_steps))
+
+    def _tried(self, model: OffloadedModel, load: PhaseLoad, chosen: int | None) -> dict[int, StepTimes]:
+        """Intervals from 1 on, until the chosen one and one within the objective are among them."""
+        tried: dict[int, StepTimes] = {}
+        for interval in range(1, model.shape.num_layers + 1):
+            tried[interval] = model.run(load, interval, num_steps=self.num_steps)
+            if interval >= (chosen or 1) and best_interval(tried, self.slo_s) is not None:
+                break
+        return tried
 
 
 @dataclass(frozen=True, slots=True)

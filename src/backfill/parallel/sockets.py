@@ -1,0 +1,129 @@
+"""TCP connections between the processes of one engine, which prove to each other that they belong to it.
+
+Both ends know a secret that the driver has made for the engine. What follows is neither encrypted nor signed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+KEY_BYTES = 32
+_DIGEST = "sha256"
+_DIGEST_BYTES = 32
+_NONCE_BYTES = 32
+_HANDSHAKE_S = 5.0
+_POLL_S = 0.2
+# A machine that vanishes says nothing: its kernel is asked every second, and it is given up after these.
+_MAX_UNANSWERED = 5
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+
+
+class ConnectionRefused(OSError):
+    """The other end is not there in time, or does not know the secret."""
+
+
+def listen(host: str) -> socket.socket:
+    """On a free port of this address."""
+    return socket.create_server((host, 0), family=_family(host))
+
+
+def address_of(listener: socket.socket) -> Address:
+    host, port = listener.getsockname()[:2]
+    return Address(host, port)
+
+
+def accept(
+    listener: socket.socket, key: bytes, timeout_s: float, check: Callable[[], None] = lambda: None
+) -> socket.socket:
+    """The next connection of a peer that knows the secret; others are closed.
+
+    Args:
+        check: called now and then; raises if nobody is going to connect.
+    Raises: ConnectionRefused.
+    """
+    until_s = time.monotonic() + timeout_s
+    listener.settimeout(_POLL_S)
+    while time.monotonic() < until_s:
+        check()
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
+        with suppress(OSError):
+            connection.settimeout(_HANDSHAKE_S)
+            _prove(connection, key, b"accepts")
+            _require_proof(connection, key, b"connects")
+            return _prepared(connection)
+        connection.close()
+    raise ConnectionRefused(f"nobody has connected within {timeout_s:g} s")
+
+
+def connect_to(address: Address, key: bytes, timeout_s: float) -> socket.socket:
+    """Raises: OSError."""
+    connection = socket.create_connection(address, timeout_s)
+    try:
+        _require_proof(connection, key, b"accepts")
+        _prove(connection, key, b"connects")
+        return _prepared(connection)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def receive_exactly(connection: socket.socket, memory: memoryview) -> None:
+    """Fill the memory. Raises: ConnectionRefused at the end of the stream, OSError."""
+    while memory:
+        count = connection.recv_into(memory)
+        if count == 0:
+            raise ConnectionRefused("the connection was closed")
+        memory = memory[count:]
+
+
+def _prove(connection: socket.socket, key: bytes, role: bytes) -> None:
+    nonce = _received(connection, _NONCE_BYTES)
+    connection.sendall(hmac.digest(key, role + nonce, _DIGEST))
+
+
+def _require_proof(connection: socket.socket, key: bytes, role: bytes) -> None:
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(nonce)
+    if not hmac.compare_digest(_received(connection, _DIGEST_BYTES), hmac.digest(key, role + nonce, _DIGEST)):
+        raise ConnectionRefused("the other end does not belong to this engine")
+
+
+def _received(connection: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray(num_bytes)
+    receive_exactly(connection, memoryview(data))
+    return bytes(data)
+
+
+def _prepared(connection: socket.socket) -> socket.socket:
+    """Blocks without end, sends at once, and fails within seconds when the other machine is gone.
+
+    Not by TCP_USER_TIMEOUT, which would also end a connection to a process that computes for long.
+    """
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 1),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", _MAX_UNANSWERED),
+    ):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,119 @@
+"""Stages that were started apart from each other, with ranks that compute nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from backfill.core.block import BlockCopy
+from backfill.core.config import EngineConfig
+from backfill.core.errors import BackfillError, ExecutorDead
+from backfill.core.plan import AdmittedRequest, BlockCopies, Compute, ScheduledSlice, StepPlan
+from backfill.core.request import RequestId
+from backfill.core.sampling import SamplingParams
+from backfill.parallel.executor import ParallelExecutor, RankFailed
+from tests.parallel.fake_ranks import NUM_BLOCKS, load_fake, load_refused, token_of
+from tests.parallel.processes import num_open_files, wait_ended
+from tests.parallel.stage_hosts import HostProcesses, executor_on_hosts
+from tests.parallel.test_executor import BLOCKS, plan_of
+
+FOUR = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+TWO = EngineConfig(pipeline_parallel_size=2)
+Started = tuple[ParallelExecutor, HostProcesses]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Started]:
+    executor, hosts = executor_on_hosts(FOUR, load_fake)
+    yield executor, hosts
+    ranks, pids = executor.pids, [each.pid for each in hosts.processes]
+    executor.close()
+    wait_ended(ranks + pids)
+
+
+def test_all_ranks_get_all_plans(shared: Started) -> None:
+    executor, _ = shared
+    assert executor.info.num_blocks == NUM_BLOCKS
+    assert executor.info.max_steps_in_flight == 2
+    tokens = [1]
+    for step in range(3):
+        plan = plan_of(step, "a", start=step, admits=step == 0)
+        (sampled,) = executor.run(plan).sampled
+        assert sampled == ("a", token_of(tokens, plan.slices[0]), None)
+        tokens.append(sampled.token_id)
+
+
+def test_a_copy_is_complete_when_the_ranks_of_all_stages_have_completed_it(shared: Started) -> None:
+    executor, _ = shared
+    copies = (BlockCopy(1, 2), BlockCopy(3, 4))
+    begun = executor.run(StepPlan(10, Compute(()), copies=BlockCopies(checkpoint=copies)))
+    assert begun.completed_copies == ()
+    assert executor.run(StepPlan(11, Compute(()))).completed_copies == copies
+
+
+def test_a_stop_request_reaches_all_stages(shared: Started) -> None:
+    executor, _ = shared
+    executor.request_stop(21)
+    assert executor.run(plan_of(20, "b", stops=True)).stopped == ()
+    stopped = executor.run(plan_of(21, "c", stops=True))
+    assert (stopped.sampled, stopped.discarded) == ((), ("c",))
+
+
+def test_a_plan_larger_than_all_buffers_arrives(shared: Started) -> None:
+    executor, _ = shared
+    prompt = tuple(range(2_000_000))
+    request = AdmittedRequest(RequestId("long"), prompt, SamplingParams(max_tokens=1))
+    scheduled = ScheduledSlice(RequestId("long"), 0, 1, BLOCKS, samples=True)
+    outcome = executor.run(StepPlan(30, Compute((scheduled,)), (request,)))
+    assert outcome.sampled[0].token_id == token_of(prompt, scheduled)
+
+
+def test_a_step_that_fails_on_a_rank_of_one_stage_has_failed(shared: Started) -> None:
+    executor, _ = shared
+    with pytest.raises(RankFailed, match=r"ValueError: asked by .* on rank 2"):
+        executor.run(plan_of(40, "r2:raise"))
+    assert len(executor.run(plan_of(41, "d")).sampled) == 1
+
+
+def test_a_rank_that_is_killed_ends_all_stages_and_is_named() -> None:
+    executor, hosts = executor_on_hosts(TWO, load_fake)
+    ranks = executor.pids
+    with pytest.raises(ExecutorDead, match=r"host of stage 1 .*rank 1 of 2 was killed by signal 9"):
+        executor.run(plan_of(0, "r0:hang", "r1:kill"))
+    wait_ended(ranks)
+    assert not any(each.is_alive() for each in hosts.processes)
+
+
+def test_a_host_that_is_killed_ends_all_stages() -> None:
+    executor, hosts = executor_on_hosts(TWO, load_fake)
+    ranks = executor.pids
+    executor.submit(plan_of(0, "r0:hang", "r1:hang"))
+    pid = hosts.processes[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ExecutorDead, match="host of stage 0"):
+        executor.collect()
+    wait_ended(ranks)
+
+
+def test_a_stage_ends_when_the_driver_does() -> None:
+    executor, hosts = executor_on_hosts(TWO, load_fake)
+    ranks = executor.pids
+    for link in executor._ranks._links.values():  # type: ignore[attr-defined]
+        link.close()  # as the kernel does when the driver is killed
+    wait_ended(ranks)
+    wait_ended(each.pid for each in hosts.processes)
+    executor.close()
+
+
+def test_a_stage_that_cannot_load_says_where() -> None:
+    gc.collect()
+    before = num_open_files()
+    with pytest.raises(BackfillError, match=r"^In host of stage 1: `threads` 1 is refused here"):
+        executor_on_hosts(TWO, load_refused)
+    gc.collect()
+    assert num_open_files() == before

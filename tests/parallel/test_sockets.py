@@ -1,0 +1,50 @@
+"""Who may connect to the processes of an engine."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from backfill.parallel.sockets import KEY_BYTES, ConnectionRefused, accept, address_of, connect_to, listen
+
+KEY, OTHER = bytes(KEY_BYTES), bytes([1] * KEY_BYTES)
+
+
+def test_only_those_who_know_the_secret_are_connected() -> None:
+    with listen("127.0.0.1") as listener, ThreadPoolExecutor(1) as thread:
+        accepting = thread.submit(accept, listener, KEY, 60.0)
+        address = address_of(listener)
+        with pytest.raises(ConnectionRefused, match="does not belong to this engine"):
+            connect_to(address, OTHER, 60.0)
+        with socket.create_connection(address) as silent:
+            silent.shutdown(socket.SHUT_WR)
+            assert len(silent.recv(1, socket.MSG_WAITALL)) <= 1
+        with connect_to(address, KEY, 60.0) as connected, accepting.result(60.0) as accepted:
+            connected.sendall(b"plan")
+            assert accepted.recv(4, socket.MSG_WAITALL) == b"plan"
+
+
+def test_a_stranger_cannot_use_the_proof_that_it_gets() -> None:
+    """It sends back what it received: a proof of the other role."""
+    with listen("127.0.0.1") as listener, ThreadPoolExecutor(1) as thread:
+        accepting = thread.submit(accept, listener, KEY, 60.0)
+        with socket.create_connection(address_of(listener)) as stranger:
+            stranger.sendall(bytes(32))
+            proof_and_number = stranger.recv(64, socket.MSG_WAITALL)
+            stranger.sendall(proof_and_number[:32])
+            assert stranger.recv(1) == b""
+        with connect_to(address_of(listener), KEY, 60.0), accepting.result(60.0):
+            pass
+
+
+def test_nobody_comes() -> None:
+    def give_up() -> None:
+        raise ValueError("it has ended")
+
+    with listen("127.0.0.1") as listener:
+        with pytest.raises(ConnectionRefused, match=r"nobody has connected within 0\.01 s"):
+            accept(listener, KEY, 0.01)
+        with pytest.raises(ValueError, match="it has ended"):
+            accept(listener, KEY, 60.0, give_up)

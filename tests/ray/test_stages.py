@@ -1,0 +1,145 @@
+"""Ranks of one engine as actors on a real cluster of two nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util import list_named_actors, placement_group_table
+
+from backfill.core.config import GIB, EngineConfig
+from backfill.core.errors import ConfigError, EngineDead, ExecutorDead
+from backfill.engine.client import EngineClient
+from backfill.execution.create import create_torch_executor
+from backfill.parallel.create import create_executor
+from backfill.parallel.ray_cluster import ADDRESS_VARIABLE
+from tests.api.servers import wait_until
+from tests.builders import make_request
+from tests.models.tiny import save_tiny_model
+from tests.parallel.processes import TIMEOUT_S, children, wait_ended
+from tests.parallel.test_executor import plan_of
+from tests.parallel.test_rank_tokens import tokens
+from tests.ray.fake_engines import fake_executor, load_fake_engine
+from tests.ray.processes import parent
+
+TWO = EngineConfig(executor="ray", pipeline_parallel_size=2, threads=4)
+
+
+def raylet_of(rank: int) -> int:
+    """The process of the node on which the rank runs."""
+    return parent(parent(rank))
+
+
+def is_clean() -> bool:
+    names = {each["name"] for each in list_named_actors(all_namespaces=True)}
+    groups = {each["state"] for each in placement_group_table().values()}
+    return not names and groups <= {"REMOVED"}
+
+
+def test_tokens_on_two_nodes_are_those_of_one_process(cluster: Cluster, tmp_path: Path) -> None:
+    """Two stages of two ranks: a stage needs all of a node."""
+    save_tiny_model("llama", tmp_path)
+    common = {"model_dir": str(tmp_path), "dtype": "float32", "block_size": 8, "kv_gib": 2**20 / GIB}
+    expected = create_torch_executor(EngineConfig(device="cpu", threads=1, **common))  # type: ignore[arg-type]
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    executor = create_executor(EngineConfig(executor="ray", **common, **sizes))  # type: ignore[arg-type]
+    try:
+        ranks = [pid or 0 for pid in executor.pids]  # type: ignore[union-attr]
+        nodes = [raylet_of(pid) for pid in ranks]
+        assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+        assert set(list_named_actors()) == {"backfill-stage-0", "backfill-stage-1"}
+        assert ray.available_resources().get("CPU", 0.0) == 0.0
+        assert tokens(executor) == tokens(expected)
+        assert executor.info.num_blocks == expected.info.num_blocks
+    finally:
+        executor.close()  # type: ignore[union-attr]
+    wait_ended(ranks)
+    wait_until(is_clean, "the end of all actors")
+
+
+def test_an_engine_is_started_again_after_its_actor_and_leaves_nothing_when_it_is_killed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ADDRESS_VARIABLE, cluster.address)
+
+    async def check(client: EngineClient) -> None:
+        await client.start()
+        assert await generate(client, "a") == 4
+        ranks = ranks_of_cluster()
+        assert len(ranks) == 2
+        waiting = asyncio.create_task(generate(client, "r1:hang"))
+        os.kill(parent(ranks[1]), signal.SIGKILL)
+        with pytest.raises(EngineDead, match=r"actor backfill-stage-. on node .* has ended"):
+            await waiting
+        wait_ended(ranks)
+        await client.wait_dead()
+        await client.start()
+        assert await generate(client, "b") == 4
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        await client.wait_dead()
+
+    async def run() -> None:
+        client = EngineClient(TWO, on_report=lambda _: None, load=load_fake_engine)
+        try:
+            await asyncio.wait_for(check(client), 2 * TIMEOUT_S)
+        finally:
+            await client.stop()
+
+    asyncio.run(run())
+    wait_until(lambda: not ranks_of_cluster() and is_clean(), "the end of all actors")
+
+
+async def generate(client: EngineClient, name: str) -> int:
+    request = make_request(2, 4, request_id=name, ignore_eos=True)
+    return len([output async for output in client.generate(request)])
+
+
+def ranks_of_cluster() -> list[int]:
+    """Processes of ranks in actors of this process's cluster."""
+    raylets = [pid for pid in children(os.getpid()) if "raylet" in Path(f"/proc/{pid}/comm").read_text()]
+    workers = [worker for raylet in raylets for worker in children(raylet)]
+    found = [pid for worker in workers for pid in children(worker)]
+    return [pid for pid in found if Path(f"/proc/{pid}/comm").read_text().startswith("backfill-rank")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"pipeline_parallel_size": 3, "threads": 6},
+            r"needs 3 times 2 CPU, each .* there is room for 2: .*",
+        ),
+        ({"tensor_parallel_size": 3}, r"needs 1 times 3 CPU, .* no node is big enough for one: .*"),
+        ({"device": "cuda"}, r"needs 1 times 1 CPU, 1 GPU, .* no node is big enough for one: .*"),
+    ],
+)
+def test_a_cluster_that_is_too_small_is_described(
+    cluster: Cluster, fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"`executor` ray {message}: 2 CPU; 2 CPU"):
+        fake_executor(EngineConfig(executor="ray", **fields))  # type: ignore[arg-type]
+
+
+def test_the_end_of_a_node_is_noticed_and_another_one_takes_its_place(cluster: Cluster) -> None:
+    """The last test of the cluster: one of its nodes is another one then."""
+    executor = fake_executor(TWO)
+    ranks = executor.pids
+    executor.submit(plan_of(0, "r0:hang", "r1:hang"))
+    (other,) = cluster.worker_nodes
+    cluster.remove_node(other, allow_graceful=False)
+    with pytest.raises(ExecutorDead, match=r"backfill-stage-. on node .* has ended"):
+        executor.collect()
+    wait_ended(ranks)
+    cluster.add_node(num_cpus=2, object_store_memory=80 << 20)
+    cluster.wait_for_nodes()
+    again = fake_executor(TWO)
+    try:
+        assert len(again.run(plan_of(0, "a")).sampled) == 1
+    finally:
+        again.close()
