@@ -2,7 +2,8 @@
 
 Every request decodes one token a step, and one in ``block_size`` gets a new block. A step is timed from the
 plan object to the outcome object: encoding, transport, decoding on all ranks, and the way back. Between two
-steps the ranks sleep for ``--pause``. Prints a table, and one JSON object as the last line.
+steps the ranks sleep for ``--pause``. With ``--executor ray`` each rank is a stage of its own, in an actor of
+Ray, and what is sent goes over TCP. Prints a table, and one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048, help="tokens of each request's block table")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--pause", type=float, default=0.002, help="seconds between two steps")
+    parser.add_argument("--executor", choices=["process", "ray"], default="process")
     args = parser.parse_args()
     results = []
     for num_ranks in args.ranks:
-        config = EngineConfig(tensor_parallel_size=num_ranks)
-        executor = ParallelExecutor(config, 1, load_idle_rank)
+        executor = created(num_ranks, args.executor)
         try:
             for num_requests in args.requests:
                 times = sorted(step_times(executor, num_requests, args.context, args.steps, args.pause))
@@ -48,6 +49,15 @@ def main() -> None:
         finally:
             executor.close()
     print(json.dumps({"arguments": vars(args), "steps": results}))
+
+
+def created(num_ranks: int, executor: str) -> ParallelExecutor:
+    if executor == "process":
+        return ParallelExecutor(EngineConfig(tensor_parallel_size=num_ranks), 1, load_idle_rank)
+    from backfill.parallel.ray_stages import plan_stages, starter
+
+    config = EngineConfig(executor="ray", pipeline_parallel_size=num_ranks, threads=num_ranks)
+    return ParallelExecutor(config, 1, load_idle_rank, start=starter(plan_stages(config)))
 
 
 def step_times(

@@ -109,6 +109,8 @@ def test_options_are_checked_before_anything_starts(small_model: Path) -> None:
         ProcessorConfig(model_source="m", engine_kwargs={"kv_gb": 1})
     with pytest.raises(InvalidOption, match="kv_gib must be"):
         ProcessorConfig(model_source="m", engine_kwargs={"kv_gib": -1.0})
+    with pytest.raises(InvalidOption, match="engine_kwargs has no executor but process"):
+        ProcessorConfig(model_source="m", engine_kwargs={"executor": "ray"})
     with pytest.raises(InvalidOption, match="concurrency must be"):
         ProcessorConfig(model_source="m", concurrency=(2, 1))
     with pytest.raises(InvalidOption, match="batch_size must be at least 1"):

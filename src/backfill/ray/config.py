@@ -48,6 +48,10 @@ class ProcessorConfig:
                 raise ConfigError("has no model: `model_source` names it.", field="engine_kwargs")
             if not _is_count(self.batch_size):
                 raise ConfigError(f"must be at least 1, got {self.batch_size!r}.", field="batch_size")
+            if self.engine_kwargs.get("executor", "process") != "process":
+                raise ConfigError(
+                    "has no `executor` but process: Ray places the engines.", field="engine_kwargs"
+                )
             bounds = self.concurrency if isinstance(self.concurrency, tuple) else (self.concurrency,)
             if not all(map(_is_count, bounds)) or len(bounds) > 2 or bounds[0] > bounds[-1]:
                 raise ConfigError(
