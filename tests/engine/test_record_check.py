@@ -114,6 +114,18 @@ def test_larger_steps_than_recorded_say_nothing() -> None:
     assert checked.check.record is RECORD
 
 
+def test_steps_of_other_kinds_than_recorded_say_nothing() -> None:
+    checked = Checked()
+    decode, chunk = (
+        ScheduledSlice(RequestId(name), 64, size, (), True) for name, size in (("a", 1), ("b", 9))
+    )
+    longer = decode._replace(start=1025)
+    for slices in ((decode, chunk), (chunk,), (longer,) * 16):
+        for _ in range(NUM_STEPS):
+            checked.check.observe(StepPlan(0, Compute(slices)), 5.0, 0.004)
+    assert checked.check.record is RECORD
+
+
 def test_a_thorough_record_is_left_alone_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     checked = Checked(replace(RECORD, is_thorough=True))
     checked.serve(2.0, number=5 * NUM_STEPS)

@@ -6,10 +6,10 @@ import logging
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from backfill.core.plan import StepPlan
+from backfill.core.plan import ScheduledSlice, StepPlan
 from backfill.costs.fit import TimedStep, fit_few_steps
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
@@ -53,11 +53,15 @@ class RecordCheck:
     def observe(self, plan: StepPlan, computed_s: float, transfer_s: float) -> None:
         """A whole step was computed in so long, without waiting for weights.
 
+        It counts if it is of the kind that the record has: decodes alone, or whole prompts.
+
         Args:
             transfer_s: what a transfer took lately; 0 if that is not known.
         """
+        if self._is_silent or not _is_of_one_phase(plan.slices):
+            return
         load = StepLoad.of_slices(plan.slices)
-        if self._is_silent or load.num_requests > self._most_requests or load.num_tokens > self._most_tokens:
+        if not any(_is_within(load, each) for each in self._loads):
             return
         self._ratios.append(computed_s / self._cost.step_time_s(load))
         if transfer_s > 0.0:
@@ -70,9 +74,7 @@ class RecordCheck:
     def _use(self, record: PerformanceRecord) -> None:
         self.record = record
         self._cost = _cost_of(record)
-        loads = [_load_of(each) for each in record.loads]
-        self._most_requests = max(each.num_requests for each in loads)
-        self._most_tokens = max(each.num_tokens for each in loads)
+        self._loads = [_load_of(each) for each in record.loads]
 
     def _compare(self) -> None:
         compute = _wrong_by(list(self._ratios))
@@ -118,6 +120,20 @@ def _cost_of(record: PerformanceRecord) -> CostModel:
 def _load_of(load: RecordedLoad) -> StepLoad:
     shape = (0, load.length, True) if load.phase == "prefill" else (load.length, 1, True)
     return StepLoad.of([shape] * load.batch_size)
+
+
+def _is_of_one_phase(slices: Sequence[ScheduledSlice]) -> bool:
+    decodes = all(each.num_tokens == 1 and each.start > 0 for each in slices)
+    return decodes or all(each.start == 0 and each.samples for each in slices)
+
+
+def _is_within(load: StepLoad, other: StepLoad) -> bool:
+    return (
+        load.num_requests <= other.num_requests
+        and load.num_tokens <= other.num_tokens
+        and load.prefill_pairs <= other.prefill_pairs
+        and load.decode_context_tokens <= other.decode_context_tokens
+    )
 
 
 def _wrong_by(ratios: list[float]) -> float:
