@@ -136,6 +136,22 @@ def test_the_measured_executor_leaves_no_memory_behind(
         gc.enable()
 
 
+def test_the_measured_executor_does_not_divide_memory_anew(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created: list[EngineConfig] = []
+
+    def create(given: EngineConfig) -> TorchExecutor:
+        created.append(given)
+        raise InsufficientMemory("too small")
+
+    monkeypatch.setattr(analyzer, "create_torch_executor", create)
+    with pytest.raises(InsufficientMemory):
+        analyze(replace(config, min_offload_interval=1), SMALL)
+    (measured,) = created
+    assert (measured.offload_interval, measured.min_offload_interval) == (1, None)
+
+
 @pytest.mark.parametrize("limits", [{"longest_s": 0.0}, {"budget_s": 0.0}])
 def test_loads_beyond_the_limits_of_the_grid_are_left_out(config: EngineConfig, limits: Any) -> None:
     """The smallest one of each phase is measured in any case."""

@@ -241,7 +241,8 @@ def record_path(key: MeasuredOn) -> Path:
 
 def _for_analysis(config: EngineConfig) -> EngineConfig:
     """The same with every layer offloaded, which needs the least memory, and no pool in host memory."""
-    return with_options(config, {"offload_interval": 1, "checkpointing": "none", "host_kv_gib": None})
+    changes = {"offload_interval": 1, "min_offload_interval": None, "host_kv_gib": None}
+    return with_options(config, {**changes, "checkpointing": "none"})
 
 
 def _shape(load: Load) -> Shape:
