@@ -151,9 +151,14 @@ def profile_of(running: Loaded, **fields: Any) -> CostProfile:
     return replace(make_profile(), key=profile_key(*running), **fields)
 
 
-def test_a_coarse_profile_is_kept_for_the_next_start(running: Loaded, measured: list[CostProfile]) -> None:
+def test_a_coarse_profile_is_kept_for_the_next_start(
+    running: Loaded, measured: list[CostProfile], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     for _ in range(2):
         assert load_or_measure_profile(*running) == saved_profile(running)
+    begun = [line for line in caplog.messages if line.startswith("measuring what steps cost")]
+    assert len(begun) == 1, "said before the wait, and only then"
     assert len(measured) == 1
 
 

@@ -193,7 +193,10 @@ def test_the_lock_of_a_dead_process_is_free(tmp_path: Path) -> None:
         pass
 
 
-def test_local_gguf_is_converted_once_for_each_content(tmp_path: Path, cache: Path) -> None:
+def test_local_gguf_is_converted_once_for_each_content(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     source = write_tiny(tmp_path / "My.gguf")
     folder = resolve_model(str(source))
     assert folder.parent == cache
@@ -203,6 +206,7 @@ def test_local_gguf_is_converted_once_for_each_content(tmp_path: Path, cache: Pa
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     os.utime(source, ns=(1, 1))
     assert resolve_model(str(source)) != folder
+    assert caplog.messages.count("converting My.gguf") == 2
 
 
 def test_cache_dir_argument_beats_the_environment(tmp_path: Path) -> None:
