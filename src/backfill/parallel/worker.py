@@ -24,7 +24,7 @@ from backfill.parallel.ring import RingClosed, RingMemory, RingReader
 
 logger = logging.getLogger(__name__)
 
-_IDLE_S = 0.0003  # without a plan, until the rank prepares for it: the driver may need the core before
+_IDLE_S = 0.001  # without a plan, until the rank prepares for it: others may need the core before
 
 
 @dataclass(frozen=True, slots=True)
