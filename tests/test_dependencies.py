@@ -29,7 +29,10 @@ PLOTS = (
     "simulation/sweep_plot.py",
 )
 
-EXTRAS = {"plot": PLOTS, "ray": ("ray/",)}  # and the only files or folders that import what is in it
+EXTRAS = {
+    "plot": PLOTS,
+    "ray": ("ray/", "parallel/ray_", "parallel/require_ray.py"),
+}  # and the only files or folders that import what is in it
 
 
 def imported_modules(path: Path) -> Iterator[str]:
