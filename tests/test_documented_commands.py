@@ -78,7 +78,7 @@ PARSED = {
     ),
     f"{_BACKFILL} simulate fleet --replicas 16 --kv-tokens 150000 --online azure_conv_2023.csv --offline "
     "arxiv_summarization_lengths.csv --speed 30 --rate 32 --duration 116 "
-    "--routers slo,least-loaded,round-robin,one-engine --jobs 2": "as above",
+    "--routers slo,least-loaded,round-robin,one-engine --seeds 3 --jobs 2": "as above",
     f"{_BACKFILL} simulate fleet --replicas 16 --kv-tokens 150000 --online azure_conv_2023.csv --offline "
     "arxiv_summarization_lengths.csv --rate 32 --duration 3500 --jobs 3 --plot fleet.png": "as above",
     f"{_BACKFILL} simulate goodput --jobs 2 --json": "half an hour; tests/simulation runs it short",
