@@ -107,7 +107,7 @@ def test_running_usage_has_the_cached_tokens_from_the_first_chunk_on() -> None:
         assert {cached(chunk["usage"]) for chunk in chunks} == {16}
 
 
-def test_the_death_of_an_engine_is_no_overload() -> None:
+def test_the_death_of_an_engine_says_how_it_ended() -> None:
     status, body = error_of(EngineDead("The engine process ended: rank 1 of 2 was killed by signal 9."))
-    assert (status, body["error"]["code"]) == (503, "service_unavailable")
+    assert (status, body["error"]["code"]) == (503, "server_is_overloaded")
     assert "rank 1 of 2 was killed" in body["error"]["message"]

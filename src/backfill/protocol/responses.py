@@ -35,8 +35,8 @@ def error_of(error: BackfillError) -> tuple[int, Json]:
     if isinstance(error, RequestError):
         status = 404 if error.code == "model_not_found" else 400
         return status, error_body(str(error), "invalid_request_error", param=error.param, code=error.code)
-    if isinstance(error, EngineDead | NotReady):  # nothing is overloaded: it is gone, or not there yet
-        return 503, error_body(str(error), "service_unavailable_error", code="service_unavailable")
+    if isinstance(error, EngineDead | NotReady):
+        return 503, error_body(str(error), "service_unavailable_error", code="server_is_overloaded")
     return 500, error_body(str(error), "server_error")
 
 
