@@ -30,14 +30,12 @@ from backfill.parallel.messages import (
 from backfill.parallel.plan_codec import PlanEncoder, Sampled
 from backfill.parallel.processes import RankProcesses, RankStarter
 from backfill.parallel.rank import RankLoader, output_rank
-from backfill.parallel.stall import StallWatch, describe_places, stall_limit_s
+from backfill.parallel.stall import StallWatch, describe_places, stall_limit_s, unwatched_s
 
 logger = logging.getLogger(__name__)
 
 # After one rank has failed in a step, for the others: they may wait for it in a collective, without end.
 _FAILED_STEP_S = 10.0
-# For so long a wait for a step can be ended by an arrival; ``collect`` then looks after ranks that hang.
-_WAKEFUL_S = 10.0
 _LOOK_S = 0.25
 _FILL_BYTES = 1 << 30
 _LOADS_APART_S = 600.0
@@ -91,6 +89,7 @@ class ParallelExecutor:
         self._output_rank = output_rank(config.tensor_parallel_size, config.pipeline_parallel_size)
         self._failed_step_s = failed_step_s
         self._hang_timeout_s = config.engine_hang_timeout
+        self._unwatched_s = unwatched_s(config.engine_hang_timeout)
         self._encoder = PlanEncoder()
         self._completed = CompletedOnAll(config.num_ranks)
         self._transfers: list[WeightTransfers] = []  # reported by ranks since the last outcome
@@ -172,7 +171,8 @@ class ParallelExecutor:
         )
 
     def wait(self) -> bool:
-        ranks, until_s = self._ranks, time.monotonic() + _WAKEFUL_S
+        # Then ``collect`` looks after ranks that hang.
+        ranks, until_s = self._ranks, time.monotonic() + self._unwatched_s
         while not (ranks.waker.was_woken or all(ranks.reports)):
             left_s = until_s - time.monotonic()
             if left_s <= 0.0 or _failures([each[0] if each else None for each in ranks.reports]):
