@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,7 @@ from backfill.core.plan import AdmittedRequest, BlockCopies, Compute, ScheduledS
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.parallel.executor import ParallelExecutor, RankFailed
+from backfill.parallel.remote_stages import _HostLink
 from tests.parallel.fake_ranks import NUM_BLOCKS, load_fake, load_refused, token_of
 from tests.parallel.processes import num_open_files, wait_ended
 from tests.parallel.stage_hosts import HostProcesses, executor_on_hosts
@@ -70,6 +72,16 @@ def test_a_plan_larger_than_all_buffers_arrives(shared: Started) -> None:
     scheduled = ScheduledSlice(RequestId("long"), 0, 1, BLOCKS, samples=True)
     outcome = executor.run(StepPlan(30, Compute((scheduled,)), (request,)))
     assert outcome.sampled[0].token_id == token_of(prompt, scheduled)
+
+
+def test_who_sends_takes_reports_meanwhile_also_while_another_thread_sends() -> None:
+    """Else both ends could wait for the other one to read."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        link = _HostLink(ours)
+        link._sending.acquire()  # a stop request that waits for room
+        link.send(b"plan", link._sending.release)
+        assert theirs.recv(4, socket.MSG_WAITALL) == b"plan"
 
 
 def test_a_step_that_fails_on_a_rank_of_one_stage_has_failed(shared: Started) -> None:

@@ -143,10 +143,11 @@ class RayStages:
         return f"actor backfill-stage-{stage} on node {self._nodes[stage].host}"
 
     def close(self) -> None:
-        with suppress(RayError):
-            for actor in self._actors:
+        for actor in self._actors:
+            with suppress(RayError):  # the others are ended all the same
                 ray.kill(actor)
-            if self._group is not None:
+        if self._group is not None:
+            with suppress(RayError):
                 remove_placement_group(self._group)
         self._actors, self._group = [], None
 
