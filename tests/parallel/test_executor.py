@@ -86,6 +86,7 @@ def test_a_wait_for_a_step_ends_with_it(executor: ParallelExecutor) -> None:
 def test_a_wait_for_a_step_ends_with_a_wake_but_wakes_do_not_put_off_the_look_after_the_ranks(
     mortal: ParallelExecutor,
 ) -> None:
+    mortal._unwatched_s = 600.0
     mortal.submit(plan_of(0, "r0:hang"))
     for _ in range(2):
         mortal.wake()
