@@ -72,15 +72,15 @@ def plan_of(step: int, *names: str, start: int = 0, admits: bool = True, stops: 
 
 
 def test_a_wait_for_a_step_ends_with_it(executor: ParallelExecutor) -> None:
-    executor.submit(plan_of(0, "a"))
+    executor.submit(plan_of(0, "*:raise"))
+    assert executor.wait(), "a failure is collected"
+    with pytest.raises(RankFailed):
+        executor.collect()
+    executor.submit(plan_of(1, "a"))
     assert executor.wait() and executor.wait()
     executor.wake()
     assert executor.wait(), "it is done, however many requests arrive"
     assert executor.collect().sampled
-    executor.submit(plan_of(1, "*:raise"))
-    assert executor.wait(), "a failure is collected"
-    with pytest.raises(RankFailed):
-        executor.collect()
 
 
 def test_a_wait_for_a_step_ends_with_a_wake_but_wakes_do_not_put_off_the_look_after_the_ranks(
