@@ -29,10 +29,8 @@ PLOTS = (
     "simulation/sweep_plot.py",
 )
 
-EXTRAS = {
-    "plot": PLOTS,
-    "ray": ("ray/", "parallel/ray_", "parallel/require_ray.py"),
-}  # and the only files or folders that import what is in it
+# Extras, and the only files or folders that import what is in them.
+EXTRAS = {"plot": PLOTS, "ray": ("ray/", "parallel/ray_", "parallel/require_ray.py")}
 
 
 def imported_modules(path: Path) -> Iterator[str]:

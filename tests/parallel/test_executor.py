@@ -71,17 +71,31 @@ def plan_of(step: int, *names: str, start: int = 0, admits: bool = True, stops: 
     return StepPlan(step, Compute(slices, safepoints=Safepoints(1, False) if stops else None), admitted)
 
 
-def test_a_wait_for_a_step_ends_with_it_or_with_a_wake(executor: ParallelExecutor) -> None:
-    executor.submit(plan_of(0, "a"))
-    executor.wake()
-    executor.wake()
-    assert not executor.wait()
-    assert executor.wait() and executor.wait(), "one wake-up for all calls before it"
-    assert executor.collect().sampled
-    executor.submit(plan_of(1, "*:raise"))
+def test_a_wait_for_a_step_ends_with_it(executor: ParallelExecutor) -> None:
+    executor.submit(plan_of(0, "*:raise"))
     assert executor.wait(), "a failure is collected"
     with pytest.raises(RankFailed):
         executor.collect()
+    executor.submit(plan_of(1, "a"))
+    assert executor.wait() and executor.wait()
+    executor.wake()
+    assert executor.wait(), "it is done, however many requests arrive"
+    assert executor.collect().sampled
+
+
+def test_a_wait_for_a_step_ends_with_a_wake_but_wakes_do_not_put_off_the_look_after_the_ranks(
+    mortal: ParallelExecutor,
+) -> None:
+    mortal._unwatched_s = 600.0
+    mortal.submit(plan_of(0, "r0:hang"))
+    for _ in range(2):
+        mortal.wake()
+        mortal.wake()
+        assert not mortal.wait()
+    mortal._unwatched_until_s = time.monotonic() + 0.01
+    assert mortal.wait(), "one wake-up for all calls before it"
+    mortal.wake()
+    assert mortal.wait()
 
 
 def test_ranks_know_the_tokens_of_steps_before(executor: ParallelExecutor) -> None:

@@ -5,21 +5,29 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from backfill.core.block import BlockCopy
-from backfill.core.config import EngineConfig
+from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import BackfillError, ExecutorDead
 from backfill.core.plan import AdmittedRequest, BlockCopies, Compute, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
+from backfill.execution.create import create_torch_executor
 from backfill.parallel.executor import ParallelExecutor, RankFailed
+from backfill.parallel.load import load_rank
+from backfill.parallel.remote_stages import _HostLink
+from tests.models.tiny import save_tiny_model
 from tests.parallel.fake_ranks import NUM_BLOCKS, load_fake, load_refused, token_of
 from tests.parallel.processes import num_open_files, wait_ended
 from tests.parallel.stage_hosts import HostProcesses, executor_on_hosts
 from tests.parallel.test_executor import BLOCKS, plan_of
+from tests.parallel.test_rank_tokens import tokens
 
 FOUR = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
 TWO = EngineConfig(pipeline_parallel_size=2)
@@ -72,11 +80,39 @@ def test_a_plan_larger_than_all_buffers_arrives(shared: Started) -> None:
     assert outcome.sampled[0].token_id == token_of(prompt, scheduled)
 
 
+def test_who_sends_takes_reports_meanwhile_also_while_another_thread_sends() -> None:
+    """Else both ends could wait for the other one to read."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        link = _HostLink(ours)
+        link._sending.acquire()  # a stop request that waits for room
+        link.send(b"plan", link._sending.release)
+        assert theirs.recv(4, socket.MSG_WAITALL) == b"plan"
+
+
 def test_a_step_that_fails_on_a_rank_of_one_stage_has_failed(shared: Started) -> None:
     executor, _ = shared
     with pytest.raises(RankFailed, match=r"ValueError: asked by .* on rank 2"):
         executor.run(plan_of(40, "r2:raise"))
     assert len(executor.run(plan_of(41, "d")).sampled) == 1
+
+
+def test_ranks_stream_weights_and_have_micro_batches_as_on_one_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path / "cache"))
+    save_tiny_model("llama", tmp_path)
+    one = EngineConfig(
+        model_dir=str(tmp_path), device="cpu", dtype="float32", block_size=8, kv_gib=2**20 / GIB, threads=1
+    )
+    expected = tokens(create_torch_executor(one))
+    config = replace(one, pipeline_parallel_size=2, threads=2, offload_interval=1, num_micro_batches=2)
+    executor, _ = executor_on_hosts(config, load_rank)
+    try:
+        assert tokens(executor) == expected
+    finally:
+        executor.close()
+    assert len(list(tmp_path.glob("cache/packed/*.layers"))) == 2
 
 
 def test_a_rank_that_is_killed_ends_all_stages_and_is_named() -> None:

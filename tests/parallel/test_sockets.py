@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from backfill.parallel import sockets
 from backfill.parallel.sockets import KEY_BYTES, ConnectionRefused, accept, address_of, connect_to, listen
 
 KEY, OTHER = bytes(KEY_BYTES), bytes([1] * KEY_BYTES)
@@ -37,6 +39,15 @@ def test_a_stranger_cannot_use_the_proof_that_it_gets() -> None:
             assert stranger.recv(1) == b""
         with connect_to(address_of(listener), KEY, 60.0), accepting.result(60.0):
             pass
+
+
+def test_bytes_that_trickle_in_do_not_extend_the_time_for_a_proof() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(bytes(8))
+        with pytest.raises(TimeoutError):
+            sockets._received(ours, 8, time.monotonic())
+        assert sockets._received(ours, 8, time.monotonic() + 60.0) == bytes(8)
 
 
 def test_nobody_comes() -> None:

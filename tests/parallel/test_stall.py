@@ -7,7 +7,7 @@ import math
 import pytest
 
 from backfill.parallel.progress import Place, Progress
-from backfill.parallel.stall import StallWatch, describe_places, stall_limit_s
+from backfill.parallel.stall import StallWatch, describe_places, stall_limit_s, unwatched_s
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,14 @@ from backfill.parallel.stall import StallWatch, describe_places, stall_limit_s
 )
 def test_the_limit(engine_hang_timeout: float | None, predicted_s: float, limit_s: float) -> None:
     assert stall_limit_s(engine_hang_timeout, predicted_s) == limit_s
+
+
+@pytest.mark.parametrize("engine_hang_timeout", [0.1, 8.0, 300.0])
+def test_ranks_that_stand_still_are_named_before_the_engine_is_killed(engine_hang_timeout: float) -> None:
+    limit_s = stall_limit_s(engine_hang_timeout, 0.1)
+    assert unwatched_s(engine_hang_timeout) + limit_s <= 0.75 * engine_hang_timeout
+    assert unwatched_s(None) + stall_limit_s(None, 0.1) < 30.0  # the least that it is by default
+    assert unwatched_s(0.0) == unwatched_s(None)
 
 
 def test_progress_begins_the_count_again_and_a_pause_of_the_machine_hardly_counts() -> None:

@@ -18,6 +18,8 @@ from backfill.engine.client import EngineClient
 from backfill.execution.create import create_torch_executor
 from backfill.parallel.create import create_executor
 from backfill.parallel.ray_cluster import ADDRESS_VARIABLE
+from backfill.parallel.ray_stages import BUILD, StageNode, check_builds
+from backfill.parallel.stage_host import StageAddresses
 from tests.api.servers import wait_until
 from tests.builders import make_request
 from tests.models.tiny import save_tiny_model
@@ -39,6 +41,16 @@ def is_clean() -> bool:
     names = {each["name"] for each in list_named_actors(all_namespaces=True)}
     groups = {each["state"] for each in placement_group_table().values()}
     return not names and groups <= {"REMOVED"}
+
+
+def test_another_build_on_a_node_is_refused() -> None:
+    nodes = [
+        StageNode("a", "10.0.0.1", StageAddresses((), None), BUILD),
+        StageNode("b", "10.0.0.2", StageAddresses((), None), "0.0.1, big-endian"),
+    ]
+    check_builds(nodes[:1])
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.2 has 0\.0\.1, big-endian, and the engine "):
+        check_builds(nodes)
 
 
 def test_tokens_on_two_nodes_are_those_of_one_process(cluster: Cluster, tmp_path: Path) -> None:

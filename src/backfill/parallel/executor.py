@@ -30,14 +30,12 @@ from backfill.parallel.messages import (
 from backfill.parallel.plan_codec import PlanEncoder, Sampled
 from backfill.parallel.processes import RankProcesses, RankStarter
 from backfill.parallel.rank import RankLoader, output_rank
-from backfill.parallel.stall import StallWatch, describe_places, stall_limit_s
+from backfill.parallel.stall import StallWatch, describe_places, stall_limit_s, unwatched_s
 
 logger = logging.getLogger(__name__)
 
 # After one rank has failed in a step, for the others: they may wait for it in a collective, without end.
 _FAILED_STEP_S = 10.0
-# For so long a wait for a step can be ended by an arrival; ``collect`` then looks after ranks that hang.
-_WAKEFUL_S = 10.0
 _LOOK_S = 0.25
 _FILL_BYTES = 1 << 30
 _LOADS_APART_S = 600.0
@@ -91,10 +89,12 @@ class ParallelExecutor:
         self._output_rank = output_rank(config.tensor_parallel_size, config.pipeline_parallel_size)
         self._failed_step_s = failed_step_s
         self._hang_timeout_s = config.engine_hang_timeout
+        self._unwatched_s = unwatched_s(config.engine_hang_timeout)
         self._encoder = PlanEncoder()
         self._completed = CompletedOnAll(config.num_ranks)
         self._transfers: list[WeightTransfers] = []  # reported by ranks since the last outcome
         self._in_flight: deque[_InFlight] = deque()
+        self._unwatched_until_s = 0.0  # the oldest of these
         self._sampled = Sampled()  # in steps collected since the last plan
 
     def _wait_loaded(self) -> list[ExecutorInfo]:
@@ -133,12 +133,15 @@ class ParallelExecutor:
         self._ranks.send(self._encoder.encode(plan, self._sampled))
         self._sampled = Sampled()
         # From here on the ranks work.
+        if not self._in_flight:
+            self._unwatched_until_s = time.monotonic() + self._unwatched_s
         self._in_flight.append(_InFlight(plan.step, plan.predicted_s, self._encoder.sampling_ids()))
 
     def collect(self) -> StepOutcome:
         oldest = self._in_flight[0]
         self._wait_for_reports(oldest)
         self._in_flight.popleft()
+        self._unwatched_until_s = time.monotonic() + self._unwatched_s
         reports = [each.popleft() for each in self._ranks.reports]
         assert all(
             isinstance(each, StepDone | StepRaised) and each.step == oldest.step for each in reports
@@ -172,14 +175,17 @@ class ParallelExecutor:
         )
 
     def wait(self) -> bool:
-        ranks, until_s = self._ranks, time.monotonic() + _WAKEFUL_S
-        while not (ranks.waker.was_woken or all(ranks.reports)):
-            left_s = until_s - time.monotonic()
+        ranks = self._ranks
+        # However many wake it: a step that is done is collected, and ``collect`` looks after ranks that hang.
+        while not all(ranks.reports):
+            left_s = self._unwatched_until_s - time.monotonic()
             if left_s <= 0.0 or _failures([each[0] if each else None for each in ranks.reports]):
                 break
+            if ranks.waker.was_woken:
+                ranks.waker.was_woken = False
+                return False
             ranks.receive(left_s)
-        was_woken, ranks.waker.was_woken = ranks.waker.was_woken, False
-        return not was_woken
+        return True
 
     def wake(self) -> None:
         self._ranks.waker.wake()

@@ -308,9 +308,8 @@ class PlanDecoder:
         known, is_replaced = self._tables, False
         for row, extend, blocks in changes:
             if extend:
-                known[request_ids[row]] += (
-                    blocks  # in place: to copy a long table costs more than all else here
-                )
+                # In place: to copy a long table costs more than all else here.
+                known[request_ids[row]] += blocks
             else:
                 known[request_ids[row]] = list(blocks)
                 is_replaced = True

@@ -6,7 +6,9 @@ import os
 import queue
 import re
 import secrets
+import sys
 import threading
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from backfill import __version__
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError, ExecutorDead
 from backfill.parallel.processes import Ranks, RankStarter
@@ -41,15 +44,18 @@ _REASON_S = 5.0
 _PASSED_ON = ("GLIBC_TUNABLES", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "BACKFILL_CPU_ISA")
 # Ray's workers have these. In a driver that one of them has started they would be another process's.
 _OF_WORKERS = ("RAY_JOB_ID", "RAY_RAYLET_PID")
+# What nodes send each other is not versioned, and has numbers as the machine has them.
+BUILD = f"{__version__}, {sys.byteorder}-endian"
 
 
 @dataclass(frozen=True, slots=True)
 class StageNode:
-    """Where an actor is, and what it listens on for its stage."""
+    """Where an actor is, what it listens on for its stage, and the build of Backfill there."""
 
     node_id: str
     host: str
     addresses: StageAddresses
+    build: str
 
 
 class StageActor:
@@ -64,7 +70,7 @@ class StageActor:
     def listen(self, num_ranks: int, *, serves_store: bool) -> StageNode:
         host = ray.util.get_node_ip_address()
         self._sockets = StageSockets.open(host, self._stage, num_ranks, serves_store=serves_store)
-        return StageNode(ray.get_runtime_context().get_node_id(), host, self._sockets.addresses)
+        return StageNode(ray.get_runtime_context().get_node_id(), host, self._sockets.addresses, BUILD)
 
     def run(self, order: StageOrder, environment: dict[str, str]) -> str:
         """See ``run_stage``."""
@@ -99,6 +105,7 @@ class RayStages:
             self._nodes = ray.get(listening, timeout=_START_S)
         except RayError as error:
             raise ExecutorDead(f"The actors of the stages cannot start: {_reason(error)}") from None
+        check_builds(self._nodes)
 
     def run(self, config: EngineConfig, threads: int, load: RankLoader) -> RemoteStages:
         """Start the ranks. Raises: ExecutorDead, OSError."""
@@ -143,10 +150,11 @@ class RayStages:
         return f"actor backfill-stage-{stage} on node {self._nodes[stage].host}"
 
     def close(self) -> None:
-        with suppress(RayError):
-            for actor in self._actors:
+        for actor in self._actors:
+            with suppress(RayError):  # the others are ended all the same
                 ray.kill(actor)
-            if self._group is not None:
+        if self._group is not None:
+            with suppress(RayError):
                 remove_placement_group(self._group)
         self._actors, self._group = [], None
 
@@ -178,6 +186,16 @@ def plan_stages(config: EngineConfig) -> Bundle:
         None if config.device == "auto" else config.device == "cuda",
         _what(size, num_stages),
     )
+
+
+def check_builds(nodes: Iterable[StageNode]) -> None:
+    """Raises: ConfigError if a node has another build than this process."""
+    for node in nodes:
+        if node.build != BUILD:
+            raise ConfigError(
+                f"`executor` ray needs the same Backfill on all nodes: {node.host} has {node.build}, and the "
+                f"engine {BUILD}."
+            )
 
 
 def starter(bundle: Bundle) -> RankStarter:

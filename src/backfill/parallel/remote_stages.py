@@ -159,7 +159,8 @@ class RemoteStages:
                 is_over = True
             else:
                 is_over |= self._take(self._stage_of[fd])
-        self._check_hosts()
+        if not is_over:  # what a rank has reported before its host ended says why
+            self._check_hosts()
         return is_over
 
     def _take(self, stage: int) -> bool:
@@ -222,16 +223,24 @@ class _HostLink:
         Args:
             wait: called while there is no room; may raise.
         """
-        rest = memoryview(command)
-        with self._sending, suppress(OSError):
-            while rest:
-                try:
-                    rest = rest[self._connection.send(rest, socket.MSG_DONTWAIT) :]
-                except BlockingIOError:
-                    if wait is None:
-                        select.select((), [self._connection], (), _FULL_WAIT_S)
-                    else:
-                        wait()
+        while not self._sending.acquire(timeout=_FULL_WAIT_S):
+            if wait is not None:  # another thread may wait for room, which this one makes
+                wait()
+        try:
+            with suppress(OSError):
+                self._send(memoryview(command), wait)
+        finally:
+            self._sending.release()
+
+    def _send(self, rest: memoryview, wait: Callable[[], object] | None) -> None:
+        while rest:
+            try:
+                rest = rest[self._connection.send(rest, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                if wait is None:
+                    select.select((), [self._connection], (), _FULL_WAIT_S)
+                else:
+                    wait()
 
     def close(self) -> None:
         self._connection.close()

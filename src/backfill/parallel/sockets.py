@@ -17,9 +17,10 @@ KEY_BYTES = 32
 _DIGEST = "sha256"
 _DIGEST_BYTES = 32
 _NONCE_BYTES = 32
-_HANDSHAKE_S = 5.0
+_HANDSHAKE_S = 10.0  # all of it: a stranger that sends a byte now and then keeps nobody out for longer
 _POLL_S = 0.2
-# A machine that vanishes says nothing: its kernel is asked every second, and it is given up after these.
+# A machine that vanishes says nothing: while nothing is on the way to it, its kernel is asked every second,
+# and it is given up after these.
 _MAX_UNANSWERED = 5
 
 
@@ -60,9 +61,9 @@ def accept(
         except TimeoutError:
             continue
         with suppress(OSError):
-            connection.settimeout(_HANDSHAKE_S)
-            _prove(connection, key, b"accepts")
-            _require_proof(connection, key, b"connects")
+            handshake_until_s = time.monotonic() + _HANDSHAKE_S
+            _prove(connection, key, b"accepts", handshake_until_s)
+            _require_proof(connection, key, b"connects", handshake_until_s)
             return _prepared(connection)
         connection.close()
     raise ConnectionRefused(f"nobody has connected within {timeout_s:g} s")
@@ -70,10 +71,11 @@ def accept(
 
 def connect_to(address: Address, key: bytes, timeout_s: float) -> socket.socket:
     """Raises: OSError."""
+    until_s = time.monotonic() + timeout_s
     connection = socket.create_connection(address, timeout_s)
     try:
-        _require_proof(connection, key, b"accepts")
-        _prove(connection, key, b"connects")
+        _require_proof(connection, key, b"accepts", until_s)
+        _prove(connection, key, b"connects", until_s)
         return _prepared(connection)
     except BaseException:
         connection.close()
@@ -89,28 +91,40 @@ def receive_exactly(connection: socket.socket, memory: memoryview) -> None:
         memory = memory[count:]
 
 
-def _prove(connection: socket.socket, key: bytes, role: bytes) -> None:
-    nonce = _received(connection, _NONCE_BYTES)
+def _prove(connection: socket.socket, key: bytes, role: bytes, until_s: float) -> None:
+    nonce = _received(connection, _NONCE_BYTES, until_s)
     connection.sendall(hmac.digest(key, role + nonce, _DIGEST))
 
 
-def _require_proof(connection: socket.socket, key: bytes, role: bytes) -> None:
+def _require_proof(connection: socket.socket, key: bytes, role: bytes, until_s: float) -> None:
     nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(nonce)
-    if not hmac.compare_digest(_received(connection, _DIGEST_BYTES), hmac.digest(key, role + nonce, _DIGEST)):
+    proof = _received(connection, _DIGEST_BYTES, until_s)
+    if not hmac.compare_digest(proof, hmac.digest(key, role + nonce, _DIGEST)):
         raise ConnectionRefused("the other end does not belong to this engine")
 
 
-def _received(connection: socket.socket, num_bytes: int) -> bytes:
-    data = bytearray(num_bytes)
-    receive_exactly(connection, memoryview(data))
-    return bytes(data)
+def _received(connection: socket.socket, num_bytes: int, until_s: float) -> bytes:
+    """Raises: TimeoutError at this time, also if bytes still come in."""
+    data = b""
+    while len(data) < num_bytes:
+        left_s = until_s - time.monotonic()
+        if left_s <= 0.0:
+            raise TimeoutError("the other end does not prove in time that it belongs to this engine")
+        connection.settimeout(left_s)
+        part = connection.recv(num_bytes - len(data))
+        if not part:
+            raise ConnectionRefused("the connection was closed")
+        data += part
+    return data
 
 
 def _prepared(connection: socket.socket) -> socket.socket:
     """Blocks without end, sends at once, and fails within seconds when the other machine is gone.
 
-    Not by TCP_USER_TIMEOUT, which would also end a connection to a process that computes for long.
+    It takes minutes while something is on the way to that machine, which the kernel sends again: whoever has
+    sent it notices the end from others. Not by TCP_USER_TIMEOUT, which would also end a connection to a
+    process that computes for long and does not read.
     """
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -16,6 +16,7 @@ _MIN_LIMIT_S = 15.0
 _LIMIT_STEPS = 10.0
 _LIMIT_WITHOUT_PREDICTION_S = 150.0
 _MAX_LOOK_S = 0.5
+_MAX_UNWATCHED_S = 10.0
 
 
 def stall_limit_s(engine_hang_timeout: float | None, predicted_s: float) -> float:
@@ -32,6 +33,14 @@ def stall_limit_s(engine_hang_timeout: float | None, predicted_s: float) -> floa
     if predicted_s == 0:
         return _LIMIT_WITHOUT_PREDICTION_S
     return max(_MIN_LIMIT_S, _LIMIT_STEPS * predicted_s)
+
+
+def unwatched_s(engine_hang_timeout: float | None) -> float:
+    """Seconds at most for which nobody looks after ranks in a step, while an arrival may end the wait for it.
+
+    With ``stall_limit_s`` it is less than the engine's client allows the engine.
+    """
+    return min(_MAX_UNWATCHED_S, engine_hang_timeout / 4) if engine_hang_timeout else _MAX_UNWATCHED_S
 
 
 class StallWatch:

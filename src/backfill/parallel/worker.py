@@ -33,7 +33,7 @@ class WorkerSetup:
 
     Attributes:
         ring_fd: memory of the ring with plans.
-        socket_fd: reports go to the driver, and its doorbell comes back.
+        socket_fd: reports go to the driver, which sends nothing; it closes when the driver ends.
     """
 
     config: EngineConfig
