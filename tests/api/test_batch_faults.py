@@ -62,7 +62,7 @@ def test_an_engine_that_is_killed_again_and_again_costs_no_line(small_model: Pat
     num_lines = 60
     custom_ids = [f"line-{number}" for number in range(num_lines)]
     content = as_jsonl(
-        completion_line(custom_id, [5, 6, 7 + number], max_tokens=80, ignore_eos=True)
+        completion_line(custom_id, [5, 6, 7 + number], max_tokens=120, ignore_eos=True)
         for number, custom_id in enumerate(custom_ids)
     )
     # All lines are in the engine at once, most of them waiting.

@@ -343,7 +343,7 @@ def test_a_second_server_on_the_data_folder_is_refused(server: RunningServer) ->
 def test_a_batch_sent_while_the_model_loads_is_cut_by_a_shutdown_and_ends_after_the_next_start(
     small_model: Path, tmp_path: Path
 ) -> None:
-    lengths = [1, *[200] * 11]
+    lengths = [1, *[300] * 11]
     lines = [chat_line(f"line-{n}", max_tokens=each, ignore_eos=True) for n, each in enumerate(lengths)]
     few = ("--max-num-seqs", "4")
     with ending(launch_small(small_model, *few, data_dir=tmp_path)) as server:

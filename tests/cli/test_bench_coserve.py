@@ -18,6 +18,7 @@ import pytest
 from backfill.bench.scrape import parse_totals, total_tokens
 from tests.api.servers import SMALL_MODEL, TIMEOUT_S, RunningServer, small_server, wait_until
 from tests.cli.running import run_cli_here
+from tests.patience import with_more_time
 
 SHORT = (
     *("--duration", "1", "--warmup", "0.5", "--rate", "8", "--input-len", "20", "--output-len", "8"),
@@ -49,9 +50,14 @@ def own_server_options(model: Path, *options: str) -> tuple[str, ...]:
 
 
 def test_policies_one_after_another(small_model: Path, tmp_path: Path) -> None:
-    files = ("--plot", str(tmp_path / "a.png"), "--result", str(tmp_path / "a.json"))
-    logs = ("--log-dir", str(tmp_path / "logs"))
-    options = own_server_options(small_model)
+    with_more_time(lambda factor: check_policies(small_model, tmp_path / f"{factor:g}", factor))
+
+
+def check_policies(model: Path, folder: Path, duration_s: float) -> None:
+    folder.mkdir()
+    files = ("--plot", str(folder / "a.png"), "--result", str(folder / "a.json"))
+    logs = ("--log-dir", str(folder / "logs"))
+    options = (*own_server_options(model), "--duration", f"{duration_s:g}")
     result = coserve("--policies", "online-only,fcfs", *SHORT, *options, *files, *logs, "--json")
     assert result.returncode == 0, result.stderr
     content = json.loads(result.stdout.splitlines()[-1])
@@ -66,10 +72,10 @@ def test_policies_one_after_another(small_model: Path, tmp_path: Path) -> None:
     assert alone["offline_tok_s"] == 0.0 and flooded["offline_tok_s"] > 0
     assert flooded["tokens_from"] == "server" and flooded["total_tok_s_over_fcfs"] == 1.0
     assert flooded["ttft_p99_over_online_only"] == flooded["ttft_p99_s"] / alone["ttft_p99_s"]
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    saved = json.loads((tmp_path / "a.json").read_text())
+    assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
+    saved = json.loads((folder / "a.json").read_text())
     assert saved["policies"] == content["policies"] and saved["timelines"]["fcfs"]["ttfts"]
-    assert sorted(path.name.rsplit("-", 2)[0] for path in (tmp_path / "logs").iterdir()) == [
+    assert sorted(path.name.rsplit("-", 2)[0] for path in (folder / "logs").iterdir()) == [
         "fcfs",
         "online-only",
     ]
@@ -80,8 +86,16 @@ def test_a_batch_on_a_running_server_beside_an_earlier_result(server: RunningSer
     result = coserve("--base-url", server.url, "--label", "alone", *SHORT,
                      "--offline-mode", "none", "--result", str(earlier))  # fmt: skip
     assert result.returncode == 0, result.stderr
-    # Batches that end in it, however late the first one begins.
-    result = coserve("--base-url", server.url, "--label", "ours", *SHORT, "--duration", "5",
+    with_more_time(lambda factor: check_batch(server, earlier, 5 * factor))
+    # Nothing is left behind.
+    assert server.http.get("/v1/files").json()["data"] == []
+    # The database knows of the batch's end first.
+    wait_until(lambda: server.metric("backfill:batch_jobs") == 0, "the batch to be forgotten")
+
+
+def check_batch(server: RunningServer, earlier: Path, duration_s: float) -> None:
+    """Batches end in this time, however late the first one begins."""
+    result = coserve("--base-url", server.url, "--label", "ours", *SHORT, "--duration", f"{duration_s:g}",
                      "--offline-mode", "batch", "--offline-lines", "10", "--seed", "1",
                      "--compare", str(earlier), "--json")  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -90,10 +104,6 @@ def test_a_batch_on_a_running_server_beside_an_earlier_result(server: RunningSer
     assert ours["failed"] == 0 and ours["offline_completed"] > 0 and ours["offline_tok_s"] > 0
     assert alone["offline_tok_s"] == 0.0 and content["model"] == "smollm2-135m-instruct"
     assert f"--compare {earlier} is of another load: duration_s, seed differ." in result.stderr
-    # Nothing is left behind.
-    assert server.http.get("/v1/files").json()["data"] == []
-    # The database knows of the batch's end first.
-    wait_until(lambda: server.metric("backfill:batch_jobs") == 0, "the batch to be forgotten")
 
 
 def test_the_servers_counters_give_every_token_once(server: RunningServer) -> None:

@@ -17,6 +17,7 @@ from backfill.core.clock import VirtualClock
 from backfill.core.config import GIB, EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.core.measured_on import MeasuredOn
+from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.profile import CostProfile
 from backfill.costs.profiler import Capacity, profile_executor
@@ -362,6 +363,21 @@ def test_a_limit_that_only_smaller_intervals_fit_is_refused_with_both_ways_out(
     assert chosen(limited, tpot_slo=0.024) == 2
     needed = float(re.findall(r"needs `device_memory` ([\d.]+)", message)[0])
     assert chosen(replace(config, device_memory=needed), tpot_slo=0.018) == 3
+
+
+def test_an_engine_that_starts_again_goes_on_with_what_its_corrected_record_has(
+    config: EngineConfig, save: Save, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in the test before, where the first start is refused."""
+    save(0.004)
+    two = least_device_bytes(replace(config, offload_interval=2))
+    limited = replace(config, device_memory=(two + 4096) / GIB, min_offload_interval=1)
+    kept = replace(config.scheduler, tpot_slo=0.018, kept_slo=SLO(1.0, 0.018))
+    found = with_chosen_interval(replace(limited, scheduler=kept))
+    assert (found.offload_interval, found.min_offload_interval) == (2, 1)
+    assert "auto: no interval that fits `device_memory` 0.0" in caplog.text
+    impossible = replace(config.scheduler, tpot_slo=0.01, kept_slo=SLO(1.0, 0.01))
+    assert with_chosen_interval(replace(limited, scheduler=impossible)).offload_interval != "auto"
 
 
 def test_a_limit_that_nothing_fits_is_refused(config: EngineConfig, save: Save) -> None:

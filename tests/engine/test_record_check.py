@@ -12,6 +12,7 @@ from backfill.core.plan import Compute, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.engine.record_check import NUM_STEPS, RecordCheck
 from backfill.offloading.record import PerformanceRecord, RecordedLoad
+from tests.builders import flat_cost
 
 NUM_LAYERS = 10
 LOADS = tuple(
@@ -124,6 +125,13 @@ def test_steps_of_other_kinds_than_recorded_say_nothing() -> None:
         for _ in range(NUM_STEPS):
             checked.check.observe(StepPlan(0, Compute(slices)), 5.0, 0.004)
     assert checked.check.record is RECORD
+
+
+def test_a_step_that_is_said_to_take_no_time_is_compared_too() -> None:
+    (load,) = LOADS[:1]
+    checked = Checked(replace(RECORD, loads=(replace(load, compute_s=0.0, other_s=0.0),), is_thorough=True))
+    checked.check._cost = flat_cost(0.0)
+    checked.check.observe(decodes(1, 128), 0.01, 0.0)
 
 
 def test_a_thorough_record_is_left_alone_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -367,14 +367,20 @@ def test_which_lines_were_lost_is_known_to_the_server_that_goes_on(engine: Engin
         assert connection.execute(select(suspects)).all() == []
 
 
-def test_a_database_of_an_earlier_version_gets_the_table_of_lost_lines(tmp_path: Path) -> None:
-    opened = open_database(None, tmp_path)
-    suspects.drop(opened)
+def test_a_database_of_an_earlier_version_gets_the_table_of_lost_lines(
+    engine: Engine, tmp_path: Path
+) -> None:
+    batch_id = add_batch(engine, 1)
+    suspects.drop(engine)
+    opened = open_database(engine.url.render_as_string(hide_password=False), tmp_path)
+    (server,) = servers(opened, tmp_path, 1)
+    assert server.claim() == batch_id
+    before = server.suspects(batch_id)
+    assert len(before) == 0
+    before.note_lost(7, is_lone=True, is_only_line=True)
+    before.save(before.encode())
+    assert server.suspects(batch_id).of(7) == Losses(1, 1, 1)
     opened.dispose()
-    again = open_database(None, tmp_path)
-    with again.connect() as connection:
-        assert connection.execute(select(suspects)).all() == []
-    again.dispose()
 
 
 def test_the_database_clock_is_in_seconds(engine: Engine) -> None:

@@ -65,7 +65,7 @@ def test_tokens_on_two_nodes_are_those_of_one_process(cluster: Cluster, tmp_path
         nodes = [raylet_of(pid) for pid in ranks]
         assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
         assert set(list_named_actors()) == {"backfill-stage-0", "backfill-stage-1"}
-        assert ray.available_resources().get("CPU", 0.0) == 0.0
+        wait_until(lambda: ray.available_resources().get("CPU", 0.0) == 0.0, "all CPUs to be reserved")
         assert tokens(executor) == tokens(expected)
         assert executor.info.num_blocks == expected.info.num_blocks
     finally:

@@ -67,12 +67,12 @@ def check_storage(config: JobsConfig, url: str) -> None:
     Raises: ConfigError.
     """
     from backfill.jobs.private_files import DataFolderLock
-    from backfill.jobs.storage import check_storage
+    from backfill.jobs.storage import check_usable
 
     lock = DataFolderLock(config.data_dir, url)
     lock.acquire()
     try:
-        asyncio.run(check_storage(config))
+        asyncio.run(check_usable(config))
     finally:
         lock.release()
 

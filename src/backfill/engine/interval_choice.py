@@ -26,6 +26,9 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
     The performance record is measured if there is none yet. With none there is no bus either. If the interval
     may become smaller (``min_offload_interval``), it may be one that saves no memory as long as it is in use.
 
+    An engine that is started again keeps its server's objectives: if no interval holds them by a record that
+    was corrected since, the nearest one that fits is taken.
+
     Raises: ConfigError if no interval both fits and holds the objectives, or if an objective cannot be met
         even without offloading, with what is achievable; BackfillError if the model cannot be loaded.
     """
@@ -37,13 +40,17 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
     slo = objectives(config, chooser)
     try:
         interval = chooser.smallest_interval(slo)
+        how = "none: no interval saves memory and" if interval is None else f"{interval}: the smallest that"
     except NoIntervalHolds as error:
-        raise ConfigError(_refusal(config, slo, error), field="offload_interval") from None
-    chosen = "none: no interval saves memory and" if interval is None else f"{interval}: the smallest that"
+        refusal = _refusal(config, slo, error)
+        if config.scheduler.kept_slo is None:
+            raise ConfigError(refusal, field="offload_interval") from None
+        logger.warning("offload_interval %s", refusal)
+        interval, how = error.nearest, f"{error.nearest}, though none"
     logger.info(
         "offload_interval auto is %s holds a first token within %.3g s and each next within %.3g s%s, by a "
         "record of %s",
-        chosen,
+        how,
         slo.ttft_s,
         slo.tpot_s,
         "" if config.offload_bus is None else f" on {config.offload_bus_gib_per_s:g} GiB/s of `offload_bus`",
@@ -120,8 +127,13 @@ def load_limits(config: EngineConfig) -> LoadLimits:
 
 
 def objectives(config: EngineConfig, chooser: IntervalChooser) -> SLO:
-    """The configured objectives, else the defaults. Raises: ConfigError for one that no request can meet."""
+    """Those that the server keeps, else the configured ones, else the defaults.
+
+    Raises: ConfigError for a configured one that no request can meet.
+    """
     scheduler = config.scheduler
+    if scheduler.kept_slo is not None:
+        return scheduler.kept_slo
     least = SLO(chooser.least_alone_s("prefill"), chooser.least_alone_s("decode"))
     for field, asked_s, least_s in (
         ("ttft_slo", scheduler.ttft_slo, least.ttft_s),
@@ -132,7 +144,7 @@ def objectives(config: EngineConfig, chooser: IntervalChooser) -> SLO:
                 f"`{field}` {asked_s:g}: one request alone needs {rounded_up(least_s):g} s on this device, "
                 "even without offloading; give at least that."
             )
-    return scheduler.kept_slo or slo_above(scheduler, least)
+    return slo_above(scheduler, least)
 
 
 def _fitting(config: EngineConfig) -> set[int | None]:

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 NUM_STEPS = 64  # whose times are compared at once
 WRONG = 0.25  # what most of them must differ by, all in one direction
 
+_SHORTEST_S = 1e-9  # a fitted step may take no time
 _ROW_KNOTS = (1, 16, 64, 256, 1024)
 _SAMPLED_KNOTS = (1, 64)
 _REMEDY = "`backfill profile --offload` measures it thoroughly"
@@ -63,7 +64,7 @@ class RecordCheck:
         load = StepLoad.of_slices(plan.slices)
         if not any(_is_within(load, each) for each in self._loads):
             return
-        self._ratios.append(computed_s / self._cost.step_time_s(load))
+        self._ratios.append(computed_s / max(self._cost.step_time_s(load), _SHORTEST_S))
         if transfer_s > 0.0:
             self._transfers_s.append(transfer_s)
         if len(self._ratios) == NUM_STEPS:
@@ -112,7 +113,8 @@ class RecordCheck:
 def _cost_of(record: PerformanceRecord) -> CostModel:
     """Of steps that do not wait for weights: what the record says of its loads, and of those between them."""
     steps = [
-        TimedStep(_load_of(each), max(record.times_of(each).resident_step_s, 1e-9)) for each in record.loads
+        TimedStep(_load_of(each), max(record.times_of(each).resident_step_s, _SHORTEST_S))
+        for each in record.loads
     ]
     return fit_few_steps(steps, _ROW_KNOTS, _SAMPLED_KNOTS)
 

@@ -210,7 +210,7 @@ def shown_url(url: str | None, data_dir: Path) -> str:
 
 
 def _engine_of(url: str | None, data_dir: Path) -> Engine:
-    parsed = URL.create("sqlite", database=str(data_dir / "jobs.db")) if url is None else make_url(url)
+    parsed = URL.create("sqlite", database=str(data_dir / "jobs.db")) if url is None else _parsed(url)
     match parsed.get_backend_name():
         case "sqlite":
             engine = create_engine(parsed)
@@ -232,6 +232,24 @@ def _engine_of(url: str | None, data_dir: Path) -> Engine:
                 f"must be a URL of SQLite or PostgreSQL, got one of {name}.", field="batch_database_url"
             )
     return engine
+
+
+def _parsed(url: str) -> URL:
+    """Raises: ArgumentError, which does not show the URL; ConfigError likewise."""
+    try:
+        parsed = make_url(url)
+    except ValueError:
+        raise ConfigError(
+            "is no database URL that can be used: its port is no number, or its password has characters that "
+            "must be escaped (%40 is @).",
+            field="batch_database_url",
+        ) from None
+    if "@" in (parsed.host or ""):  # the end of a password: what a driver says of the host would show it
+        raise ConfigError(
+            "is no database URL that can be used: it has more than one @; write %40 for one in a password.",
+            field="batch_database_url",
+        )
+    return parsed
 
 
 @contextmanager

@@ -138,7 +138,7 @@ class JobStorage:
         raise AssertionError("delays have no end")
 
 
-async def check_storage(config: JobsConfig) -> None:
+async def check_usable(config: JobsConfig) -> None:
     """Open all that ``JobStorage`` needs, and close it. Raises: ConfigError."""
     threads = JobThreads()
     try:

@@ -86,13 +86,15 @@ def engine_url(text: str) -> str:
         port = parts.port
     except ValueError:
         parts, port = urlsplit(""), None
+    if "@" in text:  # nor shown: a password may be in front of it
+        raise ConfigError(
+            f"must be a URL without a user, got one of {text.rpartition('@')[2][:80]!r}.", field="engines"
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(
             f"must be the URL of a Backfill server, such as http://10.0.0.1:8000, got {text[:80]!r}.",
             field="engines",
         )
-    if parts.username or parts.password:
-        raise ConfigError(f"must be a URL without a user, got one of {parts.hostname}.", field="engines")
     if parts.path.strip("/") not in ("", "v1") or parts.query or parts.fragment:
         raise ConfigError(f"must be a URL without a path or a query, got {text[:80]!r}.", field="engines")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
