@@ -105,8 +105,9 @@ def serve(
 
 def wait_for_a_copy(executor: TorchExecutor | Clumsy) -> None:
     """Until one has ended, if any has begun: when requests go on depends on it, and not on the machine."""
-    if executor._copier is not None:
-        executor._copier.wait(60.0)
+    for each in getattr(executor, "ranks", [executor]):
+        if each._copier is not None:
+            each._copier.wait(60.0)
 
 
 def serve_on(

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import ray
 import ray.data
 from ray.cluster_utils import Cluster
+
+
+# Its threads would go on in the process of the tests, and format tracebacks while other tests run.
+os.environ["RAY_DATA_USAGE_DISABLED"] = "1"
 
 
 @pytest.fixture(scope="module")
