@@ -8,7 +8,6 @@ import ray
 import ray.data
 from ray.cluster_utils import Cluster
 
-
 # Its threads would go on in the process of the tests, and format tracebacks while other tests run.
 os.environ["RAY_DATA_USAGE_DISABLED"] = "1"
 
