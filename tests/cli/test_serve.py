@@ -67,6 +67,7 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             ("--offload-interval", "5"),
             "--offload-interval must be none, auto or at most 4, the model's layers, got 5",
         ),
+        (("--offload-interval", "2.5"), "a whole number of at least 1, got '2.5'"),
         (
             ("--offload-interval", "0"),
             "--offload-interval must be none, auto or a whole number of at least 1",

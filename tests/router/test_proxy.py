@@ -89,7 +89,7 @@ def test_a_stream_that_has_begun_ends_with_an_error_and_is_not_run_again() -> No
                 rest = await response.read()
             first, done, nothing = rest.split(b"\n\n")
             error = json.loads(first.removeprefix(b"data: "))["error"]
-            assert error["type"] == "server_error" and "lost" in error["message"]
+            assert error["code"] == "server_is_overloaded" and "lost" in error["message"]
             assert (done, nothing) == (b"data: [DONE]", b"")
             assert sum(len(engine.seen) for engine in engines) == 1
 

@@ -150,7 +150,7 @@ class _Command:
             allow_repeating=True,  # the last one counts, or all of a list
             allow_leading_hyphen=not (is_flag or is_positional or is_many),
             consume_multiple=is_many,
-            converter=_whole_number if kind is int else None,
+            converter={int: _whole_number, int | str: _whole_number_or_text}.get(kind),
             metavar=_metavar(option, kind),
         )
         is_required = option.default is MISSING
@@ -246,6 +246,15 @@ def _whole_number(kind: type[int], tokens: Sequence[Token]) -> int:
         return int(value)
     except ValueError:  # cyclopts would round 2.5
         raise ValueError(f'unable to convert "{value}" into {kind.__name__}.') from None
+
+
+def _whole_number_or_text(kind: object, tokens: Sequence[Token]) -> int | str:
+    """Of options that check their text themselves, such as ``4k``. Here too cyclopts would round 2.5."""
+    value = tokens[-1].value
+    try:
+        return int(value)
+    except ValueError:
+        return value
 
 
 def _metavar(option: Option, kind: Any) -> str | None:

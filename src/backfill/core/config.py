@@ -284,7 +284,7 @@ class EngineConfig:
             return None
         if isinstance(given, str) and given.isdigit():
             given = int(given)
-        if isinstance(given, str) or given < 1:
+        if not isinstance(given, int) or given < 1:
             raise ConfigError(
                 f"must be none, auto or a whole number of at least 1, got {given!r}.",
                 field="offload_interval",

@@ -193,7 +193,7 @@ def open_database(url: str | None, data_dir: Path) -> Engine:
     except (ArgumentError, NoSuchModuleError, ValueError) as error:
         raise ConfigError(f"`batch_database_url` is no database URL that can be used: {error}.") from error
     except SQLAlchemyError as error:
-        reason = str(getattr(error, "orig", None) or error).strip()
+        reason = " ".join(str(getattr(error, "orig", None) or error).split()).rstrip(".")
         raise ConfigError(
             f"`batch_database_url`: the database {shown_url(url, data_dir)} cannot be opened: {reason}."
         ) from error

@@ -65,7 +65,8 @@ def connect(address: str, on_timeout: Callable[[str], None], log_level: str = "I
             socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
         except (OSError, OverflowError) as error:
             raise ConfigError(f"{problem} ({getattr(error, 'strerror', None) or error}).") from None
-    timer = threading.Timer(_CONNECT_S, on_timeout, (f"{problem} (no answer in {_CONNECT_S:g} s).",))
+    silence = f"no answer in {_CONNECT_S:g} s; one with tokens needs RAY_AUTH_MODE=token here too"
+    timer = threading.Timer(_CONNECT_S, on_timeout, (f"{problem} ({silence}).",))
     timer.daemon = True
     timer.start()
     try:

@@ -300,7 +300,7 @@ class Proxy:
         logger.error("an answer of %s was cut off after it had begun", engine.url)
         if not exchange.peeked.streams:
             raise EngineLost(_LOST)
-        event = sse_event(error_body(_LOST, "server_error"))
+        event = sse_event(error_body(_LOST, "service_unavailable_error", code="server_is_overloaded"))
         await exchange.write(event + _DONE, is_last=True)
 
     def _assume_first_token(self, placement: Placement) -> None:
