@@ -75,7 +75,9 @@ def test_a_request_that_has_sent_nothing_runs_elsewhere_when_its_engine_dies() -
     asyncio.run(run())
 
 
-def test_a_stream_that_has_begun_ends_with_an_error_and_is_not_run_again() -> None:
+def test_a_stream_that_has_begun_ends_with_an_error_and_is_not_run_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def run() -> None:
         engines = [StubEngine(sends_first=True), StubEngine(sends_first=True)]
         for engine in engines:
@@ -92,6 +94,7 @@ def test_a_stream_that_has_begun_ends_with_an_error_and_is_not_run_again() -> No
             assert error["code"] == "server_is_overloaded" and "lost" in error["message"]
             assert (done, nothing) == (b"data: [DONE]", b"")
             assert sum(len(engine.seen) for engine in engines) == 1
+            await until(lambda: any(f"{used.url} is lost with" in line for line in caplog.messages))
 
     asyncio.run(run())
 

@@ -320,12 +320,14 @@ class Engines:
         if is_up:
             replica = self.replicas.report(engine.url, _report_of(state))
             replica.takes_lines = not state.is_offline_suspended
+            if not engine.is_up:
+                logger.info("%s is up", engine.url)
         self._set_up(engine, is_up)
         self.on_change()
 
     def _lose(self, engine: Engine, reason: str) -> None:
         """The engine cannot be reached: its requests run elsewhere, and its cache is taken for lost."""
-        if engine.is_up or engine.num_in_flight:
+        if engine.num_in_flight or self.replicas.get(engine.url) is not None:
             logger.error(
                 "%s is lost with %d requests in flight: %s", engine.url, engine.num_in_flight, reason
             )
