@@ -1,4 +1,5 @@
-// Attention over a flat batch: cuts it into independent items and shares them among the threads.
+// Attention over a flat batch: cuts it into independent items and shares them among the threads. How it is
+// cut changes no result (softmax.h).
 #pragma once
 
 #include <omp.h>
@@ -21,12 +22,12 @@ struct Item {
   Work work;
   int32_t seq, kv_head;
   int32_t begin, end;  // query rows of the sequence (prefill) or keys (decode)
-  int32_t part;        // index into the partial results
+  int32_t part;        // index of the first chunk's partial result
 };
 
-// A sequence whose context is split: for each kv head, `count` successive partial results.
+// A sequence whose context is split: for each kv head, the partial results of its chunks in order.
 struct Split {
-  int32_t seq, count, first_part;
+  int32_t seq, num_chunks, first_part;
 };
 
 struct Plan {
@@ -101,17 +102,20 @@ BACKFILL_INLINE void plan_prefill(const AttentionArgs& args, const Totals& total
 BACKFILL_INLINE void plan_decode(const AttentionArgs& args, int64_t most_keys, Plan& plan) {
   for (int64_t seq = 0; seq < args.num_seqs; seq++) {
     if (num_rows(args, seq) != 1) continue;
-    const int64_t context = args.seq_lens[seq], count = ceil_divide(context, most_keys);
-    if (count > 1) plan.splits[plan.num_splits++] = {(int32_t)seq, (int32_t)count, (int32_t)plan.num_parts};
-    const int64_t step = round_up(ceil_divide(context, count), 16);
-    for (int64_t g = 0; g < args.shape.num_kv_heads; g++)
-      for (int64_t i = 0; i < count; i++) {
-        const int64_t begin = smaller(context, i * step), end = smaller(context, begin + step);
-        const Work work = count > 1 ? Work::kDecodePart : Work::kDecode;
-        plan.items[plan.num_items++] = {work,           (int32_t)seq, (int32_t)g,
-                                        (int32_t)begin, (int32_t)end, (int32_t)plan.num_parts};
-        plan.num_parts += count > 1;
-      }
+    const int64_t context = args.seq_lens[seq], chunks = ceil_divide(context, kChunk);
+    const int64_t count = ceil_divide(context, most_keys);
+    if (count > 1) plan.splits[plan.num_splits++] = {(int32_t)seq, (int32_t)chunks, (int32_t)plan.num_parts};
+    const int64_t step = round_up(ceil_divide(context, count), kChunk);
+    for (int64_t g = 0; g < args.shape.num_kv_heads; g++) {
+      for (int64_t begin = 0; begin < context; begin += step)
+        plan.items[plan.num_items++] = {count > 1 ? Work::kDecodePart : Work::kDecode,
+                                        (int32_t)seq,
+                                        (int32_t)g,
+                                        (int32_t)begin,
+                                        (int32_t)smaller(context, begin + step),
+                                        (int32_t)(plan.num_parts + begin / kChunk)};
+      if (count > 1) plan.num_parts += chunks;
+    }
   }
 }
 
@@ -124,7 +128,7 @@ BACKFILL_INLINE Plan empty_plan(const AttentionArgs& args, const Totals& totals,
     if (rows == 1) {
       const int64_t count = ceil_divide(args.seq_lens[seq], most_keys);
       items += count;
-      if (count > 1) splits++, parts += count;
+      if (count > 1) splits++, parts += ceil_divide(args.seq_lens[seq], kChunk);
     } else if (rows > 1) {
       items += ceil_divide(rows, rows_per_item(args, totals, rows, threads));
     }
@@ -146,19 +150,20 @@ BACKFILL_INLINE Plan empty_plan(const AttentionArgs& args, const Totals& totals,
 template <class T>
 void run_item(const AttentionArgs& args, const Plan& plan, const Item& item) {
   const int64_t group = args.num_heads / args.shape.num_kv_heads;
-  if (item.work == Work::kPrefill) {
-    PrefillItem<T>(args, item.seq, item.kv_head, item.begin, item.end).run();
-  } else {
-    float* partial = item.work == Work::kDecode
-                         ? nullptr
-                         : plan.partials + item.part * group * partial_size(args.shape.head_dim);
+  float* partials = item.work == Work::kDecodePart
+                        ? plan.partials + item.part * group * partial_size(args.shape.head_dim)
+                        : nullptr;
 #if defined(__AMX_BF16__)
-    if constexpr (kTiled<T>)
-      if (decodes_in_tiles(args))
-        return decode_tiles(args, item.seq, item.kv_head, item.begin, item.end, partial);
+  if constexpr (kPaired<T>)
+    if (uses_tiles<T>(args)) {
+      if (item.work == Work::kPrefill)
+        return PrefillItem<T, true>(args, item.seq, item.kv_head, item.begin, item.end).run();
+      return decode_tiles(args, item.seq, item.kv_head, item.begin, item.end, partials);
+    }
 #endif
-    DecodeItem<T>(args, item.seq, item.kv_head).run(item.begin, item.end, partial);
-  }
+  if (item.work == Work::kPrefill)
+    return PrefillItem<T, false>(args, item.seq, item.kv_head, item.begin, item.end).run();
+  DecodeItem<T>(args, item.seq, item.kv_head).run(item.begin, item.end, partials);
 }
 
 template <class T>
@@ -167,9 +172,9 @@ void merge_split(const AttentionArgs& args, const Plan& plan, const Split& split
   const int64_t group = args.num_heads / args.shape.num_kv_heads;
   T* out = static_cast<T*>(args.out) + args.cu_seqlens_q[split.seq] * args.num_heads * dim;
   for (int64_t head = 0; head < args.num_heads; head++) {
-    const int64_t first = split.first_part + head / group * split.count;
-    const float* partials = plan.partials + (first * group + head % group) * size;
-    merge_partials(partials, split.count, group * size, out + head * dim, dim);
+    const int64_t first = split.first_part + head / group * split.num_chunks;
+    float* partials = plan.partials + (first * group + head % group) * size;
+    merge_partials(partials, split.num_chunks, group * size, out + head * dim, dim);
   }
 }
 

@@ -6,8 +6,10 @@
 // odd ones yields the even elements of the output; a row with the two exchanged yields the odd elements. Half
 // of the multiplications are by zero, but no value is shuffled.
 //
-// The sums do not depend on the order of keys within a tile, so a reversed block is read as stored. A mask
-// says which slots of a partly filled tile are valid. Weights are rounded to bf16 for the product with V;
+// Sums are those of prefill's tile products, to the bit (softmax.h). There one instruction sums the even and
+// the odd elements of 16 pairs of keys apart, and then both; the pairs are (k, k + 16) of 32 keys. Here the
+// two halves of 32 keys are a product each, from zero, and are added like that. A reversed block is loaded
+// with a negative stride, so that its keys come in order. Weights are rounded to bf16 for the product with V;
 // their sum is taken before rounding.
 #pragma once
 
@@ -19,13 +21,8 @@
 namespace backfill::BACKFILL_VARIANT {
 
 constexpr int kTileKeys = 16;
+constexpr int kChunkTiles = kChunk / kTileKeys;
 constexpr int kPrefetchTiles = 8;  // how far ahead of the product keys and values are fetched
-
-BACKFILL_INLINE bool decodes_in_tiles(const AttentionArgs& args) {
-  const PoolShape& shape = args.shape;
-  return shape.head_dim % 32 == 0 && shape.head_dim <= 128 && shape.block_size % kTileKeys == 0 &&
-         args.num_heads / shape.num_kv_heads <= 8;
-}
 
 // Shapes of the tile registers for one of the two products; loading them clears the registers.
 class TileShapes {
@@ -45,13 +42,13 @@ class TileShapes {
   }
 };
 
-// Which of a tile's 16 slots hold keys of the sequence.
+// 16 keys of the sequence in order, `stride` bytes apart; `count` of them exist.
 struct KeyTile {
   const bf16* keys;
-  __mmask16 valid;
+  int32_t stride, count;
 };
 
-// One sequence, one key/value head, keys [begin, end); begin is a multiple of 16. Steps: head_dim / 32.
+// One sequence, one key/value head, keys [begin, end); begin is a multiple of kChunk. Steps: head_dim / 32.
 template <int Steps>
 class TileDecodeItem {
  public:
@@ -66,61 +63,72 @@ class TileDecodeItem {
     out_ = static_cast<bf16*>(args.out) + (row * args.num_heads + kv_head * group_) * kDim;
   }
 
-  // Writes the finished output row, or, with `partial`, the unfinished result of a part of the context.
-  void run(int64_t begin, int64_t end, float* partial) {
+  // Writes the finished output row, or, with `partials`, the result of each chunk.
+  void run(int64_t begin, int64_t end, float* partials) {
     count_ = (end - begin + kTileKeys - 1) / kTileKeys;
     take_memory();
     for (int64_t i = 0; i < count_; i++) tiles_[i] = tile_at(begin + i * kTileKeys, end);
+    for (int64_t h = 0; h < group_; h++) states_[h] = kNothingSeen;
+    std::memset(sums_, 0, Steps * 2 * group_ * 16 * sizeof *sums_);
     TileShapes shapes;
     score();
-    for (int64_t h = 0; h < group_; h++) weigh_head(h);
-    add_values();
-    if (partial == nullptr)
-      finish();
-    else
-      save(partial);
+    const int rows = (int)(2 * group_);
+    TileShapes::load(rows, 64, rows, 64);
+    for (int64_t first = 0; first < count_; first += kChunkTiles) {
+      const int64_t last = smaller(first + kChunkTiles, count_);
+      for (int64_t h = 0; h < group_; h++) weigh_head(h, first, last);
+      add_values(first, last);
+      if (partials == nullptr)
+        fold_chunk();
+      else
+        partials = save(partials);
+    }
+    if (partials == nullptr) finish();
   }
 
  private:
   static constexpr int64_t kDim = 32 * Steps;
 
   void take_memory() {
-    const int64_t padded = count_ + kPrefetchTiles;
-    const int64_t sums = 2 * group_ * Steps * 16, queries = Steps * 16 * padded_group_;
-    const int64_t scores = count_ * kTileKeys * padded_group_, weights = count_ * 2 * group_ * 16;
-    const int64_t floats = round_up(sums + queries, 16) + scores + weights + 16 * group_ * 2;
+    const int64_t sums = Steps * 2 * group_ * 16, queries = Steps * 16 * padded_group_;
+    const int64_t scores = count_ * kTileKeys * padded_group_;
+    const int64_t weights = kChunkTiles * 2 * group_ * 16;
+    const int64_t floats = weights + 4 * sums + round_up(queries, 16) + scores + 4 * group_;
     char* memory = static_cast<char*>(
-        scratch(kWork, floats * sizeof(float) + 16 * kDim * sizeof(bf16) + padded * sizeof(KeyTile)));
+        scratch(kWork, floats * sizeof(float) + 16 * kDim * sizeof(bf16) + count_ * sizeof(KeyTile)));
     weights_ = reinterpret_cast<uint32_t*>(memory);
-    scores_ = reinterpret_cast<float*>(memory) + weights;
-    sums_ = scores_ + scores;
-    queries_ = reinterpret_cast<uint32_t*>(sums_ + sums);
-    top_ = sums_ + round_up(sums + queries, 16);
-    total_ = top_ + 16 * group_;
-    last_values_ = reinterpret_cast<bf16*>(total_ + 16 * group_);
+    sums_ = reinterpret_cast<float*>(memory) + weights;
+    chunk_sums_ = sums_ + sums;
+    halves_ = chunk_sums_ + sums;
+    queries_ = reinterpret_cast<uint32_t*>(halves_ + 2 * sums);
+    scores_ = reinterpret_cast<float*>(queries_) + round_up(queries, 16);
+    last_values_ = reinterpret_cast<bf16*>(scores_ + scores);
     tiles_ = reinterpret_cast<KeyTile*>(last_values_ + 16 * kDim);
+    states_ = reinterpret_cast<SoftmaxState*>(tiles_ + count_);
+    chunk_states_ = states_ + group_;
   }
 
   // The 16 slots that hold the keys from `position` on.
   KeyTile tile_at(int64_t position, int64_t end) const {
     const int64_t size = keys_.shape.block_size, offset = position % size;
     const int32_t ref = keys_.refs[position / size];
-    const int64_t slot = (ref & 1) ? size - kTileKeys - offset : offset;
-    const int64_t missing = larger<int64_t>(0, position + kTileKeys - end);
-    const unsigned all = 0xffff;
+    const bool reversed = ref & 1;
+    const int64_t slot = reversed ? size - 1 - offset : offset;
+    constexpr int32_t stride = kDim * sizeof(bf16);
     return {keys_.base + (int64_t)(ref >> 1) * keys_.shape.block_stride + slot * kDim,
-            (__mmask16)((ref & 1) ? all & (all << missing) : all >> missing)};
+            reversed ? -stride : stride, (int32_t)smaller<int64_t>(kTileKeys, end - position)};
   }
 
   BACKFILL_INLINE void prefetch_tile(int64_t i, int64_t offset) const {
     if (i >= count_) return;
-    const char* line = reinterpret_cast<const char*>(tiles_[i].keys + offset);
+    const KeyTile& tile = tiles_[i];
+    const char* line = reinterpret_cast<const char*>(tile.keys + offset);
+    if (tile.stride < 0) line += (kTileKeys - 1) * tile.stride;
     for (int64_t byte = 0; byte < kTileKeys * kDim * 2; byte += 64) __builtin_prefetch(line + byte, 0, 2);
   }
 
   // scores_[tile][key][head] of every head of the group.
   void score() {
-    constexpr int64_t stride = kDim * sizeof(bf16);
     pack_queries();
     TileShapes::load(16, 4 * padded_group_, 16, 4 * padded_group_);
     const int64_t query_stride = 4 * padded_group_;
@@ -132,6 +140,7 @@ class TileDecodeItem {
     for (int64_t i = 0; i < kPrefetchTiles; i++) prefetch_tile(i, 0);
     for (int64_t i = 0; i < count_; i++) {
       const bf16* keys = tiles_[i].keys;
+      const int64_t stride = tiles_[i].stride;
       prefetch_tile(i + kPrefetchTiles, 0);
       _tile_zero(4);
       _tile_loadd(6, keys, stride);
@@ -162,87 +171,112 @@ class TileDecodeItem {
         std::memcpy(queries_ + pair * padded_group_ + h, query_ + h * kDim + 2 * pair, sizeof *queries_);
   }
 
-  // Turns one head's scores into the rows of weights for even and for odd elements.
-  void weigh_head(int64_t h) {
+  // Turns one head's scores of tiles [first, last) into the rows of weights for even and for odd elements.
+  void weigh_head(int64_t h, int64_t first, int64_t last) {
     const __m512i places = _mm512_add_epi32(
         _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                            _mm512_set1_epi32((int)padded_group_)),
         _mm512_set1_epi32((int)h));
     const Floats none = broadcast(-__builtin_inff());
+    Floats scores[kChunkTiles];
     Floats top = none;
-    for (int64_t i = 0; i < count_; i++) {
-      const Floats scores =
+    for (int64_t i = first; i < last; i++) {
+      const Floats scaled =
           (Floats)_mm512_i32gather_ps(places, scores_ + i * kTileKeys * padded_group_, 4) * scale_;
-      const Floats valid = (Floats)_mm512_mask_mov_ps((__m512)none, tiles_[i].valid, (__m512)scores);
-      store(reinterpret_cast<float*>(weight_row(i, 2 * h)), valid);
-      top = max(top, valid);
+      scores[i - first] =
+          (Floats)_mm512_mask_mov_ps((__m512)none, first_lanes(tiles_[i].count), (__m512)scaled);
+      top = max(top, scores[i - first]);
     }
     const float highest = max_of(top);
     Floats total{};
-    for (int64_t i = 0; i < count_; i++) {
-      uint32_t* even = weight_row(i, 2 * h);
-      const Floats shifted = load(reinterpret_cast<float*>(even)) - highest;
-      const Floats weight =
-          (Floats)_mm512_maskz_mov_ps(tiles_[i].valid, (__m512)exp2<kExpDegree<bf16>>(shifted));
+    for (int64_t i = first; i < last; i++) {
+      const Floats weight = exp2<kExpDegree<bf16>>(scores[i - first] - highest);
       total += weight;
       const Words bits = __builtin_convertvector(narrow(weight), Words);
-      std::memcpy(even, &bits, sizeof bits);
+      std::memcpy(weight_row(i - first, 2 * h), &bits, sizeof bits);
       const Words odd = bits << 16;
-      std::memcpy(even + 16, &odd, sizeof odd);
+      std::memcpy(weight_row(i - first, 2 * h + 1), &odd, sizeof odd);
     }
-    top_[h] = highest;
-    total_[h] = sum(total);
+    chunk_states_[h] = {highest, sum(total)};
   }
 
   BACKFILL_INLINE uint32_t* weight_row(int64_t tile, int64_t row) const {
     return weights_ + (tile * 2 * group_ + row) * 16;
   }
 
-  // sums_[step][row][16]: row 2h holds head h's even elements, row 2h + 1 its odd ones.
-  void add_values() {
-    constexpr int64_t stride = kDim * sizeof(bf16);
-    const int rows = (int)(2 * group_);
-    TileShapes::load(rows, 64, rows, 64);
+  // halves[step][row][16]: row 2h holds head h's even elements, row 2h + 1 its odd ones.
+  BACKFILL_INLINE void multiply_values(int64_t i, int64_t first, float* halves) {
+    const KeyTile tile = values_of(i);
+    const int64_t rows = 2 * group_;
+    prefetch_tile(i + kPrefetchTiles, keys_.value_offset());
+    _tile_loadd(4, weight_row(i - first, 0), 64);
+    _tile_zero(0);
+    _tile_loadd(6, tile.keys, tile.stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_stored(0, halves, 64);
+    if constexpr (Steps > 1) {
+      _tile_zero(1);
+      _tile_loadd(7, tile.keys + 32, tile.stride);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_stored(1, halves + rows * 16, 64);
+    }
+    if constexpr (Steps > 2) {
+      _tile_zero(2);
+      _tile_loadd(6, tile.keys + 64, tile.stride);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_stored(2, halves + rows * 32, 64);
+    }
+    if constexpr (Steps > 3) {
+      _tile_zero(3);
+      _tile_loadd(7, tile.keys + 96, tile.stride);
+      _tile_dpbf16ps(3, 4, 7);
+      _tile_stored(3, halves + rows * 48, 64);
+    }
+  }
+
+  // chunk_sums_, as `halves`, of tiles [first, last).
+  void add_values(int64_t first, int64_t last) {
+    const int64_t size = Steps * 2 * group_ * 16;
+    float* second = halves_ + size;
     publish(weights_);
-    for (int64_t i = 0; i < count_; i++) {
-      const bf16* values = values_of(i);
-      prefetch_tile(i + kPrefetchTiles, keys_.value_offset());
-      _tile_loadd(4, weight_row(i, 0), 64);
-      _tile_loadd(6, values, stride);
-      _tile_dpbf16ps(0, 4, 6);
-      if constexpr (Steps > 1) {
-        _tile_loadd(7, values + 32, stride);
-        _tile_dpbf16ps(1, 4, 7);
-      }
-      if constexpr (Steps > 2) {
-        _tile_loadd(6, values + 64, stride);
-        _tile_dpbf16ps(2, 4, 6);
-      }
-      if constexpr (Steps > 3) {
-        _tile_loadd(7, values + 96, stride);
-        _tile_dpbf16ps(3, 4, 7);
+    for (int64_t i = first; i < last; i += 2) {
+      multiply_values(i, first, halves_);
+      const bool has_second = i + 1 < last;
+      if (has_second) multiply_values(i + 1, first, second);
+      publish(halves_);
+      for (int64_t at = 0; at < size; at += kLanes) {
+        Floats group = load(halves_ + at);
+        if (has_second) group += load(second + at);
+        store(chunk_sums_ + at, i == first ? group : load(chunk_sums_ + at) + group);
       }
     }
-    _tile_stored(0, sums_, 64);
-    if constexpr (Steps > 1) _tile_stored(1, sums_ + rows * 16, 64);
-    if constexpr (Steps > 2) _tile_stored(2, sums_ + rows * 32, 64);
-    if constexpr (Steps > 3) _tile_stored(3, sums_ + rows * 48, 64);
-    publish(sums_);
   }
 
   // The tile's values; where slots are unused, a copy with zeros there, since they may hold NaN.
-  const bf16* values_of(int64_t i) {
-    const bf16* values = tiles_[i].keys + keys_.value_offset();
-    if (tiles_[i].valid == 0xffff) return values;
+  KeyTile values_of(int64_t i) {
+    const KeyTile& tile = tiles_[i];
+    const bf16* values = tile.keys + keys_.value_offset();
+    if (tile.count == kTileKeys) return {values, tile.stride, kTileKeys};
     for (int r = 0; r < kTileKeys; r++) {
       bf16* row = last_values_ + r * kDim;
-      if (tiles_[i].valid >> r & 1)
-        std::memcpy(row, values + r * kDim, kDim * sizeof *row);
+      if (r < tile.count)
+        std::memcpy(row, values + r * (tile.stride / (int64_t)sizeof(bf16)), kDim * sizeof *row);
       else
         std::memset(row, 0, kDim * sizeof *row);
     }
     publish(last_values_);
-    return last_values_;
+    return {last_values_, (int32_t)(kDim * sizeof(bf16)), kTileKeys};
+  }
+
+  void fold_chunk() {
+    for (int64_t h = 0; h < group_; h++) {
+      const FoldFactors<Floats> factors = fold(states_[h], chunk_states_[h]);
+      for (int64_t s = 0; s < Steps; s++)
+        for (int64_t row = 2 * h; row < 2 * h + 2; row++) {
+          const int64_t at = (s * 2 * group_ + row) * 16;
+          store(sums_ + at, folded(load(sums_ + at), load(chunk_sums_ + at), factors));
+        }
+    }
   }
 
   BACKFILL_INLINE Floats sums_of(int64_t step, int64_t row) const {
@@ -251,7 +285,7 @@ class TileDecodeItem {
 
   void finish() {
     for (int64_t h = 0; h < group_; h++) {
-      const float inverse = 1.0f / total_[h];
+      const float inverse = 1.0f / states_[h].total;
       for (int64_t s = 0; s < Steps; s++) {
         const Floats pairs =
             interleave(narrow(sums_of(s, 2 * h) * inverse), narrow(sums_of(s, 2 * h + 1) * inverse));
@@ -260,16 +294,17 @@ class TileDecodeItem {
     }
   }
 
-  void save(float* partial) {
+  // Returns: where the next chunk's result goes.
+  float* save(float* partial) {
     for (int64_t h = 0; h < group_; h++, partial += partial_size(kDim)) {
-      partial[0] = top_[h];
-      partial[1] = total_[h];
+      std::memcpy(partial, &chunk_states_[h], sizeof(SoftmaxState));
       for (int64_t s = 0; s < Steps; s++)
         for (int64_t i = 0; i < 16; i++) {
-          partial[16 + 32 * s + 2 * i] = sums_[(s * 2 * group_ + 2 * h) * 16 + i];
-          partial[16 + 32 * s + 2 * i + 1] = sums_[(s * 2 * group_ + 2 * h + 1) * 16 + i];
+          partial[16 + 32 * s + 2 * i] = chunk_sums_[(s * 2 * group_ + 2 * h) * 16 + i];
+          partial[16 + 32 * s + 2 * i + 1] = chunk_sums_[(s * 2 * group_ + 2 * h + 1) * 16 + i];
         }
     }
+    return partial;
   }
 
   KeyRows<bf16> keys_;
@@ -277,27 +312,28 @@ class TileDecodeItem {
   float scale_;
   const bf16* query_;
   bf16* out_;
-  int64_t count_;        // tiles of keys
-  KeyTile* tiles_;       // [count]
-  uint32_t* weights_;    // [count, 2 * group, 16]
-  float* scores_;        // [count, 16 keys, padded group]
-  float* sums_;          // [Steps, 2 * group, 16]
-  uint32_t* queries_;    // [Steps, 16 pairs, padded group]
-  float *top_, *total_;  // [group]
-  bf16* last_values_;    // [16, head_dim]
+  int64_t count_;      // tiles of keys
+  KeyTile* tiles_;     // [count]
+  uint32_t* weights_;  // [kChunkTiles, 2 * group, 16]
+  float* scores_;      // [count, 16 keys, padded group]
+  float *sums_, *chunk_sums_;  // [Steps, 2 * group, 16]
+  float* halves_;              // [2, Steps, 2 * group, 16]
+  uint32_t* queries_;          // [Steps, 16 pairs, padded group]
+  SoftmaxState *states_, *chunk_states_;  // [group]
+  bf16* last_values_;                     // [16, head_dim]
 };
 
 BACKFILL_INLINE void decode_tiles(const AttentionArgs& args, int64_t seq, int64_t kv_head, int64_t begin,
-                                  int64_t end, float* partial) {
+                                  int64_t end, float* partials) {
   switch (args.shape.head_dim / 32) {
     case 1:
-      return TileDecodeItem<1>(args, seq, kv_head).run(begin, end, partial);
+      return TileDecodeItem<1>(args, seq, kv_head).run(begin, end, partials);
     case 2:
-      return TileDecodeItem<2>(args, seq, kv_head).run(begin, end, partial);
+      return TileDecodeItem<2>(args, seq, kv_head).run(begin, end, partials);
     case 3:
-      return TileDecodeItem<3>(args, seq, kv_head).run(begin, end, partial);
+      return TileDecodeItem<3>(args, seq, kv_head).run(begin, end, partials);
     default:
-      return TileDecodeItem<4>(args, seq, kv_head).run(begin, end, partial);
+      return TileDecodeItem<4>(args, seq, kv_head).run(begin, end, partials);
   }
 }
 

@@ -67,7 +67,7 @@ struct LinearArgs {
   const void* weight;  // packed, see linear.h
   const void* bias;    // null: none
   void* out;           // dense
-  int64_t rows, in_features, out_features;
+  int64_t rows, in_features, out_features;  // in_features: a multiple of a tile's inputs
   int64_t x_stride;  // elements between rows of x
 };
 
@@ -79,7 +79,7 @@ struct KernelTable {
   void (*silu_and_mul[2])(const SiluArgs&);
   void (*rotate_and_write_kv[2])(const RotateArgs&);
   void (*attention[2])(const AttentionArgs&);
-  void (*linear)(const LinearArgs&);  // bf16; null where a variant has none
+  void (*linear[2])(const LinearArgs&);
 };
 
 namespace generic {

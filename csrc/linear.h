@@ -1,69 +1,48 @@
-// y [rows, out] = x [rows, in] * weight^T + bias in AMX tiles, for a weight packed into panels.
+// y [rows, out] = x [rows, in] * weight^T + bias, for a weight packed into panels.
 //
-// A panel holds 32 outputs: [in / 32][2][16][16][2], for every 32 inputs two tiles of 16 outputs, pairs of
-// inputs side by side as tdpbf16ps reads them. With few rows, memory bandwidth bounds the product. Hardware
-// prefetching reaches two thirds of it (measured), so panels are prefetched in software, while the tiles
-// compute. With many rows, tiles must come from the caches, and results are written while others are
-// computed. The order of a row's sums is fixed: its result depends neither on the number of rows nor on its
-// index.
+// A panel holds 32 outputs: [in / 32][2][16][16] units of 32 bits (simd.h), for every 16 units of inputs two
+// tiles of 16 outputs. A unit of a bf16 weight is two neighbouring inputs, as tdpbf16ps and vdpbf16ps read
+// them; without either the halves are widened to floats by a shift and a mask. A float weight has
+// [in / 16][2][16][16].
+//
+// This file divides the work: threads share rows and panels, rows are packed for a product that stays in
+// the second-level cache while all panels are read, and deep layers are multiplied in chunks of their depth.
+// A `Product` (linear_vectors.h, linear_tiles.h) multiplies a few packed rows and a panel. It sums a row's
+// inputs in one fixed order, so a result depends neither on the number of rows nor on its row's index.
+//
+// With few rows, memory bandwidth bounds the product. Hardware prefetching reaches two thirds of it
+// (measured), so panels are prefetched in software, while others are multiplied.
 #pragma once
-
-#include "kernels.h"
-
-#if defined(__AMX_BF16__)
 
 #include <omp.h>
 
 #include <algorithm>
 
+#include "kernels.h"
 #include "region_error.h"
 #include "scratch.h"
-#include "tile_product.h"
+#include "simd.h"
 
 namespace backfill::BACKFILL_VARIANT {
 
-constexpr int64_t kPanel = 32;   // outputs of a panel; also the rows multiplied at once
-constexpr int64_t kUnroll = 32;  // inputs consumed by one round of tile products
-constexpr int64_t kTile = 16 * kUnroll;
-constexpr int64_t kFewRows = 64;
-constexpr int64_t kPackedSize = 256 << 10;  // numbers of packed rows: half a MiB, to stay in L2
-constexpr int64_t kMaxChunk = 1536;         // inputs multiplied before the next row or panel
-constexpr int64_t kSumsSize = 512 << 10;    // sums kept in memory between chunks
-// Cost of packing 32 rows, and of the first read of a panel; the unit is a product of 32 rows and a panel.
-constexpr int64_t kPackCost = 8, kReadCost = 2;
+constexpr int64_t kPanel = 32;                  // outputs of a panel
+constexpr int64_t kTileUnits = 16;              // units of inputs of a tile
+constexpr int64_t kTileFloats = kTileUnits * 16;  // a tile's 32-bit units
+constexpr int64_t kSumsSize = 512 << 10;        // sums kept in memory between chunks of the depth
 
-// Tiles 0 to 3: sums of (upper rows, lower rows) x (left, right half of the panel). Tiles 4, 5: rows of x.
-// Tiles 6, 7: the panel's halves. `upper` and `lower` are the rows in use, at most 16 each.
-class PanelTiles {
- public:
-  ~PanelTiles() { _tile_release(); }
-
-  void configure(int64_t upper, int64_t lower) {
-    if (upper == upper_ && lower == lower_) return;
-    upper_ = upper;
-    lower_ = lower;
-    alignas(64) uint8_t config[64] = {1};
-    const int64_t rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
-    for (int tile = 0; tile < 8; tile++) {
-      config[16 + 2 * tile] = 64;
-      config[48 + tile] = (uint8_t)std::max<int64_t>(rows[tile], 1);
-    }
-    publish(config);
-    _tile_loadconfig(config);
-  }
-
- private:
-  int64_t upper_ = -1, lower_ = -1;
-};
+// Inputs of a tile: what in_features is a multiple of.
+template <class T>
+constexpr int64_t kTileInputs = kTileUnits * 4 / (int64_t)sizeof(T);
 
 // Prefetches a thread's panels, which are contiguous.
 class Prefetcher {
  public:
   // Each panel is read `num_reads` times, and the prefetch of the next one is spread over these reads: memory
-  // then delivers while the tiles compute.
+  // then delivers while the product computes.
   Prefetcher(const void* end, int64_t num_reads)
       : end_((const char*)end), lines_(std::max<int64_t>(1, kRoundLines / num_reads)) {}
 
+  // Called once for every two tiles read.
   BACKFILL_INLINE void ask(const void* reading) {
     const char* nearest = (const char*)reading + kRoundLines * kLine;
     int64_t lines = lines_;
@@ -72,40 +51,45 @@ class Prefetcher {
       lines = kRoundLines;
     }
     if (next_ + lines * kLine > end_) return;
-    for (int64_t line = 0; line < lines; line++, next_ += kLine) _mm_prefetch(next_, _MM_HINT_T0);
+    for (int64_t line = 0; line < lines; line++, next_ += kLine) __builtin_prefetch(next_);
   }
 
  private:
-  static constexpr int64_t kLine = 64, kRoundLines = kUnroll * kPanel * sizeof(bf16) / kLine;
+  static constexpr int64_t kLine = 64, kRoundLines = 2 * kTileFloats * 4 / kLine;
 
   const char* next_ = nullptr;
   const char* end_;
   int64_t lines_;
 };
 
-// Adds the bias to a block's sums and writes them while the next block is multiplied. Written at once, they
-// would stall the tiles (without any writing, 2,048 rows of 576 inputs took a third less).
+// Adds the bias to a block's sums [rows, 32] and writes them, with AMX while the next block is multiplied:
+// written at once, they would stall the tiles (2,048 rows of 576 inputs took a third less without writing).
+template <class T>
 class SumsWriter {
  public:
-  void begin(const float* sums, const bf16* bias, bf16* y, int64_t y_stride, int64_t rows, int64_t columns) {
+  void begin(const float* sums, const T* bias, T* y, int64_t y_stride, int64_t rows, int64_t columns) {
     finish();
     sums_ = sums;
     y_ = y;
     y_stride_ = y_stride;
     rows_ = rows;
     columns_ = columns;
-    left_bias_ = bias == nullptr ? Floats{} : load(bias, columns);
-    right_bias_ = bias == nullptr ? Floats{} : load(bias + kLanes, std::max<int64_t>(columns - kLanes, 0));
+    for (int v = 0; v < kVectors; v++) {
+      const int64_t left = columns - v * kLanes;
+      bias_[v] = bias == nullptr || left <= 0 ? Floats{} : load(bias + v * kLanes, left);
+    }
   }
 
   BACKFILL_INLINE void write_row() {
     if (rows_ == 0) return;
-    const Floats a = load(sums_) + left_bias_, b = load(sums_ + kLanes) + right_bias_;
-    if (columns_ == kPanel) {
-      _mm512_storeu_si512(y_, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
-    } else {
-      store(y_, a, columns_);
-      store(y_ + kLanes, b, std::max<int64_t>(columns_ - kLanes, 0));
+    for (int v = 0; v < kVectors; v++) {
+      const int64_t left = columns_ - v * kLanes;
+      if (left <= 0) break;
+      const Floats sums = load(sums_ + v * kLanes) + bias_[v];
+      if (left >= kLanes)
+        store(y_ + v * kLanes, sums);
+      else
+        store(y_ + v * kLanes, sums, left);
     }
     sums_ += kPanel;
     y_ += y_stride_;
@@ -117,147 +101,59 @@ class SumsWriter {
   }
 
  private:
+  static constexpr int kVectors = kPanel / kLanes;
+
   const float* sums_ = nullptr;
-  bf16* y_ = nullptr;
+  T* y_ = nullptr;
   int64_t y_stride_ = 0, rows_ = 0, columns_ = 0;
-  Floats left_bias_{}, right_bias_{};
+  Floats bias_[kVectors] = {};
 };
-
-// Packs rows as contiguous tiles, [depth / 32][upper, lower][16][32], and prefetches the rows after them.
-BACKFILL_INLINE void pack_rows(const bf16* x, int64_t x_stride, int64_t rows, int64_t next_rows,
-                               int64_t depth, bf16* packed) {
-  constexpr int64_t kAtOnce = 4 * kUnroll;
-  for (int64_t first = 0; first < depth; first += kAtOnce) {
-    const int64_t last = std::min(first + kAtOnce, depth);
-    for (int64_t row = 0; row < rows; row++)
-      for (int64_t k = first; k < last; k += kUnroll)
-        _mm512_store_si512(packed + k * kPanel + row * kUnroll, _mm512_loadu_si512(x + row * x_stride + k));
-  }
-  const bf16* next = x + rows * x_stride;
-  for (int64_t row = 0; row < next_rows; row++, next += x_stride)
-    for (int64_t k = 0; k < depth; k += kUnroll) _mm_prefetch(next + k, _MM_HINT_T1);
-  publish(packed);
-}
-
-// 32 rows as tiles of 32 inputs, `step` apart.
-struct RowTiles {
-  const bf16 *upper, *lower;
-  int64_t stride, step;
-};
-
-// sums [32, 32] = (continues ? sums : 0) + rows * panel^T
-template <bool Lower>
-BACKFILL_INLINE void multiply_panel(const bf16* panel, RowTiles rows, int64_t depth, bool continues,
-                                    Prefetcher& prefetcher, SumsWriter& writer, float* sums) {
-  constexpr int64_t kSumsStride = kPanel * sizeof(float), kTileStride = kUnroll * sizeof(bf16);
-  const int64_t row_bytes = rows.stride * (int64_t)sizeof(bf16);
-  const int64_t writes = (kPanel * kUnroll + depth - 1) / depth;
-  float* lower_sums = sums + 16 * kPanel;
-  if (continues) {
-    _tile_loadd(0, sums, kSumsStride);
-    _tile_loadd(1, sums + 16, kSumsStride);
-    if constexpr (Lower) {
-      _tile_loadd(2, lower_sums, kSumsStride);
-      _tile_loadd(3, lower_sums + 16, kSumsStride);
-    }
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (Lower) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
-  }
-  for (int64_t k = 0; k < depth; k += kUnroll, panel += 2 * kTile) {
-    prefetcher.ask(panel);
-    for (int64_t i = 0; i < writes; i++) writer.write_row();
-    _tile_loadd(4, rows.upper, row_bytes);
-    _tile_loadd(6, panel, kTileStride);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, panel + kTile, kTileStride);
-    _tile_dpbf16ps(1, 4, 7);
-    rows.upper += rows.step;
-    if constexpr (Lower) {
-      _tile_loadd(5, rows.lower, row_bytes);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-      rows.lower += rows.step;
-    }
-  }
-  _tile_stored(0, sums, kSumsStride);
-  _tile_stored(1, sums + 16, kSumsStride);
-  if constexpr (Lower) {
-    _tile_stored(2, lower_sums, kSumsStride);
-    _tile_stored(3, lower_sums + 16, kSumsStride);
-  }
-  publish(sums);
-}
-
-BACKFILL_INLINE void multiply_panel(const bf16* panel, int64_t num_rows, const RowTiles& rows, int64_t depth,
-                                    bool continues, Prefetcher& prefetcher, SumsWriter& writer, float* sums) {
-  if (num_rows > 16)
-    multiply_panel<true>(panel, rows, depth, continues, prefetcher, writer, sums);
-  else
-    multiply_panel<false>(panel, rows, depth, continues, prefetcher, writer, sums);
-}
 
 // The rows and panels that one thread multiplies.
 struct LinearPart {
   int64_t first_row, last_row, first_panel, last_panel;
 };
 
-BACKFILL_INLINE void begin_writing(SumsWriter& writer, const LinearArgs& args, const float* sums, int64_t row,
-                                   int64_t rows, int64_t panel) {
-  const auto* bias = static_cast<const bf16*>(args.bias);
+template <class T>
+BACKFILL_INLINE void begin_writing(SumsWriter<T>& writer, const LinearArgs& args, const float* sums,
+                                   int64_t row, int64_t rows, int64_t panel) {
+  const auto* bias = static_cast<const T*>(args.bias);
   const int64_t column = panel * kPanel;
   writer.begin(sums, bias == nullptr ? nullptr : bias + column,
-               static_cast<bf16*>(args.out) + row * args.out_features + column, args.out_features, rows,
+               static_cast<T*>(args.out) + row * args.out_features + column, args.out_features, rows,
                std::min(kPanel, args.out_features - column));
 }
 
-// Each panel is read from memory once and multiplied with all rows, which are not packed.
-inline void multiply_few_rows(const LinearArgs& args, const LinearPart& part) {
-  const auto* x = static_cast<const bf16*>(args.x);
-  const int64_t panel_size = args.in_features * kPanel, x_stride = args.x_stride;
-  const auto* weight = static_cast<const bf16*>(args.weight);
-  alignas(64) float sums[2][kPanel * kPanel];
-  PanelTiles tiles;
-  SumsWriter writer;
-  Prefetcher prefetcher(weight + part.last_panel * panel_size, (args.rows + kPanel - 1) / kPanel);
-  int turn = 0;
-  for (int64_t index = part.first_panel; index < part.last_panel; index++) {
-    for (int64_t row = part.first_row; row < part.last_row; row += kPanel, turn ^= 1) {
-      const int64_t rows = std::min(kPanel, part.last_row - row), upper = std::min<int64_t>(rows, 16);
-      tiles.configure(upper, rows - upper);
-      const bf16* x_rows = x + row * x_stride;
-      multiply_panel(weight + index * panel_size, rows, {x_rows, x_rows + 16 * x_stride, x_stride, kUnroll},
-                     args.in_features, false, prefetcher, writer, sums[turn]);
-      begin_writing(writer, args, sums[turn], row, rows, index);
-    }
-  }
-  writer.finish();
-}
-
-// Rows are packed into tiles that stay in L2 while all panels are read. Deep layers are multiplied in chunks
-// of their depth; between chunks the sums are kept in memory, in float.
-inline void multiply_many_rows(const LinearArgs& args, const LinearPart& part) {
-  const auto* x = static_cast<const bf16*>(args.x);
-  const auto* weight = static_cast<const bf16*>(args.weight);
-  const int64_t depth = args.in_features, num_chunks = (depth + kMaxChunk - 1) / kMaxChunk;
-  const int64_t chunk = round_up((depth + num_chunks - 1) / num_chunks, kUnroll);
-  const int64_t block = std::min(round_up(part.last_row - part.first_row, kPanel),
-                                 std::max(kPanel, kPackedSize / chunk / kPanel * kPanel));
+// Of one call, whose rows a product packs; sizes in bytes are multiples of 64.
+//   T                              type of x, weight and out
+//   kRows                          rows multiplied at once
+//   kPackedBytes, kMaxChunk        bytes of packed rows that stay in the second-level cache; inputs of a chunk
+//   kPackCost, kReadCost           cost of packing kRows rows, and of the first read of a panel; the unit is
+//                                  a product of kRows rows and a panel
+//   packed_bytes(inputs)           of kRows rows
+//   pack(x, x_stride, rows, next_rows, inputs, packed)    next_rows: rows after these, of the same call
+//   multiply(panel, rows, packed, inputs, continues, prefetcher, writer, sums [kRows, 32])
+template <class Product>
+void multiply_part(const LinearArgs& args, const LinearPart& part) {
+  using T = typename Product::T;
+  constexpr int64_t kRows = Product::kRows;
+  const auto* x = static_cast<const T*>(args.x);
+  const auto* weight = static_cast<const T*>(args.weight);
+  const int64_t depth = args.in_features, num_chunks = (depth + Product::kMaxChunk - 1) / Product::kMaxChunk;
+  const int64_t chunk = round_up((depth + num_chunks - 1) / num_chunks, kTileInputs<T>);
+  const int64_t group_bytes = Product::packed_bytes(chunk);
+  const int64_t block = kRows * std::min((part.last_row - part.first_row + kRows - 1) / kRows,
+                                         std::max<int64_t>(1, Product::kPackedBytes / group_bytes));
   const bool sums_wait = num_chunks > 1;
   const int64_t panel_sums = block * kPanel, num_panels = part.last_panel - part.first_panel;
   const int64_t group =
       sums_wait ? std::min(num_panels, std::max<int64_t>(1, kSumsSize / panel_sums)) : num_panels;
-  const int64_t packed_bytes = block * chunk * (int64_t)sizeof(bf16);
-  const int64_t num_sums = sums_wait ? group * panel_sums : 2 * kPanel * kPanel;
-  auto* packed = static_cast<bf16*>(scratch(kWork, packed_bytes + num_sums * sizeof(float)));
-  auto* all_sums = reinterpret_cast<float*>(packed + block * chunk);
-  PanelTiles tiles;
-  tiles.configure(16, 16);
-  SumsWriter writer;
+  const int64_t packed_bytes = block / kRows * group_bytes;
+  const int64_t num_sums = sums_wait ? group * panel_sums : 2 * kRows * kPanel;
+  auto* packed = static_cast<char*>(scratch(kWork, packed_bytes + num_sums * sizeof(float)));
+  auto* all_sums = reinterpret_cast<float*>(packed + packed_bytes);
+  Product product;
+  SumsWriter<T> writer;
   int64_t turn = 0;
 
   // One function: as a lambda that was not inlined, the inner loops took up to a tenth longer.
@@ -267,19 +163,18 @@ inline void multiply_many_rows(const LinearArgs& args, const LinearPart& part) {
       const int64_t last = std::min(first + group, part.last_panel);
       for (int64_t k = 0; k < depth; k += chunk) {
         const int64_t length = std::min(chunk, depth - k);
-        Prefetcher prefetcher(weight + last * depth * kPanel, (last_row - first_row + kPanel - 1) / kPanel);
+        Prefetcher prefetcher(weight + last * depth * kPanel, (last_row - first_row + kRows - 1) / kRows);
         for (int64_t index = first; index < last; index++) {
-          for (int64_t row = first_row; row < last_row; row += kPanel, turn ^= 1) {
-            const int64_t rows = std::min(kPanel, last_row - row), offset = row - first_row;
-            bf16* tiles_of_rows = packed + offset * chunk;
+          for (int64_t row = first_row; row < last_row; row += kRows, turn ^= 1) {
+            const int64_t rows = std::min(kRows, last_row - row), offset = row - first_row;
+            char* packed_rows = packed + offset / kRows * group_bytes;
             if (index == first)
-              pack_rows(x + row * args.x_stride + k, args.x_stride, rows,
-                        std::min(kPanel, part.last_row - row - rows), length, tiles_of_rows);
+              Product::pack(x + row * args.x_stride + k, args.x_stride, rows,
+                            std::min(kRows, part.last_row - row - rows), length, packed_rows);
             float* sums = all_sums + (sums_wait ? (index - first) * panel_sums + offset * kPanel
-                                                : turn * kPanel * kPanel);
-            multiply_panel(weight + (index * depth + k) * kPanel, rows,
-                           {tiles_of_rows, tiles_of_rows + kTile, kUnroll, 2 * kTile}, length, k > 0,
-                           prefetcher, writer, sums);
+                                                : turn * kRows * kPanel);
+            product.multiply(weight + (index * depth + k) * kPanel, rows, packed_rows, length, k > 0,
+                             prefetcher, writer, sums);
             if (k + length == depth) begin_writing(writer, args, sums, row, rows, index);
           }
         }
@@ -291,41 +186,42 @@ inline void multiply_many_rows(const LinearArgs& args, const LinearPart& part) {
 }
 
 // The thread's part in the grid of threads with the least cost.
-BACKFILL_INLINE LinearPart part_of(int64_t thread, int64_t num_threads, int64_t rows, int64_t num_panels) {
-  const int64_t num_blocks = (rows + kPanel - 1) / kPanel;
-  int64_t best_cost = INT64_MAX, across = 1;
+template <class Product>
+LinearPart part_of(int64_t thread, int64_t num_threads, int64_t rows, int64_t num_panels) {
+  constexpr int64_t kRows = Product::kRows;
+  const int64_t num_blocks = (rows + kRows - 1) / kRows;
+  double best_cost = 0.0;
+  int64_t across = 0;
   for (int64_t rows_parts = 1; rows_parts <= num_threads; rows_parts++) {
     const int64_t blocks = (num_blocks + rows_parts - 1) / rows_parts;
     const int64_t panel_parts = num_threads / rows_parts;
     const int64_t panels = (num_panels + panel_parts - 1) / panel_parts;
-    const int64_t cost = blocks * panels + kPackCost * blocks + kReadCost * panels;
-    if (cost < best_cost) best_cost = cost, across = rows_parts;
+    const double cost =
+        (double)(blocks * panels) + Product::kPackCost * (double)blocks + Product::kReadCost * (double)panels;
+    if (across == 0 || cost < best_cost) best_cost = cost, across = rows_parts;
   }
   const int64_t down = num_threads / across;
   if (thread >= across * down) return {0, 0, 0, 0};
   const int64_t i = thread / down, j = thread % down;
-  return {num_blocks * i / across * kPanel, std::min(rows, num_blocks * (i + 1) / across * kPanel),
+  return {num_blocks * i / across * kRows, std::min(rows, num_blocks * (i + 1) / across * kRows),
           num_panels * j / down, num_panels * (j + 1) / down};
 }
 
-inline void linear(const LinearArgs& args) {
+// Runs `multiply` with each thread's part.
+template <class Product, class Multiply>
+void for_each_part(const LinearArgs& args, const Multiply& multiply) {
   if (args.rows == 0) return;
   const int64_t num_panels = (args.out_features + kPanel - 1) / kPanel;
   RegionError error;
 #pragma omp parallel
   {
-    const int64_t num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    if (args.rows <= kFewRows) {
-      const int64_t first = num_panels * thread / num_threads, last = num_panels * (thread + 1) / num_threads;
-      multiply_few_rows(args, {0, args.rows, first, last});
-    } else {
-      const LinearPart part = part_of(thread, num_threads, args.rows, num_panels);
-      if (part.first_row < part.last_row && part.first_panel < part.last_panel) {
-        try {
-          multiply_many_rows(args, part);
-        } catch (...) {
-          error.keep();
-        }
+    const LinearPart part =
+        part_of<Product>(omp_get_thread_num(), omp_get_num_threads(), args.rows, num_panels);
+    if (part.first_row < part.last_row && part.first_panel < part.last_panel) {
+      try {
+        multiply(part);
+      } catch (...) {
+        error.keep();
       }
     }
   }
@@ -333,5 +229,3 @@ inline void linear(const LinearArgs& args) {
 }
 
 }  // namespace backfill::BACKFILL_VARIANT
-
-#endif

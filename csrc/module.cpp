@@ -78,12 +78,10 @@ class KernelSet {
 
   std::string isa() const { return isa_.name; }
 
-  bool has_linear() const { return isa_.table->linear != nullptr; }
-
-  void linear(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t rows, int64_t in_features,
-              int64_t out_features, int64_t x_stride) const {
-    isa_.table->linear({address<void>(x), address<void>(weight), address<void>(bias), address<void>(out),
-                        rows, in_features, out_features, x_stride});
+  void linear(int type, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t rows,
+              int64_t in_features, int64_t out_features, int64_t x_stride) const {
+    isa_.table->linear[type]({address<void>(x), address<void>(weight), address<void>(bias),
+                              address<void>(out), rows, in_features, out_features, x_stride});
   }
 
   void norm(int type, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, int64_t rows,
@@ -198,7 +196,6 @@ NB_MODULE(_kernels, m) {
       .def(nb::init<const std::string&>(), "isa"_a = "",
            "ValueError for an ISA this machine lacks; '' is the best.")
       .def_prop_ro("isa", &KernelSet::isa)
-      .def_prop_ro("has_linear", &KernelSet::has_linear)
       .def("linear", &KernelSet::linear, nogil)
       .def("norm", &KernelSet::norm, nogil)
       .def("silu_and_mul", &KernelSet::silu_and_mul, nogil)

@@ -5,19 +5,18 @@
 // Each chunk of keys is packed once, in logical order, and used by every tile:
 //
 //   S [keys, queries] = K [keys, D] * Q [D, queries]
-//   P                 = 2^(S * scale - running max of the query)
-//   O [D, queries]    = O * correction + V [D, keys] * P [keys, queries]
+//   P                 = 2^(S * scale - max of the query in the chunk)
+//   O [D, queries]    = fold of O and V [D, keys] * P [keys, queries]
 //
 // The arithmetic reads packed keys only: it knows no blocks, directions, head sizes or element types.
-// With bf16 products P is rounded to bf16; the sum of a query is taken before rounding.
+// With bf16 products P is rounded to bf16; the sum of a query is taken before rounding. Order: softmax.h.
 #pragma once
 
-#include "decode.h"
+#include "key_rows.h"
+#include "scratch.h"
 #include "tile_product.h"
 
 namespace backfill::BACKFILL_VARIANT {
-
-constexpr int kPrefillChunk = 128;  // keys packed at a time
 
 // Queries of one item: bounded so that O stays in the L2 cache.
 BACKFILL_INLINE int64_t max_prefill_queries(int64_t head_dim) {
@@ -26,14 +25,14 @@ BACKFILL_INLINE int64_t max_prefill_queries(int64_t head_dim) {
 }
 
 // One sequence, one key/value head, query rows [begin, end) of the sequence.
-template <class T>
+template <class T, bool Tiled>
 class PrefillItem {
  public:
   PrefillItem(const AttentionArgs& args, int64_t seq, int64_t kv_head, int64_t begin, int64_t end)
       : keys_(key_rows<T>(args, seq, kv_head)),
         dim_(args.shape.head_dim),
-        row_dim_(round_up(dim_, kRowPadding<T>)),
-        depth_(round_up(dim_ / kPerUnit<T>, kDepthPadding<T>)),
+        row_dim_(round_up(dim_, kRowPadding<Tiled>)),
+        depth_(round_up(dim_ / kPerUnit<T>, kDepthPadding<Tiled>)),
         group_(args.num_heads / args.shape.num_kv_heads),
         num_queries_((end - begin) * group_),
         num_tiles_(round_up(num_queries_, kTileQueries) / kTileQueries),
@@ -48,11 +47,11 @@ class PrefillItem {
   }
 
   void run() {
-    [[maybe_unused]] const TileRegisters registers;
+    [[maybe_unused]] const TileRegisters<Tiled> registers;
     pack_queries();
     const int64_t context = last_position(num_tiles_ - 1) + 1;
-    for (int64_t begin = 0; begin < context; begin += kPrefillChunk) {
-      const int64_t count = smaller<int64_t>(kPrefillChunk, context - begin);
+    for (int64_t begin = 0; begin < context; begin += kChunk) {
+      const int64_t count = smaller<int64_t>(kChunk, context - begin);
       pack_chunk(begin, count);
       for (int64_t tile = 0; tile < num_tiles_; tile++) {
         const int64_t seen = smaller<int64_t>(count, last_position(tile) + 1 - begin);
@@ -65,7 +64,7 @@ class PrefillItem {
  private:
   // Depth of the second product, in units, for `count` keys.
   static BACKFILL_INLINE int64_t key_depth(int64_t count) {
-    return round_up((count + kPerUnit<T> - 1) / kPerUnit<T>, kDepthPadding<T>);
+    return round_up((count + kPerUnit<T> - 1) / kPerUnit<T>, kDepthPadding<Tiled>);
   }
 
   void share_memory() {
@@ -75,17 +74,18 @@ class PrefillItem {
                              tile_size,
                              tile_size,
                              tile_size,
-                             kPrefillChunk * depth_,
-                             kPrefillChunk * row_dim_,
-                             kPrefillChunk * kTileQueries,
-                             kPrefillChunk * kTileQueries,
+                             kChunk * depth_,
+                             kChunk * row_dim_,
+                             kChunk * kTileQueries,
+                             kChunk * kTileQueries,
+                             kTileQueries,
                              kTileQueries};
     int64_t total = 0;
     for (int64_t size : sizes) total += round_up(size, 16);
-    float* memory = static_cast<float*>(scratch(kWork, total * sizeof(float) + kPrefillChunk * sizeof(T*)));
-    float** parts[] = {&queries_,     &sums_,          &max_,    &total_,   &positions_,
-                       &packed_keys_, &packed_values_, &scores_, &weights_, &correction_};
-    for (int i = 0; i < 10; i++) *parts[i] = memory, memory += round_up(sizes[i], 16);
+    float* memory = static_cast<float*>(scratch(kWork, total * sizeof(float) + kChunk * sizeof(T*)));
+    float** parts[] = {&queries_,       &sums_,   &max_,     &total_,       &positions_,   &packed_keys_,
+                       &packed_values_, &scores_, &weights_, &fold_before_, &fold_chunk_};
+    for (int i = 0; i < 11; i++) *parts[i] = memory, memory += round_up(sizes[i], 16);
     rows_ = reinterpret_cast<const T**>(memory);
   }
 
@@ -140,9 +140,9 @@ class PrefillItem {
         store(packed_keys_ + i * depth_ + unit, load_units(rows_[i] + unit * kPerUnit<T>, present),
               depth_ - unit);
       }
-    const int64_t padded = round_up(count, kRowPadding<T>);
+    const int64_t padded = round_up(count, kRowPadding<Tiled>);
     std::memset(packed_keys_ + count * depth_, 0, (padded - count) * depth_ * sizeof(float));
-    if constexpr (kTiled<T>)
+    if constexpr (Tiled)
       pack_values_for_tiles(count);
     else
       pack_values(count);
@@ -162,7 +162,7 @@ class PrefillItem {
       for (int64_t d = 0; d < dim_; d += kLanes) {
         Floats values;
         if constexpr (kPaired<T>)
-          values = interleave(value_bits(2 * unit, count, d), value_bits(2 * unit + 1, count, d));
+          values = interleave(value_bits(key_of(unit, 0), count, d), value_bits(key_of(unit, 1), count, d));
         else
           values = load(rows_[unit] + offset + d, dim_ - d);
         store(target + d, values, row_dim_ - d);
@@ -170,15 +170,20 @@ class PrefillItem {
     }
   }
 
+  // Key `half` of unit `unit`. In tiles a unit has keys k and k + 16 of 32: decode reads 16 keys as stored.
+  static BACKFILL_INLINE int64_t key_of(int64_t unit, int64_t half) {
+    return Tiled ? unit / 16 * 32 + unit % 16 + 16 * half : 2 * unit + half;
+  }
+
   // packed_values_[row_dim][unit of keys], a chunk's units wide.
   void pack_values_for_tiles(int64_t count) {
-    constexpr int64_t kWidth = kPrefillChunk / 2;
+    constexpr int64_t kWidth = kChunk / 2;
     for (int64_t unit = 0; unit < key_depth(count); unit += kLanes)
       for (int64_t d = 0; d < row_dim_; d += kLanes) {
         Floats square[kLanes];
         for (int i = 0; i < kLanes; i++)
-          square[i] =
-              interleave(value_bits(2 * (unit + i), count, d), value_bits(2 * (unit + i) + 1, count, d));
+          square[i] = interleave(value_bits(key_of(unit + i, 0), count, d),
+                                 value_bits(key_of(unit + i, 1), count, d));
         transpose(square);
         for (int i = 0; i < kLanes; i++) store(packed_values_ + (d + i) * kWidth + unit, square[i]);
       }
@@ -186,27 +191,45 @@ class PrefillItem {
 
   // Keys [begin, begin + count) of the packed chunk for one tile.
   void attend(int64_t tile, int64_t begin, int64_t count) {
-    const int64_t queries = round_up(queries_in(tile), kQueryPadding<T>);
+    const int64_t queries = round_up(queries_in(tile), kQueryPadding<Tiled>);
     float* sums = sums_ + tile * row_dim_ * kTileQueries;
-    product<T>(packed_keys_, depth_, 1, queries_ + tile * depth_ * kTileQueries, depth_, scores_,
-               round_up(count, kRowPadding<T>), queries, nullptr);
+    product<T, Tiled>(packed_keys_, depth_, 1, queries_ + tile * depth_ * kTileQueries, depth_, scores_,
+                      round_up(count, kRowPadding<Tiled>), queries, StoreSums{});
     // Every row of the tile sees keys up to its first row's position.
     const int64_t clear = smaller<int64_t>(count, larger<int64_t>(0, first_position(tile) + 1 - begin));
     for (int64_t query = 0; query < queries; query += kLanes) weigh_queries(tile, query, begin, clear, count);
-    const float* correction = begin == 0 ? nullptr : correction_;
-    constexpr int64_t kWidth = kPrefillChunk / kPerUnit<T>;
-    if constexpr (kTiled<T>)
-      product<T>(packed_values_, kWidth, 1, weights_, key_depth(count), sums, row_dim_, queries, correction);
+    const int64_t row_step = Tiled ? kChunk / kPerUnit<T> : 1, depth_step = Tiled ? 1 : row_dim_;
+    const auto multiply = [&](const auto& fold) {
+      product<T, Tiled>(packed_values_, row_step, depth_step, weights_, key_depth(count), sums, row_dim_,
+                        queries, fold);
+    };
+    if (begin == 0)
+      multiply(StoreSums{});
     else
-      product<T>(packed_values_, 1, row_dim_, weights_, key_depth(count), sums, row_dim_, queries,
-                 correction);
+      multiply(FoldSums{fold_before_, fold_chunk_});
   }
 
-  // Softmax of kLanes queries: scores_ to weights_ and correction_. Keys before `clear` need no mask.
+  // Softmax of kLanes queries: scores_ to weights_ and the factors of the fold.
   BACKFILL_INLINE void weigh_queries(int64_t tile, int64_t query, int64_t begin, int64_t clear,
                                      int64_t count) {
     float* scores = scores_ + query;
     const int64_t index = tile * kTileQueries + query;
+    const Floats top = mask_and_scale(scores, index, begin, clear, count);
+    // A query that sees no key of the chunk: all its weights are zero then.
+    const Floats reference = top == -__builtin_inff() ? Floats{} : top;
+    const Floats chunk_total = write_weights(scores, weights_ + query, count, reference);
+    Floats highest = load(max_ + index), total = load(total_ + index);
+    const FoldFactors<Floats> factors = fold(highest, total, top, chunk_total);
+    store(max_ + index, highest);
+    store(total_ + index, total);
+    store(fold_before_ + query, factors.before);
+    store(fold_chunk_ + query, factors.chunk);
+  }
+
+  // Scales the scores and hides those after a query's position; keys before `clear` need no mask. Returns:
+  // the largest of each query.
+  BACKFILL_INLINE Floats mask_and_scale(float* scores, int64_t index, int64_t begin, int64_t clear,
+                                        int64_t count) {
     Ints position;
     std::memcpy(&position, reinterpret_cast<int32_t*>(positions_) + index, sizeof position);
     const Ints last_seen = position - (int32_t)begin;
@@ -214,52 +237,51 @@ class PrefillItem {
     Floats top = hidden, other = hidden;
     int64_t i = 0;
     for (; i + 2 <= clear; i += 2) {
-      top = max(top, load(scores + i * kTileQueries));
-      other = max(other, load(scores + (i + 1) * kTileQueries));
+      const Floats first = load(scores + i * kTileQueries) * scale_;
+      const Floats second = load(scores + (i + 1) * kTileQueries) * scale_;
+      store(scores + i * kTileQueries, first);
+      store(scores + (i + 1) * kTileQueries, second);
+      top = max(top, first);
+      other = max(other, second);
     }
     for (; i < count; i++) {
-      const Floats score = load(scores + i * kTileQueries);
+      const Floats score = load(scores + i * kTileQueries) * scale_;
       const Floats masked = last_seen < (int32_t)i ? hidden : score;
       store(scores + i * kTileQueries, masked);
       top = max(top, masked);
     }
-    const Floats before = load(max_ + index);
-    const Floats highest = max(before, max(top, other) * scale_);
-    const Floats correction = exp2<kExpDegree<T>>(before - highest);
-    store(max_ + index, highest);
-    store(correction_ + query, correction);
-    const Floats sum = write_weights(scores, weights_ + query, count, highest);
-    store(total_ + index, load(total_ + index) * correction + sum);
+    for (; i < round_up(count, kKeysTogether); i++) store(scores + i * kTileQueries, hidden);
+    return max(top, other);
   }
 
+  // Keys whose weights are computed together: all of kLanes sums, and whole units.
+  static constexpr int kKeysTogether = Tiled ? 32 : kLanes;
+
   // weights: units of keys by queries, padded with zeros to whole tiles. Returns the sums of the queries.
-  BACKFILL_INLINE Floats write_weights(const float* scores, float* weights, int64_t count, Floats highest) {
-    Floats sum{}, other{};
-    int64_t i = 0;
-    const auto weight_of = [&](int64_t key) {
-      return exp2<kExpDegree<T>>(load(scores + key * kTileQueries) * scale_ - highest);
+  BACKFILL_INLINE Floats write_weights(const float* scores, float* weights, int64_t count,
+                                       Floats reference) {
+    Floats sums[kLanes] = {};
+    const auto weight_of = [&](int64_t key, int lane) __attribute__((always_inline)) {
+      const Floats weight = exp2<kExpDegree<T>>(load(scores + key * kTileQueries) - reference);
+      sums[lane] += weight;
+      return weight;
     };
-    if constexpr (kPaired<T>) {
-      for (; i + 2 <= count; i += 2) {
-        const Floats first = weight_of(i), second = weight_of(i + 1);
-        sum += first;
-        other += second;
-        store(weights + i / 2 * kTileQueries, pair(first, second));
-      }
-      if (i < count) {
-        const Floats first = weight_of(i);
-        sum += first;
-        store(weights + i / 2 * kTileQueries, pair(first, Floats{}));
-      }
-      for (i = (count + 1) / 2; i < key_depth(count); i++) store(weights + i * kTileQueries, Floats{});
-    } else {
-      for (; i < count; i++) {
-        const Floats weight = weight_of(i);
-        sum += weight;
-        store(weights + i * kTileQueries, weight);
+    for (int64_t first = 0; first < count; first += kKeysTogether) {
+      if constexpr (kPaired<T>) {
+        for (int i = 0; i < kKeysTogether / 2; i++) {
+          const int64_t unit = first / 2 + i;
+          const Floats low = weight_of(key_of(unit, 0), (int)(key_of(i, 0) % kLanes));
+          const Floats high = weight_of(key_of(unit, 1), (int)(key_of(i, 1) % kLanes));
+          store(weights + unit * kTileQueries, pair(low, high));
+        }
+      } else {
+        for (int i = 0; i < kLanes; i++)
+          store(weights + (first + i) * kTileQueries, weight_of(first + i, i));
       }
     }
-    return sum + other;
+    for (int half = kLanes / 2; half > 0; half /= 2)
+      for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+    return sums[0];
   }
 
   static BACKFILL_INLINE Floats pair(Floats first, Floats second) {
@@ -293,7 +315,8 @@ class PrefillItem {
   T* out_;
   const T** rows_;
   float *queries_, *sums_, *max_, *total_, *positions_;
-  float *packed_keys_, *packed_values_, *scores_, *weights_, *correction_;
+  float *packed_keys_, *packed_values_, *scores_, *weights_;
+  float *fold_before_, *fold_chunk_;  // of a tile's queries
 };
 
 }  // namespace backfill::BACKFILL_VARIANT

@@ -25,12 +25,12 @@ BACKFILL_INLINE float row_squares(const T* x, int64_t size) {
   int64_t i = 0;
   for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
     const Floats a = load(x + i), b = load(x + i + kLanes);
-    total += a * a;
-    other += b * b;
+    total = multiply_add(total, a, a);
+    other = multiply_add(other, b, b);
   }
   for (; i < size; i += kLanes) {
     const Floats a = load(x + i, size - i);
-    total += a * a;
+    total = multiply_add(total, a, a);
   }
   return sum(total + other);
 }
@@ -43,7 +43,7 @@ BACKFILL_INLINE float add_row(const T* x, T* residual, int64_t size) {
     const int64_t n = size - i;
     const Floats added = rounded_like(load(x + i, n) + load(residual + i, n), x);
     store(residual + i, added, n);
-    total += added * added;
+    total = multiply_add(total, added, added);
   }
   return sum(total);
 }

@@ -162,34 +162,41 @@ BACKFILL_INLINE float max_of(Floats v) {
   return parts[0];
 }
 
-// 2^x by range reduction to [-1/2, 1/2] and a polynomial. Degree 6 is accurate to 2e-7 relative, degree 4
-// to 6e-5, enough where the result is rounded to bf16. Results below 2^-126 become 2^-126; x must be < 127.
-template <int Degree>
-BACKFILL_INLINE Floats exp2(Floats x) {
-  x = x < -126.0f ? broadcast(-126.0f) : x;
-  const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it leaves round(x) in the low bits
-  const Floats shifted = x + magic;
-  const Floats f = x - (shifted - magic);
-  Floats p = broadcast(0.00961812910763f);
-  if (Degree == 6) p = (broadcast(0.000154035303934f) * f + broadcast(0.00133335581464f)) * f + p;
-  p = p * f + broadcast(0.0555041086648f);
-  p = p * f + broadcast(0.240226506959f);
-  p = p * f + broadcast(0.69314718056f);
-  p = p * f + broadcast(1.0f);
-  return (Floats)((Words)p + ((Words)shifted << 23));
-}
-
-template <class T>
-constexpr int kExpDegree = kPaired<T> ? 4 : 6;
-
-// acc + a * b, or, for paired units, acc + a.low * b.low + a.high * b.high.
-template <bool Paired>
+// acc + a * b, or, for paired units, acc + a.low * b.low + a.high * b.high. Written out, and contraction by
+// the compiler is off (CMakeLists.txt): a sum is rounded alike in every kernel that takes part in it.
+template <bool Paired = false>
 BACKFILL_INLINE Floats multiply_add(Floats acc, Floats a, Floats b) {
 #if defined(__AVX512BF16__)
   if constexpr (Paired) return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
 #endif
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, acc);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, acc);
+#else
   return a * b + acc;
+#endif
 }
+
+// 2^x by range reduction to [-1/2, 1/2] and a polynomial. Degree 6 is accurate to 2e-7 relative, degree 4
+// to 6e-5, enough where the result is rounded to bf16. Results below 2^-126 are 0; x must be < 127.
+template <int Degree>
+BACKFILL_INLINE Floats exp2(Floats x) {
+  const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it leaves round(x) in the low bits
+  const Floats shifted = x + magic;
+  const Floats f = x - (shifted - magic);
+  Floats p = broadcast(0.00961812910763f);
+  if (Degree == 6)
+    p = multiply_add(p, multiply_add(broadcast(0.00133335581464f), broadcast(0.000154035303934f), f), f);
+  p = multiply_add(broadcast(0.0555041086648f), p, f);
+  p = multiply_add(broadcast(0.240226506959f), p, f);
+  p = multiply_add(broadcast(0.69314718056f), p, f);
+  p = multiply_add(broadcast(1.0f), p, f);
+  return x < -126.0f ? Floats{} : (Floats)((Words)p + ((Words)shifted << 23));
+}
+
+template <class T>
+constexpr int kExpDegree = kPaired<T> ? 4 : 6;
 
 // ---- Units ----
 

@@ -1,14 +1,16 @@
-// The matrix product inside prefill attention:
-//   C [rows, queries] = scale * C + A [rows, depth] * B [depth, queries].
+// The matrix products inside prefill attention, A [rows, depth] * B [depth, queries].
 //
 // depth is counted in units (simd.h). Queries are columns, so the softmax between the two products of
 // attention is vertical: no sums across a vector, no shuffles.
 // B and C have kTileQueries columns; A is packed as the instruction set wants it:
 //   vectors:  A(row, k) at a[row * row_step + k * depth_step]; each unit is broadcast against B's queries;
 //   AMX:      A row-major with rows `row_step` units apart; rows, depth and queries padded to whole tiles.
+// Sums begin at zero and run over depth in order (softmax.h). `Fold` then stores or folds them into C.
 #pragma once
 
-#include "simd.h"
+#include <type_traits>
+
+#include "softmax.h"
 
 namespace backfill::BACKFILL_VARIANT {
 
@@ -20,26 +22,41 @@ constexpr bool kHasTiles = true;
 constexpr bool kHasTiles = false;
 #endif
 
+// Whether all attention of a call runs in tiles. Decode reads keys and values in the blocks as tiles; a shape
+// that it cannot read is computed with vectors, by prefill too, so that both sum alike.
 template <class T>
-constexpr bool kTiled = kHasTiles && kPaired<T>;
+BACKFILL_INLINE bool uses_tiles(const AttentionArgs& args) {
+  const PoolShape& shape = args.shape;
+  return kHasTiles && kPaired<T> && shape.head_dim % 32 == 0 && shape.head_dim <= 128 &&
+         shape.block_size % 16 == 0 && args.num_heads / shape.num_kv_heads <= 8;
+}
 
 // What rows, depth (in units) and queries are padded to.
-template <class T>
-constexpr int kRowPadding = kTiled<T> ? 32 : 4;
-template <class T>
-constexpr int kDepthPadding = kTiled<T> ? 16 : 1;
-template <class T>
-constexpr int kQueryPadding = kTiled<T> ? 32 : kLanes;
+template <bool Tiled>
+constexpr int kRowPadding = Tiled ? 32 : 4;
+template <bool Tiled>
+constexpr int kDepthPadding = Tiled ? 16 : 1;
+template <bool Tiled>
+constexpr int kQueryPadding = Tiled ? 32 : kLanes;
 
-template <bool Paired, int Rows, int Vectors>
-BACKFILL_INLINE void product_block(const float* a, int64_t row_step, int64_t depth_step, const float* b,
-                                   int64_t depth, float* c, const float* scale) {
-  Floats acc[Rows][Vectors];
-  for (int v = 0; v < Vectors; v++) {
-    const Floats factor = scale == nullptr ? Floats{} : load(scale + v * kLanes);
-    for (int r = 0; r < Rows; r++)
-      acc[r][v] = scale == nullptr ? Floats{} : load(c + r * kTileQueries + v * kLanes) * factor;
+// C = sums.
+struct StoreSums {
+  BACKFILL_INLINE void operator()(float* c, int64_t, Floats sums) const { store(c, sums); }
+};
+
+// C = C * before[query] + sums * chunk[query].
+struct FoldSums {
+  const float *before, *chunk;
+
+  BACKFILL_INLINE void operator()(float* c, int64_t query, Floats sums) const {
+    store(c, folded(load(c), sums, {load(before + query), load(chunk + query)}));
   }
+};
+
+template <bool Paired, int Rows, int Vectors, class Fold>
+BACKFILL_INLINE void product_block(const float* a, int64_t row_step, int64_t depth_step, const float* b,
+                                   int64_t depth, float* c, int64_t query, const Fold& fold) {
+  Floats acc[Rows][Vectors] = {};
   for (int64_t k = 0; k < depth; k++, b += kTileQueries, a += depth_step) {
     Floats b_row[Vectors];
     for (int v = 0; v < Vectors; v++) b_row[v] = load(b + v * kLanes);
@@ -49,13 +66,14 @@ BACKFILL_INLINE void product_block(const float* a, int64_t row_step, int64_t dep
     }
   }
   for (int r = 0; r < Rows; r++)
-    for (int v = 0; v < Vectors; v++) store(c + r * kTileQueries + v * kLanes, acc[r][v]);
+    for (int v = 0; v < Vectors; v++)
+      fold(c + r * kTileQueries + v * kLanes, query + v * kLanes, acc[r][v]);
 }
 
 // rows: a multiple of 4. queries: a multiple of kLanes.
-template <bool Paired>
+template <bool Paired, class Fold>
 void vector_product(const float* a, int64_t row_step, int64_t depth_step, const float* b, int64_t depth,
-                    float* c, int64_t rows, int64_t queries, const float* scale) {
+                    float* c, int64_t rows, int64_t queries, const Fold& fold) {
   constexpr int kVectors = kLanes == 16 ? 4 : 2;
   for (int64_t row = 0; row < rows; row += 4) {
     const float* a_rows = a + row * row_step;
@@ -63,10 +81,10 @@ void vector_product(const float* a, int64_t row_step, int64_t depth_step, const 
     int64_t query = 0;
     for (; query + kVectors * kLanes <= queries; query += kVectors * kLanes)
       product_block<Paired, 4, kVectors>(a_rows, row_step, depth_step, b + query, depth, c_rows + query,
-                                         scale == nullptr ? nullptr : scale + query);
+                                         query, fold);
     for (; query < queries; query += kLanes)
-      product_block<Paired, 4, 1>(a_rows, row_step, depth_step, b + query, depth, c_rows + query,
-                                  scale == nullptr ? nullptr : scale + query);
+      product_block<Paired, 4, 1>(a_rows, row_step, depth_step, b + query, depth, c_rows + query, query,
+                                  fold);
   }
 }
 
@@ -76,53 +94,51 @@ void vector_product(const float* a, int64_t row_step, int64_t depth_step, const 
 // load may be moved after it or dropped.
 BACKFILL_INLINE void publish(const void* written) { __asm__ volatile("" ::"r"(written) : "memory"); }
 
-// Holds the tile registers, all 16 rows of 64 bytes, while it lives. oneDNN configures its own.
+// Holds the tile registers, all 16 rows of 64 bytes, while it lives.
+template <bool Tiled>
 class TileRegisters {
  public:
   TileRegisters() {
-    alignas(64) uint8_t config[64] = {1};
-    for (int tile = 0; tile < 8; tile++) {
-      config[16 + 2 * tile] = 64;
-      config[48 + tile] = 16;
+    if constexpr (Tiled) {
+      alignas(64) uint8_t config[64] = {1};
+      for (int tile = 0; tile < 8; tile++) {
+        config[16 + 2 * tile] = 64;
+        config[48 + tile] = 16;
+      }
+      publish(config);
+      _tile_loadconfig(config);
     }
-    publish(config);
-    _tile_loadconfig(config);
   }
-  ~TileRegisters() { _tile_release(); }
+  ~TileRegisters() {
+    if constexpr (Tiled) _tile_release();
+  }
 };
 
-BACKFILL_INLINE void scale_rows(float* c, int64_t rows, int64_t queries, const float* scale) {
-  for (int64_t query = 0; query < queries; query += kLanes) {
-    const Floats factor = load(scale + query);
-    for (int64_t row = 0; row < rows; row++) {
-      float* target = c + row * kTileQueries + query;
-      store(target, load(target) * factor);
-    }
-  }
+// Stores a block of 32 x 32 sums from the tile registers, `stride` floats between rows.
+BACKFILL_INLINE void store_tiles(float* c, int64_t stride) {
+  const int64_t bytes = stride * (int64_t)sizeof(float);
+  _tile_stored(0, c, bytes);
+  _tile_stored(1, c + 16, bytes);
+  _tile_stored(2, c + 16 * stride, bytes);
+  _tile_stored(3, c + 16 * stride + 16, bytes);
 }
 
 // rows and queries: multiples of 32; depth: a multiple of 16.
+template <class Fold>
 BACKFILL_INLINE void tile_product(const float* a, int64_t row_step, const float* b, int64_t depth, float* c,
-                                  int64_t rows, int64_t queries, const float* scale) {
+                                  int64_t rows, int64_t queries, const Fold& fold) {
   constexpr int64_t kStride = kTileQueries * sizeof(float);
+  constexpr bool kFolds = !std::is_same_v<Fold, StoreSums>;
   const int64_t a_stride = row_step * (int64_t)sizeof(float);
-  if (scale != nullptr) scale_rows(c, rows, queries, scale);
-  publish(c);
+  alignas(64) float sums[kFolds ? 32 * 32 : 1];
+  publish(b);
   for (int64_t query = 0; query < queries; query += 32) {
     for (int64_t row = 0; row < rows; row += 32) {
-      float* upper = c + row * kTileQueries + query;
-      float* lower = upper + 16 * kTileQueries;
-      if (scale == nullptr) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-      } else {
-        _tile_loadd(0, upper, kStride);
-        _tile_loadd(1, upper + 16, kStride);
-        _tile_loadd(2, lower, kStride);
-        _tile_loadd(3, lower + 16, kStride);
-      }
+      float* target = c + row * kTileQueries + query;
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
       const float* a_upper = a + row * row_step;
       const float* a_lower = a_upper + 16 * row_step;
       const float* b_rows = b + query;
@@ -136,29 +152,36 @@ BACKFILL_INLINE void tile_product(const float* a, int64_t row_step, const float*
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
       }
-      _tile_stored(0, upper, kStride);
-      _tile_stored(1, upper + 16, kStride);
-      _tile_stored(2, lower, kStride);
-      _tile_stored(3, lower + 16, kStride);
+      if constexpr (kFolds) {
+        store_tiles(sums, 32);
+        publish(sums);
+        for (int64_t i = 0; i < 32; i++)
+          for (int64_t j = 0; j < 32; j += kLanes)
+            fold(target + i * kTileQueries + j, query + j, load(sums + i * 32 + j));
+      } else {
+        store_tiles(target, kTileQueries);
+      }
     }
   }
+  publish(c);
 }
 
 #else
 
+template <bool Tiled>
 struct TileRegisters {
   TileRegisters() {}
 };
 
 #endif
 
-template <class T>
+template <class T, bool Tiled, class Fold>
 BACKFILL_INLINE void product(const float* a, int64_t row_step, int64_t depth_step, const float* b,
-                             int64_t depth, float* c, int64_t rows, int64_t queries, const float* scale) {
+                             int64_t depth, float* c, int64_t rows, int64_t queries, const Fold& fold) {
 #if defined(__AMX_BF16__)
-  if constexpr (kTiled<T>) return tile_product(a, row_step, b, depth, c, rows, queries, scale);
+  if constexpr (Tiled) return tile_product(a, row_step, b, depth, c, rows, queries, fold);
 #endif
-  vector_product<kPaired<T>>(a, row_step, depth_step, b, depth, c, rows, queries, scale);
+  vector_product<kPaired<T>>(a, row_step, depth_step, b, depth, c, rows, queries, fold);
 }
 
 }  // namespace backfill::BACKFILL_VARIANT

@@ -1,6 +1,7 @@
 // Compiled once per instruction set, with BACKFILL_VARIANT naming the namespace it goes to.
 #include "attention.h"
-#include "linear.h"
+#include "linear_tiles.h"
+#include "linear_vectors.h"
 #include "rotary.h"
 #include "rowwise.h"
 
@@ -13,9 +14,9 @@ const KernelTable table = {
     {rotate_and_write_kv<bf16>, rotate_and_write_kv<float>},
     {attention<bf16>, attention<float>},
 #if defined(__AMX_BF16__)
-    linear,
+    {tile_linear, vector_linear<float>},
 #else
-    nullptr,
+    {vector_linear<bf16>, vector_linear<float>},
 #endif
 };
 

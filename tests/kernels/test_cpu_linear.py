@@ -1,13 +1,14 @@
-"""Linear layers of the CPU kernels: oneDNN's packed weights, torch's own. AMX tiles: test_cpu_tiles.py."""
+"""Linear layers of the CPU kernels."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from backfill.kernels.cpu import CpuKernels, TiledLinear, _panels
+from backfill.kernels.cpu import CpuKernels
 from tests.kernels.cpu import REFERENCE, assert_close, random_rows, seeded
 
 
@@ -30,6 +31,56 @@ def test_linear(
     assert_close(linear(x), expected)
 
 
+# Around the row counts of a block, and over several blocks of packed rows.
+@pytest.mark.parametrize("rows", [64, 65, 81, 97, 257, 515, 1023, 2048])
+@pytest.mark.parametrize(("out_size", "in_size"), [(96, 576), (1000, 64)])
+def test_linear_of_many_rows(
+    kernels: CpuKernels, dtype: torch.dtype, out_size: int, in_size: int, rows: int
+) -> None:
+    check_linear(kernels, dtype, out_size, in_size, rows)
+
+
+@pytest.mark.parametrize("rows", [3, 70, 215])
+@pytest.mark.parametrize(("out_size", "in_size"), [(96, 1568), (70, 4096), (40, 9632), (33, 14336)])
+def test_linear_of_many_inputs(
+    kernels: CpuKernels, dtype: torch.dtype, out_size: int, in_size: int, rows: int
+) -> None:
+    check_linear(kernels, dtype, out_size, in_size, rows)
+
+
+def check_linear(kernels: CpuKernels, dtype: torch.dtype, out_size: int, in_size: int, rows: int) -> None:
+    generator = seeded(out_size, in_size, rows)
+    weight = random_rows(generator, out_size, in_size, dtype=dtype) / in_size**0.5
+    x = random_rows(generator, rows, in_size, dtype=dtype)
+    bias = random_rows(generator, out_size, dtype=dtype)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    assert_close(kernels.linear(weight, bias)(x), expected.to(dtype))
+
+
+def test_linear_without_memory_raises_and_the_next_call_succeeds(
+    kernels: CpuKernels, dtype: torch.dtype, scratch_limit: Callable[[int], None]
+) -> None:
+    generator = seeded("no memory")
+    weight, x = (random_rows(generator, size, 64, dtype=dtype) for size in (96, 300))
+    linear = kernels.linear(weight)
+    scratch_limit(0)
+    with pytest.raises(MemoryError):
+        linear(x)
+    scratch_limit(1 << 30)
+    assert_close(linear(x), REFERENCE.linear(weight)(x))
+
+
+def test_linear_called_from_two_threads_at_once(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    generator = seeded("threads")
+    linear = kernels.linear(random_rows(generator, 320, 1600, dtype=dtype) / 40)
+    inputs = [random_rows(generator, rows, 1600, dtype=dtype) for rows in (7, 65, 130, 300)]
+    expected = [linear(x) for x in inputs]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            for result, known in zip(pool.map(linear, inputs), expected, strict=True):
+                assert torch.equal(result, known)
+
+
 def test_linear_refuses_what_it_cannot_read(kernels: CpuKernels) -> None:
     weight = torch.zeros(4, 32, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"^weight:"):
@@ -38,21 +89,27 @@ def test_linear_refuses_what_it_cannot_read(kernels: CpuKernels) -> None:
         kernels.linear(weight, torch.zeros(4, dtype=torch.bfloat16, device="meta"))
     with pytest.raises(ValueError, match=r"^weight:"):
         kernels.linear(weight[:, :0])
+    with pytest.raises(ValueError, match=r"^weight:"):
+        kernels.linear(weight.half())
+    with pytest.raises(ValueError, match=r"^x:"):
+        kernels.linear(weight)(torch.zeros(2, 40, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"^x:"):
+        kernels.linear(weight)(torch.zeros(2, 32))
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_panels_can_be_placed_elsewhere(has_bias: bool) -> None:
-    """On every machine: nothing is multiplied here."""
-    kernels = SimpleNamespace(linear=None)
+def test_a_linear_layer_can_be_placed_elsewhere(
+    kernels: CpuKernels, dtype: torch.dtype, has_bias: bool
+) -> None:
     generator = seeded(0)
-    weight = random_rows(generator, 70, 64, dtype=torch.bfloat16)
-    bias = random_rows(generator, 70, dtype=torch.bfloat16) if has_bias else None
-    packed = TiledLinear(kernels, _panels(weight), 70, bias)  # type: ignore[arg-type]
+    weight = random_rows(generator, 70, 72, dtype=dtype)
+    bias = random_rows(generator, 70, dtype=dtype) if has_bias else None
+    packed = kernels.linear(weight, bias)
     buffers = [torch.zeros_like(part) for part in packed.memory]
     placed = packed.placed(buffers)
+    x = random_rows(generator, 5, 72, dtype=dtype)
+    assert not placed(x).any()
     for buffer, part in zip(buffers, packed.memory, strict=True):
         buffer.copy_(part)
-    assert (placed.out_features, placed.in_features, placed.layout) == (70, 64, packed.layout)
-    assert torch.equal(placed._weight, packed._weight)
-    assert placed._weight_address == buffers[0].data_ptr()
-    assert placed._bias_address == (buffers[1].data_ptr() if has_bias else 0)
+    assert (placed.out_features, placed.in_features, placed.layout) == (70, 72, packed.layout)
+    assert torch.equal(placed(x), packed(x))

@@ -23,7 +23,7 @@ from backfill.models.weights import Checkpoint
 from tests.models.tiny import CONFIGS, save_tiny_model
 
 CPU = torch.device("cpu")
-SHAPES = [  # kind, dtype, hidden size: plain weights, oneDNN's, and panels where the processor has AMX
+SHAPES = [  # kind, dtype, hidden size: whole tiles of inputs, and padded ones
     *((kind, torch.float32, 48) for kind in CONFIGS),
     ("llama-biased", torch.bfloat16, 48),
     ("llama-biased", torch.bfloat16, 96),

@@ -1,4 +1,4 @@
-"""The operators on the CPU: launchers of the C++ kernels in ``csrc/``, and oneDNN where they have none.
+"""The operators on the CPU: launchers of the C++ kernels in ``csrc/``.
 
 The C++ code gets addresses and cannot check them, so a launcher checks dtype, shape and layout. A step makes
 hundreds of calls: checks only read attributes, and a pool or a batch is checked once for all layers. The
@@ -20,14 +20,13 @@ from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.errors import ConfigError
 from backfill.kernels.base import AttentionMetadata, Linear, describe
 from backfill.kernels.isa import ISA_VARIABLE
-from backfill.kernels.onednn import PackedLinear
-from backfill.kernels.reference import ReferenceLinear, as_bytes
+from backfill.kernels.reference import as_bytes
 
 _TYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
 
-# Outputs of a panel and inputs of a tile in csrc/linear.h.
+# Outputs of a panel, and units of 32 bits of inputs of a tile, in csrc/linear.h.
 _PANEL = 32
-_TILE_DEPTH = 32
+_TILE_UNITS = 16
 
 
 def available_isas() -> list[str]:
@@ -43,63 +42,81 @@ def _isa_of_environment() -> str:
     return isa
 
 
-class TiledLinear:
-    """A bf16 weight in panels of 32 outputs for the AMX product of ``csrc/linear.h``.
+class CpuLinear:
+    """A weight in the panels of ``csrc/linear.h``. A row's result depends on no other row.
 
-    ``docs/performance.md`` compares its time with oneDNN's. A row's result depends on no other row.
+    Args:
+        weight: ``panels_of`` the weight.
+        in_features: of the weight; the panels are padded to whole tiles.
     """
 
     layout = "panels of 32"
 
     def __init__(
-        self, cpp: _kernels.KernelSet, panels: Tensor, out_features: int, bias: Tensor | None
+        self,
+        cpp: _kernels.KernelSet,
+        weight: Tensor,
+        in_features: int,
+        out_features: int,
+        bias: Tensor | None,
     ) -> None:
-        self.out_features, self.in_features = out_features, panels.shape[1] * _TILE_DEPTH
+        self.in_features, self.out_features = in_features, out_features
         self._cpp = cpp
-        self._weight = panels
+        self._weight = weight
         self._bias = bias
-        self._weight_address, self._bias_address = panels.data_ptr(), _address(bias)
+        self._padded_features = _padded_features(in_features, weight.dtype)
+        self._code = _TYPE_CODES[weight.dtype]
+        self._weight_address, self._bias_address = weight.data_ptr(), _address(bias)
         self._multiply = cpp.linear
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
         return as_bytes(self._weight, self._bias)
 
-    def placed(self, memory: Sequence[Tensor]) -> TiledLinear:
-        panels = memory[0].view(self._weight.dtype).view(self._weight.shape)
+    def placed(self, memory: Sequence[Tensor]) -> CpuLinear:
+        weight = memory[0].view(self._weight.dtype).view(self._weight.shape)
         bias = memory[1].view(self._weight.dtype) if self._bias is not None else None
-        return TiledLinear(self._cpp, panels, self.out_features, bias)
+        return CpuLinear(self._cpp, weight, self.in_features, self.out_features, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        _, rows, columns, stride = _matrix("x", x)
-        if columns != self.in_features or x.dtype != torch.bfloat16:
-            raise ValueError(f"x: expected bfloat16 [T, {self.in_features}], got {describe(x)}")
+        code, rows, columns, stride = _matrix("x", x)
+        if columns != self.in_features or code != self._code:
+            raise ValueError(f"x: expected {self._weight.dtype} [T, {self.in_features}], got {describe(x)}")
+        if columns != self._padded_features:
+            x = F.pad(x, (0, self._padded_features - columns))
+            stride = self._padded_features
         out = x.new_empty((rows, self.out_features))
         self._multiply(
+            code,
             x.data_ptr(),
             self._weight_address,
             self._bias_address,
             out.data_ptr(),
             rows,
-            columns,
+            self._padded_features,
             self.out_features,
             stride,
         )
         return out
 
 
-def _panels(weight: Tensor) -> Tensor:
-    """``[out, in]`` to ``[out / 32, in / 32, 2, 16, 16, 2]``, as ``csrc/linear.h`` reads it.
+def _padded_features(in_features: int, dtype: torch.dtype) -> int:
+    return in_features + -in_features % (_TILE_UNITS * 4 // dtype.itemsize)
 
-    Each panel has two tiles for every 32 inputs, one for each half of its outputs. A tile holds 16 pairs of
-    inputs by 16 outputs.
+
+def panels_of(weight: Tensor) -> Tensor:
+    """``[out, in]`` to ``[out / 32, in / tile, 2, 16, 16]`` units, as ``csrc/linear.h`` reads them.
+
+    A unit is two inputs of bfloat16 or one of float32. Each panel has two tiles for every 16 units of
+    inputs, one for each half of its outputs; a tile holds 16 units by 16 outputs. Padded with zeros.
     """
-    missing = -weight.shape[0] % _PANEL
-    padded = F.pad(weight, (0, 0, 0, missing)) if missing else weight
-    # A pair moves as one int32, in a fifth of the time: every start packs all weights.
-    pairs = padded.contiguous().view(torch.int32).view(-1, 2, 16, weight.shape[1] // _TILE_DEPTH, 16)
-    tiles = pairs.permute(0, 3, 1, 4, 2).contiguous()
-    return tiles.view(weight.dtype).view(*tiles.shape, 2)
+    missing_in = _padded_features(weight.shape[1], weight.dtype) - weight.shape[1]
+    missing_out = -weight.shape[0] % _PANEL
+    padded = F.pad(weight, (0, missing_in, 0, missing_out)) if missing_in or missing_out else weight
+    # A unit moves as one int32, in a fifth of the time: every start packs all weights.
+    units = padded.contiguous().view(torch.int32)
+    panels = units.view(-1, 2, 16, units.shape[1] // _TILE_UNITS, _TILE_UNITS).permute(0, 3, 1, 4, 2)
+    return panels.contiguous().view(weight.dtype)
 
 
 class _Pool(NamedTuple):
@@ -139,9 +156,6 @@ class CpuKernels:
     def __init__(self, isa: str | None = None) -> None:
         self._cpp = _kernels.KernelSet(isa or _isa_of_environment())
         _kernels.keep_freed_memory()
-        self._packs_bfloat16 = torch.backends.mkldnn.is_available() and bool(  # type: ignore[no-untyped-call]
-            torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        )
         self._last_pool: _Pool | None = None
         self._last_batch: _Batch | None = None
 
@@ -152,17 +166,14 @@ class CpuKernels:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         if weight.dim() != 2:
             raise ValueError(f"weight: expected [out, in], got {list(weight.shape)}")
-        if not weight.is_cpu or weight.shape[1] == 0:
-            raise ValueError(f"weight: expected at least one input, on cpu, got {describe(weight)}")
+        if weight.dtype not in _TYPE_CODES or not weight.is_cpu or weight.shape[1] == 0:
+            raise ValueError(
+                f"weight: expected bfloat16 or float32 with an input or more on cpu, got {describe(weight)}"
+            )
         if bias is not None:
             _check_vector("bias", bias, weight.shape[0], weight.dtype)
-        weight, bias = weight.detach(), None if bias is None else bias.detach().clone()
-        if weight.dtype == torch.bfloat16:
-            if self._cpp.has_linear and weight.shape[1] % _TILE_DEPTH == 0:
-                return TiledLinear(self._cpp, _panels(weight), weight.shape[0], bias)
-            if self._packs_bfloat16:
-                return PackedLinear.pack(weight, bias)
-        return ReferenceLinear(weight.clone(memory_format=torch.contiguous_format), bias)
+        bias = None if bias is None else bias.detach().clone()
+        return CpuLinear(self._cpp, panels_of(weight.detach()), weight.shape[1], weight.shape[0], bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x, None, weight, eps)

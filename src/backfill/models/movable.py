@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backfill.kernels.reference import as_bytes
 
-ALIGNMENT = 64  # of each weight in its buffer: a cache line, as kernels and oneDNN want it
+ALIGNMENT = 64  # of each weight in its buffer: a cache line, as kernels want it
 PAGE_BYTES = 4096  # of a buffer: direct reads need addresses, offsets and lengths in device blocks
 
 Self = TypeVar("Self", bound="MovableWeights")

@@ -1,0 +1,105 @@
+"""Batch invariance: a row's result depends on its own tokens alone, to the bit, in every variant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from backfill.core.block import KVLayout
+from backfill.kernels.base import AttentionMetadata
+from backfill.kernels.cpu import CpuKernels
+from tests.kernels.batches import make_batch
+from tests.kernels.cpu import random_rows, seeded
+
+# Heads, key/value heads, head size, block size: shapes that AMX computes in tiles, and shapes that it cannot.
+GEOMETRIES = [(9, 3, 64, 16), (8, 2, 96, 16), (2, 2, 32, 32), (4, 1, 40, 16), (10, 1, 64, 16), (3, 1, 64, 8)]
+LENGTH = 700  # several chunks of keys, and a last one that is not full
+
+
+class Tokens:
+    """The projections ``[LENGTH, (H + 2G) * D]`` of one sequence's tokens."""
+
+    def __init__(
+        self, geometry: tuple[int, int, int, int], dtype: torch.dtype, generator: torch.Generator
+    ) -> None:
+        self.num_heads, self.num_kv_heads, self.head_dim, self.block_size = geometry
+        self.generator = generator
+        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        # Scores of this size make the maximum move from chunk to chunk.
+        self.qkv = random_rows(generator, LENGTH, width, dtype=dtype) * 1.5
+
+    def attend(self, kernels: CpuKernels, lens: list[tuple[int, int]]) -> Tensor:
+        """Attention of rows ``[context - rows, context)`` of sequences that all have these tokens.
+
+        In blocks of random places and directions; unused slots hold NaN.
+        """
+        block_size = self.block_size
+        num_blocks = sum(-(-context // block_size) for _, context in lens) + 2
+        layout = KVLayout(1, self.num_kv_heads, self.head_dim, block_size, self.qkv.element_size())
+        pool = torch.full(layout.shape(num_blocks), float("nan"), dtype=self.qkv.dtype)
+        whole = make_batch(
+            [(context, context) for _, context in lens],
+            block_size=block_size,
+            num_blocks=num_blocks,
+            generator=self.generator,
+        )
+        contexts = torch.cat([self.qkv[:context] for _, context in lens])
+        kernels.rotate_and_write_kv(contexts.clone(), pool, 0, whole, self.num_heads, None)
+        rows = torch.tensor([0, *(rows for rows, _ in lens)]).cumsum(0).int()
+        batch = AttentionMetadata(
+            positions=whole.positions[: rows[-1]],
+            slot_mapping=whole.slot_mapping[: rows[-1]],
+            cu_seqlens_q=rows,
+            seq_lens=whole.seq_lens,
+            block_table=whole.block_table,
+            block_table_offsets=whole.block_table_offsets,
+            max_query_len=max(rows for rows, _ in lens),
+            max_seq_len=max(context for _, context in lens),
+        )
+        qkv = torch.cat([self.qkv[context - rows : context] for rows, context in lens])
+        return kernels.attention(qkv, pool, 0, batch, self.num_heads, self.head_dim**-0.5)
+
+
+@pytest.fixture(params=[1, 2, 3], ids="{} threads".format)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_attention_does_not_depend_on_the_batch(
+    kernels: CpuKernels, dtype: torch.dtype, geometry: tuple[int, int, int, int], threads: int
+) -> None:
+    """Prefill in one step, in chunks of any size, and decode, in any company, on any number of threads."""
+    tokens = Tokens(geometry, dtype, seeded("attention", geometry))
+    expected = tokens.attend(kernels, [(LENGTH, LENGTH)])
+    generator = seeded("company", geometry, threads)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    for _ in range(12):
+        lens = []
+        for _ in range(draw(1, 6)):
+            context = draw(1, LENGTH + 1)
+            lens.append((1 if draw(0, 2) else draw(1, min(context, 200) + 1), context))
+        results = tokens.attend(kernels, lens).split([rows for rows, _ in lens])
+        for (rows, context), result in zip(lens, results, strict=True):
+            assert torch.equal(result, expected[context - rows : context]), (lens, rows, context)
+
+
+@pytest.mark.parametrize(("out_size", "in_size"), [(96, 320), (70, 40), (33, 3200)])
+def test_a_row_of_a_linear_layer_does_not_depend_on_the_others(
+    kernels: CpuKernels, dtype: torch.dtype, out_size: int, in_size: int, threads: int
+) -> None:
+    generator = seeded("linear", in_size)
+    linear = kernels.linear(random_rows(generator, out_size, in_size, dtype=dtype))
+    x = random_rows(generator, 600, in_size, dtype=dtype)
+    whole = linear(x)
+    for first, last in [(0, 1), (5, 22), (31, 33), (60, 100), (63, 128), (7, 300), (599, 600)]:
+        assert torch.equal(linear(x[first:last]), whole[first:last])
