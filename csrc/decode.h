@@ -27,7 +27,7 @@ BACKFILL_INLINE int64_t partial_size(int64_t head_dim) { return 16 + round_up(he
 template <class T>
 BACKFILL_INLINE void prefetch_line(const T* row, int count) {
   const char* line = reinterpret_cast<const char*>(row);
-  for (int i = 0; i < larger(count, 1); i++) __builtin_prefetch(line + 64 * i);
+  for (int i = 0; i < larger(count, 1); i++) __builtin_prefetch(line + 64 * i, 0, 2);
 }
 
 // Addresses of the key rows of two chunks in turn, from the first key of an item.
@@ -57,7 +57,7 @@ class RowRing {
   const T** rows_;
 };
 
-// transposed[unit][kKeysAtOnce] of `vectors` vectors of keys, as stored: units of 32 bits. Prefetches rows.
+// transposed[unit][kKeysAtOnce] of `vectors` vectors of keys, as stored: units of 32 bits.
 template <class T>
 BACKFILL_INLINE void transpose_keys(const RowRing<T>& rows, int64_t first, int vectors, int64_t stored_units,
                                     float* transposed) {
@@ -68,8 +68,6 @@ BACKFILL_INLINE void transpose_keys(const RowRing<T>& rows, int64_t first, int v
       Floats square[kLanes];
       for (int r = 0; r < kLanes; r++) {
         square[r] = load(reinterpret_cast<const float*>(rows[key + r]) + unit, left);
-        if (unit % 16 == 0)
-          __builtin_prefetch(reinterpret_cast<const float*>(rows[key + r + kAhead]) + unit);
       }
       transpose(square);
       for (int i = 0; i < kLanes && i < left; i++)
@@ -78,24 +76,35 @@ BACKFILL_INLINE void transpose_keys(const RowRing<T>& rows, int64_t first, int v
   }
 }
 
+// Without products of bf16, a stored unit is split into its even and its odd element.
+template <class T>
+constexpr bool kSplit = sizeof(T) == 2 && !kPaired<T>;
+
 // Scores of Vectors vectors of transposed keys. query: [NumHeads, query_stride], in units of simd.h.
+// Prefetches the keys of `ahead` from `first` on, unless it is null: spread over the arithmetic, because a core
+// tracks few cache misses at a time and stalls beyond that number.
 template <class T, int NumHeads, int Vectors>
 BACKFILL_INLINE void score_block(const float* transposed, const float* query, int64_t query_stride,
-                                 int64_t stored_units, float* scores) {
-  constexpr bool kSplit = sizeof(T) == 2 && !kPaired<T>;  // a stored unit is two units
+                                 int64_t stored_units, float* scores, const RowRing<T>* ahead, int64_t first) {
   const Words upper = Words{} + 0xffff0000u;
   Floats acc[NumHeads][Vectors] = {};
   for (int64_t unit = 0; unit < stored_units; unit++) {
+    if (ahead != nullptr) {
+      for (int64_t i = 0; i < kKeysAtOnce / 16; i++) {
+        const int64_t key = first + unit % 16 * (kKeysAtOnce / 16) + i;
+        __builtin_prefetch(reinterpret_cast<const float*>((*ahead)[key]) + unit / 16 * 16, 0, 2);
+      }
+    }
     Floats keys[Vectors];
     for (int v = 0; v < Vectors; v++) {
       keys[v] = load(transposed + unit * kKeysAtOnce + v * kLanes);
-      if constexpr (kSplit) keys[v] = (Floats)((Words)keys[v] << 16);
+      if constexpr (kSplit<T>) keys[v] = (Floats)((Words)keys[v] << 16);
     }
     for (int h = 0; h < NumHeads; h++) {
-      const Floats q = broadcast(query[h * query_stride + (kSplit ? 2 * unit : unit)]);
+      const Floats q = broadcast(query[h * query_stride + (kSplit<T> ? 2 * unit : unit)]);
       for (int v = 0; v < Vectors; v++) acc[h][v] = multiply_add<kPaired<T>>(acc[h][v], keys[v], q);
     }
-    if constexpr (kSplit) {
+    if constexpr (kSplit<T>) {
       for (int v = 0; v < Vectors; v++)
         keys[v] = (Floats)((Words)load(transposed + unit * kKeysAtOnce + v * kLanes) & upper);
       for (int h = 0; h < NumHeads; h++) {
@@ -181,25 +190,37 @@ BACKFILL_INLINE void natural_order(float* sums, int64_t dim) {
 
 #endif
 
-// The same for Vectors vectors of values that are widened one by one.
+// The same for Vectors vectors of stored units. Where they are split, each run of 2 * kLanes sums has the
+// even elements first.
 template <class T, int NumHeads, int Vectors>
 BACKFILL_INLINE void single_values(const RowRing<T>& rows, int64_t first_key, int64_t value_offset,
                                    int64_t padded, int64_t d, int64_t dim, const float* weights, float* sums,
                                    int64_t sums_stride) {
-  Floats acc[NumHeads][Vectors] = {};
+  constexpr int kSums = kSplit<T> ? 2 * Vectors : Vectors, kElements = kLanes * 4 / (int)sizeof(T);
+  const Words upper = Words{} + 0xffff0000u;
+  Floats acc[NumHeads][kSums] = {};
   for (int64_t i = 0; i < padded; i++) {
     const T* row = rows[first_key + i] + value_offset + d;
-    prefetch_line(rows[first_key + i + kAhead] + value_offset + d, Vectors * kLanes * (int)sizeof(T) / 64);
-    Floats value[Vectors];
-    for (int v = 0; v < Vectors; v++)
-      value[v] = Vectors > 1 ? load(row + v * kLanes) : load(row + v * kLanes, dim - d);
+    prefetch_line(rows[first_key + i + kAhead] + value_offset + d, Vectors * kLanes / 16);
+    Floats value[kSums];
+    for (int v = 0; v < Vectors; v++) {
+      const auto* units = reinterpret_cast<const float*>(row + v * kElements);
+      const int64_t left = (dim - d) * (int64_t)sizeof(T) / 4 - v * kLanes;
+      const Floats stored = load(units, left);
+      if constexpr (kSplit<T>) {
+        value[2 * v] = (Floats)((Words)stored << 16);
+        value[2 * v + 1] = (Floats)((Words)stored & upper);
+      } else {
+        value[v] = stored;
+      }
+    }
     for (int h = 0; h < NumHeads; h++) {
       const Floats weight = broadcast(weights[h * kChunk + i]);
-      for (int v = 0; v < Vectors; v++) acc[h][v] = multiply_add(acc[h][v], value[v], weight);
+      for (int v = 0; v < kSums; v++) acc[h][v] = multiply_add(acc[h][v], value[v], weight);
     }
   }
   for (int h = 0; h < NumHeads; h++)
-    for (int v = 0; v < Vectors; v++) store(sums + h * sums_stride + d + v * kLanes, acc[h][v]);
+    for (int v = 0; v < kSums; v++) store(sums + h * sums_stride + d + v * kLanes, acc[h][v]);
 }
 
 // sums [NumHeads, dim] = weights [NumHeads, keys] * values [keys, dim].
@@ -216,10 +237,11 @@ void weighted_values(const RowRing<T>& rows, int64_t first, int64_t value_offset
     return;
   }
 #endif
-  constexpr int kVectors = kLanes == 16 ? 4 : 2;
-  for (; d + kVectors * kLanes <= dim; d += kVectors * kLanes)
+  constexpr int kElements = kLanes * 4 / (int)sizeof(T);
+  constexpr int kVectors = (kLanes == 16 ? 4 : 2) / (kSplit<T> ? 2 : 1);
+  for (; d + kVectors * kElements <= dim; d += kVectors * kElements)
     single_values<T, NumHeads, kVectors>(rows, first, value_offset, padded, d, dim, weights, sums, stride);
-  for (; d < dim; d += kLanes)
+  for (; d < dim; d += kElements)
     single_values<T, NumHeads, 1>(rows, first, value_offset, padded, d, dim, weights, sums, stride);
 }
 
@@ -288,7 +310,7 @@ class DecodeItem {
     for (int64_t i = 0; i < count; i += kKeysAtOnce) {
       const int vectors = (int)smaller<int64_t>(kKeyVectors, (count - i + kLanes - 1) / kLanes);
       transpose_keys(rows, first + i, vectors, stored_units_, transposed_);
-      for (int64_t h = 0; h < group_; h += kHeadBatch) score_heads(h, i, vectors);
+      for (int64_t h = 0; h < group_; h += kHeadBatch) score_heads(h, i, vectors, h == 0 ? &rows : nullptr, first + i + kAhead);
     }
     const int64_t padded = round_up(count, kLanes);
     for (int64_t h = 0; h < group_; h++) {
@@ -302,26 +324,26 @@ class DecodeItem {
   }
 
   template <int NumHeads>
-  void score(int64_t h, int64_t i, int vectors) {
+  void score(int64_t h, int64_t i, int vectors, const RowRing<T>* ahead, int64_t first) {
     const float* query = wide_query_ + h * padded_dim_;
     float* scores = weights_ + h * kChunk + i;
     if (vectors == kKeyVectors)
-      return score_block<T, NumHeads, kKeyVectors>(transposed_, query, padded_dim_, stored_units_, scores);
+      return score_block<T, NumHeads, kKeyVectors>(transposed_, query, padded_dim_, stored_units_, scores, ahead, first);
     for (int v = 0; v < vectors; v++)
       score_block<T, NumHeads, 1>(transposed_ + v * kLanes, query, padded_dim_, stored_units_,
-                                  scores + v * kLanes);
+                                  scores + v * kLanes, nullptr, 0);
   }
 
-  void score_heads(int64_t h, int64_t i, int vectors) {
+  void score_heads(int64_t h, int64_t i, int vectors, const RowRing<T>* ahead, int64_t first) {
     switch (smaller<int64_t>(kHeadBatch, group_ - h)) {
       case 1:
-        return score<1>(h, i, vectors);
+        return score<1>(h, i, vectors, ahead, first);
       case 2:
-        return score<2>(h, i, vectors);
+        return score<2>(h, i, vectors, ahead, first);
       case 3:
-        return score<3>(h, i, vectors);
+        return score<3>(h, i, vectors, ahead, first);
       default:
-        return score<kHeadBatch>(h, i, vectors);
+        return score<kHeadBatch>(h, i, vectors, ahead, first);
     }
   }
 
@@ -354,6 +376,13 @@ class DecodeItem {
 #if defined(__AVX512BF16__)
     if constexpr (kPaired<T>) natural_order(sums, dim_);
 #endif
+    if constexpr (kSplit<T>) {
+      for (int64_t d = 0; d < dim_; d += 2 * kLanes) {
+        float run[2 * kLanes];
+        std::memcpy(run, sums + d, sizeof run);
+        for (int i = 0; i < kLanes; i++) sums[d + 2 * i] = run[i], sums[d + 2 * i + 1] = run[kLanes + i];
+      }
+    }
   }
 
   void finish() {

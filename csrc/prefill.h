@@ -214,7 +214,7 @@ class PrefillItem {
                                      int64_t count) {
     float* scores = scores_ + query;
     const int64_t index = tile * kTileQueries + query;
-    const Floats top = mask_and_scale(scores, index, begin, clear, count);
+    const Floats top = mask(scores, index, begin, clear, count);
     // A query that sees no key of the chunk: all its weights are zero then.
     const Floats reference = top == -__builtin_inff() ? Floats{} : top;
     const Floats chunk_total = write_weights(scores, weights_ + query, count, reference);
@@ -226,10 +226,9 @@ class PrefillItem {
     store(fold_chunk_ + query, factors.chunk);
   }
 
-  // Scales the scores and hides those after a query's position; keys before `clear` need no mask. Returns:
-  // the largest of each query.
-  BACKFILL_INLINE Floats mask_and_scale(float* scores, int64_t index, int64_t begin, int64_t clear,
-                                        int64_t count) {
+  // Hides scores after a query's position; keys before `clear` need no mask. Returns: the largest of each
+  // query, scaled.
+  BACKFILL_INLINE Floats mask(float* scores, int64_t index, int64_t begin, int64_t clear, int64_t count) {
     Ints position;
     std::memcpy(&position, reinterpret_cast<int32_t*>(positions_) + index, sizeof position);
     const Ints last_seen = position - (int32_t)begin;
@@ -237,21 +236,17 @@ class PrefillItem {
     Floats top = hidden, other = hidden;
     int64_t i = 0;
     for (; i + 2 <= clear; i += 2) {
-      const Floats first = load(scores + i * kTileQueries) * scale_;
-      const Floats second = load(scores + (i + 1) * kTileQueries) * scale_;
-      store(scores + i * kTileQueries, first);
-      store(scores + (i + 1) * kTileQueries, second);
-      top = max(top, first);
-      other = max(other, second);
+      top = max(top, load(scores + i * kTileQueries));
+      other = max(other, load(scores + (i + 1) * kTileQueries));
     }
     for (; i < count; i++) {
-      const Floats score = load(scores + i * kTileQueries) * scale_;
+      const Floats score = load(scores + i * kTileQueries);
       const Floats masked = last_seen < (int32_t)i ? hidden : score;
       store(scores + i * kTileQueries, masked);
       top = max(top, masked);
     }
     for (; i < round_up(count, kKeysTogether); i++) store(scores + i * kTileQueries, hidden);
-    return max(top, other);
+    return max(top, other) * scale_;
   }
 
   // Keys whose weights are computed together: all of kLanes sums, and whole units.
@@ -262,7 +257,7 @@ class PrefillItem {
                                        Floats reference) {
     Floats sums[kLanes] = {};
     const auto weight_of = [&](int64_t key, int lane) __attribute__((always_inline)) {
-      const Floats weight = exp2<kExpDegree<T>>(load(scores + key * kTileQueries) - reference);
+      const Floats weight = exp2<kExpDegree<T>>(load(scores + key * kTileQueries) * scale_ - reference);
       sums[lane] += weight;
       return weight;
     };
