@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from tests.api.servers import RunningServer, running_server, small_server
+from tests.api.servers import RunningServer, running_server
 
 
 @pytest.fixture(scope="package")
@@ -15,13 +15,6 @@ def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     options = ("--kv-gib", "0.25", "--max-model-len", "2048", "--max-body-bytes", "200000")
     options += ("--vllm-metrics", "--batch-max-bytes", "1000000", "--batch-max-lines", "100")
     with running_server(*options, data_dir=tmp_path_factory.mktemp("data")) as server:
-        yield server
-
-
-@pytest.fixture(scope="package")
-def float32_server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """For tests that compare tokens over batches: in bfloat16 tokens depend on the shape of a batch."""
-    with small_server(small_model, data_dir=tmp_path_factory.mktemp("data")) as server:
         yield server
 
 

@@ -91,9 +91,9 @@ def test_continuous_usage_counts_up(server: RunningServer) -> None:
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 4]
 
 
-def test_completions_take_text_and_token_ids(float32_server: RunningServer) -> None:
-    client = float32_server.client()
-    tokens = float32_server.http.post("/tokenize", json={"prompt": "The sea is"}).json()["tokens"]
+def test_completions_take_text_and_token_ids(server: RunningServer) -> None:
+    client = server.client()
+    tokens = server.http.post("/tokenize", json={"prompt": "The sea is"}).json()["tokens"]
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 0}
     by_text = client.completions.create(prompt="The sea is", **asked)
     by_ids = client.completions.create(prompt=tokens, **asked)
@@ -105,8 +105,8 @@ def test_completions_take_text_and_token_ids(float32_server: RunningServer) -> N
     assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (2 * len(tokens), 12)
 
 
-def test_choices_differ_and_a_seed_repeats_them(float32_server: RunningServer) -> None:
-    client = float32_server.client()
+def test_choices_differ_and_a_seed_repeats_them(server: RunningServer) -> None:
+    client = server.client()
     asked: dict[str, Any] = {"model": MODEL, "prompt": "Once", "n": 3, "seed": 5, "max_tokens": 8}
     first, second = (client.completions.create(**asked, temperature=1.0) for _ in range(2))
     texts = [choice.text for choice in first.choices]
@@ -116,8 +116,8 @@ def test_choices_differ_and_a_seed_repeats_them(float32_server: RunningServer) -
     assert first.usage.completion_tokens == 24
 
 
-def test_interleaved_choices_of_a_stream_join_by_index(float32_server: RunningServer) -> None:
-    client = float32_server.client()
+def test_interleaved_choices_of_a_stream_join_by_index(server: RunningServer) -> None:
+    client = server.client()
     asked: dict[str, Any] = {"model": MODEL, "prompt": ["A", "B"], "n": 2, "seed": 1, "max_tokens": 6}
     whole = client.completions.create(**asked)
     texts = ["", "", "", ""]

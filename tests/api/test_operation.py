@@ -84,10 +84,9 @@ def test_a_client_that_disconnects_has_its_request_aborted(server: RunningServer
 
 
 def test_a_reader_that_stops_releases_its_reservation_when_the_engine_is_done(
-    float32_server: RunningServer,
+    server: RunningServer,
 ) -> None:
     """Its response is megabytes larger than the socket buffers, and waits in the server."""
-    server = float32_server
     body = {"prompt": "a", "max_tokens": 100, "n": 16, "logprobs": 20, "ignore_eos": True, "stream": True}
 
     def num_steps() -> float:

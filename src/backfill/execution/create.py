@@ -25,6 +25,7 @@ from backfill.execution.stage import Stage
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.execution.warm_up import warm_up, warm_up_slot_copies
 from backfill.kernels import create_kernels
+from backfill.kernels.base import Kernels
 from backfill.models.build import build_model, build_without_layers
 from backfill.models.config import ModelConfig
 from backfill.models.generation_config import GenerationDefaults, end_token_ids
@@ -85,12 +86,15 @@ def load_executor(
     checkpoint = Checkpoint.open(
         config.model_dir, dtype=dtype, load_format=config.load_format, seed=config.seed
     )
+    kernels = create_kernels(device)
+    if stage.shard.is_first and stage.shard.group.rank == 0:
+        _log_choices(config, model_config, dtype, device, kernels)
     streams = MicroBatchStreams(device, config.num_micro_batches)
     build = build_model if interval is None else build_without_layers
     model = build(
         model_config,
         checkpoint,
-        create_kernels(device),
+        kernels,
         max_positions=plan.max_model_len,
         device=device,
         shard=stage.shard,
@@ -203,10 +207,32 @@ def choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.
     if name == "auto":
         name = model_config.dtype if model_config.dtype in _TORCH_DTYPES else "bfloat16"
         if name == "float16" and device.type == "cpu":
-            name = "bfloat16"
+            name = "bfloat16"  # every variant of the kernels has it, at half of float32's bytes
     if name == "float16" and device.type == "cpu":
         raise ConfigError("`dtype` float16 is not supported on CPU; use bfloat16 or float32.")
     return _TORCH_DTYPES[name]
+
+
+def _log_choices(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+) -> None:
+    """One line: what computes the model here, and why."""
+    name = str(dtype).removeprefix("torch.")
+    if config.dtype != "auto":
+        reason = "`dtype`"
+    elif name == model_config.dtype:
+        reason = "as the model is stored"
+    else:
+        reason = f"the model is stored in {model_config.dtype}"
+    threads = ""
+    if device.type == "cpu":
+        most = "`threads`" if config.threads else "one a processor"
+        threads = f"; {torch.get_num_threads()} threads ({most})"
+    logger.info("kernels: %s; %s (%s)%s", kernels.description, name, reason, threads)
 
 
 def _log_offloading(interval: int, memory: MemoryPlan) -> None:

@@ -65,6 +65,10 @@ class Linear(Protocol):
 class Kernels(Protocol):
     """The operators a decoder layer is made of. ``x`` is contiguous in its last dimension."""
 
+    @property
+    def description(self) -> str:
+        """Which kernels these are, and why these: for a line of the log."""
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack ``weight [out, in]`` once. The result owns its memory; the caller may free ``weight``."""
 

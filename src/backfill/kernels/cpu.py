@@ -163,6 +163,12 @@ class CpuKernels:
     def isa(self) -> str:
         return str(self._cpp.isa)
 
+    @property
+    def description(self) -> str:
+        if self.isa == available_isas()[-1]:
+            return f"{self.isa}, the fastest of {', '.join(available_isas())} on this processor"
+        return f"{self.isa}, which {ISA_VARIABLE} names; {available_isas()[-1]} is the fastest here"
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         if weight.dim() != 2:
             raise ValueError(f"weight: expected [out, in], got {list(weight.shape)}")

@@ -45,6 +45,8 @@ def as_bytes(*tensors: Tensor | None) -> tuple[Tensor, ...]:
 class ReferenceKernels:
     """See ``backfill.kernels.base.Kernels`` for shapes."""
 
+    description = "plain torch"
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return ReferenceLinear(weight, bias)
 

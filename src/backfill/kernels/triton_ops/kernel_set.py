@@ -32,6 +32,8 @@ class TritonKernels:
     Raises: ValueError if ``device`` is not CUDA and Triton was not imported with ``TRITON_INTERPRET=1``.
     """
 
+    description = "Triton"
+
     def __init__(self, device: torch.device, decode_programs: int | None = None) -> None:
         interpreted = not isinstance(attend, triton.runtime.JITFunction)
         if device.type != "cuda" and not interpreted:
