@@ -16,7 +16,7 @@ namespace backfill::BACKFILL_VARIANT {
 constexpr int kHeadBatch = kLanes == 16 ? 4 : 3;   // query heads whose sums share the registers
 constexpr int kKeyVectors = kLanes == 16 ? 2 : 4;  // vectors of keys that are scored at once
 constexpr int kKeysAtOnce = kKeyVectors * kLanes;
-constexpr int kAhead = 64;  // keys between a row that is read and one that is prefetched
+constexpr int kAhead = 32;  // keys between a row that is read and one that is prefetched
 
 BACKFILL_INLINE int64_t padded_head_dim(int64_t head_dim) { return round_up(head_dim, 32); }
 
@@ -88,11 +88,13 @@ BACKFILL_INLINE void score_block(const float* transposed, const float* query, in
                                  int64_t stored_units, float* scores, const RowRing<T>* ahead, int64_t first) {
   const Words upper = Words{} + 0xffff0000u;
   Floats acc[NumHeads][Vectors] = {};
+  int64_t line = 0;
   for (int64_t unit = 0; unit < stored_units; unit++) {
     if (ahead != nullptr) {
-      for (int64_t i = 0; i < kKeysAtOnce / 16; i++) {
-        const int64_t key = first + unit % 16 * (kKeysAtOnce / 16) + i;
-        __builtin_prefetch(reinterpret_cast<const float*>((*ahead)[key]) + unit / 16 * 16, 0, 2);
+      for (int i = 0; i < kKeysAtOnce / 16; i++) {
+        __builtin_prefetch(reinterpret_cast<const float*>((*ahead)[first]) + line, 0, 2);
+        line += 16;
+        if (line >= stored_units) line = 0, first++;
       }
     }
     Floats keys[Vectors];
