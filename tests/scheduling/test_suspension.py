@@ -57,10 +57,10 @@ def paused_scheduler() -> tuple[Scheduler, PausingPolicy, StepPlan]:
 def test_a_suspended_slice_is_kept_while_steps_compute_nothing_and_then_resumes() -> None:
     scheduler, policy, suspended = paused_scheduler()
     plan = scheduler.plan_step(0.0)
-    assert plan.work == WaitForCopies(keeps_suspended=True)
+    assert plan.work == WaitForCopies()
     scheduler.commit(plan, StepOutcome((), completed_copies=suspended.copies.checkpoint), 0.0)
     plan = scheduler.plan_step(0.0)
-    assert plan.work == Compute(slices=(), keeps_suspended=True)
+    assert plan.work == Compute(slices=())
     scheduler.commit(plan, StepOutcome(()), 0.0)
     policy.is_paused = False
     work = scheduler.plan_step(0.0).work
@@ -68,10 +68,12 @@ def test_a_suspended_slice_is_kept_while_steps_compute_nothing_and_then_resumes(
     assert (work.slices, work.num_layers) == (suspended.slices, NUM_LAYERS - 6)
 
 
-def test_a_discarded_slice_is_not_kept_by_a_step_that_waits_for_copies() -> None:
+def test_a_discarded_slice_is_dropped_with_the_next_step() -> None:
     scheduler, _, suspended = paused_scheduler()
     scheduler.finish(suspended.slices[0].request_id, FinishReason.ABORT)
-    assert scheduler.plan_step(0.0).work == WaitForCopies(keeps_suspended=False)
+    plan = scheduler.plan_step(0.0)
+    assert plan.work == WaitForCopies()
+    assert plan.dropped == (suspended.slices[0].request_id,)
 
 
 def test_a_suspended_relegated_request_and_one_that_waits_for_its_blocks_both_end() -> None:
