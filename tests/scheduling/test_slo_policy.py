@@ -431,6 +431,6 @@ def test_an_online_request_that_is_being_restored_bounds_the_steps() -> None:
     chat = make_request(4, 8, slo=SLO_100_MS)
     chat.last_token_at_s = 5.0
     nobody: dict[PriorityLevel, list[Request]] = {level: [] for level in PriorityLevel}
-    view = Snapshot(5.01, nobody, [chat], nobody, num_blocks=100, online_blocks=2, suspended_s=1.0)
+    view = Snapshot(5.01, nobody, [chat], nobody, num_blocks=100, online_blocks=2)
     assert policy.resume_s(view) < SLO_100_MS.tpot_s
     assert policy.resume_s(replace(view, restoring=())) == math.inf
