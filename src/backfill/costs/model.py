@@ -91,6 +91,14 @@ class CostModel:
             + self.decode_context_s * load.decode_context_tokens
         )
 
+    def slowed(self, factor: float) -> CostModel:
+        """Of a device on which every step takes so many times as long."""
+        functions = [
+            PiecewiseLinear(each.x, tuple(factor * y for y in each.y))
+            for each in (self.rows_s, self.sampled_s)
+        ]
+        return CostModel(*functions, *(factor * each for each in self.terms[2:]))
+
     def time_with_s(self, load: StepLoad, start: int, num_tokens: int, samples: bool) -> float:
         """Seconds of the step with one more slice; ``load`` is unchanged."""
         load.put(start, num_tokens, samples)

@@ -110,8 +110,8 @@ class Executor(Protocol):
         - Undefined: which requests of ``admitted`` are known, the tokens kept for the requests of the slices,
           the KV that the slices were to write, and the suspended slices that the plan resumes. The engine
           releases such requests before it admits them again; releasing an unknown request does nothing.
-        - Done: suspended slices of ``dropped`` are dropped, the interval and the memory are changed, blocks are
-          moved, and requests of ``released`` are released; if changing or moving failed, every later call
+        - Done: suspended slices of ``dropped`` are dropped, the interval and the memory are changed, blocks
+          are moved, and requests of ``released`` are released; if changing or moving failed, every later call
           raises. Copies count as begun and are reported once complete; if copying itself failed, every later
           call raises too.
         - Unchanged: all else, with the other suspended slices.
@@ -119,7 +119,7 @@ class Executor(Protocol):
 
 
 class StoppableExecutor(Executor, Protocol):
-    """An executor whose steps can be stopped at safepoints. It keeps the slices of all suspended steps."""
+    """An executor whose steps can be stopped at safepoints. It keeps suspended slices of many steps."""
 
     def request_stop(self, step: int) -> None:
         """Stop the preemptible slices of the step at its next safepoint.
