@@ -95,7 +95,7 @@ def goodput(points: GoodputOptions, options: SweepOptions) -> None:
 app = command(
     goodput,
     {
-        "Points": "workloads loads cvs num_requests",
+        "Points": "workloads loads cvs num_requests slowness",
         "Runs": "policies seeds jobs",
         "Output": "plot json",
     },

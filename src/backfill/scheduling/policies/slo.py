@@ -79,8 +79,7 @@ class SloPolicy(Policy):
     in time any more are relegated (``LevelRule``) and get what is left, then offline work does, unless the
     step computes an online prompt.
 
-    Without online requests there is no bound: the largest batch that fits runs, and is stopped at a safepoint
-    when an online request arrives.
+    Without online requests steps are as large as throughput needs, and stop when an online request arrives.
 
     Each rule, and where the policy differs from the papers: docs/coserving.md. With ``can_stop``, the
     executor can stop offline slices at safepoints.
@@ -99,8 +98,7 @@ class SloPolicy(Policy):
         self._predictor = predictor
         self._max_step_tokens = max_step_tokens
         self._can_stop = can_stop
-        self._sizes: dict[float, Sequence[int]] = {}  # by efficiency, for this cost model:
-        self._sizes_of: CostModel | None = None
+        self._sizes: dict[float, tuple[CostModel, Sequence[int]]] = {}  # by efficiency
         self._peak_blocks = 0.0
         self._peak_at_s: float | None = None
 
@@ -151,12 +149,11 @@ class SloPolicy(Policy):
         self.config = replace(self.config, default_slo=slo)
 
     def _step_sizes(self, efficiency: float) -> Sequence[int]:
-        cost = self._predictor.cost
-        if self._sizes_of is not cost:
-            self._sizes, self._sizes_of = {}, cost
-        if efficiency not in self._sizes:
-            self._sizes[efficiency] = cost.efficient_step_sizes(efficiency, self._max_step_tokens)
-        return self._sizes[efficiency]
+        cost, known = self._predictor.cost, self._sizes.get(efficiency)
+        if known is None or known[0] is not cost:
+            known = cost, cost.efficient_step_sizes(efficiency, self._max_step_tokens)
+            self._sizes[efficiency] = known
+        return known[1]
 
     def _serve_in_time(self, view: Snapshot[R], batch: BatchBuilder[R]) -> float:
         """Decodes of requests that are in time, then prompts. Returns: the limit of the step's time."""
@@ -377,8 +374,7 @@ def _holders(view: Snapshot[R], level: PriorityLevel) -> Sequence[R]:
 def _everywhere(view: Snapshot[RequestView], level: PriorityLevel) -> Sequence[RequestView]:
     """The same, with those that are not for this step.
 
-    Those that are late and still being restored are left out. No step that begins now brings their token, and
-    it must not make others wait for them.
+    Those that are late and still being restored are left out: no step that begins now brings their token.
     """
     elsewhere, holders = view.elsewhere.get(level, ()), _holders(view, level)
     if not (elsewhere or view.restoring):
