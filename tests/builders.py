@@ -222,8 +222,7 @@ class TwoTierExecutor(ScriptedExecutor):
         self._num_blocks = info.num_blocks  # that have memory
         self.num_moves = 0
         self._host = self._undefined(info.num_host_blocks)
-        self._layers_done = 0
-        self._suspended: dict[RequestId, ScheduledSlice] = {}
+        self._suspended: dict[RequestId, tuple[ScheduledSlice, int]] = {}  # with the layers passed
         self._hashes: dict[RequestId, list[int]] = {}  # what each request's slots must hold
         self.namespaces: dict[RequestId, str] = {}
         self.is_pipelined = False  # then a step without slices need not wait for copies
@@ -235,6 +234,8 @@ class TwoTierExecutor(ScriptedExecutor):
             root = hash(self.namespaces.get(admitted.request_id, ""))
             hashes = itertools.accumulate(admitted.prompt_token_ids, _next_hash, initial=root)
             self._hashes[admitted.request_id] = list(hashes)[1:]
+        for dropped in plan.dropped:
+            self._suspended.pop(dropped, None)
         self._change_memory(plan)
         self._begin(plan.copies)
         waits = isinstance(plan.work, WaitForCopies)
@@ -244,8 +245,6 @@ class TwoTierExecutor(ScriptedExecutor):
         for scheduled in plan.slices:
             if scheduled.request_id not in self._lost:
                 self._check(scheduled, reading, writing)
-        if not (isinstance(plan.work, Resume) or plan.work.keeps_suspended):
-            self._suspended = {}
         stopped, layers_done = self._stopped(plan)
         is_unknown = any(
             each.request_id not in self.num_tokens for each in plan.slices if each.request_id in self._lost
@@ -281,15 +280,14 @@ class TwoTierExecutor(ScriptedExecutor):
             for slots in self._device[self._num_blocks :]:
                 slots[:] = [None] * len(slots)
         copied = {each.copy.device for each in self.in_flight}
-        suspended = {ref >> 1 for each in self._suspended.values() for ref in each.blocks}
-        keeps_suspended = isinstance(plan.work, Resume) or plan.work.keeps_suspended
+        suspended = {ref >> 1 for each, _ in self._suspended.values() for ref in each.blocks}
         for move in plan.moves:
             assert max(move) < self._num_blocks
             assert copied.isdisjoint(move), "a block in a copy is moved"
             if isinstance(plan.work, Resume):
                 suspended = {ref >> 1 for each in plan.slices for ref in each.blocks}
                 assert move.source not in suspended, "a resumed slice has the table of before"
-            elif keeps_suspended:
+            else:
                 assert move.target not in suspended, "a move overwrites what a suspended slice reads"
             self._device[move.target] = list(self._device[move.source])
             self.num_moves += 1
@@ -394,9 +392,13 @@ class TwoTierExecutor(ScriptedExecutor):
         num_layers = self.info.num_layers
         first, last = 0, num_layers
         if isinstance(plan.work, Resume):
-            assert all(self._suspended[scheduled.request_id] == scheduled for scheduled in plan.slices)
-            first, last = self._layers_done, self._layers_done + plan.work.num_layers
+            resumed = [self._suspended.pop(scheduled.request_id) for scheduled in plan.slices]
+            assert [scheduled for scheduled, _ in resumed] == list(plan.slices)
+            (first,) = {layers_done for _, layers_done in resumed}
+            last = first + plan.work.num_layers
             assert first < last <= num_layers
+        else:
+            assert self._suspended.keys().isdisjoint(each.request_id for each in plan.slices)
         if plan.safepoints is not None and last - first > 1 and self._rng.random() < self._stops:
             if self.info.stage_layers:
                 ends = itertools.accumulate(self.info.stage_layers)
@@ -405,8 +407,7 @@ class TwoTierExecutor(ScriptedExecutor):
                 last = self._rng.randint(first + 1, last - 1)
         stopped = [scheduled for scheduled in plan.slices if scheduled.preemptible and last < num_layers]
         if stopped and plan.safepoints is not None and plan.safepoints.suspends:
-            self._suspended = {scheduled.request_id: scheduled for scheduled in stopped}
-            self._layers_done = last
+            self._suspended |= {scheduled.request_id: (scheduled, last) for scheduled in stopped}
         return [scheduled.request_id for scheduled in stopped], last
 
     def _undefined(self, num_blocks: int) -> list[list[int | None]]:
@@ -451,7 +452,7 @@ class InFlightExecutor(PipelinedExecutor):
         for each in self._submitted:
             if each.safepoints is not None and each.safepoints.suspends:
                 assert plan.safepoints is None, "a second step may be suspended"
-                assert isinstance(plan.work, Compute) and plan.work.keeps_suspended
+                assert isinstance(plan.work, Compute)
         self._submitted.append(plan)
         if self._rng.random() < 0.5:
             self._run_some(self._rng.randint(0, len(self._submitted)))

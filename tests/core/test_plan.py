@@ -36,7 +36,7 @@ def test_a_plan_shows_what_its_work_computes(work: Work) -> None:
 
 
 def test_a_plan_that_waits_for_copies_computes_nothing() -> None:
-    plan = StepPlan(0, WaitForCopies(keeps_suspended=True))
+    plan = StepPlan(0, WaitForCopies())
     assert (plan.slices, plan.predicted_s, plan.safepoints, plan.num_tokens) == ((), 0.0, None, 0)
 
 
@@ -60,7 +60,7 @@ def test_slices_wait_for_copies_of_a_blocking_direction_only(copies: BlockCopies
     ("plan", "does_nothing"),
     [
         (StepPlan(0, Compute(())), True),
-        (StepPlan(0, Compute((), keeps_suspended=True)), True),
+        (StepPlan(0, Compute(()), dropped=(RequestId("preempted"),)), False),
         (StepPlan(0, Compute(SLICES)), False),
         (StepPlan(0, Resume(SLICES, 3, 0.5, POINTS)), False),
         (StepPlan(0, WaitForCopies()), False),

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from backfill.core.clock import VirtualClock, WallClock
 from backfill.core.config import GIB, EngineConfig, PreemptionMode, SchedulerConfig
-from backfill.core.plan import StepPlan
+from backfill.core.plan import Resume, StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
+from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
 from backfill.execution import offloading
@@ -353,6 +354,35 @@ def test_suspended_slices_of_which_no_layer_fits_are_discarded_so_that_offline_w
     engine.scheduler.policy.resume_s = lambda view: min(resume_s(view), 1e-6)  # type: ignore[method-assign]
     drain(engine, executor)
     assert_work_was_discarded(engine, offline, expected)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_suspended_slices_resume_in_groups_that_fit(
+    executor: TorchExecutor, expected: dict[str, list[int]], prefix_caching: bool
+) -> None:
+    engine = make_engine(executor, prefix_caching=prefix_caching)
+    stop_the_second_step(executor, engine)
+    offline, suspended = offline_requests(engine), len(engine.scheduler._suspension.requests)
+    predictor = engine.predictor
+    assert predictor is not None and suspended > 1
+    smallest = min(
+        engine.scheduler._suspension._groups[0].slices, key=lambda each: (each.num_tokens, each.start)
+    )
+    layer_s = predictor.cost.step_time_s(StepLoad.of_slices([smallest])) / executor.info.num_layers
+    engine.scheduler.policy.resume_s = lambda view: 1.01 * layer_s  # type: ignore[method-assign]
+    resumed, plan_step = [], engine.scheduler.plan_step
+
+    def counted(now_s: float) -> StepPlan:
+        plan = plan_step(now_s)
+        if isinstance(plan.work, Resume):
+            resumed.append(len(plan.slices))
+        return plan
+
+    engine.scheduler.plan_step = counted  # type: ignore[method-assign]
+    drain(engine, executor)
+    assert resumed and max(resumed) < suspended, "some of them at a time, layer by layer"
+    for request in offline:
+        assert request.output_token_ids == expected[request.request_id]
 
 
 def test_a_stop_meant_for_the_step_before_stops_nothing(executor: TorchExecutor) -> None:

@@ -183,7 +183,7 @@ def run_steps(executor: TorchExecutor) -> list[StepOutcome]:
         suspended[0],
     )
     run(Compute(mixed, safepoints=POINTS), stops=True)
-    run(Compute((scheduled("decode", 38, 1), scheduled("prompt", 11, 26)), keeps_suspended=True))
+    run(Compute((scheduled("decode", 38, 1), scheduled("prompt", 11, 26))))
     run(Resume((suspended[1], suspended[0]), 1, 0.0, POINTS))
     run(Resume((suspended[1], suspended[0]), executor.info.num_layers - 2, 0.0, POINTS))
     run(Compute((scheduled("offline-prompt", 20, 17), *(scheduled(name, 39 - index, 1) for index, name in

@@ -63,6 +63,7 @@ OTHERS: dict[str, st.SearchStrategy[Any]] = {
     "offload_interval": st.none() | st.integers(1, 9),
     "memory": st.none() | st.builds(DeviceMemory, NUMBERS, NUMBERS),
     "moves": st.lists(st.builds(BlockMove, NUMBERS, NUMBERS), max_size=2).map(tuple),
+    "dropped": st.lists(IDS, max_size=2).map(tuple),
 }
 
 
@@ -103,17 +104,16 @@ class Codec(RuleBasedStateMachine):
             self.slices = [work.slices, self.slices[0]]
         return len(data)
 
-    @rule(slices=SLICES, points=st.none() | SAFEPOINTS, keeps=st.booleans(), sampled=SAMPLED, data=st.data())
+    @rule(slices=SLICES, points=st.none() | SAFEPOINTS, sampled=SAMPLED, data=st.data())
     def compute(
         self,
         slices: tuple[ScheduledSlice, ...],
         points: Safepoints | None,
-        keeps: bool,
         sampled: list[SampledToken],
         data: st.DataObject,
     ) -> None:
         others = {name: data.draw(strategy) for name, strategy in OTHERS.items() if data.draw(st.booleans())}
-        self.send(Compute(slices, 0.5, points, keeps), sampled, **others)
+        self.send(Compute(slices, 0.5, points), sampled, **others)
 
     @rule(slices=SLICES, points=SAFEPOINTS, num_layers=st.integers(1, 9), sampled=SAMPLED)
     def resume(
@@ -125,9 +125,9 @@ class Codec(RuleBasedStateMachine):
     ) -> None:
         self.send(Resume(slices, num_layers, 0.25, points), sampled)
 
-    @rule(keeps=st.booleans())
-    def wait(self, keeps: bool) -> None:
-        self.send(WaitForCopies(keeps), ())
+    @rule()
+    def wait(self) -> None:
+        self.send(WaitForCopies(), ())
 
     @rule(ago=st.integers(0, 1), new_block=st.none() | NUMBERS)
     def decode(self, ago: int, new_block: int | None) -> None:

@@ -83,7 +83,7 @@ def test_a_step_is_suspended_while_the_one_behind_it_runs_and_resumes_stage_by_s
 ) -> None:
     ranks.request_stop(0)
     ranks.submit(StepPlan(0, Compute(tuple(FIRST), safepoints=SUSPENDS), ADMITTED[:2]))
-    ranks.submit(StepPlan(1, Compute(tuple(SECOND), safepoints=SUSPENDS, keeps_suspended=True), ADMITTED[2:]))
+    ranks.submit(StepPlan(1, Compute(tuple(SECOND), safepoints=SUSPENDS), ADMITTED[2:]))
     ranks.request_stop(2)  # not submitted yet
     first, second = ranks.collect(), ranks.collect()
     assert (first.suspended, first.layers_done) == (("offline-a",), 2)
@@ -97,7 +97,7 @@ def test_a_step_is_suspended_while_the_one_behind_it_runs_and_resumes_stage_by_s
         True,
         False,
     ]
-    ranks.submit(StepPlan(4, Compute((scheduled("online-a", 17, 1),), keeps_suspended=True)))
+    ranks.submit(StepPlan(4, Compute((scheduled("online-a", 17, 1),))))
     ranks.submit(StepPlan(5, Resume((FIRST[0],), 2, 0.0, SUSPENDS)))
     decoded, resumed = ranks.collect(), ranks.collect()
     assert resumed.stopped == ()
@@ -122,7 +122,7 @@ def test_chunks_of_one_prompt_pass_the_stages_one_behind_the_other(
 def test_two_steps_are_suspended_at_a_time(ranks: RankThreads, expected: list[dict[str, int]]) -> None:
     for step, slices in enumerate((FIRST, SECOND)):
         ranks.request_stop(step)
-        work = Compute(tuple(slices), safepoints=SUSPENDS, keeps_suspended=True)
+        work = Compute(tuple(slices), safepoints=SUSPENDS)
         ranks.submit(StepPlan(step, work, ADMITTED[2 * step : 2 * step + 2]))
     outcomes = [ranks.collect(), ranks.collect()]
     assert [outcome.suspended for outcome in outcomes] == [("offline-a",), ("offline-b",)]
@@ -133,20 +133,21 @@ def test_two_steps_are_suspended_at_a_time(ranks: RankThreads, expected: list[di
     assert all(rank._suspended == {} for rank in ranks.ranks)
 
 
-@pytest.mark.parametrize("keeps_suspended", [True, False])
+@pytest.mark.parametrize("drops", [False, True])
 def test_discarded_and_dropped_slices_are_computed_again(
-    ranks: RankThreads, expected: list[dict[str, int]], keeps_suspended: bool
+    ranks: RankThreads, expected: list[dict[str, int]], drops: bool
 ) -> None:
     ranks.request_stop(0)
     suspended = ranks.run(StepPlan(0, Compute(tuple(FIRST), safepoints=SUSPENDS), ADMITTED[:2]))
     assert suspended.suspended == ("offline-a",)
     ranks.request_stop(1)
     points = Safepoints(1, suspends=False)
-    work = Compute(tuple(SECOND), safepoints=points, keeps_suspended=keeps_suspended)
-    discarded = ranks.run(StepPlan(1, work, ADMITTED[2:]))
+    work = Compute(tuple(SECOND), safepoints=points)
+    dropped = suspended.suspended if drops else ()
+    discarded = ranks.run(StepPlan(1, work, ADMITTED[2:], dropped=dropped))
     assert (discarded.discarded, discarded.layers_done) == (("offline-b",), 2)
     assert [bool(rank._suspended) for rank in ranks.ranks[:: len(ranks.ranks) // 3]] == [
-        keeps_suspended,
+        not drops,
         False,
         False,
     ]

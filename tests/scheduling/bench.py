@@ -48,7 +48,9 @@ class Bench:
             policy = policy(self.predictor)
         if policy is None:
             policy = SloPolicy(
-                SloPolicyConfig(default_slo=slo, step_efficiency=step_efficiency),
+                SloPolicyConfig(
+                    default_slo=slo, step_efficiency=step_efficiency, offline_efficiency=step_efficiency
+                ),
                 self.predictor,
                 max_step_tokens=1000,
                 can_stop=can_stop,

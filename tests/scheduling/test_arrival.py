@@ -14,17 +14,20 @@ from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.load import StepLoad
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
-from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, online_load, should_stop
+from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, StopBudget, online_load, should_stop
 from tests.builders import linear_cost, make_info, make_profile, make_request
 
 COST = linear_cost(token_s=0.001, step_s=1e-9)
 
 
-def running(predicted_s: float = 1.0, *, online_s: float = 0.0, suspends: bool = False) -> RunningStep:
+def running(
+    predicted_s: float = 1.0, *, online_s: float = 0.0, offline_s: float | None = None, suspends: bool = False
+) -> RunningStep:
     return RunningStep(
         started_at_s=10.0,
         predicted_s=predicted_s,
         online_s=online_s,
+        offline_s=predicted_s - online_s if offline_s is None else offline_s,
         stop_s=0.005,
         suspends=suspends,
     )
@@ -36,8 +39,9 @@ def stops(
     now_s: float,
     online: StepLoad | None = None,
     time_scale: float = 1.0,
+    budget: StopBudget | None = None,
 ) -> bool:
-    return should_stop(step, arrived, online or StepLoad(), now_s, COST, time_scale)
+    return should_stop(step, arrived, online or StepLoad(), now_s, COST, time_scale, budget or StopBudget())
 
 
 @pytest.mark.parametrize(
@@ -61,7 +65,7 @@ def test_slices_are_discarded_only_where_that_saves_a_first_token(
     [
         pytest.param(running(suspends=True), 10.2, True, id="most of the step is left"),
         pytest.param(running(suspends=True), 10.99, False, id="nearly at its end"),
-        pytest.param(running(online_s=0.99, suspends=True), 10.2, False, id="online slices take as long"),
+        pytest.param(running(online_s=0.995, suspends=True), 10.2, False, id="online slices take as long"),
         pytest.param(running(online_s=0.2, suspends=True), 10.2, True, id="online slices are short"),
     ],
 )
@@ -71,6 +75,21 @@ def test_slices_are_suspended_wherever_that_saves_a_wait(
     prompt = ArrivedPrompt(100, ttft_deadline_at_s=100.0)
     assert stops(step, [prompt], now_s) is expected
     assert not stops(step, [], now_s)
+
+
+def test_a_stop_that_costs_offline_work_is_paid_for_by_a_share_of_it() -> None:
+    """Both parts of the step read the weights: 0.2 s for the whole step, 0.16 s for what is left of it."""
+    step, budget = running(online_s=0.3, offline_s=0.9, suspends=True), StopBudget()
+    prompt = ArrivedPrompt(100, ttft_deadline_at_s=100.0)
+    assert step.stop_costs_s(10.2) == pytest.approx(0.2 * (0.8 - 0.005))
+    assert not stops(step, [prompt], 10.2, budget=budget)
+    budget.earn(10.0)
+    assert stops(step, [prompt], 10.2, budget=budget)
+    budget.spend(step.stop_costs_s(10.2))
+    assert not stops(step, [prompt], 10.2, budget=budget)
+    late = ArrivedPrompt(100, ttft_deadline_at_s=10.8)
+    assert stops(step, [late], 10.2, budget=budget), "without a stop the first token is late"
+    assert stops(running(suspends=True), [prompt], 10.2, budget=budget), "nothing is lost by this one"
 
 
 def test_arrived_prompts_are_computed_together() -> None:

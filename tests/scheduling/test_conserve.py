@@ -112,7 +112,7 @@ def test_suspended_slices_resume_in_what_the_objectives_leave() -> None:
     policy = conserve_policy(StepPredictor(linear_cost()))
     chat = make_request(4, 8, slo=SLO_100_MS)
     nobody: dict[PriorityLevel, list[Request]] = {level: [] for level in PriorityLevel}
-    view = Snapshot(5.0, {**nobody, PriorityLevel.ONLINE: [chat]}, (), nobody, 100, 2, suspended_s=1.0)
+    view = Snapshot(5.0, {**nobody, PriorityLevel.ONLINE: [chat]}, (), nobody, 100, 2)
     assert policy.resume_s(view) == 0.0, "a prompt does not wait"
     chat.append(7)
     chat.num_computed_tokens, chat.last_token_at_s = 4, 4.99

@@ -86,7 +86,7 @@ def test_each_drain_waits_for_room_before_it_preempts(monkeypatch: pytest.Monkey
     """Also one that begins in the plan after another has ended."""
     monkeypatch.setattr(memory_division, "_PATIENCE", 2)
     setting = Setting(policy="slo", min_interval=1, num_host_blocks=0)
-    run, policy, _ = grown(setting, *[(21, 20)] * 3)
+    run, policy, _ = grown(setting, *[(20, 20)] * 3)
     kv, counters = run.scheduler.kv, run.scheduler.counters[OFFLINE]
     policy.target = policy.choices[1]
     while run.step() and kv.resizing.num_draining:

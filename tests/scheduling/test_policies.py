@@ -79,7 +79,9 @@ def test_a_step_with_nothing_in_it_is_no_turn_of_round_robin() -> None:
 def test_without_safepoints_steps_of_offline_work_alone_are_short(safepoints: bool) -> None:
     config = SchedulerConfig(policy="slo", safepoints=safepoints)
     slo = SLO(2.0, 0.1)
-    bench = Bench(lambda predictor: create_policy(config, predictor, default_slo=slo, can_stop=True))
+    bench = Bench(
+        lambda predictor: create_policy(config, predictor, default_slo=slo, can_stop=True), step_s=0.1
+    )
     limit_s = 2.0 * SloPolicyConfig(default_slo=slo).unsafe_ttft_share
     bench.add(offline(900))
     assert (bench.step().predicted_s > limit_s) == safepoints

@@ -431,6 +431,35 @@ def test_an_online_request_that_is_being_restored_bounds_the_steps() -> None:
     chat = make_request(4, 8, slo=SLO_100_MS)
     chat.last_token_at_s = 5.0
     nobody: dict[PriorityLevel, list[Request]] = {level: [] for level in PriorityLevel}
-    view = Snapshot(5.01, nobody, [chat], nobody, num_blocks=100, online_blocks=2, suspended_s=1.0)
+    view = Snapshot(5.01, nobody, [chat], nobody, num_blocks=100, online_blocks=2)
     assert policy.resume_s(view) < SLO_100_MS.tpot_s
     assert policy.resume_s(replace(view, restoring=())) == math.inf
+
+
+def test_a_late_request_that_is_being_restored_bounds_no_step() -> None:
+    """No step that begins now brings its token."""
+    bench = Bench()
+    late = make_request(4, 8, request_id="late", slo=SLO_100_MS)
+    late.last_token_at_s = 5.0
+    prompt = make_request(300, 8, request_id="prompt", slo=SLO_100_MS, arrived_at_s=6.0)
+    nobody: dict[PriorityLevel, list[Request]] = {level: [] for level in PriorityLevel}
+    running = {**nobody, PriorityLevel.ONLINE: [prompt]}
+    view = Snapshot(6.0, running, [late], nobody, num_blocks=100, online_blocks=2)
+    policy = slo_policy(bench.predictor)
+    assert policy.step_limit_s(view) > 0.8, "the deadline of the prompt alone"
+    assert policy.resume_s(replace(view, running=nobody)) == math.inf
+
+
+def test_copies_beside_prompts_keep_to_their_deadlines() -> None:
+    prompt = make_request(300, 8, slo=SLO_100_MS, arrived_at_s=6.0)
+    nobody: dict[PriorityLevel, list[Request]] = {level: [] for level in PriorityLevel}
+    waiting = {**nobody, PriorityLevel.ONLINE: [prompt]}
+    view = Snapshot(6.2, nobody, (), waiting, num_blocks=100, online_blocks=2)
+    limit_s = slo_policy(StepPredictor(linear_cost())).step_limit_s(view)
+    assert 0.6 < limit_s < 0.8
+
+
+def test_steps_of_offline_work_alone_are_no_larger_than_pays() -> None:
+    bench = Bench(step_efficiency=0.8, step_s=0.01)
+    bench.add(offline(400, request_id="job"))
+    assert sizes(bench.step()) == {"job": 50}

@@ -3,8 +3,17 @@ from __future__ import annotations
 import math
 
 from backfill.core.config import SchedulerConfig
-from backfill.core.plan import Compute, Resume, SampledToken, StepOutcome, StepPlan, WaitForCopies
-from backfill.core.request import FinishReason, PriorityLevel
+from backfill.core.plan import (
+    Compute,
+    Resume,
+    Safepoints,
+    SampledToken,
+    ScheduledSlice,
+    StepOutcome,
+    StepPlan,
+    WaitForCopies,
+)
+from backfill.core.request import FinishReason, PriorityLevel, RequestId
 from backfill.core.slo import SLO
 from backfill.kvcache.create import create_kv_cache
 from backfill.scheduling.fill import serve
@@ -12,6 +21,7 @@ from backfill.scheduling.policies.slo import SloPolicy, SloPolicyConfig
 from backfill.scheduling.policy import BatchBuilder, Policy, R, RequestView, Snapshot
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import Scheduler
+from backfill.scheduling.suspension import Suspension
 from tests.builders import linear_cost, make_request
 from tests.scheduling.bench import offline
 
@@ -57,10 +67,10 @@ def paused_scheduler() -> tuple[Scheduler, PausingPolicy, StepPlan]:
 def test_a_suspended_slice_is_kept_while_steps_compute_nothing_and_then_resumes() -> None:
     scheduler, policy, suspended = paused_scheduler()
     plan = scheduler.plan_step(0.0)
-    assert plan.work == WaitForCopies(keeps_suspended=True)
+    assert plan.work == WaitForCopies()
     scheduler.commit(plan, StepOutcome((), completed_copies=suspended.copies.checkpoint), 0.0)
     plan = scheduler.plan_step(0.0)
-    assert plan.work == Compute(slices=(), keeps_suspended=True)
+    assert plan.work == Compute(slices=())
     scheduler.commit(plan, StepOutcome(()), 0.0)
     policy.is_paused = False
     work = scheduler.plan_step(0.0).work
@@ -68,10 +78,70 @@ def test_a_suspended_slice_is_kept_while_steps_compute_nothing_and_then_resumes(
     assert (work.slices, work.num_layers) == (suspended.slices, NUM_LAYERS - 6)
 
 
-def test_a_discarded_slice_is_not_kept_by_a_step_that_waits_for_copies() -> None:
+def test_a_discarded_slice_is_dropped_with_the_next_step() -> None:
     scheduler, _, suspended = paused_scheduler()
     scheduler.finish(suspended.slices[0].request_id, FinishReason.ABORT)
-    assert scheduler.plan_step(0.0).work == WaitForCopies(keeps_suspended=False)
+    plan = scheduler.plan_step(0.0)
+    assert plan.work == WaitForCopies()
+    assert plan.dropped == (suspended.slices[0].request_id,)
+
+
+def stopped_slices(suspension: Suspension, *num_tokens: int) -> list[ScheduledSlice]:
+    """Slices of one step, suspended after 5 layers."""
+    slices = [ScheduledSlice(RequestId(f"job{each}"), 0, each, (), False, True) for each in num_tokens]
+    plan = StepPlan(0, Compute(tuple(slices), 1.0, Safepoints(1, suspends=True)))
+    names = tuple(each.request_id for each in slices)
+    suspension.commit(plan, StepOutcome((), suspended=names, layers_done=5))
+    return slices
+
+
+def test_as_many_suspended_slices_resume_as_fit() -> None:
+    """A layer takes 0.1 ms a token."""
+    discarded: list[str] = []
+    suspension = Suspension(
+        SchedulerConfig(),
+        StepPredictor(linear_cost()),
+        NUM_LAYERS,
+        can_stop=True,
+        on_discarded=lambda name, _: discarded.append(name),
+    )
+    _, small, smaller = stopped_slices(suspension, 100, 30, 20)
+    assert suspension.resume(0.0) is None
+    resumed = suspension.resume(0.006)
+    assert resumed is not None and (resumed.slices, resumed.num_layers) == ((small, smaller), 1)
+    assert not suspension.may_resume, "they are in a step"
+    plan = StepPlan(1, resumed)
+    suspension.commit(plan, StepOutcome((), suspended=("job30", "job20"), layers_done=6))
+    resumed = suspension.resume(0.05)
+    assert resumed is not None and (resumed.slices, resumed.num_layers) == ((small, smaller), 4)
+    suspension.commit(StepPlan(2, resumed), StepOutcome(()))
+    assert suspension.requests == {"job100"}
+    while suspension.may_resume:
+        assert suspension.resume(0.006) is None
+    assert discarded == ["job100"], "not one of its layers fits"
+    assert suspension.take_dropped() == ("job100",)
+
+
+def test_slices_of_a_failed_step_are_dropped_though_no_outcome_says_that_they_were_suspended() -> None:
+    suspension = Suspension(
+        SchedulerConfig(), StepPredictor(linear_cost()), NUM_LAYERS, True, lambda *_: None
+    )
+    (scheduled,) = stopped_slices(suspension, 30)
+    resumed = suspension.resume(1.0)
+    assert resumed is not None
+    suspension.fail(StepPlan(1, resumed))
+    assert suspension.requests == {scheduled.request_id}
+    assert suspension.take_dropped() == (scheduled.request_id,)
+
+
+def test_other_offline_work_does_not_wait_for_what_is_suspended() -> None:
+    scheduler, policy, suspended = paused_scheduler()
+    policy.is_paused, policy.resume_s = False, lambda view: 0.0  # type: ignore[method-assign]
+    scheduler.add(offline(prompt_tokens=4, max_tokens=4, request_id="other"))
+    plan = scheduler.plan_step(0.0)
+    assert [each.request_id for each in plan.slices] == ["other"]
+    assert plan.safepoints is not None, "this step can be stopped too"
+    assert suspended.slices[0].request_id not in plan.dropped
 
 
 def test_a_suspended_relegated_request_and_one_that_waits_for_its_blocks_both_end() -> None:

@@ -243,5 +243,5 @@ def test_steps_that_wait_for_copies_take_longer() -> None:
     hidden = metrics_of(run("slo", load, checkpointing="adaptive", **settings), LOOSE)
     assert swapped.num_preemptions > 0
     assert swapped.recomputed_token_share == 0
-    assert hidden.ttft_p99_s < swapped.ttft_p99_s
+    assert hidden.ttft_p50_s < swapped.ttft_p50_s
     assert hidden.offline_tok_s > swapped.offline_tok_s

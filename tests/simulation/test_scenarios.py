@@ -169,7 +169,8 @@ def test_every_variant_has_a_colour() -> None:
 def test_no_figure_of_a_scenario_comes_from_the_prefix_cache(name: str) -> None:
     """Under every policy, with the cache on: no prompt token was computed for another request."""
     scenario = build_scenario(name, Inputs())
-    short = replace(scenario, points=(shortened(scenario.points[0], 6.0),))
+    duration_s = 6.0 * scenario.hardware.slowness
+    short = replace(scenario, points=(shortened(scenario.points[-1], duration_s),))
     (point,) = run_scenario(short, list(VARIANTS), lambda *_: None).points
     assert all(VARIANTS[policy].prefix_caching for policy in point.replays)
     for policy, replay in point.replays.items():
@@ -177,7 +178,7 @@ def test_no_figure_of_a_scenario_comes_from_the_prefix_cache(name: str) -> None:
         for service_class in ServiceClass:
             counters = replay.counters[service_class]
             assert (counters.num_prefix_hit_tokens, counters.num_host_prefix_hit_tokens) == (0, 0), policy
-        assert sum(each.num_computed_tokens for each in replay.counters.values()) > 10_000
+        assert sum(each.num_computed_tokens for each in replay.counters.values()) > 5_000
 
 
 def test_figure_8_has_an_entry_for_each_step_and_all_on_reaches_the_paper(tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ class SimulateOptions:
     """One experiment.
 
     Attributes:
-        scenario: one of conserve-fig5, conserve-fig6, conserve-fig7 and conserve-fig8.
+        scenario: one of conserve-fig5, conserve-fig6, conserve-fig7, conserve-fig8, slow-1, slow-10 and
+            slow-100.
         policies: policies to run, separated by commas; the paper's by default.
         online_trace: CSV of a conversation trace with arrival times (figure 5).
         offline_lengths: CSV of prompt and output lengths of the offline work.

@@ -36,12 +36,14 @@ class GoodputOptions:
             0.3,0.5,0.7,0.8,0.9,1,1.1,1.25,1.5.
         cvs: variation of the gaps between online requests, separated by commas. Default: 1,4.
         num_requests: online requests of a point.
+        slowness: the simulated device is so many times as slow, and objectives are as many times as long.
     """
 
     workloads: str | None = None
     loads: str | None = None
     cvs: str | None = None
     num_requests: int = 1000
+    slowness: float = 1.0
 
     def validate(self) -> None:
         """Raises: ConfigError."""
@@ -56,6 +58,7 @@ class GoodputOptions:
             policies=names_of(options.policies, POLICIES),
             num_requests=self.num_requests,
             num_seeds=options.seeds,
+            slowness=self.slowness,
         )
         sweep.validate()
         return sweep
@@ -92,7 +95,7 @@ def goodput(points: GoodputOptions, options: SweepOptions) -> None:
 app = command(
     goodput,
     {
-        "Points": "workloads loads cvs num_requests",
+        "Points": "workloads loads cvs num_requests slowness",
         "Runs": "policies seeds jobs",
         "Output": "plot json",
     },

@@ -72,13 +72,11 @@ class Compute:
             computed in any order and at the same time.
         predicted_s: the cost model's prediction for the step; 0 without one.
         safepoints: None if the step cannot be stopped.
-        keeps_suspended: the executor keeps the suspended slices; otherwise it may drop them.
     """
 
     slices: tuple[ScheduledSlice, ...]
     predicted_s: float = 0.0
     safepoints: Safepoints | None = None
-    keeps_suspended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ class Resume:
     """Suspended slices continue at their layer.
 
     Attributes:
-        slices: as they were suspended, at least one. Other suspended slices are dropped.
+        slices: as they were suspended, at least one, all of one step. Other suspended slices stay so.
         num_layers: how many layers they run, at most those that are left. If fewer, they are suspended again.
         predicted_s: the cost model's prediction for these layers.
     """
@@ -99,13 +97,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class WaitForCopies:
-    """Nothing is computed; the executor waits until a copy in flight completes.
-
-    Attributes:
-        keeps_suspended: as for ``Compute``.
-    """
-
-    keeps_suspended: bool = False
+    """Nothing is computed; the executor waits until a copy in flight completes."""
 
 
 Work: TypeAlias = Compute | Resume | WaitForCopies
@@ -163,12 +155,13 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What an executor does in one step: divide memory, move, release, begin copies, admit, then work.
+    """What an executor does in one step: drop, divide memory, move, release, begin copies, admit, then work.
 
     Attributes:
         step: counts plans made, from 0.
         admitted: requests that appear in a slice for the first time, or again after a failed step.
         released: requests whose state the executor drops before it admits others.
+        dropped: requests whose suspended slices will not resume. All other suspended slices are kept.
         offload_interval: one layer in so many is offloaded from this step on; None: as before. Weights need
             no more memory for it than they have.
         memory: how device memory is divided from this step on; None: as before.
@@ -184,6 +177,7 @@ class StepPlan:
     offload_interval: int | None = None
     memory: DeviceMemory | None = None
     moves: tuple[BlockMove, ...] = ()
+    dropped: tuple[RequestId, ...] = ()
 
     @property
     def slices(self) -> tuple[ScheduledSlice, ...]:
@@ -205,7 +199,8 @@ class StepPlan:
         """Another plan would be the same, unless something arrives or ends."""
         waits = isinstance(self.work, WaitForCopies)
         changes_memory = self.memory is not None or bool(self.moves)
-        return not (self.slices or waits or self.released or self.copies or changes_memory)
+        changes_state = self.released or self.dropped or changes_memory
+        return not (self.slices or waits or self.copies or changes_state)
 
     @property
     def num_tokens(self) -> int:

@@ -24,6 +24,7 @@ class HardwareProfile:
         kv_bytes_per_token: all layers, all devices together.
         max_model_len: the model's context, in tokens.
         stage_layers: layers of each stage of a pipeline; empty for one stage.
+        slowness: steps and copies take so many times as long as on the device that was measured.
     """
 
     name: str
@@ -32,6 +33,19 @@ class HardwareProfile:
     kv_bytes_per_token: int
     max_model_len: int
     stage_layers: tuple[int, ...] = ()
+    slowness: float = 1.0
+
+    def slowed(self, factor: float) -> HardwareProfile:
+        """The same device and model, so many times as slow."""
+        costs, copies = self.costs, self.costs.copies
+        if copies is not None:
+            copies = replace(
+                copies,
+                to_host_bytes_per_s=copies.to_host_bytes_per_s / factor,
+                to_device_bytes_per_s=copies.to_device_bytes_per_s / factor,
+            )
+        costs = replace(costs, cost=costs.cost.slowed(factor), copies=copies)
+        return replace(self, costs=costs, slowness=factor * self.slowness)
 
 
 class _Numbers(msgspec.Struct):

@@ -45,6 +45,9 @@ class PiecewiseLinear:
         x0, y0 = x[i - 1], y[i - 1]
         return y0 + (at - x0) * (y[i] - y0) / (x[i] - x0)
 
+    def scaled(self, factor: float) -> PiecewiseLinear:
+        return PiecewiseLinear(self.x, tuple(factor * y for y in self.y))
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -89,6 +92,17 @@ class CostModel:
             + self.prefill_pair_s * load.prefill_pairs
             + self.prefill_context_s * load.prefill_context_tokens
             + self.decode_context_s * load.decode_context_tokens
+        )
+
+    def slowed(self, factor: float) -> CostModel:
+        """Of a device on which every step takes so many times as long."""
+        return CostModel(
+            self.rows_s.scaled(factor),
+            self.sampled_s.scaled(factor),
+            factor * self.request_s,
+            factor * self.prefill_pair_s,
+            factor * self.prefill_context_s,
+            factor * self.decode_context_s,
         )
 
     def time_with_s(self, load: StepLoad, start: int, num_tokens: int, samples: bool) -> float:

@@ -12,7 +12,7 @@ from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.engine.messages import StepKind
 from backfill.execution.executor import Executor, StoppableExecutor
-from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, online_load, should_stop
+from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, StopBudget, online_load, should_stop
 from backfill.scheduling.scheduler import Scheduler
 
 
@@ -48,12 +48,17 @@ class StepStopper:
         # The part of a step that runs beside the one in front of it.
         self._overlap = 1.0 - max(info.stage_layers, default=1) / max(1, sum(info.stage_layers))
         self._online_load = StepLoad()  # of the step after those in flight, without those that arrive
+        self._budget = StopBudget()
         self._request: tuple[int, float] | None = None  # which step to stop, and when that was asked
 
     def prepare(self, plan: StepPlan) -> None:
         """The plan is about to be submitted. Not called when a request arrives: that is in another thread."""
-        if plan.safepoints is None or (plan.safepoints.suspends and not self._overlap):
+        if plan.safepoints is None:
             return
+        predictor = self._scheduler.predictor
+        assert predictor is not None
+        alone = StepLoad.of_slices(each for each in plan.slices if not each.preemptible)
+        self._budget.earn(predictor.time_scale * (plan.predicted_s - predictor.cost.step_time_s(alone)))
         requests = self._scheduler.requests
         held = (*requests.running.values(), *requests.restoring.values())
         online = [each for each in held if each.priority_level is PriorityLevel.ONLINE]
@@ -77,7 +82,8 @@ class StepStopper:
         cost, scale = predictor.cost, predictor.time_scale
         for submitted, points in stoppable:
             step = self._running_step(submitted, points)
-            if should_stop(step, prompts, self._online_load, now_s, cost, scale):
+            if should_stop(step, prompts, self._online_load, now_s, cost, scale, self._budget):
+                self._budget.spend(step.stop_costs_s(now_s))
                 self._request = submitted.plan.step, now_s
                 cast(StoppableExecutor, self._executor).request_stop(submitted.plan.step)
                 return
@@ -96,7 +102,13 @@ class StepStopper:
     def _running_step(self, submitted: SubmittedStep, points: Safepoints) -> RunningStep:
         predictor, plan = self._scheduler.predictor, submitted.plan
         assert predictor is not None
-        online = StepLoad.of_slices(each for each in plan.slices if not each.preemptible)
+        cost = predictor.cost
+        online, offline = (
+            cost.step_time_s(
+                StepLoad.of_slices(each for each in plan.slices if each.preemptible is preemptible)
+            )
+            for preemptible in (False, True)
+        )
         num_layers = self._executor.info.num_layers
         if isinstance(plan.work, Resume):
             num_layers = plan.work.num_layers
@@ -104,7 +116,8 @@ class StepStopper:
         return RunningStep(
             started_at_s=submitted.submitted_at_s + submitted.waits_s,
             predicted_s=scale * plan.predicted_s,
-            online_s=scale * predictor.cost.step_time_s(online),
+            online_s=scale * online,
+            offline_s=scale * offline,
             stop_s=scale * points.layers_apart * plan.predicted_s / num_layers,
             suspends=points.suspends,
             overlap=self._overlap,

@@ -110,15 +110,16 @@ class Executor(Protocol):
         - Undefined: which requests of ``admitted`` are known, the tokens kept for the requests of the slices,
           the KV that the slices were to write, and the suspended slices that the plan resumes. The engine
           releases such requests before it admits them again; releasing an unknown request does nothing.
-        - Done: the interval and the memory are changed, blocks are moved, and requests of ``released`` are
-          released; if one of the first three failed, every later call raises. Copies count as begun and are
-          reported once complete; if copying itself failed, every later call raises too.
-        - Unchanged: all else, with slices that stay suspended under ``keeps_suspended``.
+        - Done: suspended slices of ``dropped`` are dropped, the interval and the memory are changed, blocks
+          are moved, and requests of ``released`` are released; if changing or moving failed, every later call
+          raises. Copies count as begun and are reported once complete; if copying itself failed, every later
+          call raises too.
+        - Unchanged: all else, with the other suspended slices.
         """
 
 
 class StoppableExecutor(Executor, Protocol):
-    """An executor whose steps can be stopped at safepoints. It keeps at most one suspended step."""
+    """An executor whose steps can be stopped at safepoints. It keeps suspended slices of many steps."""
 
     def request_stop(self, step: int) -> None:
         """Stop the preemptible slices of the step at its next safepoint.

@@ -80,7 +80,7 @@ class SimulatedExecutor:
         self._noise = NoiseSource(device.noise, seed)
         self._step_to_stop = -1
         self._num_tokens: dict[RequestId, int] = {}
-        self._suspended_at = 0  # layers that the suspended step has passed
+        self._suspended_at: dict[RequestId, int] = {}  # layers that suspended slices have passed
         self._streamer: SimulatedStreamer | None = None
         if info.offload_interval is not None:
             self._streamer = SimulatedStreamer(
@@ -95,8 +95,7 @@ class SimulatedExecutor:
 
     def run(self, plan: StepPlan) -> StepOutcome:
         self._change_memory(plan)
-        for request_id in plan.released:
-            self._num_tokens.pop(request_id, None)
+        self._release(plan)
         for admitted in plan.admitted:
             self._num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
         now_s = self._clock.now_s()
@@ -110,16 +109,17 @@ class SimulatedExecutor:
             case Compute():
                 first, last = 0, self.info.num_layers
             case Resume(num_layers=num_layers):
-                first, last = self._suspended_at, self._suspended_at + num_layers
+                first = self._taken_up(plan)
+                last = first + num_layers
         ratio = self._noise.draw()
         stopped_at = self._pass_layers(plan, first, last, ratio)
         if stopped_at is None:
             return self._outcome(self._sample(plan.slices))
         stopped_at_s = self._clock.now_s()
         suspends = plan.safepoints is not None and plan.safepoints.suspends
-        if suspends:
-            self._suspended_at = stopped_at
         stopped = tuple(scheduled.request_id for scheduled in plan.slices if scheduled.preemptible)
+        if suspends:
+            self._suspended_at |= dict.fromkeys(stopped, stopped_at)
         online = tuple(scheduled for scheduled in plan.slices if not scheduled.preemptible)
         if online:
             layer_s = ratio * self._seconds(online) / self.info.num_layers
@@ -131,6 +131,17 @@ class SimulatedExecutor:
             layers_done=stopped_at,
             stopped_at_s=stopped_at_s,
         )
+
+    def _release(self, plan: StepPlan) -> None:
+        for request_id in plan.released:
+            self._num_tokens.pop(request_id, None)
+        for request_id in plan.dropped:
+            self._suspended_at.pop(request_id, None)
+
+    def _taken_up(self, plan: StepPlan) -> int:
+        """The layers that the slices of a plan have passed, which are suspended no more."""
+        (first,) = {self._suspended_at.pop(scheduled.request_id) for scheduled in plan.slices}
+        return first
 
     def _change_memory(self, plan: StepPlan) -> None:
         if self._streamer is not None:

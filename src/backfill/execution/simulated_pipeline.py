@@ -72,8 +72,7 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
 
     def submit(self, plan: StepPlan) -> None:
         assert len(self._steps) < self.info.max_steps_in_flight, f"{len(self._steps)} steps are in flight"
-        for request_id in plan.released:
-            self._num_tokens.pop(request_id, None)
+        self._release(plan)
         for admitted in plan.admitted:
             self._num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
         in_front = self._steps[-1].left_at_s if self._steps else self._left_at_s
@@ -85,8 +84,9 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
                 assert not self._steps, "a step in flight would wait too"
                 step.ready_at_s = max(step.ready_at_s, self._copies[0][0])
             case Resume(num_layers=num_layers):
-                step.first = self._ends.index(self._suspended_at) + 1
-                step.last = self._ends.index(self._suspended_at + num_layers) + 1
+                layers_done = self._taken_up(plan)
+                step.first = self._ends.index(layers_done) + 1
+                step.last = self._ends.index(layers_done + num_layers) + 1
             case Compute(slices=()):
                 pass
             case Compute():
@@ -167,7 +167,7 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
         assert plan.safepoints is not None
         stopped = tuple(scheduled.request_id for scheduled in plan.slices if scheduled.preemptible)
         if plan.safepoints.suspends:
-            self._suspended_at = self._ends[behind]
+            self._suspended_at |= dict.fromkeys(stopped, self._ends[behind])
         return replace(
             self._outcome(self._sample(tuple(each for each in plan.slices if not each.preemptible))),
             suspended=stopped if plan.safepoints.suspends else (),

@@ -149,6 +149,8 @@ class TorchExecutor:
 
     def _prepare(self, plan: StepPlan) -> None:
         """All that precedes the work of a step."""
+        if plan.dropped:
+            self._drop_suspended(frozenset(plan.dropped))
         self._change_memory(plan)
         for request_id in plan.released:
             self._states.pop(request_id, None)
@@ -159,8 +161,19 @@ class TorchExecutor:
             assert not plan.copies, "there is no host pool to copy to and from"
         for admitted in plan.admitted:
             self._states[admitted.request_id] = RequestState(admitted)
-        if not (isinstance(plan.work, Resume) or plan.work.keeps_suspended):
-            self._suspended.clear()
+
+    def _drop_suspended(self, dropped: Set[RequestId]) -> None:
+        for step, suspended in list(self._suspended.items()):
+            names = {each.request_id for each in suspended.slices}
+            if not names.isdisjoint(dropped):
+                self._keep_suspended(step, names - dropped, suspended)
+
+    def _keep_suspended(self, step: int, kept: Set[RequestId], suspended: LayerPass) -> None:
+        """Of a suspended step, keep the slices of these requests."""
+        if kept:
+            self._suspended[step] = self._only(kept, suspended)
+        else:
+            self._suspended.pop(step, None)
 
     def _change_memory(self, plan: StepPlan) -> None:
         """Divide the memory, change the interval and move blocks. If that fails, no later step can run."""
@@ -228,12 +241,13 @@ class TorchExecutor:
         return LayerPass(micro_batches, stage.layers.start), received.last_layer
 
     def _take_suspended(self, work: Resume) -> LayerPass | None:
-        """The resumed slices only. None if this stage did not suspend them."""
-        resumed = {(each.request_id, each.start) for each in work.slices}
+        """The resumed slices only; others of their step stay. None if this stage did not suspend them."""
+        resumed = {each.request_id for each in work.slices}
         for step, suspended in self._suspended.items():
-            if resumed <= {(each.request_id, each.start) for each in suspended.slices}:
-                del self._suspended[step]
-                return self._only({request_id for request_id, _ in resumed}, suspended)
+            names = {each.request_id for each in suspended.slices}
+            if resumed <= names:
+                self._keep_suspended(step, names - resumed, suspended)
+                return self._only(resumed, suspended)
         return None
 
     def _run_layers(self, running: LayerPass, plan: StepPlan, last: int, stop: Stop | None) -> Stop | None:

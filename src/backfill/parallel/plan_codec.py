@@ -144,7 +144,6 @@ class _Plan(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
     slices: _Slices | None
     predicted_s: float
     safepoints: Safepoints | None = None
-    keeps_suspended: bool = False
     num_layers: int | None = None
     admitted: tuple[AdmittedRequest, ...] = ()
     released: tuple[RequestId, ...] = ()
@@ -152,6 +151,7 @@ class _Plan(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
     offload_interval: int | None = None
     memory: DeviceMemory | None = None
     moves: tuple[BlockMove, ...] = ()
+    dropped: tuple[RequestId, ...] = ()
 
 
 class PlanEncoder:
@@ -179,7 +179,6 @@ class PlanEncoder:
                 None if isinstance(work, WaitForCopies) else self._slices(work.slices),
                 plan.predicted_s,
                 plan.safepoints,
-                not isinstance(work, Resume) and work.keeps_suspended,
                 work.num_layers if isinstance(work, Resume) else None,
                 plan.admitted,
                 plan.released,
@@ -187,6 +186,7 @@ class PlanEncoder:
                 plan.offload_interval,
                 plan.memory,
                 plan.moves,
+                plan.dropped,
             )
         )
 
@@ -256,6 +256,7 @@ class PlanDecoder:
             wire.offload_interval,
             wire.memory,
             wire.moves,
+            wire.dropped,
         )
         return plan, list(zip(sampled_ids, wire.token_ids, strict=True))
 
@@ -268,10 +269,10 @@ class PlanDecoder:
 
     def _work(self, wire: _Plan) -> Work:
         if wire.slices is None:
-            return WaitForCopies(wire.keeps_suspended)
+            return WaitForCopies()
         slices = self._slices(wire.slices)
         if wire.num_layers is None:
-            return Compute(slices, wire.predicted_s, wire.safepoints, wire.keeps_suspended)
+            return Compute(slices, wire.predicted_s, wire.safepoints)
         assert wire.safepoints is not None
         return Resume(slices, wire.num_layers, wire.predicted_s, wire.safepoints)
 

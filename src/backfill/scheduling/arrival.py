@@ -11,9 +11,12 @@ from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 
 # With suspending, a step is stopped only if that saves more than this many times the wait for a safepoint.
-_MIN_GAIN = 2.0
+_MIN_GAIN = 1.0
 # Steps of a pipeline stop between two stages, where a stop costs nothing: only what gains little is left out.
 _MIN_STAGE_GAIN = 0.1
+# What stops may cost offline work: a share of its time, and of so much of it at most at once.
+_STOP_SHARE = 0.03
+_MAX_EARNED_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,7 @@ class RunningStep:
     Attributes:
         predicted_s: of the whole step.
         online_s: what the step would take with its online slices alone; 0 without any.
+        offline_s: the same with its offline ones.
         stop_s: longest time to its next safepoint.
         suspends: stopped slices are suspended; otherwise they are discarded.
         overlap: the part of the next step that runs beside this one, in the stages that it has left.
@@ -31,6 +35,7 @@ class RunningStep:
     started_at_s: float
     predicted_s: float
     online_s: float
+    offline_s: float
     stop_s: float
     suspends: bool
     overlap: float = 0.0
@@ -44,6 +49,36 @@ class RunningStep:
         if ends_in_s <= self.stop_s:
             return ends_in_s
         return self.stop_s + self.online_s * (ends_in_s - self.stop_s) / self.predicted_s
+
+    def stop_costs_s(self, now_s: float) -> float:
+        """Seconds by which its slices take longer in all if it is stopped at the next safepoint.
+
+        Its online and its offline slices then go on apart, and both read the weights of the layers that are
+        left.
+        """
+        left = max(0.0, self.ends_in_s(now_s) - self.stop_s) / self.predicted_s
+        return left * max(0.0, self.online_s + self.offline_s - self.predicted_s)
+
+
+class StopBudget:
+    """What stops may cost: a share of the time that offline slices take in steps.
+
+    Stops beyond it are worth it only where a first token would be late without them. In a step of offline
+    slices alone a stop costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._left_s = 0.0
+
+    def earn(self, offline_s: float) -> None:
+        """A step is planned that offline slices make longer by so much."""
+        self._left_s = min(_STOP_SHARE * _MAX_EARNED_S, self._left_s + _STOP_SHARE * offline_s)
+
+    def allows(self, costs_s: float) -> bool:
+        return costs_s <= self._left_s
+
+    def spend(self, costs_s: float) -> None:
+        self._left_s = max(0.0, self._left_s - costs_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +119,7 @@ def should_stop(
     now_s: float,
     cost: CostModel,
     time_scale: float,
+    budget: StopBudget,
 ) -> bool:
     """Whether to stop the running step for the prompts that arrived during it.
 
@@ -107,14 +143,17 @@ def should_stop(
         return False
     at_end_s, stopped_s = step.ends_in_s(now_s), step.ends_stopped_in_s(now_s)
     if step.suspends and not step.overlap:
-        return at_end_s - stopped_s > _MIN_GAIN * step.stop_s
+        if at_end_s - stopped_s <= _MIN_GAIN * step.stop_s:
+            return False
+        if budget.allows(step.stop_costs_s(now_s)):
+            return True
     load = online.copy()
     for prompt in arrived:
         load.put(0, prompt.num_tokens, True)
     next_step_s = time_scale * cost.step_time_s(load)
     # What is left of this step when the next one can be beside it no more.
     at_end_s, stopped_s = (max(0.0, each - step.overlap * next_step_s) for each in (at_end_s, stopped_s))
-    if step.suspends:
+    if step.suspends and step.overlap:
         return at_end_s - stopped_s > _MIN_STAGE_GAIN * step.stop_s
     return any(
         now_s + stopped_s + next_step_s <= prompt.ttft_deadline_at_s < now_s + at_end_s + next_step_s

@@ -14,6 +14,9 @@ from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile
 
 DEFAULT_SLO = SLO(ttft_s=1.0, tpot_s=0.15)
+# The prompt by which the default TTFT objective is widened: a chat of a few turns, or a question about a page
+# of text. By a prompt of one token, a slow device would promise what no ordinary prompt can have there.
+ORDINARY_PROMPT_TOKENS = 512
 # A default objective is widened to this multiple of what one request alone needs.
 DEFAULT_HEADROOM = 4.0
 # The share of the tightest TPOT objective that is left for prompts. Decodes are in every step, so prompts can
@@ -102,9 +105,11 @@ def decode_limit_s(tpot_s: float) -> float:
 def server_slo(config: SchedulerConfig, cost: CostModel | None) -> SLO:
     """Objectives of online requests that bring none: the configured ones, else defaults.
 
-    ``cost`` widens defaults that one request alone would barely meet. No default is below a floor.
+    ``cost`` widens defaults that one request of ordinary length alone would barely meet. No default is below
+    a floor.
     """
-    return slo_above(config, SLO(0.0, 0.0) if cost is None else achievable_slo(cost, config))
+    least = SLO(0.0, 0.0) if cost is None else achievable_slo(cost, config, ORDINARY_PROMPT_TOKENS)
+    return slo_above(config, least)
 
 
 def slo_above(config: SchedulerConfig, least: SLO) -> SLO:

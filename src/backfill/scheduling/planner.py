@@ -107,13 +107,8 @@ class StepPlanner:
             self._slices_of(batch),
             predicted_s,
             self.suspension.safepoints(batch, predicted_s, self.in_flight.may_suspend),
-            keeps_suspended=self._keeps_suspended,
         )
         return self._plan_of(view, work, self._take_admitted(batch))
-
-    @property
-    def _keeps_suspended(self) -> bool:
-        return bool(self.suspension.requests) or self.in_flight.may_suspend
 
     def _build(self, view: Snapshot[Request], now_s: float) -> Batch:
         cost = None if self.predictor is None else self.predictor.cost
@@ -156,17 +151,20 @@ class StepPlanner:
         waits = isinstance(work, Compute) and not work.slices and self.kv.num_copies_in_flight > 0
         waits = waits and not self.in_flight  # else an outcome to come reports copies
         released: list[RequestId] = []
+        dropped: tuple[RequestId, ...] = ()
         if work.slices or copies or not self.in_flight:  # else it would take the place of another step
             released, self._to_release = self._to_release, []
+            dropped = self.suspension.take_dropped()
         plan = StepPlan(
             step=self._num_plans,
-            work=WaitForCopies(self._keeps_suspended) if waits else work,
+            work=WaitForCopies() if waits else work,
             admitted=admitted,
             released=tuple(released),
             copies=copies,
             offload_interval=changes.interval,
             memory=changes.memory,
             moves=changes.moves,
+            dropped=dropped,
         )
         self._num_plans += 1
         return plan
@@ -192,7 +190,6 @@ class StepPlanner:
             },
             num_blocks=kv.num_blocks,
             online_blocks=kv.num_online_blocks,
-            suspended_s=self.suspension.left_s(),
             reclaimable_blocks=kv.num_reclaimable_blocks + kv.num_protected_blocks,
             elsewhere=elsewhere,
         )

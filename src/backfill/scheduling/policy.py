@@ -80,13 +80,12 @@ class Snapshot(Generic[R_co]):
     Attributes:
         now_s: when the step can begin. With steps in flight that is when they are predicted to leave room.
         running: requests that can take part in the step, by priority level, the most urgent first.
-            Those of a suspended step are left out.
+            Those with a suspended slice are left out.
         restoring: requests that hold blocks to which KV is being copied.
         waiting: requests without device blocks, by priority level, the most urgent first; not more than can
             be tried in one step.
         num_blocks: blocks in the device's pool.
         online_blocks: device blocks of running and restoring online requests.
-        suspended_s: predicted seconds that the suspended slices still need; 0 without any.
         reclaimable_blocks: blocks that an online request can have at once though they are not empty:
             checkpointed ones of offline requests, and those that are protected from offline requests.
         elsewhere: requests that could run but for the steps in flight: those in one of them, as they will be
@@ -99,7 +98,6 @@ class Snapshot(Generic[R_co]):
     waiting: Mapping[PriorityLevel, Sequence[R_co]]
     num_blocks: int
     online_blocks: int
-    suspended_s: float = 0.0
     reclaimable_blocks: int = 0
     elsewhere: Mapping[PriorityLevel, Sequence[RequestView]] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Where steps may be stopped, and the suspended step: what is kept of it, and when it resumes."""
+"""Where steps may be stopped, and the suspended slices: what is kept of them, and when they resume."""
 
 from __future__ import annotations
 
@@ -13,14 +13,29 @@ from backfill.costs.load import StepLoad
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.prediction import StepPredictor
 
-# After this many plans in which not one layer of the suspended step fitted beside the online requests, it is
-# discarded: smaller offline steps may fit, and none starts before it.
+# Suspended slices are discarded after this many plans in a row that had time for offline work, but not for
+# one layer of one of them: computed again, in smaller chunks, they may fit.
 _MAX_REFUSALS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Slices of one step that were stopped before the same layer, in the order of the step."""
+
+    slices: tuple[ScheduledSlice, ...]
+    layers_done: int
+
+    def without(self, request_ids: Collection[RequestId]) -> _Group:
+        slices = tuple(each for each in self.slices if each.request_id not in request_ids)
+        return _Group(slices, self.layers_done)
 
 
 @dataclass(slots=True, eq=False)
 class Suspension:
-    """At most one suspended step: slices that were stopped between two layers and resume in a later step.
+    """The suspended slices: they were stopped between two layers and resume there in later steps.
+
+    Of those of one step as many resume together as fit the time with at least one layer, for as many layers
+    as fit. Those that were suspended first are the first to resume.
 
     Args:
         predictor: predicts steps; without one no step is stopped.
@@ -29,9 +44,6 @@ class Suspension:
         on_discarded: called with a request and its discarded work, which will be computed again: tokens times
             the share of the layers that they had passed.
         stage_layers: layers of each stage of a pipeline, whose steps stop between two stages; else empty.
-
-    Attributes:
-        is_resuming: the suspended slices are in a step in flight.
     """
 
     config: SchedulerConfig
@@ -40,41 +52,42 @@ class Suspension:
     can_stop: bool
     on_discarded: Callable[[RequestId, float], None]
     stage_layers: Sequence[int] = ()
-    is_resuming: bool = field(init=False, default=False)
-    _slices: dict[RequestId, ScheduledSlice] = field(init=False, default_factory=dict)
-    _layers_done: int = field(init=False, default=0)
-    _num_refusals: int = field(init=False, default=0)  # plans in a row that had time, but not for one layer
+    _groups: list[_Group] = field(init=False, default_factory=list)  # those suspended first come first
+    _resuming: _Group | None = field(init=False, default=None)  # in a step in flight
+    _num_refusals: int = field(init=False, default=0)
+    _dropped: list[RequestId] = field(init=False, default_factory=list)
 
     @property
     def requests(self) -> Collection[RequestId]:
         """Requests with a suspended slice."""
-        return self._slices.keys()
+        groups = self._groups if self._resuming is None else [*self._groups, self._resuming]
+        return {scheduled.request_id for group in groups for scheduled in group.slices}
 
     @property
     def may_resume(self) -> bool:
-        return bool(self._slices) and not self.is_resuming
-
-    def left_s(self) -> float:
-        """Predicted seconds of the layers that suspended slices still have to run; 0 while they resume."""
-        if not self.may_resume:
-            return 0.0
-        assert self.predictor is not None
-        load = StepLoad.of_slices(self._slices.values())
-        return self.predictor.cost.step_time_s(load) * (1.0 - self._layers_done / self.num_layers)
+        return bool(self._groups) and self._resuming is None
 
     def lost_tokens(self, request_id: RequestId) -> float:
         """Work that discarding the request's suspended slice would lose; unit as for ``on_discarded``."""
-        scheduled = self._slices.get(request_id)
-        return 0.0 if scheduled is None else self._work(scheduled, self._layers_done)
+        for group in self._groups:
+            for scheduled in group.slices:
+                if scheduled.request_id == request_id:
+                    return self._work(scheduled, group.layers_done)
+        return 0.0
 
     def safepoints(self, batch: Batch, predicted_s: float, may_suspend: bool = False) -> Safepoints | None:
-        """Safepoints of the step; None if an arrival could stop nothing, or a step is suspended already.
+        """Safepoints of the step; None if an arrival could stop nothing.
+
+        Nor has a step of a pipeline any while slices are suspended: they resume stage by stage, one step at a
+        time.
 
         Args:
-            may_suspend: a step in flight may be suspended; then this one has none.
+            may_suspend: a step in flight may be suspended.
         """
         can_stop = self.can_stop and self.config.safepoints and self.predictor is not None
-        if not can_stop or predicted_s == 0.0 or self._slices or may_suspend:
+        if not can_stop or predicted_s == 0.0:
+            return None
+        if self.stage_layers and (may_suspend or self._groups or self._resuming is not None):
             return None
         if all(request.priority_level is PriorityLevel.ONLINE for request, _ in batch.members.values()):
             return None
@@ -82,58 +95,93 @@ class Suspension:
         return Safepoints(self._layers_apart(predicted_s / self.num_layers), suspends)
 
     def resume(self, allowed_s: float) -> Resume | None:
-        """As many layers of the suspended step as fit the time; None if not one does."""
-        left, left_s = self.num_layers - self._layers_done, self.left_s()
-        layer_s = left_s / left
-        num_layers = left if allowed_s >= left_s else self._whole_stages(int(allowed_s / layer_s))
-        if num_layers == 0:
-            self._num_refusals += allowed_s > 0
-            if self._num_refusals >= _MAX_REFUSALS:
-                for request_id in list(self._slices):
-                    self.discard(request_id)
+        """Suspended slices and as many of their layers as fit the time; None if not one layer of one does."""
+        if allowed_s <= 0.0:
             return None
-        self.is_resuming = True
-        return Resume(
-            tuple(self._slices.values()),
-            num_layers,
-            layer_s * num_layers,
-            Safepoints(self._layers_apart(layer_s), suspends=True),
-        )
+        for index, group in enumerate(self._groups):
+            resumed = self._fitting(group, allowed_s)
+            if resumed is not None:
+                self._num_refusals *= index > 0
+                names = {scheduled.request_id for scheduled in resumed.slices}
+                self._groups[index : index + 1] = [each for each in (group.without(names),) if each.slices]
+                self._resuming = _Group(resumed.slices, group.layers_done)
+                return resumed
+        self._num_refusals += 1
+        if self._num_refusals >= _MAX_REFUSALS:
+            for scheduled in self._groups[0].slices:
+                self.discard(scheduled.request_id)
+        return None
+
+    def _fitting(self, group: _Group, allowed_s: float) -> Resume | None:
+        """The slices of a group that fit the time with a layer at least."""
+        assert self.predictor is not None
+        left = self.num_layers - group.layers_done
+        slices, load, num_layers, layer_s = [], StepLoad(), 0, 0.0
+        for scheduled in group.slices:
+            load.put(scheduled.start, scheduled.num_tokens, scheduled.samples)
+            with_s = self.predictor.cost.step_time_s(load) / self.num_layers
+            fitting = (
+                left if allowed_s >= with_s * left else self._whole_stages(group, int(allowed_s / with_s))
+            )
+            if fitting:
+                slices.append(scheduled)
+                num_layers, layer_s = fitting, with_s
+            else:
+                load.take(scheduled.start, scheduled.num_tokens, scheduled.samples)
+        if not slices:
+            return None
+        points = Safepoints(self._layers_apart(layer_s), suspends=True)
+        return Resume(tuple(slices), num_layers, layer_s * num_layers, points)
 
     def commit(self, plan: StepPlan, outcome: StepOutcome) -> None:
         """Keep the slices that the step suspended; count those that it discarded."""
         if isinstance(plan.work, Resume):
-            self._slices, self.is_resuming = {}, False
+            self._resuming = None
         if not outcome.stopped:
             return
         assert plan.safepoints is not None, "a step without safepoints was stopped"
         slices = {scheduled.request_id: scheduled for scheduled in plan.slices}
         if outcome.suspended:
-            assert not self._slices, "a second step is suspended"
-            self._slices = {each: slices[each] for each in outcome.suspended}
-            self._layers_done, self._num_refusals = outcome.layers_done, 0
+            suspended = _Group(tuple(slices[each] for each in outcome.suspended), outcome.layers_done)
+            self._groups.insert(0 if isinstance(plan.work, Resume) else len(self._groups), suspended)
         for request_id in outcome.discarded:
             self.on_discarded(request_id, self._work(slices[request_id], outcome.layers_done))
 
     def fail(self, plan: StepPlan) -> None:
-        """The plan has failed: its slices are discarded one by one."""
-        if isinstance(plan.work, Resume):
-            self.is_resuming = False
+        """The plan has failed: its slices are discarded one by one.
+
+        The executor may have suspended them before it failed.
+        """
+        if plan.safepoints is not None:
+            self._dropped += [scheduled.request_id for scheduled in plan.slices]
+        if isinstance(plan.work, Resume) and self._resuming is not None:
+            self._groups.insert(0, self._resuming)
+            self._resuming = None
 
     def discard(self, request_id: RequestId) -> None:
         """Discard the request's suspended slice, if it has one."""
-        scheduled = self._slices.pop(request_id, None)
-        if scheduled is not None:
-            self.on_discarded(request_id, self._work(scheduled, self._layers_done))
+        for index, group in enumerate(self._groups):
+            for scheduled in group.slices:
+                if scheduled.request_id == request_id:
+                    rest = group.without({request_id})
+                    self._groups[index : index + 1] = [rest] if rest.slices else []
+                    self._dropped.append(request_id)
+                    self.on_discarded(request_id, self._work(scheduled, group.layers_done))
+                    return
+
+    def take_dropped(self) -> tuple[RequestId, ...]:
+        """Requests whose slices were discarded since the last call."""
+        dropped, self._dropped = tuple(self._dropped), []
+        return dropped
 
     def _work(self, scheduled: ScheduledSlice, layers_done: int) -> float:
         return scheduled.num_tokens * layers_done / self.num_layers
 
-    def _whole_stages(self, num_layers: int) -> int:
+    def _whole_stages(self, group: _Group, num_layers: int) -> int:
         """Of the next so many layers, those up to the last place where a step can stop."""
         if not self.stage_layers:
             return num_layers
-        ends = (end - self._layers_done for end in accumulate(self.stage_layers))
+        ends = (end - group.layers_done for end in accumulate(self.stage_layers))
         return max((end for end in ends if 0 < end <= num_layers), default=0)
 
     def _layers_apart(self, layer_s: float) -> int:

@@ -96,6 +96,8 @@ class GoodputSweep:
         cvs: coefficients of variation of the gaps between online requests; 1 is Poisson.
         num_requests: online requests of a point.
         num_seeds: figures are means over the seeds 1 to ``num_seeds``.
+        slowness: the device is so many times as slow as ``hardware``, and the objectives are as many times as
+            long.
     """
 
     workloads: tuple[str, ...] = tuple(WORKLOADS)
@@ -106,12 +108,13 @@ class GoodputSweep:
     num_seeds: int = 1
     num_for_capacity: int = _NUM_FOR_CAPACITY
     hardware: str = HARDWARE
+    slowness: float = 1.0
 
     def validate(self) -> None:
         """Raises: ConfigError."""
         check_names("workloads", self.workloads, WORKLOADS)
         check_names("policies", self.policies, VARIANTS)
-        check_positive(num_requests=self.num_requests, seeds=self.num_seeds)
+        check_positive(num_requests=self.num_requests, seeds=self.num_seeds, slowness=self.slowness)
         for field_name, values in (("loads", self.loads), ("cvs", self.cvs)):
             if not values:
                 raise ConfigError(f"`{field_name}` needs a number.")
@@ -183,13 +186,14 @@ class GoodputResult:
         return {
             "scenario": "goodput",
             "hardware": self.sweep.hardware,
+            "slowness": self.sweep.slowness,
             "num_requests": self.sweep.num_requests,
             "num_seeds": self.sweep.num_seeds,
             "workloads": {
                 name: {
                     "capacity_rps": self.capacities[name],
-                    "ttft_slo_s": WORKLOADS[name].slo.ttft_s,
-                    "tpot_slo_s": WORKLOADS[name].slo.tpot_s,
+                    "ttft_slo_s": _slo(self.sweep, name).ttft_s,
+                    "tpot_slo_s": _slo(self.sweep, name).tpot_s,
                 }
                 for name in self.sweep.workloads
             },
@@ -282,7 +286,8 @@ def point_simulation(
         duration_s=sweep.num_requests / rate_per_s,
         offline=offline if panel.has_offline else (),
     )
-    return Simulation(sweep.hardware, policy, workload, online.slo, _MAX_STEP_TOKENS, seed)
+    slo = _slo(sweep, panel.workload)
+    return Simulation(sweep.hardware, policy, workload, slo, _MAX_STEP_TOKENS, seed, sweep.slowness)
 
 
 def capacity_simulation(sweep: GoodputSweep, name: str) -> Simulation:
@@ -292,7 +297,14 @@ def capacity_simulation(sweep: GoodputSweep, name: str) -> Simulation:
     rng = np.random.default_rng(_CAPACITY_SEED)
     lengths = online.lengths.sample(sweep.num_for_capacity, max_len, rng)
     workload = Workload(tuple(Arrival(0.0, each) for each in lengths), duration_s=1.0, offline=())
-    return Simulation(sweep.hardware, "fcfs", workload, online.slo, _MAX_STEP_TOKENS, _CAPACITY_SEED)
+    slo = _slo(sweep, name)
+    return Simulation(sweep.hardware, "fcfs", workload, slo, _MAX_STEP_TOKENS, _CAPACITY_SEED, sweep.slowness)
+
+
+def _slo(sweep: GoodputSweep, name: str) -> SLO:
+    """Of a workload on the device of the sweep."""
+    slo = WORKLOADS[name].slo
+    return SLO(sweep.slowness * slo.ttft_s, sweep.slowness * slo.tpot_s)
 
 
 def capacity_per_s(simulation: Simulation) -> float:

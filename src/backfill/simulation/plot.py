@@ -26,6 +26,7 @@ COLOURS = {
     "slo-checkpoint": "#5aae61",
     "slo": "#1b7837",
     "slo-eager": "#01665e",
+    "slo-no-safepoints": "#35978f",
     "conserve": "#8c510a",
     "bros": "#de77ae",
     "bros-swap": "#f1b6da",

@@ -8,12 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.hardware import HardwareProfile, load_hardware_profile
 from backfill.costs.profile import CostProfile
+from backfill.scheduling.objectives import server_slo
 from backfill.scheduling.policies.bros import BrosPolicy
 from backfill.scheduling.policies.create import PolicyFactory
 from backfill.scheduling.policy import Policy
@@ -53,6 +56,7 @@ VARIANTS: Mapping[str, SchedulerConfig] = {
     "slo-swap": _slo(checkpointing="swap", kv_restore="blocking"),
     "slo-checkpoint": _slo(checkpointing="adaptive", kv_restore="blocking"),
     "slo": _slo(checkpointing="adaptive"),
+    "slo-no-safepoints": _slo(checkpointing="adaptive", safepoints=False),
     "slo-eager": _slo(checkpointing="eager"),
     # The two papers' own policies.
     "conserve": SchedulerConfig(policy="conserve", checkpointing="adaptive", preemption="discard"),
@@ -296,6 +300,43 @@ def _fig8(inputs: Inputs, hardware: HardwareProfile, offline: tuple[Lengths, ...
     )
 
 
+def _device(inputs: Inputs, hardware: HardwareProfile, _: tuple[Lengths, ...], slowness: int) -> Scenario:
+    """Chats at five loads beside a batch of texts, with the objectives that a server chooses there."""
+    hardware = hardware.slowed(slowness)
+    rng = np.random.default_rng(inputs.seed)
+    offline = tuple(
+        Lengths(int(num_in), int(num_out))
+        for num_in, num_out in zip(
+            rng.integers(256, 513, _NUM_OFFLINE), rng.integers(32, 129, _NUM_OFFLINE), strict=True
+        )
+    )
+    points = []
+    for load in _DEVICE_LOADS:
+        rate = load * _CHATS_PER_S / slowness
+        workload = gamma_workload(rate, 1.0, _NUM_CHATS / rate, _CHAT, offline=offline, seed=inputs.seed)
+        points.append(Point({"load": load}, workload))
+    return Scenario(
+        name=_device_name(slowness),
+        title=f"Co-serving on an A100 that is {slowness} times as slow: chats beside a batch",
+        points=tuple(points),
+        paper={},
+        hardware=hardware,
+        policies=("online-only", "slo-no-safepoints", "slo"),
+        slo=server_slo(SchedulerConfig(policy="slo"), hardware.costs.cost),
+        max_num_batched_tokens=SchedulerConfig().max_num_batched_tokens,
+    )
+
+
+def _device_name(slowness: int) -> str:
+    return f"slow-{slowness}"
+
+
+# What the device completes of these chats a second, all at once, without offline requests.
+_CHATS_PER_S = 29.0
+_CHAT = Lengths(256, 64)
+_NUM_CHATS = 150
+_DEVICE_LOADS = (0.125, 0.25, 0.4, 0.6, 0.8)
+
 # The highest rate at which online-only meets the objectives of every request (the paper's R, section 6.1),
 # found by running it in steps of 0.2 requests/s for the trace, and of 0.5 for three seeds of figure 6.
 _FIG5_RATE_PER_S = 1.0
@@ -307,4 +348,5 @@ _SCENARIOS: dict[str, Callable[[Inputs, HardwareProfile, tuple[Lengths, ...]], S
     "conserve-fig6": _fig6,
     "conserve-fig7": _fig7,
     "conserve-fig8": _fig8,
+    **{_device_name(slowness): partial(_device, slowness=slowness) for slowness in (1, 10, 100)},
 }

@@ -47,6 +47,7 @@ class Simulation:
         slo: objectives of every online request.
         max_step_tokens: most tokens of a step, and of a chunk of a prompt.
         seed: of the device's noise, while it is profiled and while it serves.
+        slowness: the device is so many times as slow as the profile's.
     """
 
     hardware: str
@@ -55,10 +56,11 @@ class Simulation:
     slo: SLO
     max_step_tokens: int
     seed: int
+    slowness: float = 1.0
 
     def replay(self, observer: StepObserver | None = None) -> ReplayResult:
         """The host's KV pool is four times the device's. ``observer`` is told of each step."""
-        hardware = load_hardware_profile(self.hardware)
+        hardware = load_hardware_profile(self.hardware).slowed(self.slowness)
         config = replace(
             VARIANTS[self.policy],
             max_num_batched_tokens=self.max_step_tokens,

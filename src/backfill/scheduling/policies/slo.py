@@ -50,6 +50,8 @@ class SloPolicyConfig:
         step_efficiency: beside online requests, the steps of offline prompts are no larger than needed to
             bring the cost a token down to its minimum divided by this. Larger steps make arrivals wait and
             gain little.
+        offline_efficiency: the same for steps without online requests. Their throughput has saturated at
+            that size: larger ones would gain nothing that is worth the wait of an arrival.
         prompt_step_share: part of the TTFT objective that a step without online decodes may take, so that
             who arrives in it can still be in time.
         unsafe_ttft_share: part of the TTFT objective that a purely offline step may take where the executor
@@ -61,6 +63,7 @@ class SloPolicyConfig:
 
     default_slo: SLO
     step_efficiency: float = 0.8
+    offline_efficiency: float = 0.95
     prompt_step_share: float = 0.5
     unsafe_ttft_share: float = 0.25
     reserve_decay_s: float = 60.0
@@ -76,8 +79,7 @@ class SloPolicy(Policy):
     in time any more are relegated (``LevelRule``) and get what is left, then offline work does, unless the
     step computes an online prompt.
 
-    Without online requests there is no bound: the largest batch that fits runs, and is stopped at a safepoint
-    when an online request arrives.
+    Without online requests steps are as large as throughput needs, and stop when an online request arrives.
 
     Each rule, and where the policy differs from the papers: docs/coserving.md. With ``can_stop``, the
     executor can stop offline slices at safepoints.
@@ -96,7 +98,7 @@ class SloPolicy(Policy):
         self._predictor = predictor
         self._max_step_tokens = max_step_tokens
         self._can_stop = can_stop
-        self._sizes: tuple[CostModel, Sequence[int]] | None = None
+        self._sizes: dict[float, tuple[CostModel, Sequence[int]]] = {}  # by efficiency
         self._peak_blocks = 0.0
         self._peak_at_s: float | None = None
 
@@ -137,19 +139,21 @@ class SloPolicy(Policy):
         return (level.value, -lost_tokens, -request.num_computed_tokens, *request.order_key)
 
     def step_limit_s(self, view: Snapshot[RequestView]) -> float:
-        """The least slack of the online decodes."""
-        return self._slack_s(_online(view), view.now_s) * self._predictor.usable_share
+        """The least slack of the online decodes, and of the first tokens that can still be in time."""
+        online = _online(view)
+        prompts: Sequence[RequestView] = [*online, *view.waiting[PriorityLevel.ONLINE]]
+        slack_s = min(self._slack_s(online, view.now_s), _ttft_slack(prompts, view.now_s))
+        return slack_s * self._predictor.usable_share
 
     def set_default_slo(self, slo: SLO) -> None:
         self.config = replace(self.config, default_slo=slo)
 
-    @property
-    def _step_sizes(self) -> Sequence[int]:
-        cost = self._predictor.cost
-        if self._sizes is None or self._sizes[0] is not cost:
-            sizes = cost.efficient_step_sizes(self.config.step_efficiency, self._max_step_tokens)
-            self._sizes = cost, sizes
-        return self._sizes[1]
+    def _step_sizes(self, efficiency: float) -> Sequence[int]:
+        cost, known = self._predictor.cost, self._sizes.get(efficiency)
+        if known is None or known[0] is not cost:
+            known = cost, cost.efficient_step_sizes(efficiency, self._max_step_tokens)
+            self._sizes[efficiency] = known
+        return known[1]
 
     def _serve_in_time(self, view: Snapshot[R], batch: BatchBuilder[R]) -> float:
         """Decodes of requests that are in time, then prompts. Returns: the limit of the step's time."""
@@ -313,17 +317,16 @@ class SloPolicy(Policy):
         """Promoted requests, then the others, in the time that all online requests leave."""
         ttft_slack_s = _ttft_slack(online, view.now_s)
         bound_s = min(self._slack_s(online, view.now_s), ttft_slack_s) * self._predictor.usable_share
-        if view.suspended_s:
-            bound_s = 0.0  # the suspended slices resume first
         tightest_s = min([self._tpot_s(each) for each in online if each.is_decoding], default=math.inf)
         # Offline work makes steps longer, so online requests hold their blocks longer. It gets less time as
         # they fill the pool. The shape was found by simulation (docs/coserving.md).
         free_share = 1.0 - view.online_blocks / view.num_blocks
         headroom = min(1.0, _HEADROOM_FACTOR * free_share) ** 2
         lowered_s = min(tightest_s * headroom * self._predictor.usable_share, bound_s)
-        promoted = ChunkLimits(max_step_s=bound_s, step_sizes=self._step_sizes)
+        sizes = self._step_sizes(self.config.step_efficiency)
+        promoted = ChunkLimits(max_step_s=bound_s, step_sizes=sizes)
         serve(view, batch, _PROMOTED, promoted, may_preempt=_OFFLINE)
-        limits = ChunkLimits(max_step_s=lowered_s, step_sizes=self._step_sizes)
+        limits = ChunkLimits(max_step_s=lowered_s, step_sizes=sizes)
         serve(view, batch, _OFFLINE, limits, reserved_blocks=reserved)
 
     def _serve_offline_decodes(
@@ -338,12 +341,12 @@ class SloPolicy(Policy):
             batch.add_decodes(decodes, limit_s)
 
     def _build_offline_batch(self, view: Snapshot[R], batch: BatchBuilder[R], reserved: int) -> None:
-        limits = ChunkLimits()
-        if not self._can_stop:
-            ttft_s = self.config.default_slo.ttft_s
-            limits = ChunkLimits(
-                max_step_s=ttft_s * self.config.unsafe_ttft_share * self._predictor.usable_share
-            )
+        """Steps are as large as throughput needs: an arrival has the less to wait for, or to stop."""
+        unsafe_s = self.config.unsafe_ttft_share * self.config.default_slo.ttft_s
+        limits = ChunkLimits(
+            max_step_s=math.inf if self._can_stop else unsafe_s * self._predictor.usable_share,
+            step_sizes=self._step_sizes(self.config.offline_efficiency),
+        )
         serve(view, batch, _PROMOTED, limits, may_preempt=_OFFLINE)
         serve(view, batch, _OFFLINE, limits, reserved_blocks=reserved)
 
@@ -369,9 +372,15 @@ def _holders(view: Snapshot[R], level: PriorityLevel) -> Sequence[R]:
 
 
 def _everywhere(view: Snapshot[RequestView], level: PriorityLevel) -> Sequence[RequestView]:
-    """The same, with those that are not for this step."""
-    elsewhere = view.elsewhere.get(level)
-    return [*_holders(view, level), *elsewhere] if elsewhere else _holders(view, level)
+    """The same, with those that are not for this step.
+
+    Those that are late and still being restored are left out: no step that begins now brings their token.
+    """
+    elsewhere, holders = view.elsewhere.get(level, ()), _holders(view, level)
+    if not (elsewhere or view.restoring):
+        return holders
+    late = {each.request_id for each in view.restoring if each.next_token_by_s <= view.now_s}
+    return [each for each in (*holders, *elsewhere) if each.request_id not in late]
 
 
 def _online(view: Snapshot[RequestView]) -> Sequence[RequestView]:
