@@ -82,6 +82,7 @@ PARSED = {
     f"{_BACKFILL} simulate fleet --replicas 16 --kv-tokens 150000 --online azure_conv_2023.csv --offline "
     "arxiv_summarization_lengths.csv --rate 32 --duration 3500 --jobs 3 --plot fleet.png": "as above",
     f"{_BACKFILL} simulate goodput --jobs 2 --json": "half an hour; tests/simulation runs it short",
+    f"{_BACKFILL} simulate goodput --workloads conversation --slowness 10": "as the line above",
     f"{_BACKFILL} simulate goodput --workloads code --loads 0.5,1 --cvs 1 --seeds 3": (
         "a minute; tests/simulation runs it short"
     ),

@@ -16,7 +16,6 @@ from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import Resume, WeightTransfers
 from backfill.core.request import ServiceClass
-from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.load import StepLoad
 from backfill.costs.model import PiecewiseLinear
@@ -27,7 +26,7 @@ from backfill.engine.engine import Engine
 from backfill.engine.messages import ProfileRefined, Stop, ToEngine
 from backfill.engine.process import EngineLoop
 from backfill.execution.simulated_executor import SimulatedExecutor
-from backfill.scheduling.objectives import achievable_slo, impossible_slo
+from backfill.scheduling.objectives import achievable_slo, impossible_slo, server_slo
 from backfill.scheduling.policies.slo import SloPolicy
 from tests.builders import make_info, make_request
 from tests.costs.test_profiler import TRUTH
@@ -326,10 +325,12 @@ def test_a_default_that_was_widened_on_a_busy_device_returns() -> None:
         slow.serve_chats(60)
         slow.refine()
         found.append(slow.engine.default_slo)
-    assert found[0] == widened and found[-1] == SLO(1.0, 0.15)
+    ended, true = found[-1], server_slo(SchedulerConfig(), TRUTH)
+    assert found[0] == widened and ended.tpot_s == 0.15
+    assert ended.ttft_s == pytest.approx(true.ttft_s, rel=0.1) and true.ttft_s < widened.ttft_s / 10
     assert found == sorted(found, key=lambda slo: slo.tpot_s, reverse=True)
     request = make_request()
     slow.engine.arrive(request)
-    assert request.slo == SLO(1.0, 0.15)
+    assert request.slo == ended
     policy = slow.engine.scheduler.policy
-    assert isinstance(policy, SloPolicy) and policy.config.default_slo == SLO(1.0, 0.15)
+    assert isinstance(policy, SloPolicy) and policy.config.default_slo == ended

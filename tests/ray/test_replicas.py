@@ -91,10 +91,12 @@ def test_what_cannot_run_is_said_in_one_line(cluster: Cluster, tmp_path: Path, s
     """A model that no node has, and more threads than a node can ever give."""
     settings = {**os.environ, ADDRESS_VARIABLE: cluster.address}
     missing = str(tmp_path / "missing")
-    few = ("--executor", "ray", "--policy", "fcfs", "--port", "0", "--data-dir", str(tmp_path))
+    few = ("--executor", "ray", "--policy", "fcfs", "--port", "0", "--data-dir")
     commands = [
-        serve_command(missing, *SMALL_MODEL, *few),
-        serve_command(str(small_model), "--threads", "3", "--data-parallel-size", "2", *few),
+        serve_command(missing, *SMALL_MODEL, *few, str(tmp_path / "a")),
+        serve_command(
+            str(small_model), "--threads", "3", "--data-parallel-size", "2", *few, str(tmp_path / "b")
+        ),
     ]
     running = [
         subprocess.Popen(each, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=settings)

@@ -1,0 +1,136 @@
+"""Time of the CPU's linear layers beside torch's, and against the machine's limits, by instruction set.
+
+Each instruction set runs in a process of its own, in which oneDNN and MKL keep to it as well. Shapes are
+those of SmolLM2-135M, thirty weights of each, used in turn as a model's layers are. Ours and torch's
+alternate, and figures are medians. The matrix rate is the best of torch's large products in float32 and
+bfloat16; the read rate is that of a sum over 1 GiB. Prints a table, and one JSON object as the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from machine_limits import best_time, processor_name
+
+from backfill.engine.environment import engine_environment
+from backfill.kernels.cpu import CpuKernels, available_isas
+from backfill.kernels.isa import ISA_VARIABLE
+
+SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # outputs, inputs
+COPIES = 30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--isa", action="append", choices=available_isas(), help="default: all of this machine"
+    )
+    parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 16, 64, 512])
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--here", action="store_true", help="this process's instruction set alone")
+    args = parser.parse_args()
+    if args.here:
+        print(json.dumps(measure(args)))
+        return
+    results = {isa: measure_apart(isa) for isa in args.isa or available_isas()}
+    print(f"{processor_name()}, {torch.get_num_threads()} threads; medians; torch's time over ours")
+    for isa, result in results.items():
+        limits = result["limits"]
+        print(f"{isa}: products {limits['matrix_gflop_s']:.0f} GFLOP/s, reads {limits['read_gb_s']:.1f} GB/s")
+        for each in result["figures"]:
+            print(
+                f"  {each['dtype']:9} {each['rows']:4} rows: {each['gflop_s']:7.0f} GFLOP/s "
+                f"({each['of_matrix_rate']:.2f} of the rate), {each['gb_s']:5.1f} GB/s "
+                f"({each['of_read_rate']:.2f}); torch {each['torch_over_ours']:.2f} x"
+            )
+    print(json.dumps({"benchmark": "linear", "date": time.strftime("%Y-%m-%d"), "results": results}))
+
+
+def measure_apart(isa: str) -> dict[str, object]:
+    environment = {**os.environ, ISA_VARIABLE: isa}
+    result: dict[str, object] = json.loads(
+        subprocess.run(
+            [sys.executable, __file__, "--here", *sys.argv[1:]],
+            env={**environment, **engine_environment(environment)},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        ).stdout
+    )
+    return result
+
+
+def measure(args: argparse.Namespace) -> dict[str, object]:
+    limits = measure_limits()
+    figures = []
+    for name in args.dtypes:
+        dtype = getattr(torch, name)
+        weights = [
+            [torch.randn(out, size).div(size**0.5).to(dtype) for _ in range(COPIES)] for out, size in SHAPES
+        ]
+        kernels = CpuKernels()
+        ours = [[kernels.linear(weight) for weight in of_shape] for of_shape in weights]
+        num_weights = COPIES * sum(out * size for out, size in SHAPES)
+        for rows in args.rows:
+            inputs = [torch.randn(rows, size).to(dtype) for _, size in SHAPES]
+
+            def run_ours(inputs: list[torch.Tensor] = inputs, ours: list[list[object]] = ours) -> None:
+                for x, of_shape in zip(inputs, ours, strict=True):
+                    for linear in of_shape:
+                        linear(x)  # type: ignore[operator]
+
+            def run_torch(
+                inputs: list[torch.Tensor] = inputs, weights: list[list[torch.Tensor]] = weights
+            ) -> None:
+                for x, of_shape in zip(inputs, weights, strict=True):
+                    for weight in of_shape:
+                        F.linear(x, weight)
+
+            ours_s, torch_s = alternating_s(run_ours, run_torch, args.runs)
+            gflop_s, gb_s = 2e-9 * rows * num_weights / ours_s, 1e-9 * num_weights * dtype.itemsize / ours_s
+            figures.append(
+                {
+                    "dtype": name,
+                    "rows": rows,
+                    "gflop_s": gflop_s,
+                    "of_matrix_rate": gflop_s / limits["matrix_gflop_s"],
+                    "gb_s": gb_s,
+                    "of_read_rate": gb_s / limits["read_gb_s"],
+                    "torch_over_ours": torch_s / ours_s,
+                }
+            )
+    return {"limits": limits, "figures": figures}
+
+
+def alternating_s(first: Callable[[], None], second: Callable[[], None], runs: int) -> tuple[float, float]:
+    times: tuple[list[float], list[float]] = ([], [])
+    for number in range(-1, runs):
+        for run, found in zip((first, second), times, strict=True):
+            started_at_s = time.perf_counter()
+            run()
+            if number >= 0:
+                found.append(time.perf_counter() - started_at_s)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def measure_limits() -> dict[str, float]:
+    rates = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
+        rates[dtype] = 2e-9 * 2048**3 / best_time(lambda a=a, b=b: torch.mm(a, b), 5)  # type: ignore[misc]
+    source = torch.ones(1 << 28)
+    return {"matrix_gflop_s": max(rates.values()), "read_gb_s": 1e-9 * (1 << 30) / best_time(source.sum, 5)}
+
+
+if __name__ == "__main__":
+    main()
