@@ -150,7 +150,8 @@ inline void multiply_few_rows(const LinearArgs& args, const LinearPart& part) {
   alignas(64) float sums[2][kTileRows * kPanel];
   PanelTiles tiles;
   SumsWriter<bf16> writer;
-  Prefetcher prefetcher(weight + part.last_panel * panel_size, (args.rows + kTileRows - 1) / kTileRows);
+  Prefetcher prefetcher(weight + part.last_panel * panel_size,
+                        (part.last_row - part.first_row + kTileRows - 1) / kTileRows);
   int turn = 0;
   for (int64_t index = part.first_panel; index < part.last_panel; index++) {
     for (int64_t row = part.first_row; row < part.last_row; row += kTileRows, turn ^= 1) {

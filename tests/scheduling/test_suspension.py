@@ -16,6 +16,7 @@ from backfill.core.plan import (
 from backfill.core.request import FinishReason, PriorityLevel, RequestId
 from backfill.core.slo import SLO
 from backfill.kvcache.create import create_kv_cache
+from backfill.scheduling.batch import Batch
 from backfill.scheduling.fill import serve
 from backfill.scheduling.policies.slo import SloPolicy, SloPolicyConfig
 from backfill.scheduling.policy import BatchBuilder, Policy, R, RequestView, Snapshot
@@ -175,3 +176,38 @@ def test_a_suspended_relegated_request_and_one_that_waits_for_its_blocks_both_en
             plan, StepOutcome(tuple(sampled), suspended=suspended, layers_done=5 + layers), now_s
         )
     assert not scheduler.has_unfinished
+
+
+def test_a_group_is_discarded_after_refusals_of_its_own() -> None:
+    """Those of the group before it, which was discarded, do not count."""
+    discarded: list[str] = []
+    suspension = Suspension(
+        SchedulerConfig(),
+        StepPredictor(linear_cost()),
+        NUM_LAYERS,
+        can_stop=True,
+        on_discarded=lambda name, _: discarded.append(name),
+    )
+    for num_tokens in (100, 90):
+        stopped_slices(suspension, num_tokens)
+        for _ in range(15):
+            assert suspension.resume(0.0001) is None
+        assert f"job{num_tokens}" not in discarded
+        assert suspension.resume(0.0001) is None
+        assert f"job{num_tokens}" in discarded
+
+
+def test_no_step_is_suspended_beyond_the_memory_for_two() -> None:
+    suspension = Suspension(
+        SchedulerConfig(max_num_batched_tokens=64),
+        StepPredictor(linear_cost()),
+        NUM_LAYERS,
+        can_stop=True,
+        on_discarded=lambda *_: None,
+    )
+    batch = Batch(8, 64)
+    batch.members[RequestId("next")] = (offline(), 8)
+    stopped_slices(suspension, 64)
+    assert suspension.safepoints(batch, 1.0) is not None
+    stopped_slices(suspension, 65)
+    assert suspension.safepoints(batch, 1.0) is None

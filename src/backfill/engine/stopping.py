@@ -110,8 +110,9 @@ class StepStopper:
             for preemptible in (False, True)
         )
         num_layers = self._executor.info.num_layers
-        if isinstance(plan.work, Resume):
-            num_layers = plan.work.num_layers
+        if isinstance(plan.work, Resume):  # predicted for the layers that it runs
+            share = plan.work.num_layers / num_layers
+            online, offline, num_layers = share * online, share * offline, plan.work.num_layers
         scale = predictor.time_scale
         return RunningStep(
             started_at_s=submitted.submitted_at_s + submitted.waits_s,

@@ -230,8 +230,7 @@ def _log_choices(
         reason = f"the model is stored in {model_config.dtype}"
     threads = ""
     if device.type == "cpu":
-        most = "`threads`" if config.threads else "one a processor"
-        threads = f"; {torch.get_num_threads()} threads ({most})"
+        threads = f"; {torch.get_num_threads()} threads on {available_processors()} processors"
     logger.info("kernels: %s; %s (%s)%s", kernels.description, name, reason, threads)
 
 

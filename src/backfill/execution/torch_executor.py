@@ -242,10 +242,11 @@ class TorchExecutor:
 
     def _take_suspended(self, work: Resume) -> LayerPass | None:
         """The resumed slices only; others of their step stay. None if this stage did not suspend them."""
-        resumed = {each.request_id for each in work.slices}
+        wanted = {(each.request_id, each.start) for each in work.slices}
         for step, suspended in self._suspended.items():
-            names = {each.request_id for each in suspended.slices}
-            if resumed <= names:
+            if wanted <= {(each.request_id, each.start) for each in suspended.slices}:
+                resumed = {request_id for request_id, _ in wanted}
+                names = {each.request_id for each in suspended.slices}
                 self._keep_suspended(step, names - resumed, suspended)
                 return self._only(resumed, suspended)
         return None

@@ -64,21 +64,24 @@ class StopBudget:
     """What stops may cost: a share of the time that offline slices take in steps.
 
     Stops beyond it are worth it only where a first token would be late without them. In a step of offline
-    slices alone a stop costs nothing.
+    slices alone a stop costs nothing. Steps are planned in one thread and stopped in another: each total has
+    one writer.
     """
 
     def __init__(self) -> None:
-        self._left_s = 0.0
+        self._earned_s = 0.0
+        self._spent_s = 0.0
 
     def earn(self, offline_s: float) -> None:
         """A step is planned that offline slices make longer by so much."""
-        self._left_s = min(_STOP_SHARE * _MAX_EARNED_S, self._left_s + _STOP_SHARE * offline_s)
+        most_s = self._spent_s + _STOP_SHARE * _MAX_EARNED_S
+        self._earned_s = min(most_s, max(self._earned_s, self._spent_s) + _STOP_SHARE * offline_s)
 
     def allows(self, costs_s: float) -> bool:
-        return costs_s <= self._left_s
+        return costs_s <= max(0.0, self._earned_s - self._spent_s)
 
     def spend(self, costs_s: float) -> None:
-        self._left_s = max(0.0, self._left_s - costs_s)
+        self._spent_s += costs_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,11 @@ from backfill.costs.load import StepLoad
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.prediction import StepPredictor
 
-# Suspended slices are discarded after this many plans in a row that had time for offline work, but not for
-# one layer of one of them: computed again, in smaller chunks, they may fit.
+# The slices suspended first are discarded after this many plans that had time for offline work, but not for
+# one layer of any suspended slice: computed again, in smaller chunks, they may fit.
 _MAX_REFUSALS = 16
+# No step is suspended once so many times the tokens of the largest step are: hidden states take memory.
+_MAX_SUSPENDED_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,10 @@ class Suspension:
         return {scheduled.request_id for group in groups for scheduled in group.slices}
 
     @property
+    def _num_tokens(self) -> int:
+        return sum(scheduled.num_tokens for group in self._groups for scheduled in group.slices)
+
+    @property
     def may_resume(self) -> bool:
         return bool(self._groups) and self._resuming is None
 
@@ -76,7 +82,7 @@ class Suspension:
         return 0.0
 
     def safepoints(self, batch: Batch, predicted_s: float, may_suspend: bool = False) -> Safepoints | None:
-        """Safepoints of the step; None if an arrival could stop nothing.
+        """Safepoints of the step; None if an arrival could stop nothing, or too much is suspended already.
 
         Nor has a step of a pipeline any while slices are suspended: they resume stage by stage, one step at a
         time.
@@ -88,6 +94,8 @@ class Suspension:
         if not can_stop or predicted_s == 0.0:
             return None
         if self.stage_layers and (may_suspend or self._groups or self._resuming is not None):
+            return None
+        if self._num_tokens >= _MAX_SUSPENDED_STEPS * self.config.max_num_batched_tokens:
             return None
         if all(request.priority_level is PriorityLevel.ONLINE for request, _ in batch.members.values()):
             return None
@@ -101,13 +109,15 @@ class Suspension:
         for index, group in enumerate(self._groups):
             resumed = self._fitting(group, allowed_s)
             if resumed is not None:
-                self._num_refusals *= index > 0
+                if index == 0:
+                    self._num_refusals = 0
                 names = {scheduled.request_id for scheduled in resumed.slices}
                 self._groups[index : index + 1] = [each for each in (group.without(names),) if each.slices]
                 self._resuming = _Group(resumed.slices, group.layers_done)
                 return resumed
         self._num_refusals += 1
         if self._num_refusals >= _MAX_REFUSALS:
+            self._num_refusals = 0
             for scheduled in self._groups[0].slices:
                 self.discard(scheduled.request_id)
         return None
