@@ -35,8 +35,8 @@ def main() -> None:
         "--isa", action="append", choices=available_isas(), help="default: all of this machine"
     )
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 16, 64, 512])
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 64, 512])
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--here", action="store_true", help="this process's instruction set alone")
     args = parser.parse_args()
     if args.here:
