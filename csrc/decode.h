@@ -81,8 +81,8 @@ template <class T>
 constexpr bool kSplit = sizeof(T) == 2 && !kPaired<T>;
 
 // Scores of Vectors vectors of transposed keys. query: [NumHeads, query_stride], in units of simd.h.
-// Prefetches the keys of `ahead` from `first` on, unless it is null: spread over the arithmetic, because a core
-// tracks few cache misses at a time and stalls beyond that number.
+// Prefetches the keys of `ahead` from `first` on, unless it is null: spread over the arithmetic, because a
+// core tracks few cache misses at a time and stalls beyond that number.
 template <class T, int NumHeads, int Vectors>
 BACKFILL_INLINE void score_block(const float* transposed, const float* query, int64_t query_stride,
                                  int64_t stored_units, float* scores, const RowRing<T>* ahead, int64_t first) {
@@ -312,7 +312,8 @@ class DecodeItem {
     for (int64_t i = 0; i < count; i += kKeysAtOnce) {
       const int vectors = (int)smaller<int64_t>(kKeyVectors, (count - i + kLanes - 1) / kLanes);
       transpose_keys(rows, first + i, vectors, stored_units_, transposed_);
-      for (int64_t h = 0; h < group_; h += kHeadBatch) score_heads(h, i, vectors, h == 0 ? &rows : nullptr, first + i + kAhead);
+      for (int64_t h = 0; h < group_; h += kHeadBatch)
+        score_heads(h, i, vectors, h == 0 ? &rows : nullptr, first + i + kAhead);
     }
     const int64_t padded = round_up(count, kLanes);
     for (int64_t h = 0; h < group_; h++) {
@@ -330,7 +331,8 @@ class DecodeItem {
     const float* query = wide_query_ + h * padded_dim_;
     float* scores = weights_ + h * kChunk + i;
     if (vectors == kKeyVectors)
-      return score_block<T, NumHeads, kKeyVectors>(transposed_, query, padded_dim_, stored_units_, scores, ahead, first);
+      return score_block<T, NumHeads, kKeyVectors>(transposed_, query, padded_dim_, stored_units_, scores,
+                                                   ahead, first);
     for (int v = 0; v < vectors; v++)
       score_block<T, NumHeads, 1>(transposed_ + v * kLanes, query, padded_dim_, stored_units_,
                                   scores + v * kLanes, nullptr, 0);

@@ -128,6 +128,7 @@ BACKFILL_INLINE void begin_writing(SumsWriter<T>& writer, const LinearArgs& args
 //   T                              type of x, weight and out
 //   kRows                          rows multiplied at once
 //   kPackedBytes, kMaxChunk        bytes of packed rows that stay in the second-level cache; inputs of a chunk
+//                                  of rows that do not
 //   kPackCost, kReadCost           cost of packing kRows rows, and of the first read of a panel; the unit is
 //                                  a product of kRows rows and a panel
 //   packed_bytes(inputs)           of kRows rows
@@ -139,11 +140,14 @@ void multiply_part(const LinearArgs& args, const LinearPart& part) {
   constexpr int64_t kRows = Product::kRows;
   const auto* x = static_cast<const T*>(args.x);
   const auto* weight = static_cast<const T*>(args.weight);
-  const int64_t depth = args.in_features, num_chunks = (depth + Product::kMaxChunk - 1) / Product::kMaxChunk;
+  const int64_t depth = args.in_features, row_groups = (part.last_row - part.first_row + kRows - 1) / kRows;
+  // Rows that stay in the cache whole are not divided: panels are then read, and prefetched, in order.
+  const bool fits = row_groups * Product::packed_bytes(depth) <= Product::kPackedBytes;
+  const int64_t num_chunks = fits ? 1 : (depth + Product::kMaxChunk - 1) / Product::kMaxChunk;
   const int64_t chunk = round_up((depth + num_chunks - 1) / num_chunks, kTileInputs<T>);
   const int64_t group_bytes = Product::packed_bytes(chunk);
-  const int64_t block = kRows * std::min((part.last_row - part.first_row + kRows - 1) / kRows,
-                                         std::max<int64_t>(1, Product::kPackedBytes / group_bytes));
+  const int64_t block =
+      kRows * std::min(row_groups, std::max<int64_t>(1, Product::kPackedBytes / group_bytes));
   const bool sums_wait = num_chunks > 1;
   const int64_t panel_sums = block * kPanel, num_panels = part.last_panel - part.first_panel;
   const int64_t group =
