@@ -60,8 +60,8 @@ test-variants: $(TESTABLE)
 	echo "Ran with: $(VARIANTS). Failed with:$${failed:- none}."; test -z "$$failed"
 
 lint: $(TESTABLE)
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src experiments tests benchmarks
+	$(BIN)/ruff format --check src experiments tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

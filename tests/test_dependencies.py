@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -22,7 +23,6 @@ PLOTS = (
     "bench/plot.py",
     "bench/coserve_plot.py",
     "simulation/blend_plot.py",
-    "simulation/bros_plot.py",
     "simulation/fleet_plot.py",
     "simulation/plot.py",
     "simulation/selectn_plot.py",
@@ -45,7 +45,7 @@ def imported_modules(path: Path) -> Iterator[str]:
 def imported_distributions(folder: str) -> dict[str, set[str]]:
     """By distribution, the files of a folder that import it; a module of none counts as one."""
     distributions = packages_distributions()
-    own = {"backfill", *(path.stem for path in (ROOT / folder).glob("*.py"))}
+    own = {"backfill", "experiments", *(path.stem for path in (ROOT / folder).glob("*.py"))}
     found: dict[str, set[str]] = {}
     for path in (ROOT / folder).rglob("*.py"):
         for module in set(imported_modules(path)) - own - sys.stdlib_module_names:
@@ -76,6 +76,7 @@ def test_starlette_is_new_enough_for_private_networks() -> None:
     assert "0.50.0" not in starlette.specifier
 
 
-def test_benchmarks_need_no_more_than_make_install() -> None:
+@pytest.mark.parametrize("folder", ["benchmarks", "experiments"])
+def test_what_is_beside_the_package_needs_no_more_than_make_install(folder: str) -> None:
     installed = names_of([*project()["dependencies"], *project()["optional-dependencies"]["plot"]])
-    assert imported_distributions("benchmarks").keys() <= installed
+    assert imported_distributions(folder).keys() <= installed

@@ -23,13 +23,14 @@ from backfill.jobs.manager import JobsSnapshot
 from backfill.preparation.client import PreparationClient
 from backfill.preparation.messages import PreparationSetup
 from backfill.protocol.preparer import ServedModel
+from experiments.__main__ import app as studies
 from tests.builders import make_info, make_profile
 
 ROOT = Path(__file__).parent.parent
 
 
-def commands() -> dict[str, App]:
-    """Every command by its words after ``backfill``."""
+def commands(root: App = app) -> dict[str, App]:
+    """Every command by its words after ``backfill``, or after ``python -m experiments``."""
     found: dict[str, App] = {}
 
     def collect(words: tuple[str, ...], command: App) -> None:
@@ -41,13 +42,13 @@ def commands() -> dict[str, App]:
         for name, child in children.items():
             collect((*words, name), child)
 
-    collect((), app)
+    collect((), root)
     return found
 
 
-def options(command: str) -> set[str]:
+def options(command: str, root: App = app) -> set[str]:
     """The flags of a command, without negative ones."""
-    arguments = commands()[command].assemble_argument_collection()
+    arguments = commands(root)[command].assemble_argument_collection()
     return {name for each in arguments for name in (*each.parameter.name, *each.parameter.alias)}
 
 
@@ -74,9 +75,9 @@ def options_page() -> str:
     return text
 
 
-def parse(command: str, arguments: Sequence[str]) -> None:
+def parse(command: App, arguments: Sequence[str]) -> None:
     """Raises: an exception for arguments that are not understood."""
-    commands()[command].parse_args(arguments, exit_on_error=False, print_error=False)
+    command.parse_args(arguments, exit_on_error=False, print_error=False)
 
 
 def exposed_metrics() -> dict[str, str]:
@@ -208,7 +209,7 @@ def test_files_in_documents_exist() -> None:
 
 
 def test_options_in_documents_exist() -> None:
-    known = {option for name in commands() for option in options(name)}
+    known = {option for root in (app, studies) for name in commands(root) for option in options(name, root)}
     known |= {"--help", *(f"--no-{option[2:]}" for option in known)}
     known |= {"--scheduling-policy", "--enable-prompt-tokens-details"}  # vLLM's
     known |= {"--head", "--address"}  # of `ray start`

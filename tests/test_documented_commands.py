@@ -18,11 +18,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from backfill.cli.main import app
+from experiments.__main__ import app as studies
 from tests.api.servers import MODEL, SMALL_MODEL, TIMEOUT_S, HeldPort, RunningServer, ending, quick_profile
 from tests.installed import write_blocker
 from tests.test_docs import ROOT, commands, parse
 
 _BACKFILL = ".venv/bin/backfill"
+_EXPERIMENTS = ".venv/bin/python -m experiments"
 _SERVER_OPTIONS = (*SMALL_MODEL, "--max-model-len", "2048", "--served-model-name", MODEL)
 
 # Run as printed but for the options appended, which make it short; {url} is that of a small server.
@@ -86,13 +89,13 @@ PARSED = {
     f"{_BACKFILL} simulate goodput --workloads code --loads 0.5,1 --cvs 1 --seeds 3": (
         "a minute; tests/simulation runs it short"
     ),
-    f"{_BACKFILL} simulate bros-tradeoff --jobs 2 --json": "minutes; tests/simulation runs it short",
-    f"{_BACKFILL} simulate bros-tradeoff --models opt-13b --rates all --duration 600 "
+    f"{_EXPERIMENTS} bros tradeoff --jobs 2 --json": "minutes; tests/simulation runs it short",
+    f"{_EXPERIMENTS} bros tradeoff --models opt-13b --rates all --duration 600 "
     "--online-lengths sharegpt_lengths.csv": "minutes; tests/simulation runs it short",
-    f"{_BACKFILL} simulate bros-cache --workloads sharegpt --seeds 3 --json": (
+    f"{_EXPERIMENTS} bros cache --workloads sharegpt --seeds 3 --json": (
         "minutes; tests/simulation runs it short"
     ),
-    f"{_BACKFILL} simulate bros-overhead --workloads sharegpt --duration 30 --json": (
+    f"{_EXPERIMENTS} bros overhead --workloads sharegpt --duration 30 --json": (
         "a minute; tests/simulation runs it short"
     ),
     f"{_BACKFILL} simulate blendserve-table2 --jobs 2 --json": "an hour; tests/simulation runs it short",
@@ -219,7 +222,13 @@ def printed_commands() -> Iterator[tuple[str, str]]:
 
 
 COMMANDS = sorted(set(printed_commands()))
-OURS = sorted({line for _, line in COMMANDS if "backfill " in line and not line.startswith("pip")})
+OURS = sorted(
+    {
+        line
+        for _, line in COMMANDS
+        if re.search("backfill |-m experiments", line) and not line.startswith("pip")
+    }
+)
 
 
 def test_each_command_is_in_a_table_and_each_entry_is_printed() -> None:
@@ -235,12 +244,13 @@ def test_each_command_is_in_a_table_and_each_entry_is_printed() -> None:
 
 @pytest.mark.parametrize("line", OURS)
 def test_each_command_of_ours_is_understood(line: str) -> None:
-    words = shlex.split(line)[1:]
-    known = commands()
+    is_study = line.startswith(_EXPERIMENTS)
+    words = shlex.split(line)[3 if is_study else 1 :]
+    known = commands(studies if is_study else app)
     name = max((name for name in known if words[: len(name.split())] == name.split()), key=len)
     arguments = words[len(name.split()) :]
     if PARSED.get(line) != "a name":
-        parse(name, arguments)
+        parse(known[name], arguments)
 
 
 @pytest.mark.parametrize("line", sorted({line for _, line in COMMANDS if line.startswith("make ")}))
@@ -270,6 +280,7 @@ class Environment:
         (folder / "path" / "to").mkdir(parents=True)
         (folder / "path" / "to" / "hf-folder").symlink_to(model)
         (folder / "hidden").mkdir()
+        (folder / "experiments").symlink_to(ROOT / "experiments")
         write_blocker(folder / "hidden")
         question = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 2}
         line = {"custom_id": "sky", "method": "POST", "url": "/v1/chat/completions", "body": question}

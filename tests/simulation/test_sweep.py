@@ -7,10 +7,10 @@ import threading
 import pytest
 from rich.console import Console
 
-from backfill.cli.sweep_progress import live_sweep
+from backfill.cli.sweeps import live_sweep
 from backfill.core.errors import ConfigError
 from backfill.simulation.goodput import GoodputSweep, run_goodput
-from backfill.simulation.run_progress import RunShare, SweepProgress, reporting_to
+from backfill.simulation.progress import RunShare, SweepProgress, reporting_to
 from backfill.simulation.sweep import check_names, check_positive, processes
 from tests.api.servers import wait_until
 from tests.simulation.partial_runs import run_in_part

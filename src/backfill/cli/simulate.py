@@ -177,9 +177,6 @@ app = command(
 app.command("backfill.cli.simulate_run:app", name="run", help="Run your own traffic in simulated time.")
 app.command("backfill.cli.simulate_fleet:app", name="fleet", help="Compare routers of a fleet of replicas.")
 app.command("backfill.cli.simulate_goodput:app", name="goodput", help="Sweep goodput against load.")
-app.command("backfill.cli.simulate_bros:app", name="bros-tradeoff", help="Run BROS's figures 10 and 11.")
-for _name, _help in (("cache", "Run BROS's figure 13."), ("overhead", "Run BROS's figure 14.")):
-    app.command(f"backfill.cli.simulate_bros_{_name}:app", name=f"bros-{_name}", help=_help)
 for _name, _help in (
     ("table2", "Run BlendServe's four pools."),
     ("grid", "Run BlendServe's figures 9 to 12."),

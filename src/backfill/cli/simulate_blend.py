@@ -17,8 +17,7 @@ from backfill.blending.requests import OrderName
 from backfill.cli.command import command
 from backfill.cli.interrupts import interruptible
 from backfill.cli.plots import check_folder
-from backfill.cli.sweep_progress import live_sweep
-from backfill.cli.sweeps import SweepOptions, cell, names_of, numbers_of
+from backfill.cli.sweeps import SweepOptions, cell, live_sweep, names_of, numbers_of
 from backfill.cli.tables import print_rows
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from backfill.cli.command import command
 from backfill.cli.interrupts import interruptible
-from backfill.cli.sweep_progress import live_sweep
-from backfill.cli.sweeps import SweepOptions, names_of
+from backfill.cli.sweeps import SweepOptions, live_sweep, names_of
 from backfill.cli.tables import print_rows
 from backfill.core.options import check_types
 from backfill.simulation.blend_lengths import (

@@ -1,20 +1,25 @@
-"""What the sweeps of ``backfill simulate`` have in common."""
+"""What the sweeps of ``backfill simulate`` have in common: options, files, a line of progress."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from backfill.cli.plots import NEEDS, can_plot, check_folder, check_plot
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types
+from backfill.simulation.progress import SweepProgress
 
 _MOST_JOBS = 64
+_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,3 +88,34 @@ def numbers_of(field: str, text: str | None, default: tuple[float, ...] = ()) ->
 def cell(value: float | None, kind: str) -> str:
     """A figure of a table; empty where there is none."""
     return "" if value is None else format(value, kind)
+
+
+@contextmanager
+def live_sweep(console: Console, num_runs: int) -> Iterator[SweepProgress | None]:
+    """Draw the progress of so many runs while the block runs them. None without a terminal."""
+    if not console.is_terminal or num_runs == 0:
+        yield None
+        return
+    columns = (
+        TextColumn(f"{num_runs} runs"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.percentage:.1f} %"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    sweep, has_ended = SweepProgress(), threading.Event()
+    with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
+        task = bar.add_task("", total=num_runs)
+        drawing = threading.Thread(target=_draw, args=(sweep, has_ended, bar, task), daemon=True)
+        drawing.start()
+        try:
+            yield sweep
+        finally:
+            has_ended.set()
+            drawing.join()
+
+
+def _draw(sweep: SweepProgress, has_ended: threading.Event, bar: Progress, task: TaskID) -> None:
+    while not has_ended.wait(_INTERVAL_S):
+        bar.update(task, completed=sweep.num_done, refresh=True)

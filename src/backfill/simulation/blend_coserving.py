@@ -21,7 +21,7 @@ from backfill.simulation.blend_mix import MixSpec
 from backfill.simulation.blend_run import HARDWARE
 from backfill.simulation.blend_sources import COMPUTE_SOURCES
 from backfill.simulation.coserving_traffic import TRAFFICS, OnlineTraffic, TrafficName
-from backfill.simulation.run_progress import SweepProgress
+from backfill.simulation.progress import SweepProgress
 from backfill.simulation.sweep import check_names, check_positive, processes
 
 LONG_SOURCE = "reasoning"

@@ -22,7 +22,7 @@ from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
 from backfill.simulation.blend_run import HARDWARE, PoolLoop, resource_model, step_tokens
 from backfill.simulation.length_groups import LENGTHS, GroupedPool, GroupSpec, draw_groups
 from backfill.simulation.optimal_work import PoolWork, WorkModel
-from backfill.simulation.run_progress import SweepProgress
+from backfill.simulation.progress import SweepProgress
 from backfill.simulation.sweep import check_names, check_positive, processes
 
 EstimateName = Literal["exact", "moments", "point", "pool-mean"]

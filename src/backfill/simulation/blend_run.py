@@ -32,7 +32,7 @@ from backfill.simulation.blend_sources import TraceFigures
 from backfill.simulation.device import executor_info
 from backfill.simulation.optimal_work import PoolWork, WorkModel
 from backfill.simulation.pool_feed import PoolFeed
-from backfill.simulation.run_progress import RunShare
+from backfill.simulation.progress import RunShare
 
 HARDWARE = "a100-80g-llama-3-8b"
 _CONTEXT_TOKENS = 131_072  # of Llama 3.1; the profile is of Llama 3, whose shapes are the same

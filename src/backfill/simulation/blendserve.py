@@ -18,7 +18,7 @@ from backfill.costs.overlap import INTERFERENCE
 from backfill.simulation.blend_mix import MixSpec, Usage
 from backfill.simulation.blend_run import HARDWARE, PoolResult, PoolRun, run_pool
 from backfill.simulation.blend_sources import COMPUTE_SOURCES, SOURCES, TraceFigures
-from backfill.simulation.run_progress import SweepProgress
+from backfill.simulation.progress import SweepProgress
 from backfill.simulation.sweep import check_names, check_positive, processes
 
 ORDERS: tuple[OrderName, ...] = ("fcfs", "random", "dfs", "batchllm", "blend")

@@ -26,8 +26,8 @@ from backfill.router.policy import (
 from backfill.router.prefixes import token_keys
 from backfill.simulation.fleet_replica import FleetClock, ReplicaSpec, SimulatedReplica
 from backfill.simulation.fleet_traffic import FleetArrival, Segment, answer_number, prompt_tokens
+from backfill.simulation.progress import RunShare
 from backfill.simulation.replay import Lengths
-from backfill.simulation.run_progress import RunShare
 
 REPORT_S = 0.5  # from a replica's report to its next
 

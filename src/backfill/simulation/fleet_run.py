@@ -25,7 +25,7 @@ from backfill.simulation.fleet import Fleet, FleetResult
 from backfill.simulation.fleet_replica import ReplicaSpec
 from backfill.simulation.fleet_traffic import FleetTraffic
 from backfill.simulation.metrics import percentile
-from backfill.simulation.run_progress import SweepProgress
+from backfill.simulation.progress import SweepProgress
 from backfill.simulation.sweep import check_names, check_positive, processes
 from backfill.simulation.workloads import summarization_lengths
 

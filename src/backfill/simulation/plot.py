@@ -12,29 +12,8 @@ from matplotlib.figure import Figure
 from backfill.core.errors import ConfigError
 from backfill.simulation.metrics import percentile
 from backfill.simulation.replay import BIN_S, ReplayResult
-from backfill.simulation.scenarios import PointResult, ScenarioResult
+from backfill.simulation.scenarios import COLOURS, PointResult, ScenarioResult
 
-COLOURS = {
-    "online-only": "#2166ac",
-    "fcfs": "#b2182b",
-    "round-robin": "#762a83",
-    "priority": "#e08214",
-    "priority-recompute": "#fdb863",
-    "slo-recompute-latest": "#d9f0d3",
-    "slo-recompute": "#a6dba0",
-    "slo-swap": "#c7eae5",
-    "slo-checkpoint": "#5aae61",
-    "slo": "#1b7837",
-    "slo-eager": "#01665e",
-    "slo-no-safepoints": "#35978f",
-    "conserve": "#8c510a",
-    "bros": "#de77ae",
-    "bros-swap": "#f1b6da",
-    "bros-recompute": "#c51b7d",
-    "bros-recompute-late": "#7a0177",
-    "bros-bidirectional": "#8e0152",
-    "slo-bidirectional": "#00441b",
-}
 _WINDOW_S = 20.0
 
 
@@ -51,6 +30,11 @@ def save_plot(path: Path, result: ScenarioResult) -> None:
     else:
         _plot_sweep(axes, result)
     write_figure(figure, path)
+
+
+def new_figure() -> Figure:
+    """An empty figure that lays itself out."""
+    return Figure(layout="constrained")
 
 
 def write_figure(figure: Figure, path: Path) -> None:

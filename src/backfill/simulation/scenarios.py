@@ -71,6 +71,29 @@ VARIANTS: Mapping[str, SchedulerConfig] = {
 }
 
 
+COLOURS = {
+    "online-only": "#2166ac",
+    "fcfs": "#b2182b",
+    "round-robin": "#762a83",
+    "priority": "#e08214",
+    "priority-recompute": "#fdb863",
+    "slo-recompute-latest": "#d9f0d3",
+    "slo-recompute": "#a6dba0",
+    "slo-swap": "#c7eae5",
+    "slo-checkpoint": "#5aae61",
+    "slo": "#1b7837",
+    "slo-eager": "#01665e",
+    "slo-no-safepoints": "#35978f",
+    "conserve": "#8c510a",
+    "bros": "#de77ae",
+    "bros-swap": "#f1b6da",
+    "bros-recompute": "#c51b7d",
+    "bros-recompute-late": "#7a0177",
+    "bros-bidirectional": "#8e0152",
+    "slo-bidirectional": "#00441b",
+}
+
+
 def _late_bros(config: SchedulerConfig, predictor: StepPredictor | None) -> Policy:
     assert predictor is not None, "simulations have a cost profile"
     return BrosPolicy(

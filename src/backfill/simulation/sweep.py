@@ -19,6 +19,7 @@ from backfill.core.slo import SLO
 from backfill.costs.hardware import load_hardware_profile
 from backfill.simulation.device import measured_profile, typical_behaviour
 from backfill.simulation.metrics import PolicyMetrics, metrics_of
+from backfill.simulation.progress import RunShare, SweepProgress, reporting_to
 from backfill.simulation.replay import (
     Arrival,
     Lengths,
@@ -27,7 +28,6 @@ from backfill.simulation.replay import (
     Workload,
     simulate,
 )
-from backfill.simulation.run_progress import RunShare, SweepProgress, reporting_to
 from backfill.simulation.scenarios import OWN_POLICIES, VARIANTS
 from backfill.workloads.arrivals import burstiness_of_cv, gamma_arrivals
 

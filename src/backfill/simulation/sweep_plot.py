@@ -8,9 +8,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from backfill.simulation.bros import SLO_OF_ALL, BrosPoint, BrosResult
 from backfill.simulation.goodput import GoodputPoint, GoodputResult
-from backfill.simulation.plot import COLOURS, write_figure
+from backfill.simulation.plot import write_figure
+from backfill.simulation.scenarios import COLOURS
 
 _ROW_INCHES = 2.6
 
@@ -39,33 +39,6 @@ def save_goodput_plot(path: Path, result: GoodputResult) -> None:
     for axis in axes.flat:
         axis.set(xlabel="online load / capacity")
         axis.set_ylim(bottom=0)
-    axes[0][0].legend(fontsize=7)
-    write_figure(figure, path)
-
-
-def save_bros_plot(path: Path, result: BrosResult) -> None:
-    """Write a PNG with a row for each model and workload. Raises: ConfigError when it cannot be written."""
-    rows: dict[tuple[str, str], list[BrosPoint]] = {}
-    for point in result.points:
-        rows.setdefault((point.setting.workload, point.setting.model), []).append(point)
-    figure = Figure(figsize=(15, 1 + _ROW_INCHES * len(rows)), layout="constrained")
-    figure.suptitle("BROS, figures 10 and 11: online latency and offline throughput")
-    axes = figure.subplots(len(rows), 4, squeeze=False)
-    names = {
-        "normalized_latency_s": "latency/token (s)",
-        "ttft_attainment": f"TTFT within {SLO_OF_ALL.ttft_s:g} s",
-        "tpot_attainment": f"TPOT within {SLO_OF_ALL.tpot_s:g} s",
-        "offline_rps": "offline requests/s",
-    }
-    for row, ((workload, model), points) in zip(axes, rows.items(), strict=True):
-        rates = [point.setting.rate_per_s for point in points]
-        for axis, (name, label) in zip(row, names.items(), strict=True):
-            for policy in result.experiment.policies:
-                values = [point.policies[policy][name] for point in points]
-                axis.plot(rates, values, color=COLOURS[policy], label=policy, marker=".")
-            axis.set(xlabel="online requests/s", ylabel=label)
-            axis.set_ylim(bottom=0)
-        row[0].set(ylabel=f"{model}, {workload}\nlatency/token (s)")
     axes[0][0].legend(fontsize=7)
     write_figure(figure, path)
 

@@ -7,36 +7,36 @@ from pathlib import Path
 import pytest
 
 from backfill.core.errors import ConfigError
-from backfill.simulation.bros import (
+from backfill.simulation.request_lengths import SHAREGPT
+from backfill.simulation.scenarios import VARIANTS
+from experiments.__main__ import app
+from experiments.bros.tradeoff import (
     ALL_RATES_PER_S,
     FIGURES,
     MODELS,
     PAPER,
     POLICIES,
     RATES_PER_S,
-    BrosExperiment,
     BrosPoint,
-    BrosResult,
     Setting,
-    point_simulation,
-    run_bros,
+    Tradeoff,
+    compare,
+    summary,
 )
-from backfill.simulation.request_lengths import SHAREGPT
-from backfill.simulation.scenarios import VARIANTS
-from backfill.simulation.sweep_plot import save_bros_plot
-from tests.cli.running import run_cli, run_cli_here
+from experiments.study import run_study
+from tests.cli.running import run_cli_here
 
-TINY = BrosExperiment(models=("opt-13b",), workloads=("sharegpt",), rates_per_s=(4.0, 1.0), duration_s=8.0)
+TINY = Tradeoff(models="opt-13b", workloads="sharegpt", rates="4,1", duration=8.0)
 
 
 @pytest.fixture(scope="module")
-def tiny() -> BrosResult:
-    return run_bros(TINY)
+def tiny() -> list[BrosPoint]:
+    return run_study(TINY)
 
 
-def test_an_experiment_has_every_policy_at_every_point(tiny: BrosResult) -> None:
-    assert [point.setting.rate_per_s for point in tiny.points] == [1.0, 4.0]
-    for point in tiny.points:
+def test_an_experiment_has_every_policy_at_every_point(tiny: list[BrosPoint]) -> None:
+    assert [point.setting.rate_per_s for point in tiny] == [1.0, 4.0]
+    for point in tiny:
         assert tuple(point.policies) == POLICIES
         assert all(tuple(figures) == FIGURES for figures in point.policies.values())
         assert point.is_feasible
@@ -45,11 +45,11 @@ def test_an_experiment_has_every_policy_at_every_point(tiny: BrosResult) -> None
         assert figures["fcfs"]["offline_rps"] > 1
         latencies = [figures[name]["normalized_latency_s"] for name in ("online-only", "slo", "fcfs")]
         assert latencies == sorted(latencies)
-    assert tiny.compare("sharegpt", "slo", "fcfs").latency_reduction > 0.2
+    assert compare(tiny, "slo", "fcfs").latency_reduction > 0.2
 
 
-def test_figures_do_not_depend_on_the_number_of_processes(tiny: BrosResult) -> None:
-    assert run_bros(TINY, num_processes=2).points == tiny.points
+def test_figures_do_not_depend_on_the_number_of_processes(tiny: list[BrosPoint]) -> None:
+    assert run_study(TINY, num_processes=2) == tiny
 
 
 def test_the_setting_is_the_papers() -> None:
@@ -58,7 +58,7 @@ def test_the_setting_is_the_papers() -> None:
     assert ALL_RATES_PER_S[-1] == max(RATES_PER_S) == 15
     assert set(POLICIES) <= set(VARIANTS)
     assert ("bros" in POLICIES) == ("bros" in VARIANTS)
-    simulation = point_simulation(TINY, Setting("opt-30b", "sharegpt", 10.0), "fcfs", SHAREGPT, 1)
+    simulation = TINY.simulation(Setting("opt-30b", "sharegpt", 10.0), "fcfs", SHAREGPT, 1)
     assert simulation.hardware == "a100-40g-opt-30b-tp4"
     assert len(simulation.workload.online) == 80
     assert (simulation.slo.ttft_s, simulation.slo.tpot_s) == (0.4, 0.2)
@@ -75,11 +75,6 @@ def figures(latency_s: float, ttft: float, tpot: float, offline_rps: float) -> d
     }
 
 
-def result(*points: BrosPoint) -> BrosResult:
-    policies = tuple(points[0].policies)
-    return BrosResult(replace(TINY, policies=policies), list(points))
-
-
 def test_reductions_are_averaged_and_attainments_are_ratios_of_averages() -> None:
     points = [
         BrosPoint(Setting("opt-13b", "sharegpt", 1.0), {
@@ -87,21 +82,21 @@ def test_reductions_are_averaged_and_attainments_are_ratios_of_averages() -> Non
         BrosPoint(Setting("opt-30b", "sharegpt", 1.0), {
             "fcfs": figures(0.2, 0.0, 0.3, 0.0), "slo": figures(0.1, 0.6, 0.6, 5.0)}),
     ]  # fmt: skip
-    compared = result(*points).compare("sharegpt", "slo", "fcfs")
+    compared = compare(points, "slo", "fcfs")
     assert compared.latency_reduction == pytest.approx((0.75 + 0.5) / 2)
     assert compared.offline_reduction == pytest.approx(0.1)  # only where fcfs has any
     assert compared.ttft_attainment_ratio == pytest.approx(16.0)
     assert compared.tpot_attainment_ratio == pytest.approx(2.0)
-    summary = result(*points).summary("sharegpt")
-    assert summary["slo"]["ttft_attainment"] == pytest.approx(0.8)
-    assert set(summary["slo"]) == {"ttft_attainment", "tpot_attainment", "over fcfs"}
-    assert set(summary["fcfs"]) == {"ttft_attainment", "tpot_attainment"}
+    found = summary(points)
+    assert found["slo"]["ttft_attainment"] == pytest.approx(0.8)
+    assert set(found["slo"]) == {"ttft_attainment", "tpot_attainment", "over fcfs"}
+    assert set(found["fcfs"]) == {"ttft_attainment", "tpot_attainment"}
 
 
 def test_nothing_is_compared_with_nought() -> None:
     nought = BrosPoint(Setting("opt-13b", "sharegpt", 1.0), {
         "fcfs": figures(0.4, 0.0, 0.0, 0.0), "slo": figures(0.1, 1.0, 1.0, 9.0)})  # fmt: skip
-    compared = result(nought).compare("sharegpt", "slo", "fcfs")
+    compared = compare([nought], "slo", "fcfs")
     assert compared.offline_reduction is None
     assert compared.ttft_attainment_ratio is None
     assert compared.tpot_attainment_ratio is None
@@ -115,8 +110,8 @@ def test_a_load_is_feasible_if_online_requests_alone_meet_their_objectives() -> 
     assert BrosPoint(setting, {"fcfs": figures(0.1, 1.0, 1.0, 0.0)}).is_feasible is None
 
 
-def test_the_papers_figures_have_the_names_of_ours(tiny: BrosResult) -> None:
-    ours = tiny.summary("sharegpt")["slo"]
+def test_the_papers_figures_have_the_names_of_ours(tiny: list[BrosPoint]) -> None:
+    ours = summary(tiny)["slo"]
     for workload in PAPER.values():
         for policy in workload.values():
             assert set(policy) <= set(ours)
@@ -126,24 +121,19 @@ def test_the_papers_figures_have_the_names_of_ours(tiny: BrosResult) -> None:
 def test_online_lengths_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "XXX,10,3\n" * 10)
-    short = replace(TINY, rates_per_s=(2.0,), policies=("online-only",), online_lengths=path)
-    drawn = run_bros(replace(short, online_lengths=None)).points[0].policies["online-only"]
-    read = run_bros(short).points[0].policies["online-only"]
+    short = replace(TINY, rates="2", policies="online-only", online_lengths=path)
+    drawn = run_study(replace(short, online_lengths=None))[0].policies["online-only"]
+    read = run_study(short)[0].policies["online-only"]
     assert read["normalized_latency_s"] != drawn["normalized_latency_s"]
     with pytest.raises(ConfigError, match=r"missing\.csv cannot be read"):
-        run_bros(replace(short, online_lengths=tmp_path / "missing.csv"))
+        run_study(replace(short, online_lengths=tmp_path / "missing.csv"))
 
 
-def test_the_plot_has_a_row_for_each_model_and_workload(tiny: BrosResult, tmp_path: Path) -> None:
-    save_bros_plot(tmp_path / "bros.png", tiny)
-    assert (tmp_path / "bros.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_simulate_bros_tradeoff_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
+def test_tradeoff_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
     plot = tmp_path / "bros.png"
-    done = run_cli(
-        "simulate", "bros-tradeoff", "--models", "opt-13b", "--workloads", "lmsys", "--rates", "2",
-        "--duration", "5", "--json", "--plot", str(plot),
+    done = run_cli_here(
+        "bros", "tradeoff", "--models", "opt-13b", "--workloads", "lmsys", "--rates", "2",
+        "--duration", "5", "--json", "--plot", str(plot), commands=app,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout.splitlines()[-1])
@@ -169,7 +159,7 @@ def test_simulate_bros_tradeoff_prints_tables_and_ends_with_json(tmp_path: Path)
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
-    done = run_cli_here("simulate", "bros-tradeoff", *arguments)
+    done = run_cli_here("bros", "tradeoff", *arguments, commands=app)
     assert done.returncode == 1
     assert message in done.stderr
     assert done.stderr.count("\n") == 1

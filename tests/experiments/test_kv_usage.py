@@ -7,9 +7,9 @@ import pytest
 from backfill.core.config import SchedulerConfig
 from backfill.costs.hardware import HardwareProfile
 from backfill.engine.engine import Engine
-from backfill.simulation.kv_usage import SAMPLE_S, KVSample, KVUsage
 from backfill.simulation.replay import Lengths, simulate
 from backfill.simulation.workloads import gamma_workload
+from experiments.bros.kv_usage import SAMPLE_S, KVSample, KVUsage
 from tests.builders import make_profile
 
 DURATION_S = 6.0

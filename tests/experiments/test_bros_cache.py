@@ -10,21 +10,21 @@ from backfill.core.config import SchedulerConfig
 from backfill.scheduling.policies.bros import BrosPolicy
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
-from backfill.simulation.bros import BrosExperiment, Setting
-from backfill.simulation.bros_cache import (
+from backfill.simulation.scenarios import OWN_POLICIES, VARIANTS
+from experiments.__main__ import app
+from experiments.bros.cache import (
     BASELINES,
     BIDIRECTIONAL,
     CACHE_POLICIES,
     PAPER_RATIOS,
+    Cache,
     CachePoint,
-    run_bros_cache,
 )
-from backfill.simulation.scenarios import OWN_POLICIES, VARIANTS
+from experiments.bros.tradeoff import Setting
+from experiments.study import run_study
 from tests.cli.running import assert_fits, run_cli_here
 
-TINY = BrosExperiment(
-    models=("opt-30b",), workloads=("lmsys",), rates_per_s=(4.0,), policies=("bros",), duration_s=2.0
-)
+TINY = Cache(workloads="lmsys", rates="4", policies="bros", duration=2.0)
 
 
 def test_ratios_are_over_the_baselines_share_of_requests() -> None:
@@ -56,22 +56,22 @@ def test_a_variant_with_a_policy_of_its_own_runs_it(monkeypatch: pytest.MonkeyPa
         return made[-1]
 
     monkeypatch.setitem(OWN_POLICIES, late, creating)
-    run_bros_cache(replace(TINY, policies=(late, "bros")))
+    run_study(replace(TINY, policies=f"{late},bros"))
     (policy,) = made
     assert isinstance(policy, BrosPolicy)
     assert not policy._may_preempt
 
 
 def test_figures_do_not_depend_on_the_number_of_processes() -> None:
-    first, second = (run_bros_cache(TINY, num_processes) for num_processes in (1, 2))
-    assert first.points == second.points
+    first, second = (run_study(TINY, num_processes=num_processes) for num_processes in (1, 2))
+    assert first == second
 
 
-def test_simulate_bros_cache_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
+def test_cache_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
     plot = tmp_path / "cache.png"
     done = run_cli_here(
-        "simulate", "bros-cache", "--workloads", "sharegpt", "--duration", "8", "--rates", "14",
-        "--policies", f"{BASELINES[1]},{BIDIRECTIONAL}", "--json", "--plot", str(plot),
+        "bros", "cache", "--workloads", "sharegpt", "--duration", "8", "--rates", "14",
+        "--policies", f"{BASELINES[1]},{BIDIRECTIONAL}", "--json", "--plot", str(plot), commands=app,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout.splitlines()[-1])

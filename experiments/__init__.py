@@ -1,0 +1,1 @@
+"""Studies of papers, run on the simulator of the package; ``python -m experiments`` lists them."""

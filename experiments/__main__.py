@@ -1,0 +1,54 @@
+"""``python -m experiments PAPER FIGURE``: studies of papers on the simulator, beside the papers' figures."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cyclopts import App
+
+from backfill.cli.help import HelpText
+from backfill.cli.main import main
+
+
+class Command(NamedTuple):
+    """Where a study's command is, and what it runs. A module is imported once its command runs."""
+
+    where: str
+    help: str
+
+
+PAPERS = {
+    "bros": {
+        "tradeoff": Command("bros.tradeoff:app", "Figures 10 and 11: online latency and offline throughput."),
+        "cache": Command("bros.cache:app", "Figure 13: two requests in a block."),
+        "overhead": Command("bros.overhead:app", "Figure 14: what scheduling takes of an iteration."),
+    },
+}
+
+app = App(
+    name="python -m experiments",
+    help="Studies of papers on the simulator.",
+    help_format="plaintext",
+    help_formatter=HelpText(),
+    version_flags=(),
+)
+
+
+@app.default
+def list_studies() -> None:
+    """Print every study."""
+    for paper, studies in PAPERS.items():
+        print(paper)
+        for name, study in studies.items():
+            print(f"  {name:<12}{study.help}")
+
+
+for _paper, _studies in PAPERS.items():
+    _commands = App(name=_paper, help=f"{len(_studies)} studies.", help_formatter=HelpText())
+    for _name, _study in _studies.items():
+        _commands.command(f"experiments.{_study.where}", name=_name, help=_study.help)
+    app.command(_commands)
+
+
+if __name__ == "__main__":
+    main(app)

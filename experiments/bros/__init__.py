@@ -1,0 +1,1 @@
+"""BROS's evaluation."""

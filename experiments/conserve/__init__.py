@@ -1,0 +1,1 @@
+"""ConServe's evaluation."""

@@ -1,0 +1,1 @@
+"""Select-N's evaluation."""
