@@ -23,6 +23,13 @@ PAPERS = {
         "cache": Command("bros.cache:app", "Figure 13: two requests in a block."),
         "overhead": Command("bros.overhead:app", "Figure 14: what scheduling takes of an iteration."),
     },
+    "selectn": {
+        "slo": Command("selectn.figures:slo_app", "Figure 9: latency over its objective."),
+        "memory": Command("selectn.figures:memory_app", "Figure 10: host memory and throughput."),
+        "interval": Command("selectn.figures:interval_app", "Figure 11: every interval."),
+        "contention": Command("selectn.figures:contention_app", "Figure 12: two devices on one bus."),
+        "maxlen": Command("selectn.figures:maxlen_app", "Figure 14: tokens of KV at each interval."),
+    },
 }
 
 app = App(

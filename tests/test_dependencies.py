@@ -25,7 +25,6 @@ PLOTS = (
     "simulation/blend_plot.py",
     "simulation/fleet_plot.py",
     "simulation/plot.py",
-    "simulation/selectn_plot.py",
     "simulation/sweep_plot.py",
 )
 

@@ -119,11 +119,11 @@ PARSED = {
     f"{_BACKFILL} simulate blendserve-lengths --json": "minutes; tests/simulation runs it short",
     f"{_BACKFILL} simulate blendserve-lengths --lengths sharegpt --source-lengths sharegpt_lengths.csv "
     "--requests 4000": "minutes; tests/simulation runs it short",
-    f"{_BACKFILL} simulate selectn-slo --jobs 2 --json": "a minute; tests/simulation runs it short",
-    f"{_BACKFILL} simulate selectn-memory --batches 8 --steps 200": "as above",
-    f"{_BACKFILL} simulate selectn-interval --models qwen2-beta-7b --slacks 0.2,1": "as above",
-    f"{_BACKFILL} simulate selectn-contention --plot bus.png": "as above",
-    f"{_BACKFILL} simulate selectn-maxlen": "as above",
+    f"{_EXPERIMENTS} selectn slo --jobs 2 --json": "a minute; tests/simulation runs it short",
+    f"{_EXPERIMENTS} selectn memory --batches 8 --steps 200": "as above",
+    f"{_EXPERIMENTS} selectn interval --models qwen2-beta-7b --slacks 0.2,1": "as above",
+    f"{_EXPERIMENTS} selectn contention --plot bus.png": "as above",
+    f"{_EXPERIMENTS} selectn maxlen": "as above",
     f"{_BACKFILL} bench serve --phases 10:4,20:0 --num-prompts 80 --input-len 128 --output-len 32": "80 s",
     f"{_BACKFILL} bench serve --backend openai-chat --max-concurrency 8 --num-prompts 64 --input-len 200 "
     "--json": "tests/bench sends such chats",

@@ -5,7 +5,7 @@ import pytest
 from backfill.costs.derived import A10, A100_80G, LLAMA_2_7B, derive_cost_model, peak_step_s
 from backfill.costs.hardware import load_hardware_profile
 from backfill.costs.load import StepLoad
-from backfill.simulation.offloaded_model import SHAPES
+from experiments.selectn.model import SHAPES
 
 LOADS = [
     StepLoad.of([(64, 1, True)] * 32),

@@ -188,14 +188,6 @@ for _name, _help in (
     ("lengths", "Run estimates of output lengths."),
 ):
     app.command(f"backfill.cli.simulate_blend_{_name}:app", name=f"blendserve-{_name}", help=_help)
-for _name, _help in (
-    ("slo", "Run Select-N's figure 9."),
-    ("memory", "Run Select-N's figure 10."),
-    ("interval", "Run Select-N's figure 11."),
-    ("contention", "Run Select-N's figure 12."),
-    ("maxlen", "Compute Select-N's figure 14."),
-):
-    app.command(f"backfill.cli.simulate_selectn:{_name}_app", name=f"selectn-{_name}", help=_help)
 
 
 def _build(options: SimulateOptions, seed: int) -> Scenario:

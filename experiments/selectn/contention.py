@@ -9,16 +9,16 @@ from backfill.costs.behaviour import NoiseSource
 from backfill.offloading.coordinator import BusInstance, coordinate
 from backfill.offloading.interval import offloaded_layers, smallest_interval
 from backfill.simulation.device import HOST_S
-from backfill.simulation.offloaded_model import (
+from experiments.selectn.baselines import FLEXGEN, least_portion
+from experiments.selectn.bus import BusEngine, run_beside
+from experiments.selectn.model import (
     LINK_BYTES_PER_S,
     OUTPUT_TOKENS,
     OffloadedModel,
     PhaseLoad,
     StepTimes,
 )
-from backfill.simulation.selectn_baselines import FLEXGEN, least_portion
-from backfill.simulation.selectn_result import ALONE, SELECT_N, Row, interval_row, model_of, portion_row
-from backfill.simulation.shared_bus import BusEngine, run_beside
+from experiments.selectn.result import ALONE, SELECT_N, Row, interval_row, model_of, portion_row
 
 _PAIR_STEPS = 200  # of each pair of intervals that is tried on a shared bus
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from backfill.costs.behaviour import NoiseSource
 from backfill.offloading.interval import LayerTimes, step_time_s
 from backfill.simulation.device import HOST_S
-from backfill.simulation.offloaded_model import SHAPES, OffloadedModel, PhaseLoad
-from backfill.simulation.shared_bus import BusEngine, run_beside
+from experiments.selectn.bus import BusEngine, run_beside
+from experiments.selectn.model import SHAPES, OffloadedModel, PhaseLoad
 
 
 def engine(interval: int | None, *, num_layers: int = 12, layer_s: float = 0.001) -> BusEngine:

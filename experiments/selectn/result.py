@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from backfill.simulation.offloaded_model import (
+from experiments.selectn.baselines import FLEXGEN, device_layers
+from experiments.selectn.model import (
     LINK_BYTES_PER_S,
     SHAPES,
     OffloadedModel,
@@ -14,7 +15,6 @@ from backfill.simulation.offloaded_model import (
     StepTimes,
     slow_ratio,
 )
-from backfill.simulation.selectn_baselines import FLEXGEN, device_layers
 
 SELECT_N, DEEPSPEED, RESIDENT, ALONE = "select-n", "deepspeed", "resident", "uncoordinated"
 OTHER = "interval"  # one that was not chosen
@@ -129,6 +129,10 @@ class SelectnResult:
     rows: tuple[Row, ...]
     settings: tuple[str, ...]
 
+    @classmethod
+    def of_rows(cls, scenario: str, rows: Sequence[Row]) -> SelectnResult:
+        return cls(scenario, tuple(rows), settings(rows))
+
     @property
     def groups(self) -> dict[str, list[Row]]:
         found: dict[str, list[Row]] = {}
@@ -144,7 +148,6 @@ class SelectnResult:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "scenario": self.scenario,
             "settings": list(self.settings),
             "rows": [
                 {**asdict(row), "over_slo": row.over_slo, "smaller_over_slo": row.smaller_over_slo}

@@ -9,28 +9,19 @@ import pytest
 
 from backfill.core.errors import ConfigError
 from backfill.offloading.interval import step_time_s
-from backfill.simulation import selectn_contention
-from backfill.simulation.offloaded_model import (
+from experiments.__main__ import app
+from experiments.selectn import contention
+from experiments.selectn.baselines import FLEXGEN, device_layers, least_portion
+from experiments.selectn.contention import ContentionUnit
+from experiments.selectn.figures import STUDIES, MaxLen, Memory, Selectn
+from experiments.selectn.model import (
     SHAPES,
     OffloadedModel,
     PhaseLoad,
     StepTimes,
     in_grains,
 )
-from backfill.simulation.selectn import (
-    BatchUnit,
-    IntervalUnit,
-    LoadUnit,
-    MaxLengthUnit,
-    best_interval,
-    objective_s,
-    run_units,
-)
-from backfill.simulation.selectn_baselines import FLEXGEN, device_layers, least_portion
-from backfill.simulation.selectn_contention import ContentionUnit
-from backfill.simulation.selectn_figures import FIGURES, run_selectn
-from backfill.simulation.selectn_plot import save_selectn_plot
-from backfill.simulation.selectn_result import (
+from experiments.selectn.result import (
     ALONE,
     DEEPSPEED,
     RESIDENT,
@@ -40,8 +31,18 @@ from backfill.simulation.selectn_result import (
     compare,
     model_of,
 )
+from experiments.selectn.units import (
+    BatchUnit,
+    IntervalUnit,
+    LoadUnit,
+    MaxLengthUnit,
+    best_interval,
+    objective_s,
+)
+from experiments.study import run_study
 from tests.cli.running import run_cli_here
 
+FIGURES: dict[str, Selectn] = {kind.scenario: kind() for kind in STUDIES}
 MODEL = OffloadedModel(SHAPES["opt-6.7b"])
 DECODE = PhaseLoad("decode", 4, 64)
 STEPS = 100
@@ -49,7 +50,8 @@ STEPS = 100
 
 @pytest.fixture(scope="module")
 def slo() -> SelectnResult:
-    return run_units("selectn-slo", [LoadUnit("opt-6.7b", DECODE, (0.0, 0.5), (DEEPSPEED, *FLEXGEN), STEPS)])
+    unit = LoadUnit("opt-6.7b", DECODE, (0.0, 0.5), (DEEPSPEED, *FLEXGEN), STEPS)
+    return SelectnResult.of_rows("selectn-slo", unit.rows())
 
 
 def test_the_chosen_interval_is_the_smallest_that_holds(slo: SelectnResult) -> None:
@@ -116,7 +118,7 @@ def test_memory_is_divided_between_weights_and_kv() -> None:
     assert used == pytest.approx(MODEL.device.usable_bytes, abs=shape.kv_bytes_per_token)
     saved = (MODEL.kv_tokens(4) - MODEL.kv_tokens(None)) * shape.kv_bytes_per_token
     assert saved == pytest.approx(6 * shape.layer_bytes, abs=shape.kv_bytes_per_token)
-    rows = run_selectn(replace(FIGURES["selectn-maxlen"], models=("opt-13b",))).rows
+    (rows,) = run_study(MaxLen(models="opt-13b"))
     assert not rows[-1].fits
     assert [row.kv_tokens for row in rows] == sorted((row.kv_tokens for row in rows), reverse=True)
 
@@ -141,7 +143,7 @@ def test_the_chosen_interval_is_the_exhaustive_optimum_in_every_scenario(scenari
             continue  # the paper's objective, which no pair meets
         elif isinstance(unit, IntervalUnit | ContentionUnit):
             small.append(replace(unit, num_steps=STEPS))
-    found = [row for row in run_units(scenario, small[:1]).rows if row.searched]
+    found = [row for unit in small[:1] for row in unit.rows() if row.searched]
     assert all(row.found and row.interval == row.optimum for row in found)
     assert bool(found) == (scenario != "selectn-maxlen"), "which has no objectives"
 
@@ -210,7 +212,7 @@ def test_no_pair_within_the_objective_is_not_a_pair_without_offloading() -> None
     assert unit._optimum(models, instances) is None
     relaxed = replace(unit, slo_s=0.1)
     with pytest.MonkeyPatch.context() as changed:
-        changed.setattr(selectn_contention, "LINK_BYTES_PER_S", 1.0)  # no transfer is in time
+        changed.setattr(contention, "LINK_BYTES_PER_S", 1.0)  # no transfer is in time
         assert relaxed._optimum(models, instances) == (None, None)
 
 
@@ -221,23 +223,20 @@ def test_units_can_be_sent_to_other_processes() -> None:
 
 def test_a_figure_has_the_papers_points() -> None:
     assert [len(figure.units()) for figure in FIGURES.values()] == [4, 12, 2, 9, 1]
-    for figure in FIGURES.values():
-        if figure.models:
-            figure.validate()
 
 
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"models": ("gpt",)}, "models"),
-        ({"batches": (0,)}, "batches"),
-        ({"slacks": (-0.1,)}, "slacks"),
-        ({"num_steps": 10}, "steps"),
+        ({"models": "gpt"}, "models"),
+        ({"batches": "0"}, "batches"),
+        ({"slacks": "-0.1"}, "slacks"),
+        ({"steps": 10}, "steps"),
     ],
 )
 def test_wrong_points_are_named(changed: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        replace(FIGURES["selectn-memory"], **changed).validate()  # type: ignore[arg-type]
+        Memory(**changed).validate()  # type: ignore[arg-type]
 
 
 def test_the_command_prints_tables_of_80_columns_and_json(
@@ -245,11 +244,9 @@ def test_the_command_prints_tables_of_80_columns_and_json(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     plot = tmp_path / "plot.png"
-    memory = FIGURES["selectn-memory"]
-    monkeypatch.setattr("backfill.simulation.selectn_figures.BATCH_SLOS_S", (0.55,))
-    monkeypatch.setitem(FIGURES, "selectn-memory", replace(memory, batches=(4,)))
-    arguments = ("--steps", "100", "--plot", str(plot), "--json")
-    done = run_cli_here("simulate", "selectn-memory", *arguments)
+    monkeypatch.setattr("experiments.selectn.figures.BATCH_SLOS_S", (0.55,))
+    arguments = ("--batches", "4", "--steps", "100", "--plot", str(plot), "--json")
+    done = run_cli_here("selectn", "memory", *arguments, commands=app)
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     assert max(len(line) for line in lines if str(plot) not in line) <= 80
@@ -263,17 +260,12 @@ def test_the_command_prints_tables_of_80_columns_and_json(
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [(("selectn-slo", "--models", "gpt"), "models"), (("selectn-contention", "--batches", "1.5"), "batches")],
+    [(("slo", "--models", "gpt"), "models"), (("contention", "--batches", "1.5"), "batches")],
 )
 def test_the_command_refuses_what_it_does_not_know(arguments: tuple[str, ...], named: str) -> None:
-    done = run_cli_here("simulate", *arguments)
+    done = run_cli_here("selectn", *arguments, commands=app)
     assert done.returncode == 1
     assert f"--{named}" in done.stderr
-
-
-def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path, slo: SelectnResult) -> None:
-    with pytest.raises(ConfigError, match="cannot be written"):
-        save_selectn_plot(tmp_path / "no" / "plot.png", slo, "title")
 
 
 def test_a_comparison_without_the_other_system_is_left_out() -> None:

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from backfill.execution.layer_buffers import LayerBuffers
 from backfill.offloading.interval import num_device_layers
-from backfill.simulation.offloaded_model import WARM_UP_STEPS, StepTimes
+from experiments.selectn.model import WARM_UP_STEPS, StepTimes
 
 _NEVER = math.inf
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from backfill.costs.derived import peak_step_s
 from backfill.costs.load import StepLoad
 from backfill.offloading.interval import NUM_STAGING_BUFFERS
-from backfill.simulation.offloaded_model import OffloadedModel, PhaseLoad
+from experiments.selectn.model import OffloadedModel, PhaseLoad
 
 
 class StaticEstimate(NamedTuple):

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from backfill.offloading.interval import smallest_interval
-from backfill.simulation.offloaded_model import (
+from experiments.selectn.baselines import FLEXGEN, device_layers
+from experiments.selectn.model import (
     OUTPUT_TOKENS,
     OffloadedModel,
     PhaseLoad,
     StepTimes,
     in_grains,
 )
-from backfill.simulation.selectn_baselines import FLEXGEN, device_layers
-from backfill.simulation.selectn_result import (
+from experiments.selectn.result import (
     DEEPSPEED,
     LARGEST_BATCH,
     OTHER,
     RESIDENT,
     SELECT_N,
     Row,
-    SelectnResult,
     interval_row,
     model_of,
     portion_row,
-    settings,
 )
-from backfill.simulation.sweep import processes
 
 _MOST_REQUESTS = 256
 
@@ -203,12 +199,6 @@ class MaxLengthUnit:
         ]
 
 
-def run_units(scenario: str, units: Sequence[Unit], num_processes: int = 1) -> SelectnResult:
-    with processes(num_processes) as pool:
-        rows = tuple(row for part in pool.map(_rows_of, units) for row in part)
-    return SelectnResult(scenario, rows, settings(rows))
-
-
 def every_interval(model: OffloadedModel, load: PhaseLoad, num_steps: int) -> dict[int, StepTimes]:
     intervals = range(1, model.shape.num_layers + 1)
     return {interval: model.run(load, interval, num_steps=num_steps) for interval in intervals}
@@ -233,7 +223,3 @@ def searched(row: Row, of_interval: dict[int, StepTimes], chosen: int | None, sl
         optimum=best_interval(of_interval, slo_s),
         smaller_p99_s=None if smaller is None else smaller.p99_s,
     )
-
-
-def _rows_of(unit: Unit) -> list[Row]:
-    return unit.rows()
