@@ -18,6 +18,13 @@ class Command(NamedTuple):
 
 
 PAPERS = {
+    "blendserve": {
+        "table2": Command("blendserve.figures:table2_app", "Table 2, figures 6 and 7: four pools."),
+        "grid": Command("blendserve.figures:grid_app", "Figures 9 to 12: densities and sharings."),
+        "usage": Command("blendserve.figures:usage_app", "Figure 8: resources of the steps."),
+        "coserving": Command("blendserve.coserving:app", "Orders beside online traffic (ours)."),
+        "lengths": Command("blendserve.lengths:app", "Estimates of output lengths (ours)."),
+    },
     "bros": {
         "tradeoff": Command("bros.tradeoff:app", "Figures 10 and 11: online latency and offline throughput."),
         "cache": Command("bros.cache:app", "Figure 13: two requests in a block."),

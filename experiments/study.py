@@ -10,7 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ from rich.table import Table
 from backfill.cli.command import command
 from backfill.cli.interrupts import interruptible
 from backfill.cli.sweeps import SweepOptions, live_sweep
-from backfill.core.options import check_types
+from backfill.core.options import check_types, options_of
 from backfill.simulation.progress import SweepProgress
 from backfill.simulation.sweep import processes
 
@@ -36,7 +36,7 @@ class Run:
     """One simulation.
 
     Attributes:
-        point: the setting to which it belongs. Runs of a point follow one another.
+        point: the setting to which it belongs.
         system: what is compared at a point: a policy, an order, an estimate.
         simulate: gives the outcome. It is pickled where processes run side by side.
     """
@@ -74,19 +74,23 @@ class Study(Generic[Point]):
         scenario: name of the study in JSON, and of its plot.
         title: is printed first.
         how: options of the run that the command has.
-        output: options of what it writes.
+        writes: options of what it writes.
         tells_progress: its runs say how far they are.
     """
 
     scenario: ClassVar[str]
     title: ClassVar[str]
     how: ClassVar[str] = "seeds jobs"
-    output: ClassVar[str] = "plot json"
+    writes: ClassVar[str] = "plot json"
     tells_progress: ClassVar[bool] = False
 
     def validate(self) -> None:
         """Raises: ConfigError."""
         check_types(self)  # type: ignore[arg-type]
+
+    def heading(self) -> str:
+        """The title with what the options say."""
+        return self.title
 
     def runs(self, seeds: Sequence[int]) -> list[Run]:
         """Raises: ConfigError."""
@@ -97,7 +101,7 @@ class Study(Generic[Point]):
         raise NotImplementedError
 
     @contextmanager
-    def store(self, num_seeds: int) -> Iterator[PointStore[Point]]:
+    def store(self, console: Console, num_seeds: int) -> Iterator[PointStore[Point]]:
         """Points that have been run already, which are not run again."""
         yield _NoStore()
 
@@ -166,8 +170,8 @@ def command_of(kind: type[Study[Any]]) -> App:
     run.__doc__ = (inspect.getdoc(kind) or "").partition("\n\nAttributes:")[0]
     run.__annotations__ = {"study": kind, "options": SweepOptions}
     run.__name__ = kind.scenario.partition("-")[2]  # the name of the command
-    names = " ".join(field.name for field in fields(kind))  # type: ignore[arg-type]
-    groups = {"Points": names, "Runs": kind.how, "Output": kind.output}
+    names = " ".join(options_of(kind))  # type: ignore[arg-type]
+    groups = {"Points": names, "Runs": kind.how, "Output": kind.writes}
     prefix = f"EXPERIMENTS_{kind.scenario.upper().replace('-', '_')}_"
     return command(run, {title: each for title, each in groups.items() if each}, prefix=prefix)
 
@@ -179,16 +183,20 @@ def _run_command(study: Study[Any], options: SweepOptions) -> None:
         study.runs(range(1, num_seeds + 1))
     )  # wrong options are refused before anything is printed
     path = None
-    if "plot" in study.output:
-        path = options.begin(console, study.title, study.scenario)
+    if "plot" in study.writes:
+        path = options.begin(console, study.heading(), study.scenario)
     else:
-        console.print(f"[bold]{study.title}[/bold]")
+        console.print(f"[bold]{study.heading()}[/bold]")
 
     def on_done(run: Run, outcome: Any) -> None:
         if line := study.describe(run, outcome):
             console.print(line, style="dim", soft_wrap=True)
 
-    with study.store(num_seeds) as store:
+    with study.store(console, num_seeds) as store:
+        num_runs = 0
+        if study.tells_progress:
+            seeds = range(1, num_seeds + 1)
+            num_runs = sum(run.point not in store.finished for run in study.runs(seeds))
         bar = live_sweep(console, num_runs)
         with interruptible(), bar as progress:
             points = run_study(study, num_seeds, options.jobs, on_done, progress, store)

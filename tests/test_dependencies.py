@@ -22,7 +22,6 @@ ELSEWHERE = {
 PLOTS = (
     "bench/plot.py",
     "bench/coserve_plot.py",
-    "simulation/blend_plot.py",
     "simulation/fleet_plot.py",
     "simulation/plot.py",
     "simulation/sweep_plot.py",

@@ -98,26 +98,26 @@ PARSED = {
     f"{_EXPERIMENTS} bros overhead --workloads sharegpt --duration 30 --json": (
         "a minute; tests/simulation runs it short"
     ),
-    f"{_BACKFILL} simulate blendserve-table2 --jobs 2 --json": "an hour; tests/simulation runs it short",
-    f"{_BACKFILL} simulate blendserve-grid --jobs 2 --json": "hours; tests/simulation runs it short",
-    f"{_BACKFILL} simulate blendserve-grid --source sharegpt --source-lengths sharegpt_lengths.csv "
+    f"{_EXPERIMENTS} blendserve table2 --jobs 2 --json": "an hour; tests/simulation runs it short",
+    f"{_EXPERIMENTS} blendserve grid --jobs 2 --json": "hours; tests/simulation runs it short",
+    f"{_EXPERIMENTS} blendserve grid --source sharegpt --source-lengths sharegpt_lengths.csv "
     "--densities 0.8,1.1,1.4 --sharings 0.05,0.45 --requests 20000": (
         "minutes; tests/simulation runs it short"
     ),
-    f"{_BACKFILL} simulate blendserve-grid --jobs 2 --output points.jsonl": (
+    f"{_EXPERIMENTS} blendserve grid --jobs 2 --output points.jsonl": (
         "hours; tests/simulation runs it short"
     ),
-    f"{_BACKFILL} simulate blendserve-usage --trace 2 --plot usage.png": (
+    f"{_EXPERIMENTS} blendserve usage --trace 2 --plot usage.png": (
         "minutes; tests/simulation runs it short"
     ),
-    f"{_BACKFILL} simulate blendserve-coserving --traffics alternating --seeds 2 --json": (
+    f"{_EXPERIMENTS} blendserve coserving --traffics alternating --seeds 2 --json": (
         "minutes; tests/simulation runs it short"
     ),
-    f"{_BACKFILL} simulate blendserve-coserving --interference sequential --variants blend,blend-online": (
+    f"{_EXPERIMENTS} blendserve coserving --interference sequential --variants blend,blend-online": (
         "minutes; tests/simulation runs it short"
     ),
-    f"{_BACKFILL} simulate blendserve-lengths --json": "minutes; tests/simulation runs it short",
-    f"{_BACKFILL} simulate blendserve-lengths --lengths sharegpt --source-lengths sharegpt_lengths.csv "
+    f"{_EXPERIMENTS} blendserve lengths --json": "minutes; tests/simulation runs it short",
+    f"{_EXPERIMENTS} blendserve lengths --lengths sharegpt --source-lengths sharegpt_lengths.csv "
     "--requests 4000": "minutes; tests/simulation runs it short",
     f"{_EXPERIMENTS} selectn slo --jobs 2 --json": "a minute; tests/simulation runs it short",
     f"{_EXPERIMENTS} selectn memory --batches 8 --steps 200": "as above",

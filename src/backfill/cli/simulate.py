@@ -177,17 +177,6 @@ app = command(
 app.command("backfill.cli.simulate_run:app", name="run", help="Run your own traffic in simulated time.")
 app.command("backfill.cli.simulate_fleet:app", name="fleet", help="Compare routers of a fleet of replicas.")
 app.command("backfill.cli.simulate_goodput:app", name="goodput", help="Sweep goodput against load.")
-for _name, _help in (
-    ("table2", "Run BlendServe's four pools."),
-    ("grid", "Run BlendServe's figures 9 to 12."),
-    ("usage", "Plot BlendServe's figure 8."),
-):
-    app.command(f"backfill.cli.simulate_blend:{_name}_app", name=f"blendserve-{_name}", help=_help)
-for _name, _help in (
-    ("coserving", "Run orders beside online traffic."),
-    ("lengths", "Run estimates of output lengths."),
-):
-    app.command(f"backfill.cli.simulate_blend_{_name}:app", name=f"blendserve-{_name}", help=_help)
 
 
 def _build(options: SimulateOptions, seed: int) -> Scenario:

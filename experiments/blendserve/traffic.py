@@ -8,11 +8,11 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from backfill.simulation.optimal_work import WorkModel
 from backfill.simulation.replay import Arrival, Lengths
 from backfill.simulation.request_lengths import DrawnLengths
 from backfill.workloads.arrivals import Phase, burstiness_of_cv, phased_arrivals
 from backfill.workloads.lengths import LengthDistribution
+from experiments.blendserve.optimum import WorkModel
 
 TrafficName = Literal["alternating", "steady"]
 TRAFFICS: tuple[TrafficName, ...] = get_args(TrafficName)

@@ -27,12 +27,12 @@ from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.scheduling.fill import serve
 from backfill.scheduling.policies.baselines import FcfsPolicy
 from backfill.scheduling.policy import BatchBuilder, ChunkLimits, R, Snapshot
-from backfill.simulation.blend_mix import Mix, MixSpec, draw_mix
-from backfill.simulation.blend_sources import TraceFigures
 from backfill.simulation.device import executor_info
-from backfill.simulation.optimal_work import PoolWork, WorkModel
-from backfill.simulation.pool_feed import PoolFeed
 from backfill.simulation.progress import RunShare
+from experiments.blendserve.feed import PoolFeed
+from experiments.blendserve.mix import Mix, MixSpec, draw_mix
+from experiments.blendserve.optimum import PoolWork, WorkModel
+from experiments.blendserve.sources import TraceFigures
 
 HARDWARE = "a100-80g-llama-3-8b"
 _CONTEXT_TOKENS = 131_072  # of Llama 3.1; the profile is of Llama 3, whose shapes are the same

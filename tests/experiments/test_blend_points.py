@@ -10,14 +10,17 @@ from unittest import mock
 import pytest
 
 from backfill.core.errors import ConfigError
-from backfill.simulation import blendserve
-from backfill.simulation.blend_points import PointFile
-from backfill.simulation.blend_run import PoolResult, PoolRun
-from backfill.simulation.blendserve import BlendExperiment, Target
+from experiments.__main__ import app
+from experiments.blendserve import figures
+from experiments.blendserve.mix import MixSpec
+from experiments.blendserve.points import PointFile, settings_of
+from experiments.blendserve.pool import PoolResult, PoolRun
+from experiments.blendserve.result import Target
 from tests.cli.running import run_cli_here
-from tests.simulation.blend_doubles import invented
+from tests.experiments.blend_doubles import invented
 
-GRID = ("simulate", "blendserve-grid", "--requests", "2000", "--sharings", "0.4", "--plot", "grid.png")
+GRID = ("blendserve", "grid", "--requests", "2000", "--sharings", "0.4", "--plot", "grid.png")
+SETTINGS = settings_of(MixSpec("burstgpt", 0.8, 0.4, 2000, 1), ("dfs", "blend"), "blendserve", 1)
 RAN: list[tuple[float, str]] = []
 
 
@@ -32,13 +35,13 @@ def _invented_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
         return invented(run)
 
     monkeypatch.chdir(tmp_path)
-    with mock.patch.object(blendserve, "run_pool", run):
+    with mock.patch.object(figures, "run_pool", run):
         yield
     RAN.clear()
 
 
 def test_an_interrupted_grid_goes_on() -> None:
-    stopped = run_cli_here(*GRID, "--densities", "0.8,0.9,1.1", "--output", "points.jsonl")
+    stopped = run_cli_here(*GRID, "--densities", "0.8,0.9,1.1", "--output", "points.jsonl", commands=app)
     assert stopped.returncode == 130
     assert "0 of 3 points are in points.jsonl" in stopped.stdout
     assert len(Path("points.jsonl").read_text().splitlines()) == 2
@@ -46,11 +49,13 @@ def test_an_interrupted_grid_goes_on() -> None:
     RAN.clear()
     with Path("points.jsonl").open("a") as file:
         file.write('{"settings": {"hardw')  # was being written
-    resumed = run_cli_here(*GRID, "--densities", "0.8,0.9,1.0", "--output", "points.jsonl", "--json")
+    resumed = run_cli_here(
+        *GRID, "--densities", "0.8,0.9,1.0", "--output", "points.jsonl", "--json", commands=app
+    )
     assert resumed.returncode == 0, resumed.stderr
     assert "2 of 3 points are in points.jsonl" in resumed.stdout
     assert RAN == [(1.0, "dfs"), (1.0, "blend")]
-    whole = run_cli_here(*GRID, "--densities", "0.8,0.9,1.0", "--json")
+    whole = run_cli_here(*GRID, "--densities", "0.8,0.9,1.0", "--json", commands=app)
     assert json.loads(resumed.stdout.splitlines()[-1]) == json.loads(whole.stdout.splitlines()[-1])
     lines = [json.loads(line) for line in Path("points.jsonl").read_text().splitlines()]
     assert [line["target"]["density"] for line in lines] == [0.8, 0.9, 1.0]
@@ -72,9 +77,9 @@ def test_an_interrupted_grid_goes_on() -> None:
 def test_points_of_other_settings_are_refused(arguments: tuple[str, ...], message: str) -> None:
     Path("lengths.csv").write_text("num_prefill_tokens,num_decode_tokens\n100,20\n")
     grid = (*GRID, "--densities", "0.8", "--output", "points.jsonl")
-    assert run_cli_here(*grid).returncode == 0
+    assert run_cli_here(*grid, commands=app).returncode == 0
     before = Path("points.jsonl").read_bytes()
-    refused = run_cli_here(*grid, *arguments)
+    refused = run_cli_here(*grid, *arguments, commands=app)
     assert refused.returncode == 1
     assert message in refused.stderr
     assert refused.stderr.count("\n") == 1
@@ -86,15 +91,14 @@ def test_other_files_are_left_as_they_are(content: str) -> None:
     path = Path("notes.txt")
     path.write_text(content)
     with pytest.raises(ConfigError, match=r"`output` notes.txt: line 1 is no point of a grid"):
-        PointFile(path, BlendExperiment(targets=(Target(0.8, 0.4),)))
+        PointFile(path, SETTINGS)
     assert path.read_text() == content
 
 
 def test_a_point_that_is_written_in_part_is_an_error_and_the_next_run_drops_it() -> None:
     path = Path("points.jsonl")
-    experiment = BlendExperiment(targets=(Target(0.8, 0.4),), num_requests=2000, orders=("dfs", "blend"))
-    assert run_cli_here(*GRID, "--densities", "0.8", "--output", str(path)).returncode == 0
-    file = PointFile(path, experiment)
+    assert run_cli_here(*GRID, "--densities", "0.8", "--output", str(path), commands=app).returncode == 0
+    file = PointFile(path, SETTINGS)
     (point,) = file.finished.values()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
@@ -104,14 +108,14 @@ def test_a_point_that_is_written_in_part_is_an_error_and_the_next_run_drops_it()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     file.close()
-    again = PointFile(path, experiment)
+    again = PointFile(path, SETTINGS)
     assert list(again.finished) == [point.target]
     again.close()
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_runs(tmp_path: Path) -> None:
     for name in (str(tmp_path), "/no/such/folder/points.jsonl"):
-        done = run_cli_here(*GRID, "--densities", "0.8", "--output", name)
+        done = run_cli_here(*GRID, "--densities", "0.8", "--output", name, commands=app)
         assert done.returncode == 1
         assert f"--output {name} cannot be written" in done.stderr
     assert not RAN

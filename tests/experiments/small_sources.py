@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import cast
 from unittest import mock
 
-from backfill.simulation.blend_sources import SOURCES, Source
 from backfill.workloads.lengths import LengthDistribution
+from experiments.blendserve.sources import SOURCES, Source
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from backfill.core.request import RequestId, ServiceClass
 from backfill.costs.hardware import load_hardware_profile
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
-from backfill.simulation.blend_run import HARDWARE
 from backfill.simulation.device import exact_behaviour, executor_info
-from backfill.simulation.pool_feed import PoolFeed
+from experiments.blendserve.feed import PoolFeed
+from experiments.blendserve.pool import HARDWARE
 
 KV_TOKENS = 4096
 NUM_LONG, LONG_TOKENS = 150, 120

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from backfill.blending.requests import PoolRequest
 from backfill.blending.resources import ResourceModel
 from backfill.core.errors import ConfigError
-from backfill.simulation.blend_sources import SOURCES, SourceRequests, TraceFigures
+from experiments.blendserve.sources import SOURCES, SourceRequests, TraceFigures
 
 # Llama-3.1-8B on an A100-80G at its peaks, with which the paper states densities (section 2.3).
 A100_LLAMA_3_8B = ResourceModel.from_dimensions(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from backfill.core.errors import ConfigError
 from backfill.jobs.private_files import write_all
-from backfill.simulation.blend_run import HARDWARE
-from backfill.simulation.blendserve import BlendExperiment, BlendPoint, Target
+from experiments.blendserve.mix import MixSpec
+from experiments.blendserve.pool import HARDWARE
+from experiments.blendserve.result import BlendPoint, Target
 
 _DIGEST_DIGITS = 16
 _HEAD = b'{"settings": '
@@ -32,16 +34,16 @@ class PointFile:
         finished: the points that the file had, those of other targets included.
     """
 
-    def __init__(self, path: Path, experiment: BlendExperiment) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         """Raises: ConfigError for a file that cannot be used, or that has points of other settings."""
         self._path = path
-        self._settings = _settings(experiment)
+        self._settings = settings
         try:
             self._file = path.open("a+b", buffering=0)
         except OSError as error:
             raise self._unusable(error) from error
         try:
-            self.finished = self._read()
+            self.finished: Mapping[Any, BlendPoint] = self._read()
         except BaseException:
             self._file.close()
             raise
@@ -95,17 +97,16 @@ class PointFile:
         return ConfigError(f"`output` {self._path} cannot be written: {error.strerror or error}.")
 
 
-def _settings(experiment: BlendExperiment) -> dict[str, Any]:
+def settings_of(mix: MixSpec, orders: Sequence[str], interference: str, num_seeds: int) -> dict[str, Any]:
     """What a point's figures depend on beside its target; a file of lengths counts by its content."""
-    lengths = experiment.lengths
     return {
         "hardware": HARDWARE,
-        "source": experiment.source,
-        "source_lengths": None if lengths is None else _digest_of(lengths),
-        "num_requests": experiment.num_requests,
-        "num_seeds": experiment.num_seeds,
-        "orders": list(experiment.orders),
-        "interference": experiment.interference,
+        "source": mix.source,
+        "source_lengths": None if mix.lengths is None else _digest_of(mix.lengths),
+        "num_requests": mix.num_requests,
+        "num_seeds": num_seeds,
+        "orders": list(orders),
+        "interference": interference,
     }
 
 

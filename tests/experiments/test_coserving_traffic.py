@@ -6,9 +6,9 @@ import pytest
 
 from backfill.costs.hardware import load_hardware_profile
 from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
-from backfill.simulation.blend_run import HARDWARE
-from backfill.simulation.coserving_traffic import OnlineTraffic
-from backfill.simulation.optimal_work import WorkModel
+from experiments.blendserve.optimum import WorkModel
+from experiments.blendserve.pool import HARDWARE
+from experiments.blendserve.traffic import OnlineTraffic
 
 MODEL = WorkModel.of(
     OverlappedCostModel.of(load_hardware_profile(HARDWARE).costs.cost, INTERFERENCE["blendserve"])

@@ -19,14 +19,14 @@ from backfill.costs.hardware import load_hardware_profile
 from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
-from backfill.simulation.blend_mix import Mix, MixSpec, draw_mix
-from backfill.simulation.blend_run import HARDWARE, resource_model
-from backfill.simulation.coserving_replay import BIN_S, PoolReplay
-from backfill.simulation.coserving_traffic import OnlineTraffic
 from backfill.simulation.device import executor_info
 from backfill.simulation.metrics import percentile
-from backfill.simulation.optimal_work import PoolWork, Work, WorkModel
 from backfill.simulation.replay import ReplayResult, Workload
+from experiments.blendserve.coserving_replay import BIN_S, PoolReplay
+from experiments.blendserve.mix import Mix, MixSpec, draw_mix
+from experiments.blendserve.optimum import PoolWork, Work, WorkModel
+from experiments.blendserve.pool import HARDWARE, resource_model
+from experiments.blendserve.traffic import OnlineTraffic
 
 SLO_OF_ALL = SLO(ttft_s=1.5, tpot_s=0.11)
 _CONTEXT_TOKENS = 131_072  # of Llama 3.1, see ``blend_run``

@@ -19,10 +19,10 @@ from backfill.costs.overlap import OverlappedCostModel
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
 from backfill.execution.simulated_executor import SimulatedExecutor
-from backfill.simulation.optimal_work import PoolWork, Work
-from backfill.simulation.pool_feed import PoolFeed
 from backfill.simulation.progress import RunShare
 from backfill.simulation.replay import Replay, Totals, Workload
+from experiments.blendserve.feed import PoolFeed
+from experiments.blendserve.optimum import PoolWork, Work
 
 BIN_S = 10.0
 # Offline requests that wait in the engine, so that a step never lacks prompts.

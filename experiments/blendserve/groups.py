@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from backfill.blending.requests import PoolRequest
 from backfill.blending.resources import ResourceModel
 from backfill.core.errors import ConfigError
-from backfill.simulation.blend_mix import VOCAB_SIZE
-from backfill.simulation.blend_sources import SourceRequests
 from backfill.simulation.request_lengths import LMSYS, SHAREGPT, DrawnLengths, LengthSource, TraceLengths
+from experiments.blendserve.mix import VOCAB_SIZE
+from experiments.blendserve.sources import SourceRequests
 
 LENGTHS: Mapping[str, DrawnLengths] = {"sharegpt": SHAREGPT, "lmsys": LMSYS}
 MAX_OUTPUT = 8192

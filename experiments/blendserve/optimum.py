@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from backfill.costs.load import StepLoad
 from backfill.costs.overlap import OverlappedCostModel
-from backfill.simulation.blend_sources import SourceRequests
 from backfill.simulation.replay import Lengths
+from experiments.blendserve.sources import SourceRequests
 
 _MAX_STEP_TOKENS = 2048
 

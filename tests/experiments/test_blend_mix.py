@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from backfill.core.errors import ConfigError
-from backfill.simulation.blend_mix import A100_LLAMA_3_8B, MixSpec, Usage, draw_mix
-from backfill.simulation.blend_sources import SOURCES, SourceRequests
-from backfill.simulation.blendserve import source_figures
+from experiments.blendserve.mix import A100_LLAMA_3_8B, MixSpec, Usage, draw_mix
+from experiments.blendserve.sources import SOURCES, SourceRequests
+from experiments.blendserve.tables import source_figures
 
 
 def spec(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from backfill.core.counters import ClassCounters
-from backfill.simulation.blend_mix import draw_mix
-from backfill.simulation.blend_run import PoolResult, PoolRun
+from experiments.blendserve.mix import draw_mix
+from experiments.blendserve.pool import PoolResult, PoolRun
 
 
 def invented(run: PoolRun) -> PoolResult:

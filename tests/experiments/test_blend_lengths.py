@@ -11,20 +11,21 @@ import pytest
 from backfill.blending.estimates import Lengths, OutputHistory, output_moments
 from backfill.blending.tree import PrefixTree
 from backfill.core.errors import ConfigError
-from backfill.simulation import blend_lengths
-from backfill.simulation.blend_lengths import (
+from experiments.__main__ import app
+from experiments.blendserve import lengths as study
+from experiments.blendserve.groups import MAX_OUTPUT, GroupSpec, draw_groups
+from experiments.blendserve.lengths import (
     CHECKPOINTS,
     ESTIMATES,
-    LengthsExperiment,
     LengthsResult,
     LengthsRun,
-    compare_lengths,
+    LengthsStudy,
     point_estimate,
     pool_mean,
     run_lengths,
 )
-from backfill.simulation.blend_mix import A100_LLAMA_3_8B
-from backfill.simulation.length_groups import MAX_OUTPUT, GroupSpec, draw_groups
+from experiments.blendserve.mix import A100_LLAMA_3_8B
+from experiments.study import run_study
 from tests.cli.running import assert_fits, run_cli_here
 
 SPEC = GroupSpec("sharegpt", 1.0, 500, 1)
@@ -87,11 +88,11 @@ def test_estimates_differ_in_what_they_know() -> None:
 def test_known_lengths_are_predicted_exactly() -> None:
     """The pool is small: it tests the bookkeeping, and says nothing of estimates."""
     spec = SPEC._replace(density=2.5, num_requests=200)
-    with mock.patch.object(blend_lengths, "draw_groups", side_effect=_short_outputs):
-        blend_lengths._drawn.cache_clear()
+    with mock.patch.object(study, "draw_groups", side_effect=_short_outputs):
+        study._drawn.cache_clear()
         exact = run_lengths(LengthsRun(spec, "exact", "blendserve"))
         guessed = run_lengths(LengthsRun(spec, "pool-mean", "blendserve"))
-    blend_lengths._drawn.cache_clear()
+    study._drawn.cache_clear()
     assert exact.errors == pytest.approx([0.0] * len(CHECKPOINTS), abs=0.02)
     assert len(guessed.errors) == len(CHECKPOINTS) and max(map(abs, guessed.errors)) > 0.1
     assert 0.0 < exact.of_optimum <= 1.0
@@ -99,7 +100,7 @@ def test_known_lengths_are_predicted_exactly() -> None:
 
 
 def _short_outputs(spec: GroupSpec, resources: object) -> object:
-    with mock.patch("backfill.simulation.length_groups.MAX_OUTPUT", 1000):
+    with mock.patch("experiments.blendserve.groups.MAX_OUTPUT", 1000):
         return draw_groups(spec, resources)  # type: ignore[arg-type]
 
 
@@ -112,22 +113,22 @@ def invented(run: LengthsRun) -> LengthsResult:
 
 @pytest.fixture
 def _invented_runs() -> Iterator[None]:
-    with mock.patch.object(blend_lengths, "run_lengths", invented):
+    with mock.patch.object(study, "run_lengths", invented):
         yield
 
 
 @pytest.mark.usefixtures("_invented_runs")
 def test_figures_are_means_and_errors_do_not_cancel_out() -> None:
-    comparison = compare_lengths(LengthsExperiment(lengths=("lmsys",), num_seeds=2))
-    assert tuple(comparison.pools) == ("lmsys",) and tuple(comparison.pools["lmsys"]) == ESTIMATES
-    figures = comparison.pools["lmsys"]["exact"]
+    ((name, estimates),) = run_study(LengthsStudy(lengths="lmsys"), num_seeds=2)
+    assert name == "lmsys" and tuple(estimates) == ESTIMATES
+    figures = estimates["exact"]
     assert figures.of_optimum == pytest.approx(0.8)
     assert figures.errors == pytest.approx([0.1] * len(CHECKPOINTS))
 
 
 @pytest.mark.usefixtures("_invented_runs")
 def test_the_command_prints_a_table_and_ends_with_json() -> None:
-    done = run_cli_here("simulate", "blendserve-lengths", "--requests", "100", "--json")
+    done = run_cli_here("blendserve", "lengths", "--requests", "100", "--json", commands=app)
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout.splitlines()[-1])
     assert set(content["pools"]) == {"sharegpt", "lmsys"}
@@ -144,6 +145,6 @@ def test_bad_experiments_are_refused(tmp_path: Path) -> None:
         (("--density", "0"), "density must be above 0"),
         (("--lengths", "lmsys", "--source-lengths", str(tmp_path)), "does not name"),
     ):
-        done = run_cli_here("simulate", "blendserve-lengths", *arguments)
+        done = run_cli_here("blendserve", "lengths", *arguments, commands=app)
         assert done.returncode == 1
         assert message in done.stderr

@@ -10,69 +10,58 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from backfill.core.errors import ConfigError
-from backfill.simulation import blendserve
-from backfill.simulation.blend_plot import grid_figure, save_grid_plot, save_usage_plot, usage_figure
-from backfill.simulation.blendserve import (
+from backfill.simulation.plot import new_figure
+from experiments.__main__ import app
+from experiments.blendserve import figures
+from experiments.blendserve.figures import Grid, Table2, UsageStudy
+from experiments.blendserve.result import (
     GRID_DENSITIES,
     GRID_SHARINGS,
     ORDERS,
     TRACES,
-    BlendExperiment,
-    BlendResult,
-    Target,
-    run_blend,
+    BlendPoint,
+    speedups_of,
 )
+from experiments.study import run_study
 from tests.cli.running import assert_fits, run_cli_here
-from tests.simulation.blend_doubles import invented
+from tests.experiments.blend_doubles import invented
 
-SMALL = BlendExperiment(
-    targets=(Target(0.8, 0.4), Target(0.9, 0.4)),
-    orders=("dfs", "blend"),
-    num_requests=2000,
-)
+SMALL = Grid(densities="0.8,0.9", sharings="0.4", requests=2000)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _invented_runs() -> Iterator[None]:
     """Runs themselves are tested in test_blend_run."""
-    with mock.patch.object(blendserve, "run_pool", invented):
+    with mock.patch.object(figures, "run_pool", invented):
         yield
 
 
 @pytest.fixture(scope="module")
-def result(_invented_runs: None) -> BlendResult:
-    return run_blend("small", SMALL)
+def points(_invented_runs: None) -> list[BlendPoint]:
+    return run_study(SMALL)
 
 
-def test_every_order_runs_on_every_pool(result: BlendResult) -> None:
-    assert [point.target for point in result.points] == list(SMALL.targets)
-    for point in result.points:
-        assert tuple(point.orders) == tuple(point.usage) == SMALL.orders
+def test_every_order_runs_on_every_pool(points: list[BlendPoint]) -> None:
+    assert [point.target for point in points] == SMALL.targets()
+    for point in points:
+        assert tuple(point.orders) == tuple(point.usage) == SMALL.all_orders
         assert point.drawn.density == pytest.approx(point.target.density, rel=0.02)
-        figures = point.orders["blend"]
-        assert point.speedup() == pytest.approx(figures.tokens_per_s / point.orders["dfs"].tokens_per_s)
+        found = point.orders["blend"]
+        assert point.speedup() == pytest.approx(found.tokens_per_s / point.orders["dfs"].tokens_per_s)
         assert point.speedup() == pytest.approx(1.25)
         assert point.speedup("random") is None
-        assert figures.of_optimum == pytest.approx(0.9)
-        assert figures.of_optimum_with_longest == pytest.approx(0.95)
-        assert figures.of_optimal_sharing == pytest.approx(0.75)
-        assert figures.recomputed_share == pytest.approx(0.01)
-    assert result.speedups() == [point.speedup() for point in result.points]
-    assert result.speedups("fcfs") == []
-
-
-def test_plots_are_images(result: BlendResult, tmp_path: Path) -> None:
-    save_grid_plot(tmp_path / "grid.png", result)
-    save_usage_plot(tmp_path / "usage.png", result.points[0])
-    for name in ("grid.png", "usage.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        save_grid_plot(tmp_path, result)
+        assert found.of_optimum == pytest.approx(0.9)
+        assert found.of_optimum_with_longest == pytest.approx(0.95)
+        assert found.of_optimal_sharing == pytest.approx(0.75)
+        assert found.recomputed_share == pytest.approx(0.01)
+    assert speedups_of(points) == [point.speedup() for point in points]
+    assert speedups_of(points, "fcfs") == []
 
 
 def test_a_grid_of_one_point_is_readable() -> None:
-    figure = grid_figure(run_blend("one", replace(SMALL, targets=(Target(1.125, 0.4),), num_seeds=2)))
+    figure = new_figure()
+    one = replace(SMALL, densities="1.125")
+    one.draw(figure, run_study(one, num_seeds=2))
     axes = figure.axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1.125"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0.4"]
@@ -87,10 +76,12 @@ def test_a_grid_of_one_point_is_readable() -> None:
     assert axes.images[0].get_clim() == pytest.approx((1.0, 1.25))
 
 
-def test_orders_have_the_same_axes(result: BlendResult) -> None:
-    point = result.points[0]
+def test_orders_have_the_same_axes(points: list[BlendPoint]) -> None:
+    point = points[0]
     longer = replace(point.usage["dfs"], num_steps=900, compute_s=3.0 * point.usage["dfs"].compute_s)
-    first, second = usage_figure(replace(point, usage={**point.usage, "dfs": longer})).axes
+    figure = new_figure()
+    UsageStudy().draw(figure, [replace(point, usage={**point.usage, "dfs": longer})])
+    first, second = figure.axes
     assert first.get_xlim() == second.get_xlim()
     assert first.get_ylim() == second.get_ylim()
     assert first.get_xlim()[1] >= 900
@@ -106,14 +97,14 @@ def test_the_papers_pools_are_those_of_its_tables() -> None:
         (1.4, 0.05),
         (0.9, 0.05),
     ]
-    assert set(BlendExperiment(targets=tuple(TRACES.values())).orders) == set(ORDERS)
+    assert set(Table2().all_orders) == set(ORDERS)
 
 
 def test_the_grid_command_prints_a_table_and_ends_with_json(tmp_path: Path) -> None:
     plot = tmp_path / "grid.png"
     done = run_cli_here(
-        "simulate", "blendserve-grid", "--requests", "4000", "--densities", "0.8,0.9",
-        "--sharings", "0.4", "--seeds", "2", "--json", "--plot", str(plot),
+        "blendserve", "grid", "--requests", "4000", "--densities", "0.8,0.9",
+        "--sharings", "0.4", "--seeds", "2", "--json", "--plot", str(plot), commands=app,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout.splitlines()[-1])
@@ -127,16 +118,16 @@ def test_the_whole_grid_fits_80_columns(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.chdir(tmp_path)
     densities = ",".join(map(str, GRID_DENSITIES))
     done = run_cli_here(
-        "simulate", "blendserve-grid", "--source", "azure", "--requests", "4000", "--densities", densities,
-        "--sharings", "0.4,0.45",
+        "blendserve", "grid", "--source", "azure", "--requests", "4000", "--densities", densities,
+        "--sharings", "0.4,0.45", commands=app
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "BlendServe, figure 10: azure" in done.stdout
     assert_fits(done.stdout)
     assert done.stdout.count(" 1.250 │") == 2 * len(GRID_DENSITIES)
     without = run_cli_here(
-        "simulate", "blendserve-grid", "--requests", "4000", "--densities", "0.8", "--sharings", "0.4",
-        "--orders", "blend", "--plot", "none.png",
+        "blendserve", "grid", "--requests", "4000", "--densities", "0.8", "--sharings", "0.4",
+        "--orders", "blend", "--plot", "none.png", commands=app
     )  # fmt: skip
     assert "No plot: it compares blend with dfs." in without.stdout
     assert not Path("none.png").exists()
@@ -144,14 +135,14 @@ def test_the_whole_grid_fits_80_columns(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_the_other_commands_print_their_pools(tmp_path: Path) -> None:
     common = ("--requests", "4000")
-    done = run_cli_here("simulate", "blendserve-table2", *common)
+    done = run_cli_here("blendserve", "table2", *common, commands=app)
     assert done.returncode == 0, done.stderr
     for text in ("trace 4: density", "Sources", "blend, all pools", "0.866", "1.250"):
         assert text in done.stdout
     assert_fits(done.stdout)
     plot = tmp_path / "usage.png"
     done = run_cli_here(
-        "simulate", "blendserve-usage", *common, "--trace", "1", "--plot", str(plot), "--json"
+        "blendserve", "usage", *common, "--trace", "1", "--plot", str(plot), "--json", commands=app
     )
     assert done.returncode == 0, done.stderr
     *lines, content = done.stdout.splitlines()
@@ -168,24 +159,24 @@ def test_the_other_commands_print_their_pools(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (
-            ["blendserve-table2", "--source", "mmlu"],
+            ["table2", "--source", "mmlu"],
             "--source: there is no 'mmlu'; there are burstgpt, azure",
         ),
-        (["blendserve-table2", "--orders", "lifo"], "--orders: there is no 'lifo'; there are fcfs, dfs"),
-        (["blendserve-table2", "--interference", "none"], "--interference: there is no 'none'; there are"),
-        (["blendserve-table2", "--requests", "0"], "--requests must be above 0, got 0"),
-        (["blendserve-table2", "--requests", "20"], "20 requests of burstgpt make no mix"),
-        (["blendserve-table2", "--source-lengths", "/no/file.csv"], "/no/file.csv cannot be read"),
-        (["blendserve-table2", "--seeds", "0"], "--seeds must be at least 1, got 0"),
-        (["blendserve-grid", "--densities", "x"], "--densities must be numbers separated by commas, got 'x'"),
-        (["blendserve-grid", "--sharings", "1.5"], "--sharings must be"),
-        (["blendserve-grid", "--densities", "-1"], "--densities must be above 0, got -1"),
-        (["blendserve-grid", "--plot", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
-        (["blendserve-usage", "--trace", "5"], "--trace must be 1 to 4, got 5"),
+        (["table2", "--orders", "lifo"], "--orders: there is no 'lifo'; there are fcfs, dfs"),
+        (["table2", "--interference", "none"], "--interference: there is no 'none'; there are"),
+        (["table2", "--requests", "0"], "--requests must be above 0, got 0"),
+        (["table2", "--requests", "20"], "20 requests of burstgpt make no mix"),
+        (["table2", "--source-lengths", "/no/file.csv"], "/no/file.csv cannot be read"),
+        (["table2", "--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["grid", "--densities", "x"], "--densities must be numbers separated by commas, got 'x'"),
+        (["grid", "--sharings", "1.5"], "--sharings must be"),
+        (["grid", "--densities", "-1"], "--densities must be above 0, got -1"),
+        (["grid", "--plot", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
+        (["usage", "--trace", "5"], "--trace must be 1 to 4, got 5"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
-    done = run_cli_here("simulate", *arguments)
+    done = run_cli_here("blendserve", *arguments, commands=app)
     assert done.returncode == 1
     assert message in done.stderr
     assert done.stderr.count("\n") == 1

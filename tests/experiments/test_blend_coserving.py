@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 from backfill.core.errors import ConfigError
-from backfill.simulation import blend_coserving
-from backfill.simulation.blend_coserving import VARIANTS, CoserveExperiment, compare_coserving
-from backfill.simulation.blend_coserving_run import CoserveResult, CoserveRun, run_coserving
-from backfill.simulation.blend_sources import SOURCES
-from backfill.simulation.coserving_replay import Step, StepUsage
-from backfill.simulation.coserving_traffic import KINDS
-from backfill.simulation.optimal_work import Work
 from backfill.simulation.request_lengths import DrawnLengths
 from backfill.workloads.lengths import LengthDistribution
+from experiments.__main__ import app
+from experiments.blendserve import coserving
+from experiments.blendserve.coserving import VARIANTS, Coserving
+from experiments.blendserve.coserving_replay import Step, StepUsage
+from experiments.blendserve.coserving_run import CoserveResult, CoserveRun, run_coserving
+from experiments.blendserve.optimum import Work
+from experiments.blendserve.sources import SOURCES
+from experiments.blendserve.traffic import KINDS
+from experiments.study import run_study
 from tests.cli.running import assert_fits, run_cli_here
 
-TINY = CoserveExperiment(
-    traffics=("alternating",), density=2.5, num_requests=400, phase_s=4.0, warmup_s=2.0, duration_s=16.0
-)
+TINY = Coserving(traffics="alternating", density=2.5, requests=400, phase=4.0, warmup_s=2.0, duration=16.0)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def _short_answers() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_short_answers")
 def test_orders_run_beside_online_requests_that_meet_their_objectives() -> None:
-    results = {name: run_coserving(run) for name, run in TINY.runs() if name != "dfs"}
+    results = {name: run_coserving(TINY.run_of("alternating", name, 1)) for name in VARIANTS if name != "dfs"}
     for result in results.values():
         assert result.ttft_attainment > 0.95 and result.tpot_attainment > 0.95
         assert result.num_left > 0
@@ -47,7 +47,7 @@ def test_orders_run_beside_online_requests_that_meet_their_objectives() -> None:
         assert np.all(online_compute[:1] > 0.0) and np.all(compute >= 0.0) and np.all(memory >= 0.0)
         assert np.all(online_memory <= memory + 1e-9)
     assert results["blend"].usage.tolist() != results["blend-online"].usage.tolist()
-    again = dict(TINY.runs())["blend-online"]
+    again = TINY.run_of("alternating", "blend-online", 1)
     assert run_coserving(again).offline == results["blend-online"].offline
 
 
@@ -83,27 +83,27 @@ def invented(run: CoserveRun) -> CoserveResult:
 
 @pytest.fixture
 def _invented_runs() -> Iterator[None]:
-    with mock.patch.object(blend_coserving, "run_coserving", invented):
+    with mock.patch.object(coserving, "run_coserving", invented):
         yield
 
 
 @pytest.mark.usefixtures("_invented_runs")
 def test_figures_are_means_over_seeds() -> None:
-    comparison = compare_coserving(replace(TINY, num_seeds=3))
-    assert tuple(comparison.figures) == ("alternating",)
-    assert tuple(comparison.figures["alternating"]) == tuple(VARIANTS)
-    assert comparison.figures["alternating"]["blend-online"].offline_rps == pytest.approx(2.0 * 1.3)
+    ((traffic, figures, _),) = run_study(TINY, num_seeds=3)
+    assert traffic == "alternating"
+    assert tuple(figures) == tuple(VARIANTS)
+    assert figures["blend-online"].offline_rps == pytest.approx(2.0 * 1.3)
 
 
 @pytest.mark.usefixtures("_invented_runs")
 def test_a_pool_that_ran_dry_is_refused() -> None:
     with pytest.raises(ConfigError, match="99 offline requests are too few"):
-        compare_coserving(replace(TINY, num_requests=99))
+        run_study(replace(TINY, requests=99))
 
 
 @pytest.mark.usefixtures("_invented_runs")
 def test_the_command_prints_a_table_of_each_traffic_and_ends_with_json() -> None:
-    done = run_cli_here("simulate", "blendserve-coserving", "--requests", "500", "--json")
+    done = run_cli_here("blendserve", "coserving", "--requests", "500", "--json", commands=app)
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout.splitlines()[-1])
     assert content["traffics"]["steady"]["blend"]["of_optimum"] == pytest.approx(0.6)
@@ -120,6 +120,6 @@ def test_bad_experiments_are_refused() -> None:
         (("--duration", "120"), "must be above the 120 s"),
         (("--phase", "0"), "must be above 0"),
     ):
-        done = run_cli_here("simulate", "blendserve-coserving", *arguments)
+        done = run_cli_here("blendserve", "coserving", *arguments, commands=app)
         assert done.returncode == 1
         assert message in done.stderr

@@ -10,10 +10,10 @@ from backfill.blending.requests import OrderName, PoolRequest
 from backfill.core.request import RequestId, ServiceClass
 from backfill.costs.hardware import load_hardware_profile
 from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
-from backfill.simulation.blend_mix import MixSpec
-from backfill.simulation.blend_run import HARDWARE, PoolLoop, PoolRun, run_pool, step_tokens
 from backfill.simulation.progress import SweepProgress, reporting_to
-from tests.simulation.small_sources import small_sources
+from experiments.blendserve.mix import MixSpec
+from experiments.blendserve.pool import HARDWARE, PoolLoop, PoolRun, run_pool, step_tokens
+from tests.experiments.small_sources import small_sources
 
 MIX = MixSpec("burstgpt", 0.9, 0.35, 60, 1)
 ORDERS: tuple[OrderName, ...] = ("fcfs", "random", "dfs", "batchllm", "blend")

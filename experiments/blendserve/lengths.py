@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 
 import numpy as np
+from rich.console import Console
 
 from backfill.blending.estimates import Lengths, Moments, OutputEstimator, OutputHistory, output_moments
 from backfill.blending.resources import Floats
 from backfill.blending.tree import PrefixTree
+from backfill.cli.sweeps import names_of
+from backfill.cli.tables import print_rows
 from backfill.core.errors import ConfigError
 from backfill.core.request import RequestId, ServiceClass
 from backfill.costs.hardware import HardwareProfile, load_hardware_profile
 from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
-from backfill.simulation.blend_run import HARDWARE, PoolLoop, resource_model, step_tokens
-from backfill.simulation.length_groups import LENGTHS, GroupedPool, GroupSpec, draw_groups
-from backfill.simulation.optimal_work import PoolWork, WorkModel
-from backfill.simulation.progress import SweepProgress
-from backfill.simulation.sweep import check_names, check_positive, processes
+from backfill.simulation.sweep import check_names, check_positive
+from experiments.blendserve.groups import LENGTHS, GroupedPool, GroupSpec, draw_groups
+from experiments.blendserve.optimum import PoolWork, WorkModel
+from experiments.blendserve.pool import HARDWARE, PoolLoop, resource_model, step_tokens
+from experiments.study import Outcomes, Run, Study, command_of
 
 EstimateName = Literal["exact", "moments", "point", "pool-mean"]
 ESTIMATES: tuple[EstimateName, ...] = get_args(EstimateName)
@@ -172,53 +175,6 @@ def _drawn(spec: GroupSpec, cost: OverlappedCostModel) -> GroupedPool:
     return draw_groups(spec, resource_model(cost))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthsExperiment:
-    """What to run.
-
-    Attributes:
-        lengths: of prompts and outputs, names of ``LENGTHS``; a pool of each.
-        source_lengths: file of the lengths of ``sharegpt`` instead.
-        density: of each pool.
-        num_seeds: figures are means over the seeds 1 to this.
-    """
-
-    lengths: tuple[str, ...] = tuple(LENGTHS)
-    source_lengths: Path | None = None
-    estimates: tuple[EstimateName, ...] = ESTIMATES
-    density: float = 1.0
-    num_requests: int = 10_000
-    interference: str = "blendserve"
-    num_seeds: int = 1
-
-    def validate(self) -> None:
-        """Raises: ConfigError."""
-        check_names("lengths", self.lengths, LENGTHS)
-        check_names("estimates", self.estimates, ESTIMATES)
-        check_names("interference", (self.interference,), INTERFERENCE)
-        check_positive(density=self.density, requests=self.num_requests, seeds=self.num_seeds)
-        if self.source_lengths is not None and "sharegpt" not in self.lengths:
-            raise ConfigError("`source_lengths` are those of sharegpt, which `lengths` does not name.")
-
-    def runs(self) -> list[LengthsRun]:
-        """Estimates of one pool after another, so that a process draws few pools twice."""
-        return [
-            LengthsRun(
-                GroupSpec(
-                    name,
-                    self.density,
-                    self.num_requests,
-                    seed,
-                    self.source_lengths if name == "sharegpt" else None,
-                ),
-                estimate,
-                self.interference,
-            )
-            for name, seed in itertools.product(self.lengths, range(1, self.num_seeds + 1))
-            for estimate in self.estimates
-        ]
-
-
 @dataclass(frozen=True, slots=True)
 class LengthsFigures:
     """One estimate, means over the seeds; see ``LengthsResult``.
@@ -248,50 +204,123 @@ class LengthsFigures:
         )
 
 
-@dataclass(slots=True)
-class LengthsComparison:
-    """Figures by pool and estimate."""
+class LengthsPoint(NamedTuple):
+    """Figures of each estimate on pools of some lengths."""
 
-    experiment: LengthsExperiment
-    pools: dict[str, dict[EstimateName, LengthsFigures]] = field(default_factory=dict)
+    lengths: str
+    estimates: dict[EstimateName, LengthsFigures]
 
-    def as_json(self) -> dict[str, Any]:
-        experiment = self.experiment
+
+@dataclass(frozen=True, kw_only=True)
+class LengthsStudy(Study[LengthsPoint]):
+    """Run pools in the order `blend` while output lengths are known, estimated, or taken for one mean.
+
+    Prints throughput over the achievable optimum, and by how much the predicted density of what is left is
+    off as the pool empties.
+
+    Attributes:
+        lengths: lengths of the requests, separated by commas: sharegpt, lmsys. Default: both, a pool of each.
+        source_lengths: CSV of prompt and output lengths, instead of those drawn for sharegpt.
+        estimates: estimates of output lengths, separated by commas: exact, moments, point, pool-mean.
+            Default: all.
+        density: compute density of each pool.
+        requests: requests of a pool.
+        interference: how compute and memory traffic of a step disturb each other: blendserve, nanoflow,
+            ideal (not at all) or sequential (they do not overlap).
+    """
+
+    lengths: str | None = None
+    source_lengths: Path | None = None
+    estimates: str | None = None
+    density: float = 1.0
+    requests: int = 10_000
+    interference: str = "blendserve"
+
+    scenario: ClassVar[str] = "blendserve-lengths"
+    title: ClassVar[str] = "Output lengths and the order blend"
+    writes: ClassVar[str] = "json"
+    tells_progress: ClassVar[bool] = True
+
+    def validate(self) -> None:
+        """Raises: ConfigError."""
+        super().validate()
+        check_names("lengths", self._lengths, LENGTHS)
+        check_names("estimates", self._estimates, ESTIMATES)
+        check_names("interference", (self.interference,), INTERFERENCE)
+        check_positive(density=self.density, requests=self.requests)
+        if self.source_lengths is not None and "sharegpt" not in self._lengths:
+            raise ConfigError("`source_lengths` are those of sharegpt, which `lengths` does not name.")
+
+    @property
+    def _lengths(self) -> tuple[str, ...]:
+        return names_of(self.lengths, tuple(LENGTHS))
+
+    @property
+    def _estimates(self) -> tuple[EstimateName, ...]:
+        return cast("tuple[EstimateName, ...]", names_of(self.estimates, ESTIMATES))
+
+    def runs(self, seeds: Sequence[int]) -> list[Run]:
+        """Estimates of one pool after another, so that a process draws few pools twice."""
+        found = []
+        for name, seed in itertools.product(self._lengths, seeds):
+            path = self.source_lengths if name == "sharegpt" else None
+            pool = GroupSpec(name, self.density, self.requests, seed, path)
+            found += [
+                Run(name, each, seed, partial(run_lengths, LengthsRun(pool, each, self.interference)))
+                for each in self._estimates
+            ]
+        return found
+
+    def point(self, setting: str, outcomes: Outcomes) -> LengthsPoint:
+        of_names = cast("Mapping[EstimateName, Sequence[LengthsResult]]", outcomes)
+        return LengthsPoint(setting, {name: LengthsFigures.mean(each) for name, each in of_names.items()})
+
+    def describe(self, run: Run, outcome: LengthsResult) -> str:
+        return (
+            f"{run.point}, seed {run.seed}: {run.system} done, {outcome.num_steps} steps, "
+            f"{outcome.seconds:.0f} s"
+        )
+
+    def report(self, console: Console, points: Sequence[LengthsPoint]) -> None:
+        for name, estimates in points:
+            _print_pool(console, f"{name}, density {self.density:g}", estimates)
+
+    def as_json(self, points: Sequence[LengthsPoint]) -> dict[str, Any]:
         return {
-            "scenario": "blendserve-lengths",
             "hardware": HARDWARE,
-            "density": experiment.density,
-            "num_requests": experiment.num_requests,
-            "interference": experiment.interference,
-            "num_seeds": experiment.num_seeds,
+            "density": self.density,
+            "num_requests": self.requests,
+            "interference": self.interference,
             "checkpoints": CHECKPOINTS,
             "pools": {
                 name: {estimate: asdict(figures) for estimate, figures in estimates.items()}
-                for name, estimates in self.pools.items()
+                for name, estimates in points
             },
         }
 
 
-def compare_lengths(
-    experiment: LengthsExperiment,
-    num_processes: int = 1,
-    on_done: Callable[[LengthsRun, LengthsResult], None] = lambda *_: None,
-    progress: SweepProgress | None = None,
-) -> LengthsComparison:
-    """Run every estimate on every pool. ``on_done`` is called after each, in order.
+app = command_of(LengthsStudy)
 
-    Results do not depend on ``num_processes``. Raises: ConfigError.
-    """
-    experiment.validate()
-    runs = experiment.runs()
-    found: dict[str, dict[EstimateName, list[LengthsResult]]] = {}
-    with processes(num_processes, progress) as pool:
-        for run, result in zip(runs, pool.map(run_lengths, runs), strict=True):
-            found.setdefault(run.pool.lengths, {}).setdefault(run.estimate, []).append(result)
-            on_done(run, result)
-    comparison = LengthsComparison(experiment)
-    for name, estimates in found.items():
-        comparison.pools[name] = {
-            estimate: LengthsFigures.mean(results) for estimate, results in estimates.items()
+_FIGURES = {
+    "tokens_per_s": ("tokens/s", ".0f"),
+    "of_optimum": ("/ achievable optimum", ".3f"),
+    "speedup": (f"/ {REFERENCE}", ".3f"),
+    "num_preemptions": ("preempted", ".0f"),
+} | {f"error {share:g}": (f"density error at {share:.0%}", ".2f") for share in CHECKPOINTS}
+
+
+def _print_pool(console: Console, title: str, estimates: dict[EstimateName, LengthsFigures]) -> None:
+    reference = estimates.get(REFERENCE)
+    columns: dict[str, dict[str, object]] = {
+        estimate: {
+            **asdict(figures),
+            "speedup": None if reference is None else figures.tokens_per_s / reference.tokens_per_s,
+            **{f"error {share:g}": error for share, error in zip(CHECKPOINTS, figures.errors, strict=True)},
         }
-    return comparison
+        for estimate, figures in estimates.items()
+    }
+    print_rows(console, title, _FIGURES, columns)
+    console.print(
+        "Density errors: of the density predicted for what has not ended, relative, when so many requests "
+        "have ended."
+    )

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from backfill.costs.hardware import load_hardware_profile
 from backfill.costs.load import StepLoad
 from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
-from backfill.simulation.blend_mix import Mix, MixSpec, draw_mix
-from backfill.simulation.blend_run import HARDWARE
-from backfill.simulation.optimal_work import PoolWork, Work, WorkModel
 from backfill.simulation.replay import Lengths
-from tests.simulation.small_sources import small_sources
+from experiments.blendserve.mix import Mix, MixSpec, draw_mix
+from experiments.blendserve.optimum import PoolWork, Work, WorkModel
+from experiments.blendserve.pool import HARDWARE
+from tests.experiments.small_sources import small_sources
 
 COST = OverlappedCostModel.of(load_hardware_profile(HARDWARE).costs.cost, INTERFERENCE["blendserve"])
 MODEL = WorkModel.of(COST)

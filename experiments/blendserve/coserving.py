@@ -1,0 +1,255 @@
+"""Orders of an offline pool beside online traffic whose kind changes (ours, not the paper's)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import fmean
+from typing import Any, ClassVar, NamedTuple, cast
+
+from rich.console import Console
+
+from backfill.blending.requests import OrderName
+from backfill.cli.sweeps import names_of
+from backfill.cli.tables import print_rows
+from backfill.core.errors import ConfigError
+from backfill.core.options import internal
+from backfill.costs.overlap import INTERFERENCE
+from backfill.simulation.sweep import check_names, check_positive
+from experiments.blendserve.coserving_run import (
+    SLO_OF_ALL,
+    CoserveResult,
+    CoserveRun,
+    run_coserving,
+)
+from experiments.blendserve.mix import MixSpec
+from experiments.blendserve.pool import HARDWARE
+from experiments.blendserve.sources import COMPUTE_SOURCES
+from experiments.blendserve.traffic import TRAFFICS, OnlineTraffic, TrafficName
+from experiments.study import Outcomes, Run, Study, command_of
+
+LONG_SOURCE = "reasoning"
+_SHARING = 0.35
+
+
+class Variant(NamedTuple):
+    """An order, and whether its pool is told what online requests use."""
+
+    order: OrderName
+    knows_online: bool
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "fcfs": Variant("fcfs", knows_online=False),
+    "dfs": Variant("dfs", knows_online=False),
+    "blend": Variant("blend", knows_online=False),
+    "blend-online": Variant("blend", knows_online=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CoserveFigures:
+    """One variant beside one traffic, means over the seeds; see ``CoserveResult``."""
+
+    offline_tok_s: float
+    offline_rps: float
+    optimal_s_per_s: float
+    of_optimum: float
+    offline_compute: float
+    offline_memory: float
+    imbalance: float
+    ttft_attainment: float
+    tpot_attainment: float
+    ttft_p99_s: float
+    num_preemptions: float
+    recomputed_share: float
+
+    @classmethod
+    def mean(cls, results: Sequence[CoserveResult]) -> CoserveFigures:
+        return cls(
+            fmean(each.offline_tok_s for each in results),
+            fmean(each.offline_rps for each in results),
+            fmean(each.optimal_s_per_s for each in results),
+            fmean(each.of_optimum for each in results),
+            fmean(each.offline.compute_s for each in results),
+            fmean(each.offline.memory_s for each in results),
+            fmean(each.imbalance for each in results),
+            fmean(each.ttft_attainment for each in results),
+            fmean(each.tpot_attainment for each in results),
+            fmean(each.ttft_p99_s for each in results),
+            fmean(each.num_preemptions for each in results),
+            fmean(each.recomputed_share for each in results),
+        )
+
+
+class CoservePoint(NamedTuple):
+    """Figures of each variant beside one traffic, and the first seed's results, for its usage over time."""
+
+    traffic: TrafficName
+    figures: dict[str, CoserveFigures]
+    first: dict[str, CoserveResult]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coserving(Study[CoservePoint]):
+    """Run an offline pool in several orders beside online traffic whose kind changes, under policy `slo`.
+
+    Prints offline throughput, and how many online requests meet their objectives.
+
+    Attributes:
+        traffics: online traffic, separated by commas: alternating (prompt-heavy and decode-heavy requests by
+            turns), steady (both at any time). Default: both.
+        variants: orders of the offline pool, separated by commas: fcfs, dfs, blend, blend-online (the pool is
+            told what online requests use). Default: all.
+        source: compute-bound requests of the pool: burstgpt, azure, sharegpt or wildchat. MMLU and long
+            answers are mixed with them.
+        density: compute density of the pool.
+        requests: requests of the pool. They must outlast the run.
+        load: share of the device's time that online requests take by themselves.
+        phase: seconds of a phase of the alternating traffic.
+        cv: variation of the gaps between online requests; 1 is Poisson.
+        duration: seconds of online traffic; the first 120 s are not counted in offline figures.
+        interference: how compute and memory traffic of a step disturb each other: blendserve, nanoflow,
+            ideal (not at all) or sequential (they do not overlap).
+        warmup_s: seconds that are not counted in the offline figures.
+    """
+
+    traffics: str | None = None
+    variants: str | None = None
+    source: str = "burstgpt"
+    density: float = 1.0
+    requests: int = 16_000
+    load: float = 0.4
+    phase: float = 120.0
+    cv: float = 1.0
+    duration: float = 600.0
+    interference: str = "blendserve"
+    warmup_s: float = internal(120.0)
+
+    scenario: ClassVar[str] = "blendserve-coserving"
+    title: ClassVar[str] = "Orders of an offline pool beside online traffic"
+    writes: ClassVar[str] = "json"
+    tells_progress: ClassVar[bool] = True
+
+    def validate(self) -> None:
+        """Raises: ConfigError."""
+        super().validate()
+        check_names("traffics", self._traffics, TRAFFICS)
+        check_names("variants", self._variants, VARIANTS)
+        check_names("source", (self.source,), COMPUTE_SOURCES)
+        check_names("interference", (self.interference,), INTERFERENCE)
+        check_positive(
+            density=self.density,
+            requests=self.requests,
+            load=self.load,
+            phase=self.phase,
+            cv=self.cv,
+        )
+        if not 0.0 <= self.warmup_s < self.duration < float("inf"):
+            raise ConfigError(
+                f"`duration` must be above the {self.warmup_s:g} s that are not counted, "
+                f"got {self.duration:g}."
+            )
+        if not self.load < 1.0:
+            raise ConfigError(f"`load` must be below 1, the whole device, got {self.load:g}.")
+
+    @property
+    def _traffics(self) -> tuple[TrafficName, ...]:
+        return cast("tuple[TrafficName, ...]", names_of(self.traffics, TRAFFICS))
+
+    @property
+    def _variants(self) -> tuple[str, ...]:
+        return names_of(self.variants, tuple(VARIANTS))
+
+    def runs(self, seeds: Sequence[int]) -> list[Run]:
+        """Variants on one pool after another, so that it is drawn once. Raises: ConfigError."""
+        return [
+            Run(traffic, name, seed, partial(run_to_the_end, name, self.run_of(traffic, name, seed)))
+            for seed, traffic in itertools.product(seeds, self._traffics)
+            for name in self._variants
+        ]
+
+    def run_of(self, traffic: TrafficName, variant: str, seed: int) -> CoserveRun:
+        return CoserveRun(
+            MixSpec(self.source, self.density, _SHARING, self.requests, seed, long=LONG_SOURCE),
+            OnlineTraffic(
+                name=traffic,
+                load=self.load,
+                phase_s=self.phase,
+                cv=self.cv,
+                duration_s=self.duration,
+                seed=seed,
+            ),
+            *VARIANTS[variant],
+            self.interference,
+            self.warmup_s,
+        )
+
+    def point(self, setting: TrafficName, outcomes: Outcomes) -> CoservePoint:
+        return CoservePoint(
+            setting,
+            {name: CoserveFigures.mean(of_seeds) for name, of_seeds in outcomes.items()},
+            {name: of_seeds[0] for name, of_seeds in outcomes.items()},
+        )
+
+    def describe(self, run: Run, outcome: CoserveResult) -> str:
+        return f"{run.point}, seed {run.seed}: {run.system} done"
+
+    def report(self, console: Console, points: Sequence[CoservePoint]) -> None:
+        for traffic, figures, _ in points:
+            columns = {name: asdict(each) for name, each in figures.items()}
+            print_rows(console, f"{traffic} traffic, load {self.load:g}", _FIGURES, columns)
+
+    def as_json(self, points: Sequence[CoservePoint]) -> dict[str, Any]:
+        return {
+            "hardware": HARDWARE,
+            "ttft_slo_s": SLO_OF_ALL.ttft_s,
+            "tpot_slo_s": SLO_OF_ALL.tpot_s,
+            "source": self.source,
+            "density": self.density,
+            "num_requests": self.requests,
+            "load": self.load,
+            "phase_s": self.phase,
+            "cv": self.cv,
+            "warmup_s": self.warmup_s,
+            "duration_s": self.duration,
+            "interference": self.interference,
+            "traffics": {
+                traffic: {
+                    name: {**asdict(each), "usage": first[name].usage.tolist()}
+                    for name, each in figures.items()
+                }
+                for traffic, figures, first in points
+            },
+        }
+
+
+app = command_of(Coserving)
+
+
+def run_to_the_end(variant: str, run: CoserveRun) -> CoserveResult:
+    """Raises: ConfigError where the pool ran dry."""
+    result = run_coserving(run)
+    if result.num_left == 0:
+        raise ConfigError(
+            f"`requests`: {run.mix.num_requests} offline requests are too few; all had begun before the end "
+            f"of {run.traffic.duration_s:g} s ({variant})."
+        )
+    return result
+
+
+_FIGURES = {
+    "offline_tok_s": ("offline tok/s", ".0f"),
+    "offline_rps": ("offline req/s", ".2f"),
+    "optimal_s_per_s": ("optimal s/s", ".3f"),
+    "of_optimum": ("/ optimum", ".3f"),
+    "offline_compute": ("compute s/s", ".3f"),
+    "offline_memory": ("memory s/s", ".3f"),
+    "imbalance": ("imbalance", ".1%"),
+    "ttft_attainment": ("TTFT met", ".2%"),
+    "tpot_attainment": ("TPOT met", ".2%"),
+    "num_preemptions": ("preempted", ".0f"),
+    "recomputed_share": ("recomputed", ".1%"),
+}

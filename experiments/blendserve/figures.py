@@ -1,0 +1,303 @@
+"""BlendServe's evaluation (sections 5.2 to 5.4, appendix A.2) on a simulated A100."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
+
+import numpy as np
+from rich.console import Console
+
+from backfill.blending.requests import OrderName
+from backfill.cli.plots import check_folder
+from backfill.cli.sweeps import names_of, numbers_of
+from backfill.core.errors import ConfigError
+from backfill.costs.overlap import INTERFERENCE
+from backfill.simulation.sweep import check_names, check_positive
+from experiments.blendserve.mix import MixSpec
+from experiments.blendserve.points import PointFile, settings_of
+from experiments.blendserve.pool import HARDWARE, PoolResult, PoolRun, run_pool
+from experiments.blendserve.result import (
+    BLEND,
+    GRID_DENSITIES,
+    GRID_FIGURES,
+    GRID_SHARINGS,
+    ORDERS,
+    REFERENCE,
+    TRACES,
+    BlendPoint,
+    OrderFigures,
+    Target,
+    speedups_of,
+)
+from experiments.blendserve.sources import COMPUTE_SOURCES
+from experiments.blendserve.tables import print_grid, print_point, print_sources, print_summary, print_usage
+from experiments.study import Outcomes, PointStore, Run, Study, command_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_ROW_INCHES = 2.2
+# A grid of few points still has room for its title, and one whose points gain the same for a scale.
+_LEAST_INCHES = (6.4, 2.8)
+_LEAST_SPAN = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pools(Study[BlendPoint]):
+    """Orders of pools that are drawn one by one.
+
+    Attributes:
+        source: compute-bound requests of the pools: burstgpt, azure, sharegpt or wildchat. MMLU and videos
+            are mixed with them.
+        source_lengths: CSV of their prompt and output lengths, instead of those drawn.
+        requests: requests of a pool.
+        orders: orders to run, separated by commas: fcfs, random, dfs, batchllm, blend.
+        interference: how compute and memory traffic of a step disturb each other: blendserve, nanoflow,
+            ideal (not at all) or sequential (they do not overlap).
+    """
+
+    source: str = "burstgpt"
+    source_lengths: Path | None = None
+    requests: int = 100_000
+    orders: str = ",".join(ORDERS)
+    interference: str = "blendserve"
+
+    tells_progress: ClassVar[bool] = True
+
+    def targets(self) -> list[Target]:
+        """Raises: ConfigError."""
+        raise NotImplementedError
+
+    @property
+    def all_orders(self) -> tuple[OrderName, ...]:
+        return cast("tuple[OrderName, ...]", names_of(self.orders))
+
+    def validate(self) -> None:
+        """Raises: ConfigError."""
+        super().validate()
+        check_names("source", (self.source,), COMPUTE_SOURCES)
+        check_names("orders", self.all_orders, get_args(OrderName))
+        check_names("interference", (self.interference,), INTERFERENCE)
+        check_positive(requests=self.requests)
+        for target in self.targets():
+            check_positive(densities=target.density)
+            if not 0.0 <= target.sharing < 1.0:
+                raise ConfigError(f"`sharings` must be at least 0 and below 1, got {target.sharing:g}.")
+
+    def mix(self, target: Target, seed: int) -> MixSpec:
+        return MixSpec(self.source, target.density, target.sharing, self.requests, seed, self.source_lengths)
+
+    def runs(self, seeds: Sequence[int]) -> list[Run]:
+        """Orders of one pool after another, so that a process draws few pools twice."""
+        return [
+            Run(
+                target,
+                order,
+                seed,
+                partial(run_pool, PoolRun(self.mix(target, seed), order, self.interference)),
+            )
+            for target, seed in itertools.product(self.targets(), seeds)
+            for order in self.all_orders
+        ]
+
+    def point(self, setting: Target, outcomes: Outcomes) -> BlendPoint:
+        first = next(iter(outcomes.values()))
+        results = cast("Mapping[OrderName, Sequence[PoolResult]]", outcomes)
+        return BlendPoint(
+            setting,
+            first[0].drawn,
+            first[0].num_requests,
+            {order: OrderFigures.mean(of_order) for order, of_order in results.items()},
+            {order: of_order[0] for order, of_order in results.items()},
+            len(first),
+        )
+
+    def describe(self, run: Run, outcome: PoolResult) -> str:
+        target = cast("Target", run.point)
+        return (
+            f"density {target.density:g}, sharing {target.sharing:g}, seed {run.seed}: {run.system} done, "
+            f"{outcome.num_steps} steps, {outcome.seconds:.0f} s on the simulated device"
+        )
+
+    def as_json(self, points: Sequence[BlendPoint]) -> dict[str, Any]:
+        speedups = speedups_of(points)
+        return {
+            "hardware": HARDWARE,
+            "source": self.source,
+            "num_requests": self.requests,
+            "interference": self.interference,
+            "points": [point.as_json() for point in points],
+            "speedup_mean": fmean(speedups) if speedups else None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table2(Pools):
+    """Run the four pools of BlendServe's table 2 in each order: throughput, prefix sharing, optimum."""
+
+    scenario: ClassVar[str] = "blendserve-table2"
+    title: ClassVar[str] = "BlendServe, table 2 and figures 6 and 7"
+    writes: ClassVar[str] = "json"
+
+    def targets(self) -> list[Target]:
+        return list(TRACES.values())
+
+    def report(self, console: Console, points: Sequence[BlendPoint]) -> None:
+        print_sources(console, self.source, self.source_lengths)
+        for name, point in zip(TRACES, points, strict=True):
+            print_point(console, name, point)
+        print_summary(console, points)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid(Pools):
+    """Run BlendServe's figures 9 to 12: throughput of `blend` over `dfs`, against density and sharing.
+
+    Figure 9 is of burstgpt, 10 of azure, 11 of sharegpt, 12 of wildchat.
+
+    Attributes:
+        densities: compute densities of the pools, separated by commas. Default: 0.8 to 1.4 by 0.05.
+        sharings: shares of tokens that a perfect prefix cache saves, separated by commas. Default: 0.05 to
+            0.45 by 0.1.
+        output: file of JSON lines to which each point is appended once it has run. Points that it has
+            are not run again, so an interrupted grid goes on. Points of other settings are refused.
+    """
+
+    requests: int = 40_000
+    orders: str = f"{REFERENCE},{BLEND}"
+    densities: str | None = None
+    sharings: str | None = None
+    output: Path | None = None
+
+    scenario: ClassVar[str] = "blendserve-grid"
+    title: ClassVar[str] = "BlendServe, figures 9 to 12"
+
+    def heading(self) -> str:
+        figure = GRID_FIGURES[self.source]
+        return f"BlendServe, figure {figure}: {self.source}, mmlu and openvid"
+
+    def validate(self) -> None:
+        """Raises: ConfigError."""
+        super().validate()
+        check_folder("output", self.output)
+
+    def targets(self) -> list[Target]:
+        densities = numbers_of("densities", self.densities, GRID_DENSITIES)
+        sharings = numbers_of("sharings", self.sharings, GRID_SHARINGS)
+        return [Target(density, sharing) for sharing in sharings for density in densities]
+
+    @contextmanager
+    def store(self, console: Console, num_seeds: int) -> Iterator[PointStore[BlendPoint]]:
+        if self.output is None:
+            with super().store(console, num_seeds) as nothing:
+                yield nothing
+            return
+        targets = self.targets()
+        settings = settings_of(self.mix(targets[0], 1), self.all_orders, self.interference, num_seeds)
+        with closing(PointFile(self.output, settings)) as file:
+            num_finished = sum(target in file.finished for target in targets)
+            line = f"{num_finished} of {len(targets)} points are in {self.output}"
+            console.print(line, markup=False, soft_wrap=True)
+            yield file
+
+    def report(self, console: Console, points: Sequence[BlendPoint]) -> None:
+        print_grid(console, self.source, points)
+
+    def cannot_draw(self, points: Sequence[BlendPoint]) -> str | None:
+        return None if speedups_of(points) else f"it compares {BLEND} with {REFERENCE}"
+
+    def draw(self, figure: Figure, points: Sequence[BlendPoint]) -> None:
+        """Colours begin at 1, or at the least value below it, so that they say how much is gained."""
+        densities = sorted({point.target.density for point in points})
+        sharings = sorted({point.target.sharing for point in points}, reverse=True)
+        values = np.full((len(sharings), len(densities)), np.nan)
+        for point in points:
+            row, column = sharings.index(point.target.sharing), densities.index(point.target.density)
+            values[row, column] = np.nan if (speedup := point.speedup()) is None else speedup
+        least_width, least_height = _LEAST_INCHES
+        size = max(1.5 + 0.7 * len(densities), least_width), max(1.5 + 0.6 * len(sharings), least_height)
+        figure.set_size_inches(size)
+        axes = figure.subplots()
+        least = np.nanmin(values, initial=1.0)
+        most = np.nanmax(values, initial=least + _LEAST_SPAN)
+        image = axes.imshow(values, cmap="viridis", aspect="auto", vmin=least, vmax=most)
+        for (row, column), value in np.ndenumerate(values):
+            if not np.isnan(value):
+                is_light = value > (least + most) / 2
+                axes.text(
+                    column,
+                    row,
+                    f"{value:.2f}",
+                    ha="center",
+                    va="center",
+                    color="black" if is_light else "white",
+                    fontsize=8,
+                )
+        axes.set_xticks(range(len(densities)), [f"{each:g}" for each in densities])
+        axes.set_yticks(range(len(sharings)), [f"{each:g}" for each in sharings])
+        axes.set(xlabel="compute density", ylabel="prefix sharing")
+        num_seeds = points[0].num_seeds
+        seeds = f", mean of {num_seeds} seeds" if num_seeds > 1 else ""
+        axes.set_title(
+            f"Throughput of {BLEND} over {REFERENCE}\n{self.source}, mmlu and openvid; "
+            f"{self.requests:,} requests a point{seeds}",
+            fontsize=10,
+        )
+        figure.colorbar(image)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsageStudy(Pools):
+    """Plot BlendServe's figure 8: compute and memory time of the steps, in each order.
+
+    Attributes:
+        trace: number of the pool in the paper's table 2.
+    """
+
+    orders: str = f"{REFERENCE},{BLEND}"
+    trace: int = 2
+
+    scenario: ClassVar[str] = "blendserve-usage"
+    title: ClassVar[str] = "BlendServe, figure 8"
+
+    def heading(self) -> str:
+        return f"{self.title}: trace {self.trace}"
+
+    def targets(self) -> list[Target]:
+        if not 1 <= self.trace <= len(TRACES):
+            raise ConfigError(f"`trace` must be 1 to {len(TRACES)}, got {self.trace}.")
+        return [list(TRACES.values())[self.trace - 1]]
+
+    def report(self, console: Console, points: Sequence[BlendPoint]) -> None:
+        print_point(console, f"trace {self.trace}", points[0])
+        print_usage(console, points[0])
+
+    def as_json(self, points: Sequence[BlendPoint]) -> dict[str, Any]:
+        return {**super().as_json(points), "usage": points[0].usage_as_json()}
+
+    def draw(self, figure: Figure, points: Sequence[BlendPoint]) -> None:
+        """Compute and memory seconds of steps, a row for each order with the same axes."""
+        (point,) = points
+        figure.set_size_inches(10, 1 + _ROW_INCHES * len(point.usage))
+        figure.suptitle(
+            f"Resources of a step, density {point.target.density:g}, sharing {point.target.sharing:g}"
+        )
+        axes = figure.subplots(len(point.usage), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
+        for axis, (order, result) in zip(axes, point.usage.items(), strict=True):
+            steps = np.linspace(0, result.num_steps, len(result.compute_s))
+            axis.plot(steps, 1000 * result.compute_s, label="compute", color="#b2182b")
+            axis.plot(steps, 1000 * result.memory_s, label="memory", color="#2166ac")
+            axis.set(ylabel=f"{order}\nms alone")
+        axes[0].set_ylim(bottom=0)
+        axes[0].legend(fontsize=8)
+        axes[-1].set(xlabel="step")
+
+
+table2_app, grid_app, usage_app = map(command_of, (Table2, Grid, UsageStudy))
