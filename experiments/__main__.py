@@ -30,6 +30,15 @@ PAPERS = {
         "cache": Command("bros.cache:app", "Figure 13: two requests in a block."),
         "overhead": Command("bros.overhead:app", "Figure 14: what scheduling takes of an iteration."),
     },
+    "conserve": {
+        "fig5": Command("conserve.figures:fig5_app", "Figure 5: a conversation trace with a burst."),
+        "fig6": Command("conserve.figures:fig6_app", "Figure 6: load ON, OFF and ON again."),
+        "fig7": Command("conserve.figures:fig7_app", "Figure 7: burstiness and rates."),
+        "fig8": Command("conserve.figures:fig8_app", "Figure 8: one optimisation after another."),
+        "slow-1": Command("conserve.figures:slow_1_app", "Chats beside a batch on an A100 (ours)."),
+        "slow-10": Command("conserve.figures:slow_10_app", "The same on a device ten times as slow."),
+        "slow-100": Command("conserve.figures:slow_100_app", "The same on a device a hundred times as slow."),
+    },
     "selectn": {
         "slo": Command("selectn.figures:slo_app", "Figure 9: latency over its objective."),
         "memory": Command("selectn.figures:memory_app", "Figure 10: host memory and throughput."),

@@ -57,7 +57,7 @@ RUN = {
     "--offline-mode none --result alone.json": (
         "--base-url {url} --duration 1 --warmup 0 --rate 5 --input-len 8 --output-len 4"
     ),
-    f"{_BACKFILL} simulate conserve-fig5 --online-trace splitwise_conv.csv --offline-lengths "
+    f"{_EXPERIMENTS} conserve fig5 --online-trace splitwise_conv.csv --offline-lengths "
     "arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv --json": "--policies online-only",
     f"{_BACKFILL} simulate run --hardware a100-40g-llama-2-7b --online online.csv --offline offline.csv "
     "--ttft-slo 1.5 --tpot-slo 0.11 --rate 2 --duration 300 --seeds 5": "--duration 5 --seeds 2",
@@ -70,7 +70,7 @@ PARSED = {
     f"{_BACKFILL} serve Qwen/Qwen3-0.6B --kv-gib 4": "a download of 1.5 GB",
     f"{_BACKFILL} run-batch -i questions.jsonl -o answers.jsonl --model smollm2-135m-instruct": "run above",
     f"{_BACKFILL} profile": "tests/api/servers.py runs it for every small server",
-    f"{_BACKFILL} simulate conserve-fig5": "run above, with traces; without: tests/simulation",
+    f"{_EXPERIMENTS} conserve fig5": "run above, with traces; without: tests/simulation",
     f"{_BACKFILL} simulate run --hardware a100-80g-llama-3-70b --tensor-parallel-size 4 "
     "--pipeline-parallel-size 2 --online online.csv --offline offline.csv --ttft-slo 3 --tpot-slo 0.2": (
         "as the one above; tests/costs and tests/simulation have its parts"
@@ -178,7 +178,7 @@ PARSED = {
     "backfill run-batch": "a name",
     "backfill simulate fleet": "a name",
     "backfill profile": "a name",
-    "backfill simulate": "a name",
+    "backfill simulate run": "a name",
     "backfill bench serve": "a name",
     "backfill bench coserve": "a name",
 }
@@ -193,6 +193,7 @@ OTHERS = {
     "pip install 'backfill[postgres]'",
     "pip install 'ray[default]'",
     ".venv/bin/python",
+    ".venv/bin/python -m experiments",
 }
 # Run by tests/router/test_proxy.py with other addresses.
 _ENGINES = "http://127.0.0.1:8080/router/engines"

@@ -76,7 +76,7 @@ def test_an_interrupt_while_a_command_loads_is_one_line(
     arguments = {
         "serve": (str(small_model), "--port", "0", "--data-dir", str(tmp_path / "data"), *SMALL_MODEL),
         "run-batch": run_batch_options(small_model),
-        "simulate": ("conserve-fig5",),
+        "simulate": ("run", "--hardware", "a", "--online", "b", "--offline", "c"),
         "bench serve": ("--base-url", "http://127.0.0.1:1"),
         "profile": (str(small_model), *SMALL_MODEL, "--out", "profile.json"),
         "pull": ("model.gguf", "--download-dir", str(tmp_path / "models")),

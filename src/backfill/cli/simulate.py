@@ -1,33 +1,23 @@
-"""``backfill simulate``: the experiments of the papers on simulated devices."""
+"""``backfill simulate``: an operator's questions about traffic, in simulated time."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cyclopts import App
 from rich.console import Console
 
-from backfill.cli.command import command
-from backfill.cli.interrupts import interruptible
+from backfill.cli.help import HelpText
 from backfill.cli.plots import NEEDS, can_plot, check_folder, check_plot
 from backfill.cli.tables import print_figures
 from backfill.core.config import at_least
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types
 from backfill.simulation.metrics import PolicyMetrics
-from backfill.simulation.scenarios import VARIANTS, Inputs, Scenario, build_scenario
-from backfill.simulation.seeds import FIRST_REPORTED_SEED, SeededResult, run_seeds
-
-_FIGURES = (
-    "ttft_p50_s ttft_p99_s itl_p50_s itl_p99_s ttft_attainment itl_attainment attainment goodput_rps "
-    "total_tok_s online_tok_s offline_tok_s recomputed_token_share restored_token_share scheduling_time_share"
-)
-# Where the traces of docs/simulation.md are published.
-_TRACES = "https://github.com/microsoft/vidur/tree/main/data/processed_traces"
-_CONVERSATIONS = "splitwise_conv.csv"
-_SUMMARIES = "arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv"
+from backfill.simulation.scenarios import VARIANTS, Scenario
+from backfill.simulation.seeds import FIRST_REPORTED_SEED, SeededResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,63 +41,6 @@ class SeedOptions:
 
     def all(self) -> range:
         return range(self.first_seed, self.first_seed + self.seeds)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
-    """One experiment.
-
-    Attributes:
-        scenario: one of conserve-fig5, conserve-fig6, conserve-fig7, conserve-fig8, slow-1, slow-10 and
-            slow-100.
-        policies: policies to run, separated by commas; the paper's by default.
-        online_trace: CSV of a conversation trace with arrival times (figure 5).
-        offline_lengths: CSV of prompt and output lengths of the offline work.
-        exact: a device without noise and host time, and an engine that predicts it perfectly.
-        plot: PNG to write; SCENARIO.png by default, if matplotlib is installed.
-        json: end with one JSON object on a line.
-    """
-
-    scenario: str
-    policies: str | None = None
-    online_trace: Path | None = None
-    offline_lengths: Path | None = None
-    exact: bool = False
-    plot: Path | None = None
-    json: bool = False
-
-    def validate(self) -> None:
-        """Raises: ConfigError."""
-        check_types(self)
-        if self.online_trace is not None and self.scenario != "conserve-fig5":
-            raise ConfigError(
-                "`online_trace` is for conserve-fig5; the requests of the others have one length."
-            )
-        _check_trace("online_trace", self.online_trace, _CONVERSATIONS)
-        _check_trace("offline_lengths", self.offline_lengths, _SUMMARIES)
-
-
-def simulate(options: SimulateOptions, seeds: SeedOptions) -> None:
-    """Run an experiment of ConServe, or one of the commands below, and print its figures beside the paper's.
-
-    Without traces the workloads are drawn with the published traces' means and variation. `backfill simulate
-    run` takes your own traffic.
-    """
-    console = Console()
-    path = plot_path(options.plot, f"{options.scenario}.png")
-    first = _build(options, seeds.first_seed)
-    policies = policy_names(options.policies) or first.policies
-    print_scenario(console, first, path)
-    with interruptible():
-        result = run_seeds(
-            lambda seed: _build(options, seed),
-            seeds.all(),
-            policies,
-            lambda seed, setting, policy, metrics: print_done(console, seed, setting, policy, metrics),
-        )
-    print_result(console, result, _FIGURES, path)
-    if options.json:
-        print(json.dumps(result.as_json()))
 
 
 def policy_names(policies: str | None) -> tuple[str, ...] | None:
@@ -164,38 +97,14 @@ def print_result(console: Console, result: SeededResult, figures: str, plot: Pat
         console.print(f"wrote {plot}", markup=False, soft_wrap=True)
 
 
-app = command(
-    simulate,
-    {
-        "Experiment": "scenario policies online_trace offline_lengths exact",
-        "Seeds": "seeds first_seed",
-        "Output": "plot json",
-    },
-    positional="scenario",
-    prefix="BACKFILL_SIMULATE_",
-)
+app = App(name="simulate", help="Run the serving code in simulated time.", help_formatter=HelpText())
 app.command("backfill.cli.simulate_run:app", name="run", help="Run your own traffic in simulated time.")
 app.command("backfill.cli.simulate_fleet:app", name="fleet", help="Compare routers of a fleet of replicas.")
 app.command("backfill.cli.simulate_goodput:app", name="goodput", help="Sweep goodput against load.")
 
 
-def _build(options: SimulateOptions, seed: int) -> Scenario:
-    """Raises: ConfigError."""
-    scenario = build_scenario(options.scenario, Inputs(options.online_trace, options.offline_lengths, seed))
-    return scenario.exact() if options.exact else scenario
-
-
 def _title(setting: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in setting.items())
-
-
-def _check_trace(field: str, path: Path | None, published_as: str) -> None:
-    """Raises: ConfigError that says where such a file is published."""
-    if path is not None and not path.exists():
-        raise ConfigError(
-            f"`{field}` {path} cannot be read: there is no such file. "
-            f"The one of docs/simulation.md is {published_as} of {_TRACES}."
-        )
 
 
 def _print_point(console: Console, index: int, result: SeededResult, figures: str) -> None:

@@ -12,7 +12,8 @@ from backfill.costs.hardware import load_hardware_profile
 from backfill.scheduling.objectives import server_slo
 from backfill.simulation.goodput import GoodputSweep, run_goodput
 from backfill.simulation.metrics import PolicyMetrics
-from backfill.simulation.scenarios import Inputs, build_scenario, run_scenario
+from backfill.simulation.scenarios import run_scenario
+from experiments.conserve.figures import Inputs, build_scenario
 
 HARDWARE = "a100-40g-llama-2-7b"
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from backfill.simulation.metrics import PolicyMetrics
-from backfill.simulation.scenarios import Inputs, Scenario, build_scenario
+from backfill.simulation.scenarios import Scenario
 from backfill.simulation.seeds import (
     FIRST_REPORTED_SEED,
     TUNING_SEED,
@@ -16,6 +16,8 @@ from backfill.simulation.seeds import (
     run_seeds,
     spread_of,
 )
+from experiments.__main__ import app
+from experiments.conserve.figures import Inputs, build_scenario
 from tests.cli.running import run_cli_here
 
 POLICIES = ("online-only", "slo")
@@ -104,6 +106,6 @@ def test_json_has_medians_and_every_run(result: SeededResult) -> None:
     ],
 )
 def test_bad_seeds_are_refused(arguments: list[str], message: str) -> None:
-    refused = run_cli_here("simulate", "conserve-fig6", *arguments)
+    refused = run_cli_here("conserve", "fig6", *arguments, commands=app)
     assert refused.returncode == 1
     assert message in refused.stderr

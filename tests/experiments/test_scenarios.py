@@ -10,19 +10,19 @@ import pytest
 
 from backfill.core.errors import ConfigError
 from backfill.core.request import ServiceClass
-from backfill.simulation.plot import COLOURS, save_plot
+from backfill.simulation.plot import save_plot
 from backfill.simulation.scenarios import (
+    COLOURS,
     VARIANTS,
-    Inputs,
     Point,
     Scenario,
-    build_scenario,
     run_scenario,
-    scenario_names,
 )
 from backfill.simulation.workloads import Lengths, conversation_workload, summarization_lengths
 from backfill.workloads.arrivals import Phase, reshaped
-from tests.cli.running import run_cli, run_cli_here
+from experiments.__main__ import app
+from experiments.conserve.figures import Inputs, build_scenario, scenario_names
+from tests.cli.running import run_cli_here
 
 FIGURE_8_S = 100.0
 
@@ -87,7 +87,9 @@ def test_drawn_summaries_have_the_published_means() -> None:
 
 def test_simulate_ends_with_one_json_object_and_writes_a_plot(tmp_path: Path) -> None:
     plot = tmp_path / "fig6.png"
-    done = run_cli("simulate", "conserve-fig6", "--policies", "online-only", "--json", "--plot", str(plot))
+    done = run_cli_here(
+        "conserve", "fig6", "--policies", "online-only", "--json", "--plot", str(plot), commands=app
+    )
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout.splitlines()[-1])
     assert content["scenario"] == "conserve-fig6"
@@ -101,16 +103,14 @@ def test_simulate_ends_with_one_json_object_and_writes_a_plot(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["conserve-fig9"], "There is no scenario 'conserve-fig9'"),
-        (["conserve-fig5", "--policies", "lifo"], "there is no policy 'lifo'"),
-        (["conserve-fig5", "--policies", ","], "--policies names none"),
-        (["conserve-fig5", "--online-trace", "missing.csv"], "missing.csv cannot be read"),
-        (["conserve-fig6", "--online-trace", "missing.csv"], "--online-trace is for conserve-fig5"),
-        (["conserve-fig5", "--plot", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
+        (["fig5", "--policies", "lifo"], "there is no policy 'lifo'"),
+        (["fig5", "--policies", ","], "--policies names none"),
+        (["fig5", "--online-trace", "missing.csv"], "missing.csv cannot be read"),
+        (["fig5", "--plot", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
-    done = run_cli_here("simulate", *arguments)
+    done = run_cli_here("conserve", *arguments, commands=app)
     assert done.returncode == 1
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
@@ -119,7 +119,7 @@ def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
 def test_a_trace_without_times_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("num_prefill_tokens,num_decode_tokens\n" + "10,10\n" * 3000)
-    done = run_cli_here("simulate", "conserve-fig5", "--online-trace", str(path))
+    done = run_cli_here("conserve", "fig5", "--online-trace", str(path), commands=app)
     assert done.returncode == 1
     assert "has no arrival times" in done.stderr
 
@@ -132,7 +132,7 @@ def test_a_trace_without_times_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_trace_that_is_missing_says_where_it_is_published(option: str, file: str) -> None:
-    done = run_cli_here("simulate", "conserve-fig5", option, "missing.csv")
+    done = run_cli_here("conserve", "fig5", option, "missing.csv", commands=app)
     assert done.returncode == 1
     assert f"{option} missing.csv cannot be read" in done.stderr
     assert f"{file} of https://github.com/microsoft/vidur/" in done.stderr
@@ -144,9 +144,9 @@ def test_figures_are_printed_without_matplotlib_and_a_plot_asked_for_is_refused_
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("backfill.cli.simulate.build_scenario", first_seconds)
-    command = ("simulate", "conserve-fig6", "--policies", "online-only")
-    done = run_cli_here(*command)
+    monkeypatch.setattr("experiments.conserve.figures.build_scenario", first_seconds)
+    command = ("conserve", "fig6", "--policies", "online-only")
+    done = run_cli_here(*command, commands=app)
     assert done.returncode == 0, done.stderr
     before_the_work = done.stdout.split("online-only done")[0]
     assert (
@@ -155,7 +155,7 @@ def test_figures_are_printed_without_matplotlib_and_a_plot_asked_for_is_refused_
     )
     assert "TTFT P99 s" in done.stdout
     assert not list(tmp_path.iterdir())
-    refused = run_cli_here(*command, "--plot", "a.png")
+    refused = run_cli_here(*command, "--plot", "a.png", commands=app)
     assert refused.returncode == 1
     assert refused.stdout == ""
     assert "--plot needs matplotlib" in refused.stderr
