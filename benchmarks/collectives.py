@@ -24,8 +24,8 @@ from backfill.execution.collectives import SafepointGroup
 from backfill.parallel.connect import connect_by_memory, connect_by_torch
 from backfill.parallel.memory import create_memory
 from backfill.parallel.rank import RankContext
-from backfill.parallel.shared_memory_link import RowShape
 from backfill.parallel.shared_words import StopWords
+from backfill.parallel.stage_message import RowShape
 
 Kind = Literal["shared-memory", "gloo"]
 _ROWS = (1, 8, 64, 256, 1024, 2048)

@@ -32,8 +32,8 @@ from backfill.parallel.connect import connect_by_memory
 from backfill.parallel.memory import create_memory
 from backfill.parallel.merge import merge_infos
 from backfill.parallel.rank import RankContext, output_rank
-from backfill.parallel.shared_memory_link import RowShape
 from backfill.parallel.shared_words import StopWords
+from backfill.parallel.stage_message import RowShape
 
 CPU = torch.device("cpu")
 MAX_ROWS = 512

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 
 from backfill.execution.collectives import PeerFailed, StageHeader
 from backfill.models.decoder import HiddenState
 from backfill.parallel.signals import CLOSED, Signals
+from backfill.parallel.stage_message import NUM_MESSAGES, NUM_VALUES, RowShape, pack_header, unpack_header
 
 _SENDER, _RECEIVER = 0, 1
-_NOT_STOPPED = -1
 _HEADER_BYTES = 64
-NUM_MESSAGES = 2  # queued at most: the stage before may be a step ahead while it computes another
-
-
-class RowShape(NamedTuple):
-    """Of the hidden states: ``num_rows`` at most, each of ``hidden_size`` values."""
-
-    num_rows: int
-    hidden_size: int
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Of residual and delta, in whole cache lines."""
-        return -(-2 * self.num_rows * self.hidden_size * self.dtype.itemsize // 64) * 64
 
 
 class SharedMemoryLink:
@@ -55,49 +40,24 @@ class SharedMemoryLink:
         return Signals.num_bytes(2, 0) + NUM_MESSAGES * (_HEADER_BYTES + shape.num_bytes)
 
     def send(self, header: StageHeader, state: HiddenState | None) -> None:
-        num_rows = 0 if state is None else len(state.residual)
-        if num_rows > self._shape.num_rows:
-            raise ValueError(f"a step has {num_rows} tokens, and at most {self._shape.num_rows} fit the link")
+        rows = self._shape.rows_of(state)
         self._wait_for(_RECEIVER, self._count + 1 - NUM_MESSAGES)
         place = self._count % NUM_MESSAGES
-        has_delta = state is not None and state.delta is not None
-        stopped = _NOT_STOPPED if header.stopped_layers is None else header.stopped_layers
-        values = (
-            header.number,
-            header.last_layer,
-            stopped,
-            header.stopped_at_s,
-            header.failed,
-            num_rows,
-            has_delta,
-        )
-        for index, value in enumerate(values, 8 * place):
+        for index, value in enumerate(pack_header(header, rows), 8 * place):
             self._headers[index] = value
-        if state is not None:
-            residual, delta = self._data[place][:, :num_rows]
-            residual.copy_(state.residual)
-            if state.delta is not None:
-                delta.copy_(state.delta)
+        for tensor, place_of in zip(rows, self._data[place], strict=False):
+            place_of[: len(tensor)].copy_(tensor)
         self._count += 1
         self._signals.raise_to(self._count)
 
     def receive(self) -> tuple[StageHeader, HiddenState | None]:
         self._wait_for(_SENDER, self._count + 1)
         place = self._count % NUM_MESSAGES
-        number, last_layer, stopped, stopped_at_s, failed, rows, has_delta, _ = self._headers[
-            8 * place : 8 * place + 8
-        ]
-        header = StageHeader(
-            int(number),
-            int(last_layer),
-            None if stopped == _NOT_STOPPED else int(stopped),
-            stopped_at_s,
-            bool(failed),
-        )
+        header, num_tensors, num_rows = unpack_header(self._headers[8 * place : 8 * place + NUM_VALUES])
         state = None
-        if rows:
-            residual, delta = self._data[place][:, : int(rows)]
-            state = HiddenState(residual.clone(), delta.clone() if has_delta else None)
+        if num_tensors:
+            residual, delta = self._data[place][:, :num_rows]
+            state = HiddenState(residual.clone(), delta.clone() if num_tensors > 1 else None)
         self._count += 1
         self._signals.raise_to(self._count)
         return header, state

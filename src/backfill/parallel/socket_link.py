@@ -13,11 +13,10 @@ from torch import Tensor
 
 from backfill.execution.collectives import PeerFailed, StageHeader
 from backfill.models.decoder import HiddenState
-from backfill.parallel.shared_memory_link import NUM_MESSAGES, RowShape
 from backfill.parallel.sockets import receive_exactly
+from backfill.parallel.stage_message import NUM_MESSAGES, NUM_VALUES, RowShape, pack_header, unpack_header
 
-_HEADER = struct.Struct("<qqqd??I")  # fields of StageHeader, whether there is a delta, rows
-_NOT_STOPPED = -1
+_HEADER = struct.Struct(f"<{NUM_VALUES}d")
 
 
 class SocketLink:
@@ -61,19 +60,13 @@ class SocketLink:
         data = bytearray(_HEADER.size)
         try:
             receive_exactly(self._connection, memoryview(data))
-            number, last_layer, stopped, stopped_at_s, failed, has_delta, num_rows = _HEADER.unpack(data)
+            header, num_tensors, num_rows = unpack_header(_HEADER.unpack(data))
             assert num_rows <= self._shape.num_rows, f"{num_rows} rows, at most {self._shape.num_rows} fit"
-            rows = [self._received_rows(num_rows) for _ in range(1 + has_delta)] if num_rows else []
+            rows = [self._received_rows(num_rows) for _ in range(num_tensors)]
         except OSError as error:
             raise PeerFailed(f"the previous stage cannot be reached: {error}") from error
-        header = StageHeader(
-            number,
-            last_layer,
-            None if stopped == _NOT_STOPPED else stopped,
-            stopped_at_s - self._clock_ahead_s,
-            failed,
-        )
-        return header, HiddenState(rows[0], rows[1] if has_delta else None) if rows else None
+        header = header._replace(stopped_at_s=header.stopped_at_s - self._clock_ahead_s)
+        return header, HiddenState(rows[0], rows[1] if num_tensors > 1 else None) if rows else None
 
     def close(self) -> None:
         with self._changed:
@@ -83,25 +76,11 @@ class SocketLink:
         self._connection.close()
 
     def _packed(self, header: StageHeader, state: HiddenState | None) -> bytearray:
-        num_rows = 0 if state is None else len(state.residual)
-        assert num_rows <= self._shape.num_rows, f"{num_rows} rows, at most {self._shape.num_rows} fit"
-        stopped = _NOT_STOPPED if header.stopped_layers is None else header.stopped_layers
-        has_delta = state is not None and state.delta is not None
-        data = bytearray(
-            _HEADER.pack(
-                header.number,
-                header.last_layer,
-                stopped,
-                header.stopped_at_s + self._clock_ahead_s,
-                header.failed,
-                has_delta,
-                num_rows,
-            )
-        )
-        if state is not None:
-            for rows in (state.residual, state.delta):
-                if rows is not None:
-                    data += _bytes_of(rows.contiguous())
+        rows = self._shape.rows_of(state)
+        header = header._replace(stopped_at_s=header.stopped_at_s + self._clock_ahead_s)
+        data = bytearray(_HEADER.pack(*pack_header(header, rows)))
+        for tensor in rows:
+            data += _bytes_of(tensor.contiguous())
         return data
 
     def _received_rows(self, num_rows: int) -> Tensor:

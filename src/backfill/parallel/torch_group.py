@@ -16,14 +16,13 @@ from torch import Tensor
 
 from backfill.execution.collectives import PeerFailed, StageHeader
 from backfill.models.decoder import HiddenState
-from backfill.parallel.shared_memory_link import NUM_MESSAGES, RowShape
+from backfill.parallel.stage_message import NUM_MESSAGES, NUM_VALUES, RowShape, pack_header, unpack_header
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup, Store, Work
 
 # A rank that has ended closes its connections, which the others notice at once. This is for one that hangs.
 _TIMEOUT = timedelta(minutes=10)
-_NOT_STOPPED = -1
 
 
 def create_process_group(store: Store, name: str, rank: int, size: int, device: torch.device) -> ProcessGroup:
@@ -160,22 +159,8 @@ class TorchLink:
         self._sent: deque[list[tuple[Work, Tensor]]] = deque()
 
     def send(self, header: StageHeader, state: HiddenState | None) -> None:
-        tensors = [] if state is None else [state.residual.clone()]
-        if state is not None and state.delta is not None:
-            tensors.append(state.delta.clone())
-        stopped = _NOT_STOPPED if header.stopped_layers is None else header.stopped_layers
-        values = torch.tensor(
-            [
-                header.number,
-                header.last_layer,
-                stopped,
-                header.stopped_at_s,
-                header.failed,
-                len(tensors),
-                len(tensors[0]) if tensors else 0,
-            ],
-            dtype=torch.float64,
-        )
+        tensors = [tensor.clone() for tensor in self._shape.rows_of(state)]
+        values = torch.tensor(pack_header(header, tensors), dtype=torch.float64)
         with _PeerErrors():
             while len(self._sent) >= NUM_MESSAGES:
                 for work, _ in self._sent.popleft():
@@ -185,25 +170,16 @@ class TorchLink:
         self._sent.append(works)
 
     def receive(self) -> tuple[StageHeader, HiddenState | None]:
-        values = torch.empty(7, dtype=torch.float64)
+        values = torch.empty(NUM_VALUES, dtype=torch.float64)
         with _PeerErrors():
             self._headers.recv([values], 0, 0).wait()
-            number, last_layer, stopped, stopped_at_s, failed, num_tensors, num_rows = values.tolist()
+            header, num_tensors, num_rows = unpack_header(values.tolist())
             tensors = [
-                torch.empty(
-                    int(num_rows), self._shape.hidden_size, dtype=self._shape.dtype, device=self._device
-                )
-                for _ in range(int(num_tensors))
+                torch.empty(num_rows, self._shape.hidden_size, dtype=self._shape.dtype, device=self._device)
+                for _ in range(num_tensors)
             ]
             for tensor in tensors:
                 self._rows.recv([tensor], 0, 1).wait()
-        header = StageHeader(
-            int(number),
-            int(last_layer),
-            None if stopped == _NOT_STOPPED else int(stopped),
-            stopped_at_s,
-            bool(failed),
-        )
         if not tensors:
             return header, None
         return header, HiddenState(tensors[0], tensors[1] if len(tensors) > 1 else None)
