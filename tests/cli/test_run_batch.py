@@ -202,6 +202,7 @@ def test_a_run_whose_engine_cannot_start_says_why_in_a_line(folder: Folder) -> N
     assert result.returncode == 1
     assert "Not enough memory" in result.stderr
     assert "Traceback" not in result.stderr
+    assert not folder.output.exists()
 
 
 def test_killed_at_any_moment_it_goes_on_where_it_was(folder: Folder) -> None:
@@ -363,3 +364,13 @@ def test_a_locked_file_is_refused_until_it_is_released(tmp_path: Path) -> None:
         pass
     with locked(path):
         pass
+
+
+@pytest.mark.parametrize("content", [None, b"", b"a result\n"])
+def test_a_refused_run_leaves_no_empty_file(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "out.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match="refused"), locked(path):
+        raise ConfigError("refused")
+    assert (path.read_bytes() if path.exists() else None) == content

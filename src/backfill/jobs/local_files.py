@@ -34,15 +34,22 @@ def digest_of(path: Path) -> str:
 def locked(path: Path) -> Iterator[None]:
     """Lock a file for this process. Raises: ConfigError when another process has the lock.
 
-    The lock is on the result file itself; filelock's would be on a second file beside it.
+    The lock is on the result file itself; filelock's would be on a second file beside it. A file that was
+    made here, and is still empty where the block raises, is removed.
     """
+    is_new = not path.exists()
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"{path} is being written by another run-batch.") from None
-        yield
+        try:
+            yield
+        except BaseException:
+            if is_new and os.fstat(file).st_size == 0:
+                path.unlink(missing_ok=True)
+            raise
     finally:
         os.close(file)
 
