@@ -116,7 +116,8 @@ class Pieces {
 
 void copy_runs(const std::vector<Runs>& runs, int64_t num_planes) {
   Pieces pieces(runs, num_planes), prefetched(runs, num_planes);
-  for (int piece = 0; piece < kAhead && prefetched.are_left(); ++piece, prefetched.next()) prefetched.prefetch();
+  for (int piece = 0; piece < kAhead && prefetched.are_left(); ++piece, prefetched.next())
+    prefetched.prefetch();
   for (; pieces.are_left(); pieces.next()) {
     if (prefetched.are_left()) {
       prefetched.prefetch();

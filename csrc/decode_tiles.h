@@ -312,13 +312,13 @@ class TileDecodeItem {
   float scale_;
   const bf16* query_;
   bf16* out_;
-  int64_t count_;      // tiles of keys
-  KeyTile* tiles_;     // [count]
-  uint32_t* weights_;  // [kChunkTiles, 2 * group, 16]
-  float* scores_;      // [count, 16 keys, padded group]
-  float *sums_, *chunk_sums_;  // [Steps, 2 * group, 16]
-  float* halves_;              // [2, Steps, 2 * group, 16]
-  uint32_t* queries_;          // [Steps, 16 pairs, padded group]
+  int64_t count_;                         // tiles of keys
+  KeyTile* tiles_;                        // [count]
+  uint32_t* weights_;                     // [kChunkTiles, 2 * group, 16]
+  float* scores_;                         // [count, 16 keys, padded group]
+  float *sums_, *chunk_sums_;             // [Steps, 2 * group, 16]
+  float* halves_;                         // [2, Steps, 2 * group, 16]
+  uint32_t* queries_;                     // [Steps, 16 pairs, padded group]
   SoftmaxState *states_, *chunk_states_;  // [group]
   bf16* last_values_;                     // [16, head_dim]
 };

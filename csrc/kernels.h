@@ -64,11 +64,11 @@ struct AttentionArgs {
 
 struct LinearArgs {
   const void* x;
-  const void* weight;  // packed, see linear.h
-  const void* bias;    // null: none
-  void* out;           // dense
+  const void* weight;                       // packed, see linear.h
+  const void* bias;                         // null: none
+  void* out;                                // dense
   int64_t rows, in_features, out_features;  // in_features: a multiple of a tile's inputs
-  int64_t x_stride;  // elements between rows of x
+  int64_t x_stride;                         // elements between rows of x
 };
 
 enum ElementType { kBfloat16 = 0, kFloat32 = 1 };

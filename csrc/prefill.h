@@ -83,7 +83,7 @@ class PrefillItem {
     int64_t total = 0;
     for (int64_t size : sizes) total += round_up(size, 16);
     float* memory = static_cast<float*>(scratch(kWork, total * sizeof(float) + kChunk * sizeof(T*)));
-    float** parts[] = {&queries_,       &sums_,   &max_,     &total_,       &positions_,   &packed_keys_,
+    float** parts[] = {&queries_,       &sums_,   &max_,     &total_,       &positions_, &packed_keys_,
                        &packed_values_, &scores_, &weights_, &fold_before_, &fold_chunk_};
     for (int i = 0; i < 11; i++) *parts[i] = memory, memory += round_up(sizes[i], 16);
     rows_ = reinterpret_cast<const T**>(memory);
@@ -253,8 +253,7 @@ class PrefillItem {
   static constexpr int kKeysTogether = Tiled ? 32 : kLanes;
 
   // weights: units of keys by queries, padded with zeros to whole tiles. Returns the sums of the queries.
-  BACKFILL_INLINE Floats write_weights(const float* scores, float* weights, int64_t count,
-                                       Floats reference) {
+  BACKFILL_INLINE Floats write_weights(const float* scores, float* weights, int64_t count, Floats reference) {
     Floats sums[kLanes] = {};
     const auto weight_of = [&](int64_t key, int lane) __attribute__((always_inline)) {
       const Floats weight = exp2<kExpDegree<T>>(load(scores + key * kTileQueries) * scale_ - reference);
@@ -270,8 +269,7 @@ class PrefillItem {
           store(weights + unit * kTileQueries, pair(low, high));
         }
       } else {
-        for (int i = 0; i < kLanes; i++)
-          store(weights + (first + i) * kTileQueries, weight_of(first + i, i));
+        for (int i = 0; i < kLanes; i++) store(weights + (first + i) * kTileQueries, weight_of(first + i, i));
       }
     }
     for (int half = kLanes / 2; half > 0; half /= 2)

@@ -21,8 +21,8 @@ BACKFILL_INLINE void rotate_head(const T* x, T* out, const float* cos_sin, int64
 
 // `out` may be `x`.
 template <class T>
-BACKFILL_INLINE void finish_head(
-    T* x, T* out, const T* norm_weight, float eps, const float* cos_sin, int64_t head_dim) {
+BACKFILL_INLINE void finish_head(T* x, T* out, const T* norm_weight, float eps, const float* cos_sin,
+                                 int64_t head_dim) {
   if (norm_weight != nullptr)
     scale_row(x, norm_weight, x, head_dim, inverse_rms(row_squares(x, head_dim), head_dim, eps));
   if (cos_sin != nullptr)

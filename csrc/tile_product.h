@@ -66,8 +66,7 @@ BACKFILL_INLINE void product_block(const float* a, int64_t row_step, int64_t dep
     }
   }
   for (int r = 0; r < Rows; r++)
-    for (int v = 0; v < Vectors; v++)
-      fold(c + r * kTileQueries + v * kLanes, query + v * kLanes, acc[r][v]);
+    for (int v = 0; v < Vectors; v++) fold(c + r * kTileQueries + v * kLanes, query + v * kLanes, acc[r][v]);
 }
 
 // rows: a multiple of 4. queries: a multiple of kLanes.

@@ -43,10 +43,9 @@ def _load(path: Path) -> Sequence[tuple[object, object]]:
     try:
         if path.suffix in (".yaml", ".yml"):
             return _load_yaml(path)
-        elif path.suffix == ".toml":
-            content = tomllib.loads(path.read_text())
-        else:
+        if path.suffix != ".toml":
             raise ConfigError(f"{path} must be named .toml, .yaml or .yml.", field="config")
+        content = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

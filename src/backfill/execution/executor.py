@@ -161,7 +161,7 @@ class PipelinedExecutor(Executor, Protocol):
 
     def wake(self) -> None:
         """Let ``wait`` return, now or when it is called next. May be called from another thread."""
-        return None
+        return None  # noqa: RET501 -- an empty body would make it abstract
 
     def run(self, plan: StepPlan) -> StepOutcome:
         """``submit`` and ``collect``, with no other step in flight."""

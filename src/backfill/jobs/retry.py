@@ -39,7 +39,8 @@ async def append_with_retries(
     """Append results; retry while the disk refuses."""
     for delay_s in retry_delays_s():
         try:
-            return await threads.run(sink.append, results)
+            await threads.run(sink.append, results)
+            return
         except OSError as error:
             reason = error.strerror or error
             logger.error("%s: results cannot be written (%s); trying again in %g s", name, reason, delay_s)
