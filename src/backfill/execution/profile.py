@@ -82,8 +82,9 @@ def profile_path(key: MeasuredOn) -> Path:
 
 def measured_path(key: MeasuredOn, ending: str) -> Path:
     """File of what was measured on this, with this ending; it may not exist."""
-    # Another release may be faster or slower.
-    digest = hashlib.sha256(repr((astuple(key), __version__)).encode()).hexdigest()[:12]
+    # Another release may be faster or slower; commits between two releases share what was measured.
+    release = __version__.partition(".dev")[0]
+    digest = hashlib.sha256(repr((astuple(key), release)).encode()).hexdigest()[:12]
     return cache_root() / "profiles" / f"{key.model}-{key.dtype}-{digest}.{ending}"
 
 
