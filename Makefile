@@ -1,4 +1,4 @@
-# make serve, make test: everything from a fresh clone, with Python 3.11, make and a C++ compiler.
+# make serve, make test, make test-all: everything from a fresh clone, with Python 3.11, make and a C++ compiler.
 # ARGS passes options on: make serve ARGS="--port 9000", make test ARGS="-k scheduler".
 PYTHON ?= python3.11
 # Tests run in so many processes at once; 0 runs them in one, as plain pytest does.
@@ -20,7 +20,10 @@ TORCH_INDEX ?= $(if $(wildcard /dev/nvidia0 /dev/nvidiactl /dev/dxg),,https://do
 NUMERIC_TESTS := $(addprefix tests/,kernels models execution engine llm api cli bench/test_throughput.py)
 VARIANTS = $(shell $(BIN)/python -c 'from backfill.kernels.cpu import available_isas; print(*available_isas())')
 
-.PHONY: install install-dev serve test test-variants lint bench clean
+# Tests that make test leaves to make test-all; pyproject.toml says what they are.
+LEFT_OUT := gpu or postgres or ray or s3 or slow
+
+.PHONY: install install-dev serve test test-all test-variants lint bench clean
 
 install: $(RUNNABLE)
 
@@ -48,7 +51,11 @@ serve: $(RUNNABLE)
 	@exec $(BIN)/backfill serve $(ARGS)
 
 test: $(TESTABLE)
-	$(BIN)/python -m pytest -n $(WORKERS) $(IN_PARALLEL) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(IN_PARALLEL) -m 'not ($(LEFT_OUT))' $(ARGS)
+
+# And what starts a database, an object store or a cluster, what is slow, and more examples.
+test-all: $(TESTABLE)
+	$(BIN)/python -m pytest -n $(WORKERS) $(IN_PARALLEL) --hypothesis-profile=long $(ARGS)
 
 # As other machines run them: BACKFILL_CPU_ISA limits our kernels and the libraries beside them.
 test-variants: $(TESTABLE)

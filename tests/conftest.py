@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backfill.engine.environment import engine_environment
-from tests.shared import RUN_FOLDER_VARIABLE, made_once
+from tests.shared import LONG, RUN_FOLDER_VARIABLE, made_once
 
 # Before torch loads the libraries that read it.
 os.environ.update(engine_environment(os.environ))
@@ -25,14 +25,12 @@ import torch
 from hypothesis import HealthCheck, settings
 
 # The same examples in every run, however long one takes; --hypothesis-profile=default draws new ones.
-settings.register_profile(
-    "repeatable",
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
+_REPEATABLE = settings(
+    derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile("repeatable")
+settings.register_profile("short", _REPEATABLE)
+settings.register_profile(LONG, _REPEATABLE)
+settings.load_profile("short")
 
 # Likewise the next run finds the modules of tests, which pytest takes longer to compile than to import.
 sys.dont_write_bytecode = False
@@ -40,6 +38,9 @@ sys.dont_write_bytecode = False
 if not torch.cuda.is_available():
     # Triton decides whether its kernels are interpreted when it is first imported, by whatever library.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# By fixture, the marker of the tests that use it.
+_MARKERS = {"cluster": "ray", "postgres": "postgres", "s3": "s3"}
 
 
 @pytest.fixture(scope="session")
@@ -56,6 +57,13 @@ def small_model(default_model: Path) -> Path:
     from tests.models.tiny import save_small_model
 
     return made_once("small-model", lambda folder: save_small_model(folder, default_model))
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for fixture in _MARKERS.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(_MARKERS[fixture])
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -322,6 +322,7 @@ def server(environment: Environment, small_model: Path) -> Iterator[RunningServe
         yield running
 
 
+@pytest.mark.slow
 def test_what_only_the_tests_have_is_hidden(environment: Environment) -> None:
     check = "import importlib.util, matplotlib; print([importlib.util.find_spec(name) for name in NAMES])"
     process = environment.start(shlex.join([sys.executable, "-c", f"NAMES = ('pytest', 'openai'); {check}"]))
@@ -329,6 +330,7 @@ def test_what_only_the_tests_have_is_hidden(environment: Environment) -> None:
     assert "No module named 'pytest': make install leaves it out" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", RUN)
 def test_it_runs(environment: Environment, server: RunningServer, line: str) -> None:
     appended = RUN[line].format(url=server.url, small=" ".join(SMALL_MODEL))
@@ -340,6 +342,7 @@ def test_it_runs(environment: Environment, server: RunningServer, line: str) -> 
         assert (environment.folder / name).stat().st_size > 0, option
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", sorted({line for _, line in COMMANDS if re.match(REQUESTS, line)}))
 def test_each_request_is_answered(server: RunningServer, line: str) -> None:
     _, url, _, header, _, body = shlex.split(line)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backfill.blending.memory_forecast import MemoryForecast, reserve_frac
+from tests.shared import examples
 
 
 def test_what_is_held_before_each_end_adds_up() -> None:
@@ -100,7 +101,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS, st.integers(0, 600))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_room_is_never_negative_and_no_larger_for_longer_prompts(
     events: list[tuple[str, int, int, int]], num_prompt_tokens: int
 ) -> None:
@@ -127,7 +128,7 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 200), st.integers(10, 300), st.integ
 
 
 @given(LENGTHS)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_what_fits_leaves_every_instant_within_the_kv(lengths: list[tuple[int, int, int]]) -> None:
     """Requests are added where they fit, as the others go on. Room is without one more request's slack."""
     slack_tokens = 8
@@ -149,7 +150,7 @@ def test_what_fits_leaves_every_instant_within_the_kv(lengths: list[tuple[int, i
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(50, 100)), min_size=1, max_size=12))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_requests_that_are_admitted_never_hold_more_than_there_is(lengths: list[tuple[int, int]]) -> None:
     """Whatever is added as they decode, one token a step. What fits is not refused for ever."""
     capacity = 400

@@ -26,6 +26,7 @@ from tests.blending.builders import (
     num_shared,
     prompts,
 )
+from tests.shared import examples
 
 GROUPS = ["", "a", "b"]
 
@@ -165,7 +166,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
+TestPool.settings = settings(max_examples=examples(50), stateful_step_count=25, deadline=None)
 
 
 def test_an_empty_pool_has_nothing() -> None:

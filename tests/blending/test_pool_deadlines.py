@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from backfill.blending.requests import OrderName, PlannedRequest
 from tests.blending.builders import LLAMA_8B_ON_A100, ORDERS, known, make_pool
+from tests.shared import examples
 
 
 def test_a_deadline_comes_before_the_plan_and_before_a_later_one() -> None:
@@ -57,7 +58,7 @@ def test_a_deadline_is_met_on_a_device_that_others_use_too(slowdown: int) -> Non
         running = next_one
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(deadline_batches, st.integers(0, 40), st.sampled_from(ORDERS))
 def test_deadlines_are_met_where_they_can_be(
     batches: list[tuple[int, int, int, float]], num_others: int, order: OrderName

@@ -14,6 +14,7 @@ from backfill.blending.requests import PoolRequest
 from backfill.blending.scanner import MOST_PASSED, Cursor
 from backfill.blending.waiting import Waiting
 from tests.blending.builders import KV_TOKENS, LLAMA_8B_ON_A100, as_bytes, known
+from tests.shared import examples
 
 MODEL = LLAMA_8B_ON_A100
 
@@ -67,7 +68,7 @@ def test_memory_is_partitioned_as_in_figure_5() -> None:
 lengths = st.tuples(st.integers(10, 2000), st.integers(1, 3000))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(lengths, lengths, st.integers(5, 50), st.integers(5, 50))
 def test_each_request_brings_those_in_flight_nearer_to_the_density(
     dense: tuple[int, int], sparse: tuple[int, int], num_dense: int, num_sparse: int

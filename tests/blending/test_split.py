@@ -12,6 +12,7 @@ from backfill.blending.requests import PoolRequest
 from backfill.blending.split import split_requests
 from backfill.core.errors import ConfigError, RequestError
 from tests.blending.builders import LLAMA_8B_ON_A100, known, make_request, num_shared, prompts
+from tests.shared import examples
 
 MODEL = LLAMA_8B_ON_A100
 
@@ -32,7 +33,7 @@ def test_each_request_is_in_one_shard(pool: list[tuple[list[int], int]], num_sha
     assert shards == split_requests(requests, num_shards, MODEL)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(
     st.lists(st.tuples(st.integers(1, 2000), st.integers(1, 3000)), min_size=1, max_size=60),
     st.integers(1, 6),

@@ -12,6 +12,7 @@ from backfill.core.plan import ScheduledSlice
 from backfill.core.request import RequestId
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel, PiecewiseLinear
+from tests.shared import examples
 
 Slice = tuple[int, int, bool]
 
@@ -178,7 +179,7 @@ def models(draw: st.DrawFn) -> CostModel:
 DEAR_DECODES = replace(MODEL, decode_context_s=4.0)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     model=models(),
     before=slices,

@@ -27,6 +27,7 @@ from backfill.execution.torch_executor import TorchExecutor
 from backfill.kvcache.content import Evictable
 from tests.builders import linear_cost, make_profile, make_request
 from tests.models.tiny import save_tiny_model
+from tests.shared import examples
 
 NUM_LAYERS = 8
 NUM_BLOCKS = 36
@@ -242,7 +243,7 @@ def test_an_arrival_at_any_point_of_a_step_changes_no_token(
 
 
 @settings(
-    max_examples=25,
+    max_examples=examples(25),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

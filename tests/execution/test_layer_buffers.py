@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from backfill.execution.layer_buffers import Fetch, LayerBuffers
 from backfill.offloading.interval import num_device_layers, offloaded_layers
+from tests.shared import examples
 
 
 class Memory:
@@ -68,7 +69,7 @@ def schedules(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int, int]]]:
     return num_layers, num_buffers, passes
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(schedules())
 def test_each_layer_is_in_its_buffer_when_it_is_computed(
     schedule: tuple[int, int, list[tuple[int, int, int]]],
@@ -101,7 +102,7 @@ def resized(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int, int, int]]]
     return num_layers, most, passes
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(resized())
 def test_layers_are_there_while_buffers_are_taken_away_and_given_back(
     schedule: tuple[int, int, list[tuple[int, int, int, int]]],

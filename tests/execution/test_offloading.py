@@ -26,6 +26,7 @@ from backfill.execution.offloading import LayerStreamer
 from backfill.execution.torch_executor import TorchExecutor
 from tests.builders import make_request
 from tests.models.tiny import CONFIGS, save_tiny_model
+from tests.shared import examples
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NUM_LAYERS = 12
@@ -123,7 +124,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("kind", "dtype", "hidden"), MODELS)
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(intervals=st.lists(st.integers(1, RESIDENCY), min_size=1, max_size=8))
 def test_tokens_are_the_same_while_the_interval_changes(
     folders: Any, kind: str, dtype: str, hidden: int, device: str, intervals: list[int]

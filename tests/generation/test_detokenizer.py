@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from backfill.core.errors import CorruptModel, RequestError
 from backfill.generation.detokenizer import IncrementalDetokenizer, StopStrings
 from backfill.generation.tokenizer import Tokenizer
+from tests.shared import examples
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def detokenize(tokenizer: Tokenizer, ids: list[int], prompt: list[int]) -> list[
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40), prompt=st.text(max_size=10)
 )
@@ -43,7 +44,7 @@ def test_an_incomplete_character_becomes_a_replacement_at_the_end(tokenizer: Tok
     assert "".join(detokenize(tokenizer, ids, [])).rstrip("\ufffd") == "a"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(ids=st.lists(st.integers(0, 49151), max_size=30))
 def test_any_tokens_can_be_detokenized(tokenizer: Tokenizer, ids: list[int]) -> None:
     detokenize(tokenizer, ids, [])

@@ -26,7 +26,7 @@ def database_url(postgres: PostgresServer) -> str:
     return postgres.new_schema()
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
 def each_database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Managers have SQLite, and in another run of the test an empty PostgreSQL database."""
     if request.param == "postgresql":

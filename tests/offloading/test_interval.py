@@ -17,6 +17,7 @@ from backfill.offloading.interval import (
     smallest_interval,
     step_time_s,
 )
+from tests.shared import examples
 
 counts = st.integers(1, 24)
 durations = st.integers(0, 40).map(float)  # whole numbers: sums are exact
@@ -90,7 +91,7 @@ def simulated_step_s(times: LayerTimes, interval: int) -> float:
     return (ends[-1] - ends[480]) / 240
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(counts, st.integers(1, 24), durations, durations, durations)
 def test_step_times_are_those_of_the_pipeline(
     num_layers: int, interval: int, compute_s: float, transfer_s: float, other_s: float

@@ -13,6 +13,7 @@ from backfill.scheduling.policies.bros import INITIAL_BATCH_SIZE, BrosPolicy
 from backfill.scheduling.prediction import StepPredictor
 from tests.builders import make_request
 from tests.scheduling.bench import Bench, bros_policy, offline, policy_workloads, sizes
+from tests.shared import examples
 
 # A step takes 1 ms a token and a little more; objectives are 1 s and 0.1 s.
 
@@ -213,7 +214,7 @@ def test_an_offline_prompt_that_fits_no_step_beside_online_decodes_is_cut() -> N
     assert sizes(bench.step()) == {"chat": 1, "long": 98}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(workload=policy_workloads())
 def test_only_the_most_urgent_request_may_take_a_step_past_a_deadline(
     workload: Sequence[tuple[int, Request]],

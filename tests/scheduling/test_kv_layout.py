@@ -15,6 +15,7 @@ from backfill.core.plan import Compute, Resume, StepPlan
 from backfill.core.request import ServiceClass
 from tests.builders import make_request
 from tests.scheduling.test_two_tier_schedules import Arrival, Run, Setting, all_settings, crowd
+from tests.shared import examples
 
 SEEDS = st.integers(0, 2**32)
 
@@ -40,7 +41,7 @@ def forward(plan: StepPlan) -> StepPlan:
     return replace(plan, work=replace(work, slices=slices))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(setting=all_settings(), seed=SEEDS)
 def test_unidirectional_blocks_are_forward_and_never_shared(setting: Setting, seed: int) -> None:
     schedule = run(replace(setting, kv_layout="unidirectional"), seed)
@@ -51,7 +52,7 @@ def test_unidirectional_blocks_are_forward_and_never_shared(setting: Setting, se
         assert not any(is_reversed(ref) for each in plan.slices for ref in each.blocks)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(setting=all_settings(), seed=SEEDS, service_class=st.sampled_from(ServiceClass))
 def test_requests_of_one_class_have_the_same_plans_in_both_layouts(
     setting: Setting, seed: int, service_class: ServiceClass

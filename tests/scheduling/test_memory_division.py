@@ -26,6 +26,7 @@ from backfill.offloading.interval import num_device_layers
 from backfill.offloading.residency import Residency, ResidencyPolicy, Situation
 from tests.builders import linear_cost, make_info, make_profile, make_request
 from tests.scheduling.test_two_tier_schedules import Run, Setting, all_settings, crowd
+from tests.shared import examples
 
 ONLINE, OFFLINE = ServiceClass.ONLINE, ServiceClass.OFFLINE
 
@@ -51,7 +52,7 @@ def erratic(setting: Setting, seed: int) -> Run:
     return Run(setting, seed, ErraticResidency(info.residencies, info.num_layers, random.Random(seed)))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(setting=all_settings(), min_interval=st.integers(1, 2), seed=st.integers(0, 2**32))
 def test_tokens_are_computed_from_their_own_context_while_memory_changes_hands(
     setting: Setting, min_interval: int, seed: int

@@ -32,6 +32,7 @@ from tests.scheduling.bench import (
     sizes,
     slo_policy,
 )
+from tests.shared import examples
 
 
 def test_online_only_leaves_offline_requests_waiting() -> None:
@@ -109,7 +110,7 @@ MAKERS: dict[str, Callable[[StepPredictor], Policy]] = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     workload=policy_workloads(),
     name=st.sampled_from(sorted(MAKERS)),
@@ -160,7 +161,7 @@ def test_no_request_waits_without_bound_while_the_load_is_under_the_capacity(nam
         assert ended_at_s[chat.request_id] <= chat.arrived_at_s + 1.0 + 19 * 0.1
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(workload=policy_workloads(), name=st.sampled_from(("slo", "conserve", "bros")))
 def test_plans_follow_from_snapshots_and_earlier_steps_alone(
     workload: Sequence[tuple[int, Request]], name: str

@@ -16,6 +16,7 @@ from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import Scheduler
 from tests.builders import ScriptedExecutor, make_info, make_request
 from tests.scheduling.bench import BLOCK_SIZE, sizes, workloads
+from tests.shared import examples
 
 
 def make_scheduler(
@@ -180,7 +181,7 @@ def test_it_knows_whether_an_online_request_is_unfinished() -> None:
     scheduler.check_integrity()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     workload=workloads(24, 32, priority=st.integers(-1, 1)),  # each fits a pool of 8 blocks of 4 tokens
     max_num_seqs=st.integers(1, 5),

@@ -14,6 +14,7 @@ from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.preemption import may_be_preempted
 from tests.builders import linear_cost, make_request
 from tests.scheduling.bench import MARGIN, SLO_100_MS, Bench, offline, policy_workloads, sizes, slo_policy
+from tests.shared import examples
 
 
 def test_offline_fills_what_the_tpot_objective_leaves_beside_an_online_decode() -> None:
@@ -374,7 +375,7 @@ def test_what_is_protected_for_online_requests_need_not_be_kept_free_too() -> No
     assert bench.scheduler.kv.counts.referenced >= 44, "about half the pool is protected, the rest is not"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(workload=policy_workloads())
 def test_offline_slices_never_take_a_step_past_the_tightest_objective(
     workload: Sequence[tuple[int, Request]],

@@ -38,6 +38,7 @@ from tests.scheduling.test_two_tier_schedules import (
     assert_whole,
     shared_prompt,
 )
+from tests.shared import examples
 
 STAGES = ((2, 2), (1, 3), (1, 2, 1))
 
@@ -220,7 +221,7 @@ class StepsInFlightMachine(RuleBasedStateMachine):
 
 
 TestStepsInFlight = StepsInFlightMachine.TestCase
-TestStepsInFlight.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TestStepsInFlight.settings = settings(max_examples=examples(20), stateful_step_count=25, deadline=None)
 
 
 def crowded_flight(rng: random.Random, **setting: Any) -> Flight:

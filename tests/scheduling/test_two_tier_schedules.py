@@ -33,6 +33,7 @@ from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import Scheduler
 from tests.builders import TwoTierExecutor, linear_cost, make_info, make_profile, make_request
 from tests.scheduling.caching import Unforgiving
+from tests.shared import examples
 
 BLOCK_SIZE = 4
 MAX_STEPS = 3000
@@ -215,7 +216,7 @@ def workloads(draw: st.DrawFn) -> list[Arrival]:
     return arrivals
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(setting=all_settings(), arrivals=workloads(), seed=st.integers(0, 2**32))
 def test_every_token_is_computed_from_its_own_context_and_nothing_is_lost(
     setting: Setting, arrivals: list[Arrival], seed: int
@@ -251,7 +252,7 @@ def crowd(rng: random.Random) -> list[Arrival]:
     return arrivals
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(setting=all_settings(), seed=st.integers(0, 2**32))
 def test_crowded_schedules_compute_every_token_from_its_own_context(setting: Setting, seed: int) -> None:
     """Many preemptions and restores in one schedule, which small examples rarely reach."""
@@ -300,7 +301,7 @@ def test_others_run_beside_a_restore_unless_it_blocks() -> None:
             assert bool(plan.copies.blocking) == (restore == "blocking")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(setting=all_settings(), arrivals=workloads(), seed=st.integers(0, 2**32))
 def test_failing_steps_cost_only_requests_with_tokens_or_a_second_failure(
     setting: Setting, arrivals: list[Arrival], seed: int
