@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from backfill.api.online_load import OnlineLoad, OpenRequest, Prediction, prefill_time_s
+from backfill.api.online_load import OnlineLoad, OpenChoices, Prediction, prefill_time_s
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.costs.load import StepLoad
@@ -35,7 +35,7 @@ def step_report(
 
 def add(
     load: OnlineLoad, *prompt_tokens: int, priority: int = 0, first_token_by_s: float = math.inf
-) -> OpenRequest:
+) -> OpenChoices:
     return load.add(prompt_tokens, priority=priority, first_token_by_s=first_token_by_s)
 
 

@@ -48,7 +48,7 @@ class _OpenChoice:
     first_token_in_step: int | None = None  # None while its prompt waits
 
 
-class OpenRequest:
+class OpenChoices:
     """The choices of one request until they end; made by ``OnlineLoad.add``. Repeated calls do nothing."""
 
     def __init__(
@@ -192,16 +192,16 @@ class OnlineLoad:
                 low = middle + 1
         return low
 
-    def add(self, prompt_tokens: Sequence[int], *, priority: int, first_token_by_s: float) -> OpenRequest:
+    def add(self, prompt_tokens: Sequence[int], *, priority: int, first_token_by_s: float) -> OpenChoices:
         """Count a request until its choices end.
 
         Args:
             first_token_by_s: the instant of its TTFT objective.
         """
-        return OpenRequest(self, priority, prompt_tokens, first_token_by_s)
+        return OpenChoices(self, priority, prompt_tokens, first_token_by_s)
 
     def open(self, prompt_tokens: int, priority: int, first_token_by_s: float) -> _OpenChoice:
-        """Count a choice, whose prompt waits. This and the next two are called by OpenRequest."""
+        """Count a choice, whose prompt waits. This and the next two are called by OpenChoices."""
         relegated_at_s = self._relegated_at_s(prompt_tokens, first_token_by_s)
         choice = _OpenChoice(prompt_tokens, priority, self._num_opened, relegated_at_s)
         self._num_opened += 1

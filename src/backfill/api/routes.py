@@ -6,17 +6,16 @@ import msgspec
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
-from backfill.api.bodies import json_body, owner_of, peek
+from backfill.api.bodies import json_body
+from backfill.api.open_request import open_request
 from backfill.api.openapi import answers, takes_json
 from backfill.api.state import Phase, ServerState
 from backfill.api.status import build_status_router, unhealthy
 from backfill.api.streaming import EventStream, WholeResponse
-from backfill.core.request import ServiceClass
 from backfill.protocol.chat import ChatCompletionRequest
 from backfill.protocol.completion import CompletionRequest
 from backfill.protocol.generation import GenerationEndpoint
-from backfill.protocol.generation_fields import REQUEST_HEADERS
-from backfill.protocol.preparer import RequestContext, RequestPreparer, TextEndpoint
+from backfill.protocol.preparer import RequestPreparer, TextEndpoint
 from backfill.protocol.responses import Json, error_body
 from backfill.protocol.tokenization import DetokenizeRequest, TokenizeRequest
 
@@ -124,56 +123,18 @@ def build_unsupported_router() -> APIRouter:
 
 
 async def _generate(request: Request, state: ServerState, endpoint: GenerationEndpoint) -> Response:
-    """Admit, prepare and run a request. Without capacity it is refused before its body is read."""
     service = state.ready_service()
-    state.admission.check_capacity()
-    async with json_body(request, state.bodies, state.server_config.max_body_bytes) as body:
-        service_class, num_choices = peek(body.raw)
-        reservation = state.admission.reserve(service_class, num_choices)
-        try:
-            if service_class is ServiceClass.OFFLINE:
-                body.held.mark_offline()
-            generation = await state.prepare(
-                endpoint, body.raw, _context_of(request), service_class, request.receive
-            )
-            reservation.resize(generation.request.num_choices, generation.request.service_class)
-            arrived_at_s: float = request.state.arrived_at_s
-            counted = state.count_online(generation, arrived_at_s)
-        except BaseException:
-            reservation.release()
-            raise
-    if state.metrics is not None:
-        state.metrics.requests.on_accepted(generation.request.service_class, generation.request.num_choices)
-    state.num_unanswered += 1
-    if generation.warning is not None:
-        state.field_warnings.add(generation.warning)
-
-    def on_choice_end(choice: int) -> None:
-        reservation.release_choice()
-        if counted is not None:
-            counted.on_choice_end(choice)
-
-    def on_end() -> None:
-        reservation.release()
-        if counted is not None:
-            counted.release()
-        state.num_unanswered -= 1
-
-    on_first_token = None if counted is None else counted.on_first_token
-    arguments = generation, arrived_at_s, on_choice_end, on_first_token
+    opened = await open_request(state, endpoint, request)
+    generation = opened.generation
+    arguments = generation, opened.arrived_at_s, opened.on_choice_end, opened.on_first_token
     if generation.streams:
         return EventStream(
             service.run_stream(*arguments, stalled_s=request.state.client_stalls.total_s),
-            on_end,
+            opened.close,
             keep_alive_s=state.server_config.sse_keep_alive_interval,
             warning=generation.warning,
         )
-    return WholeResponse(service.run_whole(*arguments), on_end, warning=generation.warning)
-
-
-def _context_of(request: Request) -> RequestContext:
-    headers = {name: request.headers[name] for name in REQUEST_HEADERS if name in request.headers}
-    return RequestContext(request_id=request.state.request_id, headers=headers, owner=owner_of(request))
+    return WholeResponse(service.run_whole(*arguments), opened.close, warning=generation.warning)
 
 
 async def _answer_text(request: Request, state: ServerState, endpoint: TextEndpoint) -> Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 
 from starlette.types import Receive
 
@@ -14,10 +13,8 @@ from backfill.api.config import ServerConfig
 from backfill.api.connected import while_connected
 from backfill.api.keys import ApiKeys
 from backfill.api.metrics.registry import Metrics
-from backfill.api.objective_admission import ObjectiveUnavailable, check_objectives
-from backfill.api.online_load import OnlineLoad, OpenRequest
+from backfill.api.online_load import OnlineLoad
 from backfill.api.replica_state import StateReporter
-from backfill.api.shedding import RequestShed, check_hopeless
 from backfill.api.stats_log import FieldWarnings
 from backfill.core.clock import Clock, WallClock
 from backfill.core.config import EngineConfig
@@ -68,7 +65,7 @@ class ServerState:
             ServiceClass.ONLINE: self.engine_config.scheduler.max_num_seqs + config.max_queued_requests,
             ServiceClass.OFFLINE: config.max_queued_offline_requests,
         }
-        self.admission = Admission(limits, on_refused=self._on_refused)
+        self.admission = Admission(limits, on_refused=self.on_refused)
         self.bodies = BodyBudget(config.max_inflight_body_bytes, config.max_body_bytes)
 
     def ready_service(self) -> CompletionService:
@@ -105,37 +102,23 @@ class ServerState:
             return preparer.answer(endpoint, body)
         return await while_connected(self.preparation.answer(endpoint, body), receive)
 
-    def count_online(self, generation: Generation, arrived_at_s: float) -> OpenRequest | None:
-        """Count an online request in the load, which must leave room for its objectives.
+    def begin_answer(self, generation: Generation) -> None:
+        """Count a generation request that is accepted; ``end_answer`` follows."""
+        if self.metrics is not None:
+            request = generation.request
+            self.metrics.requests.on_accepted(request.service_class, request.num_choices)
+        if generation.warning is not None:
+            self.field_warnings.add(generation.warning)
+        self.num_unanswered += 1
 
-        Returns: None for an offline request, and where the load is not predicted.
-        Raises, counting nothing: ObjectiveUnavailable, RequestShed with ``--shed-hopeless``.
-        """
-        request, load = generation.request, self.online_load
-        if load is None or request.slo is None:
-            return None
-        prompt_tokens = [len(request.prompt_of(choice)) for choice in range(request.num_choices)]
-        first_token_by_s = arrived_at_s + request.slo.ttft_s
-        predicted = load.predict(
-            prompt_tokens,
-            priority=request.priority,
-            arrived_at_s=arrived_at_s,
-            first_token_by_s=first_token_by_s,
-            now_s=self.clock.now_s(),
-        )
-        try:
-            if self.server_config.shed_hopeless:
-                check_hopeless(predicted, request.slo.ttft_s)
-            default = self.ready_preparer().engine.default_slo
-            end_s = partial(self.admission.retry_after_s, ServiceClass.ONLINE)
-            check_objectives(request.slo, default, load, predicted, prompt_tokens, end_s)
-        except RequestShed:
-            self._on_refused(request.service_class, "hopeless")
-            raise
-        except ObjectiveUnavailable:
-            self._on_refused(request.service_class, "objective_unavailable")
-            raise
-        return load.add(prompt_tokens, priority=request.priority, first_token_by_s=first_token_by_s)
+    def end_answer(self) -> None:
+        """The response of a generation request is complete, or given up."""
+        self.num_unanswered -= 1
+
+    def on_refused(self, service_class: ServiceClass, reason: str) -> None:
+        """Count a request that was refused before it was queued; ``reason`` is a label value."""
+        if self.metrics is not None:
+            self.metrics.requests.on_rejected(service_class, reason)
 
     def ready_jobs(self) -> JobManager:
         """The manager of files and batches, which needs no engine. Raises: Unavailable."""
@@ -162,7 +145,3 @@ class ServerState:
             return
         if not self.admission.is_offline_suspended:
             self.jobs.engine_ready(self.service, self.engine_config.scheduler.max_num_seqs)
-
-    def _on_refused(self, service_class: ServiceClass, reason: str) -> None:
-        if self.metrics is not None:
-            self.metrics.requests.on_rejected(service_class, reason)

@@ -1,0 +1,115 @@
+"""A generation request, from its admission to the end of its response."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from fastapi import Request
+
+from backfill.api.admission import Reservation
+from backfill.api.bodies import json_body, owner_of, peek
+from backfill.api.objective_admission import ObjectiveUnavailable, check_objectives
+from backfill.api.online_load import OpenChoices
+from backfill.api.shedding import RequestShed, check_hopeless
+from backfill.api.state import ServerState
+from backfill.core.request import ServiceClass
+from backfill.protocol.generation import Generation, GenerationEndpoint
+from backfill.protocol.generation_fields import REQUEST_HEADERS
+from backfill.protocol.preparer import RequestContext
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenRequest:
+    """What the server runs for a client, and what this takes of the server until ``close``.
+
+    A choice is given back when it ends, so that the next request need not wait for the client to read.
+
+    Attributes:
+        arrived_at_s: on the server's clock.
+    """
+
+    generation: Generation
+    arrived_at_s: float
+    _reservation: Reservation
+    _in_load: OpenChoices | None  # None for an offline request, and where the load is not predicted
+    _held: ExitStack
+
+    def on_first_token(self, choice: int) -> None:
+        if self._in_load is not None:
+            self._in_load.on_first_token(choice)
+
+    def on_choice_end(self, choice: int) -> None:
+        self._reservation.release_choice()
+        if self._in_load is not None:
+            self._in_load.on_choice_end(choice)
+
+    def close(self) -> None:
+        """Release what is still held. Further calls do nothing."""
+        self._held.close()
+
+
+async def open_request(state: ServerState, endpoint: GenerationEndpoint, request: Request) -> OpenRequest:
+    """Admit a request and prepare it. Without capacity it is refused before its body is read.
+
+    Raises, holding nothing: what ``json_body`` and ``Admission.reserve`` do; OfflineUnavailable;
+        ClientDisconnect; BackfillError for a body that cannot be served; ObjectiveUnavailable, RequestShed.
+    """
+    state.admission.check_capacity()
+    arrived_at_s: float = request.state.arrived_at_s
+    async with json_body(request, state.bodies, state.server_config.max_body_bytes) as body:
+        with ExitStack() as held:
+            service_class, num_choices = peek(body.raw)
+            reservation = state.admission.reserve(service_class, num_choices)
+            held.callback(reservation.release)
+            if service_class is ServiceClass.OFFLINE:
+                body.held.mark_offline()
+            generation = await state.prepare(
+                endpoint, body.raw, _context_of(request), service_class, request.receive
+            )
+            reservation.resize(generation.request.num_choices, generation.request.service_class)
+            in_load = count_online(state, generation, arrived_at_s)
+            if in_load is not None:
+                held.callback(in_load.release)
+            state.begin_answer(generation)
+            held.callback(state.end_answer)
+            return OpenRequest(generation, arrived_at_s, reservation, in_load, held.pop_all())
+
+
+def count_online(state: ServerState, generation: Generation, arrived_at_s: float) -> OpenChoices | None:
+    """Count an online request in the load, which must leave room for its objectives.
+
+    Returns: None for an offline request, and where the load is not predicted.
+    Raises, counting nothing: ObjectiveUnavailable, RequestShed with ``--shed-hopeless``.
+    """
+    request, load = generation.request, state.online_load
+    if load is None or request.slo is None:
+        return None
+    prompt_tokens = [len(request.prompt_of(choice)) for choice in range(request.num_choices)]
+    first_token_by_s = arrived_at_s + request.slo.ttft_s
+    predicted = load.predict(
+        prompt_tokens,
+        priority=request.priority,
+        arrived_at_s=arrived_at_s,
+        first_token_by_s=first_token_by_s,
+        now_s=state.clock.now_s(),
+    )
+    try:
+        if state.server_config.shed_hopeless:
+            check_hopeless(predicted, request.slo.ttft_s)
+        default = state.ready_preparer().engine.default_slo
+        end_s = partial(state.admission.retry_after_s, ServiceClass.ONLINE)
+        check_objectives(request.slo, default, load, predicted, prompt_tokens, end_s)
+    except RequestShed:
+        state.on_refused(request.service_class, "hopeless")
+        raise
+    except ObjectiveUnavailable:
+        state.on_refused(request.service_class, "objective_unavailable")
+        raise
+    return load.add(prompt_tokens, priority=request.priority, first_token_by_s=first_token_by_s)
+
+
+def _context_of(request: Request) -> RequestContext:
+    headers = {name: request.headers[name] for name in REQUEST_HEADERS if name in request.headers}
+    return RequestContext(request_id=request.state.request_id, headers=headers, owner=owner_of(request))

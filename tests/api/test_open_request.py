@@ -1,0 +1,119 @@
+"""What an open request holds is released, however far it came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from backfill.api.admission import OfflineSuspended
+from backfill.api.body_budget import OfflineUnavailable
+from backfill.api.objective_admission import ObjectiveUnavailable
+from backfill.api.open_request import open_request
+from backfill.api.shedding import RequestShed
+from backfill.api.state import ServerState
+from backfill.core.clock import WallClock
+from backfill.core.config import SchedulerConfig
+from backfill.core.errors import RequestError
+from backfill.core.slo import SLO
+from backfill.protocol.generation import Generation
+from tests.api.test_server import ready_server
+from tests.protocol.builders import make_generation
+
+
+def make_request(**fields: Any) -> Request:
+    """A request whose body has arrived."""
+    body = json.dumps({"prompt": "Hi", **fields}).encode()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    scope = {
+        "type": "http",
+        "headers": [(b"content-type", b"application/json")],
+        "state": {"request_id": None, "arrived_at_s": WallClock().now_s()},
+    }
+    return Request(scope, receive)
+
+
+async def ready_state(monkeypatch: pytest.MonkeyPatch, prepared: Generation | Exception) -> ServerState:
+    """A state that prepares every body to ``prepared``."""
+
+    async def prepare(*_: object) -> Generation:
+        if isinstance(prepared, Exception):
+            raise prepared
+        return prepared
+
+    server = await ready_server(SchedulerConfig(policy="slo"), shed_hopeless=True)
+    monkeypatch.setattr(ServerState, "prepare", prepare)
+    return server.state
+
+
+def held(state: ServerState) -> tuple[int, ...]:
+    """Choices, bytes, choices in the load, and unanswered requests."""
+    assert state.online_load is not None
+    offline_bytes = state.bodies.num_offline_bytes
+    in_load = state.online_load.num_open
+    return state.admission.num_open, state.bodies.num_bytes, offline_bytes, in_load, state.num_unanswered
+
+
+def test_a_request_is_held_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        generation = make_generation(num_choices=2, slo=SLO(1e9, 1e9), prompts=[[5, 6]])
+        state = await ready_state(monkeypatch, generation)
+        opened = await open_request(state, "/v1/completions", make_request(n=2))
+        assert held(state) == (2, 0, 0, 2, 1), "the bytes are released once the body is prepared"
+        opened.on_first_token(0)
+        opened.on_choice_end(0)
+        assert held(state) == (1, 0, 0, 1, 1)
+        for _ in range(2):
+            opened.close()
+            assert held(state) == (0, 0, 0, 0, 0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("prepared", "fields", "error"),
+    [
+        (RequestError("no"), {}, RequestError),
+        (ClientDisconnect(), {"service_tier": "flex"}, ClientDisconnect),
+        (make_generation(slo=SLO(1e9, 1e-6)), {}, ObjectiveUnavailable),
+        (make_generation(slo=SLO(1.0, 0.1), prompts=[[5] * 900]), {}, RequestShed),
+    ],
+)
+def test_a_request_that_is_refused_holds_nothing(
+    prepared: Generation | Exception,
+    fields: dict[str, Any],
+    error: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        state = await ready_state(monkeypatch, prepared)
+        load = state.online_load
+        assert load is not None
+        others = load.add([900, 900], priority=0, first_token_by_s=1e9)
+        with pytest.raises(error):
+            await open_request(state, "/v1/completions", make_request(**fields))
+        others.release()
+        assert held(state) == (0, 0, 0, 0, 0)
+
+    asyncio.run(run())
+
+
+def test_an_offline_request_holds_nothing_after_its_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        state = await ready_state(monkeypatch, make_generation())
+        state.bodies.max_offline_bytes = 1
+        with pytest.raises(OfflineUnavailable):
+            await open_request(state, "/v1/completions", make_request(service_tier="flex"))
+        state.admission.is_offline_suspended = True
+        with pytest.raises(OfflineSuspended):
+            await open_request(state, "/v1/completions", make_request(service_tier="flex"))
+        assert held(state) == (0, 0, 0, 0, 0)
+
+    asyncio.run(run())
