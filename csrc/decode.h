@@ -85,7 +85,8 @@ constexpr bool kSplit = sizeof(T) == 2 && !kPaired<T>;
 // core tracks few cache misses at a time and stalls beyond that number.
 template <class T, int NumHeads, int Vectors>
 BACKFILL_INLINE void score_block(const float* transposed, const float* query, int64_t query_stride,
-                                 int64_t stored_units, float* scores, const RowRing<T>* ahead, int64_t first) {
+                                 int64_t stored_units, float* scores, const RowRing<T>* ahead,
+                                 int64_t first) {
   const Words upper = Words{} + 0xffff0000u;
   Floats acc[NumHeads][Vectors] = {};
   int64_t line = 0;
@@ -415,11 +416,11 @@ class DecodeItem {
   float scale_;
   const T* query_;
   T* out_;
-  float* weights_;     // [group, kChunk]
-  float* sums_;        // [group, padded dim]
-  float* chunk_sums_;  // [group, padded dim]
-  float* wide_query_;  // [group, padded dim], units
-  float* transposed_;  // [stored units, kKeysAtOnce]
+  float* weights_;                        // [group, kChunk]
+  float* sums_;                           // [group, padded dim]
+  float* chunk_sums_;                     // [group, padded dim]
+  float* wide_query_;                     // [group, padded dim], units
+  float* transposed_;                     // [stored units, kKeysAtOnce]
   SoftmaxState *states_, *chunk_states_;  // [group]
   const T** rows_;
 };

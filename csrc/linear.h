@@ -25,10 +25,10 @@
 
 namespace backfill::BACKFILL_VARIANT {
 
-constexpr int64_t kPanel = 32;                  // outputs of a panel
-constexpr int64_t kTileUnits = 16;              // units of inputs of a tile
+constexpr int64_t kPanel = 32;                    // outputs of a panel
+constexpr int64_t kTileUnits = 16;                // units of inputs of a tile
 constexpr int64_t kTileFloats = kTileUnits * 16;  // a tile's 32-bit units
-constexpr int64_t kSumsSize = 512 << 10;        // sums kept in memory between chunks of the depth
+constexpr int64_t kSumsSize = 512 << 10;          // sums kept in memory between chunks of the depth
 
 // Inputs of a tile: what in_features is a multiple of.
 template <class T>
