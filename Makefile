@@ -69,6 +69,7 @@ test-variants: $(TESTABLE)
 lint: $(TESTABLE)
 	$(BIN)/ruff check src experiments tests benchmarks
 	$(BIN)/ruff format --check src experiments tests benchmarks
+	$(BIN)/clang-format --dry-run --Werror csrc/*
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -179,9 +179,7 @@ def command_of(kind: type[Study[Any]]) -> App:
 def _run_command(study: Study[Any], options: SweepOptions) -> None:
     console = Console()
     num_seeds = options.seeds
-    num_runs = len(
-        study.runs(range(1, num_seeds + 1))
-    )  # wrong options are refused before anything is printed
+    runs = study.runs(range(1, num_seeds + 1))  # wrong options are refused before anything is printed
     path = None
     if "plot" in study.writes:
         path = options.begin(console, study.heading(), study.scenario)
@@ -195,8 +193,7 @@ def _run_command(study: Study[Any], options: SweepOptions) -> None:
     with study.store(console, num_seeds) as store:
         num_runs = 0
         if study.tells_progress:
-            seeds = range(1, num_seeds + 1)
-            num_runs = sum(run.point not in store.finished for run in study.runs(seeds))
+            num_runs = sum(run.point not in store.finished for run in runs)
         bar = live_sweep(console, num_runs)
         with interruptible(), bar as progress:
             points = run_study(study, num_seeds, options.jobs, on_done, progress, store)

@@ -133,6 +133,8 @@ PARSED = {
     f'{_BACKFILL} bench coserve --policies "slo,slo --checkpointing none,slo --checkpointing none --victims '
     'latest" --rate 1 --cv 3 --offline-input-len 1024:1792 --offline-output-len 64:256 '
     '--offline-concurrency 32 --server-option "--kv-gib 0.125"': "minutes; tests/cli runs it short",
+    'backfill bench coserve --policies "online-only,slo,slo --no-safepoints" '
+    "--offline-mode batch --rounds 3": "minutes; tests/cli runs it short",
     f"{_BACKFILL} bench coserve --result ours.json": "minutes; tests/cli runs it short",
     f"{_BACKFILL} bench coserve --base-url http://127.0.0.1:8100 --label vllm-priority "
     "--offline-mode priority --compare ours.json --compare alone.json --plot all.png": (
