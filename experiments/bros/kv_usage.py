@@ -46,9 +46,9 @@ class KVSample(NamedTuple):
         ends = kv.sharing.blocks.values()
         known = [end for end in ends if not end.is_guest]  # the pool counts a shared block as this end's
         num_online = sum(end.num_online_refs for end in known)
-        online = kv.num_online_blocks - num_online
-        offline = kv.num_offline_blocks - (len(known) - num_online)
-        preempted, empty = kv.num_wanted_blocks, kv.counts.empty
+        online = kv.counts.online - num_online
+        offline = kv.counts.offline - (len(known) - num_online)
+        preempted, empty = kv.counts.wanted, kv.counts.empty
         cached = kv.num_blocks - online - offline - len(known) - preempted - empty
         use = KVUse(online, offline, len(known), preempted, cached, empty)
         return cls(use, online + offline + len(ends))

@@ -154,7 +154,7 @@ class Driver:
         counts = cache.counts
         assert counts.referenced == counts.cached_with_copy == 0
         if not model.setup.prefix_caching:
-            assert counts.empty == model.setup.num_blocks and cache.host_usage_frac == 0.0
+            assert counts.empty == model.setup.num_blocks and cache.counts.host_usage_frac == 0.0
 
     def settle(self) -> None:
         """Copies begin and complete until there are no more."""

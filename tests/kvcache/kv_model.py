@@ -315,7 +315,7 @@ class CacheModel:
     def preempt(self, each: Running) -> None:
         cache, request_id = self.cache, each.request.request_id
         before = {limit: cache.num_available(limit) for limit in (Evictable.OFFLINE, Evictable.ALL)}
-        freed = {limit: cache.num_freed([request_id], Match((), 0), limit) for limit in before}
+        freed = {limit: cache.counts.num_freed([request_id], Match((), 0), limit) for limit in before}
         is_offline = each.request.service_class is ServiceClass.OFFLINE
         cache.preempt(each.request)
         assert cache.num_available(Evictable.ALL) >= before[Evictable.ALL] + freed[Evictable.ALL]

@@ -64,12 +64,12 @@ def test_the_tail_is_moved_on_resume_and_full_blocks_keep_their_copies() -> None
     each = run(model, A[:10])
     model.preempt(each)
     copy_all(model)
-    assert model.cache.host_usage_frac == 3 / 8
+    assert model.cache.counts.host_usage_frac == 3 / 8
     take(model, 8)
     admit(model, each)
     copy_all(model)
-    assert model.cache.host_usage_frac == 2 / 8
-    assert model.cache.num_checkpointed_blocks == 2
+    assert model.cache.counts.host_usage_frac == 2 / 8
+    assert model.cache.counts.checkpointed == 2
     compute(model, each, 11)
     assert model.cache.num_unsecured_tokens(each.request) == 0
 
@@ -163,7 +163,7 @@ def test_private_content_is_freed_when_its_copy_completes() -> None:
     model.free(each)
     assert model.cache.counts.empty == 5
     copy_all(model)
-    assert (model.cache.counts.empty, model.cache.host_usage_frac) == (8, 0.0)
+    assert (model.cache.counts.empty, model.cache.counts.host_usage_frac) == (8, 0.0)
 
 
 def test_a_completed_copy_does_not_change_who_is_evicted_first() -> None:

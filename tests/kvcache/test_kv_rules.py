@@ -311,7 +311,7 @@ def test_online_requests_take_the_content_of_offline_ones_before_their_own() -> 
 def test_a_victim_frees_the_blocks_that_no_other_request_uses() -> None:
     model = make_cache(8)
     first, second = run(model, A[:9]), run(model, [*A[:8], 1])
-    freed = model.cache.num_freed
+    freed = model.cache.counts.num_freed
     contents = [content for index in (0, 4) if (content := model.block_of(first, index).content) is not None]
     ids = [first.request.request_id, second.request.request_id]
     nothing, of_first = Match((), 0), Match(contents, 8)

@@ -151,7 +151,7 @@ def test_host_copies_of_unneeded_content_are_taken_first_too() -> None:
         each = run_planned(model, tokens, num_reused_tokens)
         assert copy_all(model) == 2
         model.free(each)
-    assert model.cache.host_usage_frac == 0.0
+    assert model.cache.counts.host_usage_frac == 0.0
     take(model, 8)
     each = run(model, C[:8])
     assert copy_all(model) == 2

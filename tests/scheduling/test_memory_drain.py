@@ -108,7 +108,7 @@ def test_offline_requests_make_room_for_cache_that_is_kept_for_online_ones(
     run.scheduler.add(online)
     run.step()
     kv, counters = run.scheduler.kv, run.scheduler.counters[OFFLINE]
-    assert online.finish_reason is not None and kv.num_protected_blocks == 5
+    assert online.finish_reason is not None and kv.counts.protected == 5
     policy.target = policy.choices[-1]
     assert len(run.step().moves) == 5, "what is kept was evicted, or nobody made room for it"
     assert counters.num_preemptions == 1

@@ -156,7 +156,7 @@ def test_offline_work_is_limited_by_the_distinct_blocks_of_online_requests() -> 
     kv = bench.scheduler.kv
     num_named = sum(kv.num_held_blocks(each.request_id) for each in online)
     assert 0.9 * 256 < num_named < 1.1 * 256, "counted once for each request, they would fill the pool"
-    assert kv.num_online_blocks == kv.counts.referenced == 30 + 8
+    assert kv.counts.online == kv.counts.referenced == 30 + 8
     line = request_of(tokens("line", 600), 50, service_class=OFFLINE)
     bench.add(line)
     run_steps(bench, 10)

@@ -369,7 +369,7 @@ def test_what_is_protected_for_online_requests_need_not_be_kept_free_too() -> No
         bench.add(make_request(prompt_token_ids=prompt, max_tokens=2, request_id=f"chat{index}"))
         bench.step()
         bench.step()
-    assert bench.scheduler.kv.num_protected_blocks >= 39
+    assert bench.scheduler.kv.counts.protected >= 39
     bench.add(*(offline(40, 4, request_id=f"job{i}") for i in range(9)))
     bench.step()
     assert bench.scheduler.kv.counts.referenced >= 44, "about half the pool is protected, the rest is not"

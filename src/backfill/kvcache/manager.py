@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
 from backfill.core.block import BlockRef
@@ -18,11 +17,11 @@ from backfill.core.plan import BlockCopies, CopyDirections
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.kvcache.checkpointer import Checkpointer
 from backfill.kvcache.checkpointing import CheckpointPolicy, NoCheckpoints
-from backfill.kvcache.content import BlockKey, BlockState, Content, Evictable, Match
+from backfill.kvcache.content import BlockKey, Content, Evictable, Match
 from backfill.kvcache.copies import Copy
+from backfill.kvcache.counts import BlockCounts
 from backfill.kvcache.integrity import check_integrity
 from backfill.kvcache.keys import KeyChain
-from backfill.kvcache.pool import BlockCounts
 from backfill.kvcache.resizing import Resizing
 from backfill.kvcache.sharing import Sharing
 from backfill.kvcache.store import ContentStore
@@ -87,6 +86,7 @@ class KVCacheManager:
         self.sharing = Sharing(self._store, self._checkpointer, block_size, bidirectional)
         self._device = self._store.device
         self._tables: dict[RequestId, BlockTable] = {}
+        self.counts = BlockCounts(self._device, self._store.host, self._tables)
         self.resizing = Resizing(self._store, self._tables)
         # Most copies in flight: none begins beyond. Restores for online requests are exempt from the second.
         self.max_copies = 0
@@ -100,56 +100,8 @@ class KVCacheManager:
         return self._device.num_blocks
 
     @property
-    def counts(self) -> BlockCounts:
-        return self._device.summary()
-
-    @property
     def num_copies_in_flight(self) -> int:
         return self._store.ledger.num_in_flight
-
-    @property
-    def num_checkpointed_blocks(self) -> int:
-        """Referenced blocks that have a host copy, complete or in flight."""
-        counts = self._device.counts
-        return counts[BlockState.REFERENCED_COPIED] + counts[BlockState.ONLINE_COPIED]
-
-    @property
-    def num_reclaimable_blocks(self) -> int:
-        """Blocks that only offline requests reference, with a complete host copy."""
-        device, copied = self._device, BlockState.REFERENCED_COPIED
-        return device.counts[copied] - device.num_pinned[copied]
-
-    @property
-    def num_protected_blocks(self) -> int:
-        """Cached blocks that only online requests may take."""
-        return self._device.counts[BlockState.PROTECTED]
-
-    @property
-    def num_online_blocks(self) -> int:
-        """Blocks that online requests reference."""
-        counts = self._device.counts
-        return counts[BlockState.ONLINE] + counts[BlockState.ONLINE_COPIED]
-
-    @property
-    def num_offline_blocks(self) -> int:
-        """Blocks that only offline requests reference."""
-        counts = self._device.counts
-        return counts[BlockState.REFERENCED] + counts[BlockState.REFERENCED_COPIED]
-
-    @property
-    def num_wanted_blocks(self) -> int:
-        """Blocks that no request references, with KV that preempted requests will come back for."""
-        counts = self._device.counts
-        return sum(counts[each] for each in (BlockState.SECURED, BlockState.WANTED, BlockState.WANTED_ONLINE))
-
-    @property
-    def host_usage_frac(self) -> float:
-        """Share of the host's blocks that are in copies, or hold what requests use or will come back for."""
-        if not self.num_host_blocks:
-            return 0.0
-        counts = self._store.host.counts
-        not_used = (BlockState.EMPTY, BlockState.UNNEEDED, BlockState.UNWANTED, BlockState.PROTECTED)
-        return 1.0 - sum(counts[state] for state in not_used) / self.num_host_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens of one request."""
@@ -162,45 +114,6 @@ class KVCacheManager:
     def num_held_blocks(self, request_id: RequestId) -> int:
         table = self._tables.get(request_id)
         return 0 if table is None else len(table.blocks)
-
-    def would_free(
-        self, num_blocks: int, request_ids: Collection[RequestId], match: Match, limit: Evictable
-    ) -> bool:
-        """Whether an allocation could have so many blocks more if all these requests were preempted."""
-        left, matched = num_blocks, {content.device for content in match.contents}
-        for request_id in request_ids:
-            # In one table only, and neither shared nor protected: counted without looking at the others.
-            left -= len(
-                [
-                    block
-                    for block in self._tables[request_id].blocks
-                    if block.num_refs == 1
-                    and block.peer is None
-                    and not block.num_copies
-                    and (block.content is None or not block.content.is_protected)
-                    and block not in matched
-                ]
-            )
-            if left <= 0 and not self._device.num_draining:
-                return True
-        return num_blocks <= self.num_freed(request_ids, match, limit)
-
-    def num_freed(self, request_ids: Iterable[RequestId], match: Match, limit: Evictable) -> int:
-        """Blocks that an allocation up to ``limit`` could have more if all these requests were preempted.
-
-        Not those that others reference, that a copy uses, that are protected, or that ``match`` has.
-        """
-        refs = Counter(block for each in request_ids for block in self._tables[each].blocks)
-        for content in match.contents:
-            if content.device is not None:
-                del refs[content.device]
-        num_freed = 0
-        for block, num_refs in refs.items():
-            is_shared = block.is_guest or (block.peer is not None and block.peer not in refs)
-            if num_refs == block.num_refs and self._device.may_use(block) and not is_shared:
-                is_protected = block.content is not None and block.content.is_protected
-                num_freed += limit is Evictable.ALL or not is_protected
-        return num_freed
 
     def num_available(self, limit: Evictable) -> int:
         """Blocks that an allocation can have now."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
@@ -34,27 +33,6 @@ from backfill.kvcache.empty_blocks import EmptyBlocks, LatestFirst, LowestFirst
 class Tier(Enum):
     DEVICE = "device"
     HOST = "host"
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCounts:
-    """Blocks of a pool: no other count says how full a cache is.
-
-    Blocks that have yet to leave a pool that shrinks are among them.
-
-    Attributes:
-        empty: without content.
-        cached_with_copy: wanted by preempted requests, with a host copy, complete or in flight.
-        protected: cached for online requests, so that offline ones may not take them.
-        cached: other blocks that no table names.
-        referenced: in block tables, or without content but still in a copy.
-    """
-
-    empty: int
-    cached_with_copy: int
-    protected: int
-    cached: int
-    referenced: int
 
 
 class BlockPool:
@@ -131,16 +109,6 @@ class BlockPool:
         """Blocks that can be taken now: empty ones, and cached ones up to this state."""
         end = limit + 1
         return sum(self.counts[:end]) - sum(self.num_pinned[1:end])
-
-    def summary(self) -> BlockCounts:
-        counts = self.counts
-        return BlockCounts(
-            empty=counts[_EMPTY],
-            cached_with_copy=counts[_SECURED],
-            protected=counts[_PROTECTED],
-            cached=counts[_UNNEEDED] + counts[_UNWANTED] + counts[_WANTED] + counts[_WANTED_ONLINE],
-            referenced=sum(counts[_COPYING:_ABSENT]),
-        )
 
     def first(self, state: BlockState) -> Block | None:
         """The block of this state that is taken first."""

@@ -189,8 +189,8 @@ class StepPlanner:
                 for level, queue in requests.waiting.items()
             },
             num_blocks=kv.num_blocks,
-            online_blocks=kv.num_online_blocks,
-            reclaimable_blocks=kv.num_reclaimable_blocks + kv.num_protected_blocks,
+            online_blocks=kv.counts.online,
+            reclaimable_blocks=kv.counts.reclaimable + kv.counts.protected,
             elsewhere=elsewhere,
         )
 

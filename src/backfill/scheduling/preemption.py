@@ -130,10 +130,10 @@ class Preemption:
         lack = kv.shortage(request, match, num_reserved, last_limit)
         victims = [each for each in self.block_holders if may_be_preempted(each, preemptible)]
         names = [each.request_id for each in victims]
-        if victims and kv.would_free(lack, names, match, last_limit):
+        if victims and kv.counts.would_free(lack, names, match, last_limit):
             if self.in_flight.slices:
                 victims = [each for each in victims if each.request_id not in self.in_flight.slices]
-                if lack > kv.num_freed((each.request_id for each in victims), match, last_limit):
+                if lack > kv.counts.num_freed((each.request_id for each in victims), match, last_limit):
                     self.held_back = frozenset((*self.held_back, *preemptible))
                     return None
             victims.sort(key=self.key)

@@ -1,0 +1,132 @@
+"""Blocks of the KV cache, counted by what they are used for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+from backfill.core.request import RequestId
+from backfill.kvcache.content import Block, BlockState, Evictable, Match
+from backfill.kvcache.pool import BlockPool
+from backfill.kvcache.table import BlockTable
+
+
+class BlockCounts:
+    """Counts of now, and what they would be after preemptions. It changes nothing.
+
+    ``empty``, ``cached``, ``cached_with_copy``, ``protected`` and ``referenced`` sum to the device's pool,
+    with the blocks that have yet to leave one that shrinks.
+    """
+
+    def __init__(self, device: BlockPool, host: BlockPool, tables: Mapping[RequestId, BlockTable]) -> None:
+        self._device, self._host = device, host
+        self._tables = tables
+
+    def _sum(self, *states: BlockState) -> int:
+        return sum([self._device.counts[state] for state in states])
+
+    @property
+    def empty(self) -> int:
+        """Without content."""
+        return self._device.counts[BlockState.EMPTY]
+
+    @property
+    def cached_with_copy(self) -> int:
+        """Wanted by preempted requests, with a host copy, complete or in flight."""
+        return self._device.counts[BlockState.SECURED]
+
+    @property
+    def protected(self) -> int:
+        """Cached for online requests, so that offline ones may not take them."""
+        return self._device.counts[BlockState.PROTECTED]
+
+    @property
+    def cached(self) -> int:
+        """Other blocks that no table names."""
+        return self._sum(
+            BlockState.UNNEEDED, BlockState.UNWANTED, BlockState.WANTED, BlockState.WANTED_ONLINE
+        )
+
+    @property
+    def referenced(self) -> int:
+        """In block tables, or without content but still in a copy."""
+        return sum(self._device.counts[BlockState.COPYING : BlockState.ABSENT])
+
+    @property
+    def online(self) -> int:
+        """Referenced by online requests."""
+        return self._sum(BlockState.ONLINE, BlockState.ONLINE_COPIED)
+
+    @property
+    def offline(self) -> int:
+        """Referenced by offline requests only."""
+        return self._sum(BlockState.REFERENCED, BlockState.REFERENCED_COPIED)
+
+    @property
+    def wanted(self) -> int:
+        """Referenced by no request, with KV that preempted ones will come back for."""
+        return self._sum(BlockState.SECURED, BlockState.WANTED, BlockState.WANTED_ONLINE)
+
+    @property
+    def checkpointed(self) -> int:
+        """Referenced, with a host copy, complete or in flight."""
+        return self._sum(BlockState.REFERENCED_COPIED, BlockState.ONLINE_COPIED)
+
+    @property
+    def reclaimable(self) -> int:
+        """Referenced by offline requests only, with a complete host copy."""
+        copied = BlockState.REFERENCED_COPIED
+        return self._device.counts[copied] - self._device.num_pinned[copied]
+
+    @property
+    def host_usage_frac(self) -> float:
+        """Share of the host's blocks that are in copies, or hold what requests use or will come back for."""
+        counts, num_blocks = self._host.counts, self._host.num_blocks
+        if not num_blocks:
+            return 0.0
+        not_used = (BlockState.EMPTY, BlockState.UNNEEDED, BlockState.UNWANTED, BlockState.PROTECTED)
+        return 1.0 - sum(counts[state] for state in not_used) / num_blocks
+
+    def would_free(
+        self, num_blocks: int, request_ids: Collection[RequestId], match: Match, limit: Evictable
+    ) -> bool:
+        """Whether an allocation could have so many blocks more if all these requests were preempted."""
+        left, matched = num_blocks, {content.device for content in match.contents}
+        for request_id in request_ids:
+            # In one table only, and neither shared nor protected: counted without looking at the others.
+            left -= len(
+                [
+                    block
+                    for block in self._tables[request_id].blocks
+                    if block.num_refs == 1
+                    and block.peer is None
+                    and not block.num_copies
+                    and (block.content is None or not block.content.is_protected)
+                    and block not in matched
+                ]
+            )
+            if left <= 0 and not self._device.num_draining:
+                return True
+        return num_blocks <= self.num_freed(request_ids, match, limit)
+
+    def num_freed(self, request_ids: Iterable[RequestId], match: Match, limit: Evictable) -> int:
+        """Blocks that an allocation up to ``limit`` could have more if all these requests were preempted.
+
+        Not those that others reference, that a copy uses, that are protected, or that ``match`` has.
+        """
+        refs = Counter(block for each in request_ids for block in self._tables[each].blocks)
+        for content in match.contents:
+            if content.device is not None:
+                del refs[content.device]
+        return sum(
+            num_refs == block.num_refs
+            and self._device.may_use(block)
+            and not _is_shared(block, refs)
+            and (limit is Evictable.ALL or block.content is None or not block.content.is_protected)
+            for block, num_refs in refs.items()
+        )
+
+
+def _is_shared(block: Block, refs: Mapping[Block, int]) -> bool:
+    """Another request's end of the block stays in use, or is counted instead."""
+    return block.is_guest or (block.peer is not None and block.peer not in refs)
