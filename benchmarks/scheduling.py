@@ -105,7 +105,7 @@ def time_preemption(num_blocks: int) -> tuple[float, float]:
         kv.grow(other, (num_blocks + 8) * _BLOCK_SIZE, Evictable.LOSING_NOTHING)
         take_s.append(time.perf_counter() - preempted)
         preempt_s.append(preempted - began)
-        assert kv.num_held_blocks(other.request_id) == kv.counts.referenced == num_blocks + 8
+        assert kv.counts.held(other.request_id) == kv.counts.referenced == num_blocks + 8
         assert kv.match(victim).num_tokens >= (num_blocks - 1) * _BLOCK_SIZE, "nothing is lost"
     return statistics.median(preempt_s), statistics.median(take_s)
 

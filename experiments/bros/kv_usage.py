@@ -63,7 +63,7 @@ class KVUsage:
         samples: every ``SAMPLE_S``, each as the step that it falls into leaves the pool.
         num_steps: observed.
         num_sharing_steps: those after which a block was shared.
-        num_entered, num_overwritten, num_copied: see ``Sharing``.
+        num_entered, num_overwritten, num_copied: see ``SharedLastBlocks``.
     """
 
     duration_s: float

@@ -334,7 +334,7 @@ def test_suspended_requests_can_be_preempted(
     engine = make_engine(executor, prefix_caching=prefix_caching)
     stop_the_second_step(executor, engine)
     offline = offline_requests(engine)
-    free = engine.scheduler.kv.num_available(Evictable.ALL)
+    free = engine.scheduler.kv.counts.available(Evictable.ALL)
     (large,) = requests(ServiceClass.ONLINE, [(8 * (free + 3) - len(SHARED), 2)])
     large.request_id = RequestId("large")
     engine.arrive(large)

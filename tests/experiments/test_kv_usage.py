@@ -30,7 +30,7 @@ class CheckedUsage(KVUsage):
         assert sample.use.shared == kv.sharing.num_shared
         requests = engine.scheduler.requests
         holders = [*requests.running, *requests.restoring]
-        assert sample.num_table_blocks == sum(map(kv.num_held_blocks, holders))
+        assert sample.num_table_blocks == sum(map(kv.counts.held, holders))
 
 
 def observe(layout: str, **settings: Any) -> KVUsage:

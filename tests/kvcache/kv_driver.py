@@ -107,7 +107,7 @@ class Driver:
         for victim in victims:
             if victim is not None:
                 slices.pop(victim, None)
-        return victims[0] is not each and self.model.cache.claim(each.request, end)
+        return victims[0] is not each and self.model.cache.sharing.claim(each.request, end)
 
     def step(self, slices: dict[Running, int]) -> None:
         model, rng = self.model, self.rng

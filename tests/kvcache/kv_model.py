@@ -292,7 +292,7 @@ class CacheModel:
         request.first_scheduled_at_s = 0.0
         num_shared = int(self.setup.bidirectional)  # at most
         needed -= len(match.contents) + num_shared
-        assert needed <= cache.num_available(limit), f"{shortage} were said to lack"
+        assert needed <= cache.counts.available(limit), f"{shortage} were said to lack"
         assert cache.growth_shortage(request, request.num_tokens, limit) <= 0
         assert request.num_computed_tokens == match.num_tokens < request.num_tokens
         for content, block in zip(match.contents, found, strict=True):
@@ -314,22 +314,21 @@ class CacheModel:
 
     def preempt(self, each: Running) -> None:
         cache, request_id = self.cache, each.request.request_id
-        before = {limit: cache.num_available(limit) for limit in (Evictable.OFFLINE, Evictable.ALL)}
+        before = {limit: cache.counts.available(limit) for limit in (Evictable.OFFLINE, Evictable.ALL)}
         freed = {limit: cache.counts.num_freed([request_id], Match((), 0), limit) for limit in before}
         is_offline = each.request.service_class is ServiceClass.OFFLINE
         cache.preempt(each.request)
-        assert cache.num_available(Evictable.ALL) >= before[Evictable.ALL] + freed[Evictable.ALL]
+        assert cache.counts.available(Evictable.ALL) >= before[Evictable.ALL] + freed[Evictable.ALL]
         if is_offline:
-            assert (
-                cache.num_available(Evictable.OFFLINE) >= before[Evictable.OFFLINE] + freed[Evictable.OFFLINE]
-            )
+            limit = Evictable.OFFLINE
+            assert cache.counts.available(limit) >= before[limit] + freed[limit]
         each.request.num_preemptions += 1
         each.place, each.suspended_until = "queued", None
 
     def free(self, each: Running) -> None:
         self.learn_keys()
         self.cache.free(each.request)
-        assert self.cache.num_held_blocks(each.request.request_id) == 0
+        assert self.cache.counts.held(each.request.request_id) == 0
         del self.all[each.request.request_id]
 
     def grow(self, each: Running, num_tokens: int, limit: Evictable) -> bool:
@@ -349,7 +348,7 @@ class CacheModel:
 
     def make_way(self, each: Running, num_tokens: int) -> Running | None:
         """Preempt the request that is in the way of this one, if there is one."""
-        victim = self.cache.in_the_way(each.request, num_tokens)
+        victim = self.cache.sharing.in_the_way(each.request, num_tokens)
         if victim is None:
             return None
         self.preempt(self.all[victim.request_id])

@@ -13,7 +13,7 @@ from backfill.core.request import Request, ServiceClass
 from backfill.kvcache.content import BlockState, Content, Evictable
 from backfill.kvcache.free_ends import FreeEnd
 from backfill.kvcache.manager import KVCacheManager
-from backfill.kvcache.sharing import Sharing
+from backfill.kvcache.sharing import SharedLastBlocks
 from tests.builders import make_request
 from tests.kvcache.kv_driver import SharingDriver
 from tests.kvcache.kv_model import Setup
@@ -23,7 +23,7 @@ from tests.shared import examples
 BEYOND = (-1, *Evictable)
 
 
-def preempted_ends(sharing: Sharing, beyond: int, matched: Collection[Content]) -> Iterator[FreeEnd]:
+def preempted_ends(sharing: SharedLastBlocks, beyond: int, matched: Collection[Content]) -> Iterator[FreeEnd]:
     for last in sharing._free_ends._preempted.values():
         content = last.table.wanted[-1]
         block, host = content.device, content.host
@@ -35,7 +35,7 @@ def preempted_ends(sharing: Sharing, beyond: int, matched: Collection[Content]) 
             yield FreeEnd(block, content.num_device_tokens, content=content, table=last.table)
 
 
-def running_ends(sharing: Sharing, size: int, service_class: ServiceClass) -> Iterator[FreeEnd]:
+def running_ends(sharing: SharedLastBlocks, size: int, service_class: ServiceClass) -> Iterator[FreeEnd]:
     for last in sharing._free_ends._running.values():
         blocks, request = last.table.blocks, last.request
         if request.service_class is not service_class and blocks and blocks[-1].peer is None:
@@ -52,8 +52,9 @@ def look_at_all(
     may_lose: bool,
     matched: Collection[Content],
 ) -> FreeEnd | None:
-    """As ``Sharing.find``."""
+    """As ``SharedLastBlocks.find``."""
     size, sharing = cache.block_size, cache.sharing
+    assert isinstance(sharing, SharedLastBlocks)
     room = size - (request.num_tokens - (num_tokens - 1) // size * size)
     if room <= 0:
         return None
@@ -90,6 +91,7 @@ class ComparingDriver(SharingDriver):
 
     def compare(self) -> None:
         cache, rng = self.model.cache, self.rng
+        assert isinstance(cache.sharing, SharedLastBlocks)
         contents = [*cache._store.by_key.values()]
         contents += [table.tail for table in cache._tables.values() if table.tail is not None]
         requests = [each.request for each in self.model.at("running")]

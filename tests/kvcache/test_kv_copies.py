@@ -47,7 +47,7 @@ def test_wanted_content_is_written_back_before_it_is_dropped() -> None:
     model = make_cache(8, 8, "adaptive")
     each = run(model, A[:10])
     model.preempt(each)
-    assert model.cache.num_available(Evictable.LOSING_NOTHING) == 5
+    assert model.cache.counts.available(Evictable.LOSING_NOTHING) == 5
     assert copy_all(model) == 3, "although the pool is hardly used"
     counts = model.cache.counts
     assert (counts.empty, counts.cached_with_copy, counts.cached) == (5, 3, 0)
@@ -89,7 +89,7 @@ def test_swapping_copies_all_of_a_victim_at_once() -> None:
     each = run(model, A[:10])
     assert model.cache.num_unsecured_tokens(each.request) == 0
     model.preempt(each)
-    assert model.cache.num_available(Evictable.LOSING_NOTHING) == 8
+    assert model.cache.counts.available(Evictable.LOSING_NOTHING) == 8
     take(model, 8, Evictable.LOSING_NOTHING)
     admit(model, each)
     assert each.place == "running"
@@ -134,7 +134,7 @@ def test_a_victim_loses_what_has_no_complete_copy(is_failed: bool) -> None:
     if is_failed:  # its KV is not wanted any more
         each.request.num_computed_tokens = 0
         model.preempt(each)
-        assert model.cache.num_available(Evictable.LOSING_NOTHING) == 8
+        assert model.cache.counts.available(Evictable.LOSING_NOTHING) == 8
 
 
 # Copies that run beside steps.
@@ -145,12 +145,12 @@ def test_a_block_in_a_copy_is_not_taken_before_it_completes() -> None:
     each = run(model, A[:8])
     model.take_copies()
     model.preempt(each)
-    assert model.cache.num_available(Evictable.ALL) == 6
-    assert model.cache.num_becoming_available == 2
+    assert model.cache.counts.available(Evictable.ALL) == 6
+    assert model.cache.counts.becoming_available == 2
     model.free(each)
-    assert (model.cache.num_available(Evictable.ALL), model.cache.num_becoming_available) == (6, 2)
+    assert (model.cache.counts.available(Evictable.ALL), model.cache.counts.becoming_available) == (6, 2)
     copy_all(model)
-    assert (model.cache.num_available(Evictable.ALL), model.cache.num_becoming_available) == (8, 0)
+    assert (model.cache.counts.available(Evictable.ALL), model.cache.counts.becoming_available) == (8, 0)
     take(model, 8)
     assert found(model, A[:8]) == 8, "the write-back has completed and is cache"
 
@@ -234,7 +234,7 @@ def test_a_cancelled_restore_is_forgotten_if_it_has_not_begun() -> None:
     model.advance(0.0, 1)
     model.take_copies()
     model.preempt(each)
-    assert (model.cache.counts.empty, model.cache.num_becoming_available) == (7, 1)
+    assert (model.cache.counts.empty, model.cache.counts.becoming_available) == (7, 1)
     copy_all(model)
     model.advance(0.0, 100)
     assert (admit(model, each), each.place) == (10, "restoring")

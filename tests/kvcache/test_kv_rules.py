@@ -244,12 +244,12 @@ def test_offline_work_may_not_take_what_online_requests_used_a_short_time_ago() 
     model = make_cache(8)
     expect_reuse(model)
     leave(model, A[:8], ONLINE)
-    assert model.cache.num_available(Evictable.OFFLINE) == 6
-    assert model.cache.num_available(Evictable.ALL) == 8
+    assert model.cache.counts.available(Evictable.OFFLINE) == 6
+    assert model.cache.counts.available(Evictable.ALL) == 8
     model.advance(59.0, 100)
-    assert model.cache.num_available(Evictable.OFFLINE) == 6
+    assert model.cache.counts.available(Evictable.OFFLINE) == 6
     model.advance(61.0, 100)
-    assert model.cache.num_available(Evictable.LOSING_NOTHING) == 8
+    assert model.cache.counts.available(Evictable.LOSING_NOTHING) == 8
     assert found(model, A[:8]) == 8
 
 
@@ -259,20 +259,20 @@ def test_offline_use_does_not_end_or_prolong_the_protection() -> None:
     leave(model, A[:8], ONLINE)
     model.advance(30.0, 100)
     leave(model, A[:8])
-    assert model.cache.num_available(Evictable.OFFLINE) == 6
+    assert model.cache.counts.available(Evictable.OFFLINE) == 6
     long_one = run(model, A[:9])
     model.advance(100.0, 100)
     model.free(long_one)
-    assert model.cache.num_available(Evictable.LOSING_NOTHING) == 8
+    assert model.cache.counts.available(Evictable.LOSING_NOTHING) == 8
 
 
 def test_protection_covers_half_of_a_pool() -> None:
     model = make_cache(8)
     expect_reuse(model)
     leave(model, [*A, *B], ONLINE)
-    assert model.cache.num_available(Evictable.OFFLINE) == 0
+    assert model.cache.counts.available(Evictable.OFFLINE) == 0
     model.advance(0.1, 100)
-    assert model.cache.num_available(Evictable.OFFLINE) == 4
+    assert model.cache.counts.available(Evictable.OFFLINE) == 4
 
 
 def test_a_small_host_pool_does_not_end_protection_on_the_device() -> None:
@@ -283,7 +283,7 @@ def test_a_small_host_pool_does_not_end_protection_on_the_device() -> None:
     model.free(each)
     model.advance(0.1, 100)
     model.check()
-    assert model.cache.num_available(Evictable.OFFLINE) == 4
+    assert model.cache.counts.available(Evictable.OFFLINE) == 4
 
 
 def test_the_protection_follows_the_time_until_reuse() -> None:
@@ -292,9 +292,9 @@ def test_the_protection_follows_the_time_until_reuse() -> None:
         model.advance(float(index), 100)
         leave(model, A[:5], ONLINE)
     model.advance(59.0 + 4.0, 100)
-    assert model.cache.num_available(Evictable.OFFLINE) == 7
+    assert model.cache.counts.available(Evictable.OFFLINE) == 7
     model.advance(59.0 + 6.0, 100)
-    assert model.cache.num_available(Evictable.OFFLINE) == 8
+    assert model.cache.counts.available(Evictable.OFFLINE) == 8
 
 
 def test_online_requests_take_the_content_of_offline_ones_before_their_own() -> None:
@@ -318,11 +318,11 @@ def test_a_victim_frees_the_blocks_that_no_other_request_uses() -> None:
     assert [freed([each], nothing, Evictable.ALL) for each in ids] == [1, 1]
     assert freed(ids, nothing, Evictable.ALL) == 4, "what they share is free without both"
     assert freed(ids, of_first, Evictable.ALL) == 2, "the match would reference it again"
-    assert model.cache.num_available(Evictable.ALL) == 4
+    assert model.cache.counts.available(Evictable.ALL) == 4
     model.preempt(second)
-    assert model.cache.num_available(Evictable.ALL) == 5
+    assert model.cache.counts.available(Evictable.ALL) == 5
     model.preempt(first)
-    assert model.cache.num_available(Evictable.ALL) == 8
+    assert model.cache.counts.available(Evictable.ALL) == 8
 
 
 def test_blocks_that_a_match_would_pin_are_not_available_to_it() -> None:

@@ -139,7 +139,7 @@ def test_what_online_requests_used_stays_protected() -> None:
     expect_reuse(model)
     leave(model, A[:8], ONLINE)
     leave_planned(model, A[:8], 0)
-    assert model.cache.num_available(Evictable.OFFLINE) == 6
+    assert model.cache.counts.available(Evictable.OFFLINE) == 6
     model.advance(61.0, 100)
     assert model.cache._device.counts[BlockState.UNNEEDED] == 0
     model.check()
@@ -180,7 +180,7 @@ class Account:
 
     def start(self, blocks: Sequence[int], num_reused_tokens: int | None) -> None:
         tokens = [10 * block + offset for block in blocks for offset in range(SIZE)]
-        if self.model.cache.num_available(Evictable.ALL) < len(blocks) + 1:
+        if self.model.cache.counts.available(Evictable.ALL) < len(blocks) + 1:
             return
         self.num_started += 1
         before = self.unused()
@@ -207,7 +207,7 @@ class Account:
 
     def evict(self, num_blocks: int) -> None:
         before = self.unused()
-        if (num_available := self.model.cache.num_available(Evictable.ALL)) > 0:
+        if (num_available := self.model.cache.counts.available(Evictable.ALL)) > 0:
             take(self.model, min(num_blocks, num_available))
         self.check_evictions(before)
 

@@ -47,7 +47,7 @@ def decode(model: CacheModel, each: Running) -> bool:
     end = each.request.num_tokens
     victim = model.make_way(each, end)
     model.check()
-    if victim is each or not model.cache.claim(each.request, end):
+    if victim is each or not model.cache.sharing.claim(each.request, end):
         return False
     assert model.grow(each, end, NOTHING)
     model.check()
@@ -349,9 +349,9 @@ def test_the_front_request_leaves_under_a_copy_of_the_rear_and_nobody_takes_the_
     model.free(online)
     model.free(offline)
     model.check()
-    assert model.cache.num_available(Evictable.ALL) == 1
+    assert model.cache.counts.available(Evictable.ALL) == 1
     model.complete(list(model.in_flight))
-    assert model.cache.num_available(Evictable.ALL) == 2
+    assert model.cache.counts.available(Evictable.ALL) == 2
 
 
 def test_a_preempted_online_request_leaves_nothing_beside_a_running_one() -> None:

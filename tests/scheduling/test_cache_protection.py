@@ -127,14 +127,14 @@ def test_the_flood_gets_the_pool_within_a_minute_after_the_last_chat(num_host_bl
     bench = make_bench(2, num_host_blocks)
     flood = jobs(2)
     serve_chats(bench, 2, flood)
-    kv = bench.scheduler.kv
-    assert kv.num_available(Evictable.OFFLINE) < kv.num_available(Evictable.ALL), "something is protected"
+    counts = bench.scheduler.kv.counts
+    assert counts.available(Evictable.OFFLINE) < counts.available(Evictable.ALL), "something is protected"
     idle_since_s = bench.clock.now_s()
     running = list(bench.scheduler.requests.by_id.values())
     while bench.clock.now_s() < idle_since_s + 60.0:
         running = keep_up(bench, flood, running)
         bench.step()
-    assert kv.num_available(Evictable.OFFLINE) == kv.num_available(Evictable.ALL), "nothing is protected"
+    assert counts.available(Evictable.OFFLINE) == counts.available(Evictable.ALL), "nothing is protected"
     policy = bench.scheduler.policy
     assert isinstance(policy, SloPolicy)
     most_held = 0.0
@@ -142,5 +142,5 @@ def test_the_flood_gets_the_pool_within_a_minute_after_the_last_chat(num_host_bl
         running = keep_up(bench, flood, running)
         bench.step()
         # The blocks that the policy still reserves for the next chats are another mechanism's.
-        most_held = max(most_held, kv.counts.referenced + policy._peak_blocks)
+        most_held = max(most_held, counts.referenced + policy._peak_blocks)
     assert most_held >= 0.95 * NUM_BLOCKS

@@ -46,7 +46,7 @@ def test_an_online_request_preempts_offline_ones_for_the_blocks_that_they_share(
     suspension = bench.scheduler._suspension
     while not all(each.output_token_ids for each in lines) or len(suspension.requests) != 2 * stops:
         bench.step()
-    assert sum(bench.scheduler.kv.num_held_blocks(each.request_id) for each in lines) > 40, "they share"
+    assert sum(bench.scheduler.kv.counts.held(each.request_id) for each in lines) > 40, "they share"
     online = request_of(tokens("c", 30 * BLOCK_SIZE), 4)
     bench.add(online)
     assert steps_until_running(bench, online) == 1
@@ -154,7 +154,7 @@ def test_offline_work_is_limited_by_the_distinct_blocks_of_online_requests() -> 
     bench.add(*online)
     run_steps(bench, 5)
     kv = bench.scheduler.kv
-    num_named = sum(kv.num_held_blocks(each.request_id) for each in online)
+    num_named = sum(kv.counts.held(each.request_id) for each in online)
     assert 0.9 * 256 < num_named < 1.1 * 256, "counted once for each request, they would fill the pool"
     assert kv.counts.online == kv.counts.referenced == 30 + 8
     line = request_of(tokens("line", 600), 50, service_class=OFFLINE)

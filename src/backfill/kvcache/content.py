@@ -49,7 +49,7 @@ class Block:
         state: kept by its pool.
         is_pinned: kept by its pool: when ``state`` was set, ``num_copies`` was not 0, or it was beyond the
             pool's end. It is not taken.
-        peer: while two requests share the memory from both ends, the other one's block; see ``Sharing``.
+        peer: while two requests share the memory from both ends, the other one's block (``sharing.py``).
         is_guest: its pool does not know it, but its peer.
         num_slots: at its end of a shared block, the slots that are in use or about to be written.
     """

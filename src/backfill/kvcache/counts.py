@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
-from backfill.core.request import RequestId
+from backfill.core.request import Request, RequestId
 from backfill.kvcache.content import Block, BlockState, Evictable, Match
-from backfill.kvcache.pool import BlockPool
+from backfill.kvcache.store import ContentStore
 from backfill.kvcache.table import BlockTable
 
 
@@ -18,9 +18,10 @@ class BlockCounts:
     with the blocks that have yet to leave one that shrinks.
     """
 
-    def __init__(self, device: BlockPool, host: BlockPool, tables: Mapping[RequestId, BlockTable]) -> None:
-        self._device, self._host = device, host
+    def __init__(self, store: ContentStore, tables: Mapping[RequestId, BlockTable], block_size: int) -> None:
+        self._device, self._host = store.device, store.host
         self._tables = tables
+        self._block_size = block_size
 
     def _sum(self, *states: BlockState) -> int:
         return sum([self._device.counts[state] for state in states])
@@ -86,6 +87,26 @@ class BlockCounts:
             return 0.0
         not_used = (BlockState.EMPTY, BlockState.UNNEEDED, BlockState.UNWANTED, BlockState.PROTECTED)
         return 1.0 - sum(counts[state] for state in not_used) / num_blocks
+
+    def available(self, limit: Evictable) -> int:
+        """That an allocation can have now."""
+        return self._device.available(limit)
+
+    @property
+    def becoming_available(self) -> int:
+        """That an allocation can have, losing no KV, once the copies on them complete."""
+        return self._device.num_becoming_available
+
+    def held(self, request_id: RequestId) -> int:
+        """In the request's table."""
+        table = self._tables.get(request_id)
+        return 0 if table is None else len(table.blocks)
+
+    def missing(self, requests: Iterable[Request]) -> int:
+        """That all these requests lack for their known tokens."""
+        size, tables = self._block_size, self._tables
+        missing = [-(-each.num_tokens // size) - len(tables[each.request_id].blocks) for each in requests]
+        return sum([count for count in missing if count > 0])
 
     def would_free(
         self, num_blocks: int, request_ids: Collection[RequestId], match: Match, limit: Evictable

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from backfill.core.block import is_reversed
 from backfill.core.request import RequestId
 from backfill.kvcache.content import Block, Content
-from backfill.kvcache.sharing import Sharing
+from backfill.kvcache.last_blocks import LastBlocks
 from backfill.kvcache.store import ContentStore
 from backfill.kvcache.table import BlockTable
 
 
-def check_integrity(store: ContentStore, sharing: Sharing, tables: Mapping[RequestId, BlockTable]) -> None:
+def check_integrity(store: ContentStore, sharing: LastBlocks, tables: Mapping[RequestId, BlockTable]) -> None:
     """Raise AssertionError unless references, contents and copies are counted right in both pools."""
     store.check_integrity()
     sharing.check_integrity()

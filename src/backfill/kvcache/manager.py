@@ -1,7 +1,4 @@
-"""The KV cache over two tiers: which request's KV is where. Pure bookkeeping: no tensor is touched here.
-
-Over 400 lines: one class has every verb and count that the scheduler sees.
-"""
+"""The KV cache over two tiers: which request's KV is where. Pure bookkeeping: no tensor is touched here."""
 
 from __future__ import annotations
 
@@ -22,8 +19,9 @@ from backfill.kvcache.copies import Copy
 from backfill.kvcache.counts import BlockCounts
 from backfill.kvcache.integrity import check_integrity
 from backfill.kvcache.keys import KeyChain
+from backfill.kvcache.last_blocks import LastBlocks
 from backfill.kvcache.resizing import Resizing
-from backfill.kvcache.sharing import Sharing
+from backfill.kvcache.sharing import SharedLastBlocks
 from backfill.kvcache.store import ContentStore
 from backfill.kvcache.table import BlockTable
 
@@ -83,10 +81,12 @@ class KVCacheManager:
             max_num_blocks,
         )
         self._checkpointer = Checkpointer(self._store, policy or NoCheckpoints(), block_size, self.counters)
-        self.sharing = Sharing(self._store, self._checkpointer, block_size, bidirectional)
+        self.sharing = LastBlocks(self._store)
+        if bidirectional:
+            self.sharing = SharedLastBlocks(self._store, self._checkpointer, block_size)
         self._device = self._store.device
         self._tables: dict[RequestId, BlockTable] = {}
-        self.counts = BlockCounts(self._device, self._store.host, self._tables)
+        self.counts = BlockCounts(self._store, self._tables, block_size)
         self.resizing = Resizing(self._store, self._tables)
         # Most copies in flight: none begins beyond. Restores for online requests are exempt from the second.
         self.max_copies = 0
@@ -111,19 +111,6 @@ class KVCacheManager:
         """The request's device blocks in token order."""
         return self._tables[request_id].refs
 
-    def num_held_blocks(self, request_id: RequestId) -> int:
-        table = self._tables.get(request_id)
-        return 0 if table is None else len(table.blocks)
-
-    def num_available(self, limit: Evictable) -> int:
-        """Blocks that an allocation can have now."""
-        return self._device.available(limit)
-
-    @property
-    def num_becoming_available(self) -> int:
-        """Blocks that an allocation can have, losing no KV, once the copies on them complete."""
-        return self._device.num_becoming_available
-
     # Admission.
 
     def match(self, request: Request) -> Match:
@@ -137,8 +124,8 @@ class KVCacheManager:
         assert not table.blocks, f"{request.request_id} has blocks"
         found = self._find(request, table, 0)
         num_tokens = len(found) * self.block_size
-        tail = table.tail
-        if tail is not None and len(found) == len(table.wanted) - 1 and self.sharing.may_return(tail):
+        tail = self.sharing.returning_tail(table, len(found))
+        if tail is not None:
             found.append(tail)
             num_tokens += tail.num_tokens
         return Match(found, num_tokens)
@@ -166,25 +153,23 @@ class KVCacheManager:
         Returns: whether all of them are on the device. Otherwise ``is_restored`` says when.
         """
         store, table = self._store, self._tables[request.request_id]
-        self.sharing.remove(request)
-        has_tail = bool(match.contents) and match.contents[-1] is table.tail
-        if has_tail:
-            self.sharing.withdraw(match.contents[-1])
+        tail = self.sharing.resume(request, table, match)
         self._count_match(request, table, match)
         absent = [content for content in match.contents if content.device is None]
         for content in match.contents:
             if content.device is not None:
                 store.reference(content, request.service_class)
-                self.sharing.restore_lost(content)
+        if tail is not None:
+            self.sharing.restore_lost(tail)
         taken = store.take(len(absent), limit, request.service_class)
         for content, block in zip(absent, taken, strict=True):
             assert content.host is not None
             store.hold(content, block)
             store.ledger.restore(block, content.host, request.service_class is ServiceClass.ONLINE)
         table.extend(content.device for content in match.contents if content.device is not None)
-        table.num_entered = len(match.contents) - has_tail
-        if not has_tail:
-            self._drop_tail(table)
+        table.num_entered = len(match.contents) - (tail is not None)
+        if tail is None:
+            self.sharing.drop_tail(table)
         self._forget_wanted(table)
         request.num_computed_tokens = match.num_tokens
         request.num_ever_computed_tokens = max(request.num_ever_computed_tokens, request.num_computed_tokens)
@@ -195,12 +180,11 @@ class KVCacheManager:
         return self._tables[request.request_id].is_restored()
 
     def start(self, request: Request) -> None:
-        """The request takes part in steps from now on. Its tail becomes private: it will be written."""
+        """The request takes part in steps from now on."""
         table = self._tables[request.request_id]
         assert table.is_restored(), f"copies to {request.request_id} are in flight"
-        self._drop_tail(table)
+        self.sharing.start(request, table)
         self._checkpointer.add_candidate(request, table)
-        self.sharing.add(request, table)
 
     # Steps.
 
@@ -208,12 +192,6 @@ class KVCacheManager:
         """Blocks the request lacks for its first ``num_tokens`` tokens."""
         missing = -(-num_tokens // self.block_size) - len(self._tables[request_id].blocks)
         return missing if missing > 0 else 0  # not max(): called for every running request in every step
-
-    def num_missing_of(self, requests: Iterable[Request]) -> int:
-        """Blocks that all these requests lack for their known tokens."""
-        size, tables = self.block_size, self._tables
-        missing = [-(-each.num_tokens // size) - len(tables[each.request_id].blocks) for each in requests]
-        return sum([count for count in missing if count > 0])
 
     def growth_shortage(self, request: Request, num_tokens: int, limit: Evictable) -> int:
         """Blocks that lack for the request's first ``num_tokens`` tokens; at most 0 if none."""
@@ -230,14 +208,6 @@ class KVCacheManager:
             taken = self._store.take(missing - len(entered), limit, request.service_class)
             self._tables[request.request_id].extend((*taken, *entered))
             self.sharing.grown(request)
-
-    def in_the_way(self, request: Request, num_tokens: int) -> Request | None:
-        """See ``Sharing``."""
-        return self.sharing.in_the_way(request, self._tables[request.request_id], num_tokens)
-
-    def claim(self, request: Request, num_tokens: int) -> bool:
-        """See ``Sharing``."""
-        return self.sharing.claim(request, self._tables[request.request_id], num_tokens)
 
     def match_more(self, request: Request) -> None:
         """Skip the next tokens of a running prompt whose KV another request has computed meanwhile."""
@@ -286,22 +256,15 @@ class KVCacheManager:
         """
         table = self._tables[request.request_id]
         self._checkpointer.remove_candidate(request.request_id)
-        self.sharing.remove(request)
         num_full, num_tail_tokens = divmod(request.num_computed_tokens, self.block_size)
         if table.tail is not None:  # the request was being restored; its tail may be a whole block
             num_full, num_tail_tokens = len(table.blocks) - 1, table.tail.num_tokens
         self._enter(request, table, 0, num_full)  # again what was computed twice, if the other one is gone
         wanted = [self._store.by_key[key] for key in table.keys[:num_full]]
-        if num_tail_tokens and self.sharing.keeps_tail(request, table.blocks[num_full]):
-            if table.tail is None:
-                table.tail = Content(None, num_tail_tokens, request.service_class)
-                self._store.hold(table.tail, table.blocks[num_full])
-            wanted.append(table.tail)
-        table.wanted = wanted
-        self.sharing.add_preempted(request, table)
-        self._store.want(reversed(wanted), 1)
+        self.sharing.preempt(request, table, wanted, num_tail_tokens)
+        self._store.want(reversed(table.wanted), 1)
         self._release(request, table)
-        self._checkpointer.swap_out(wanted)
+        self._checkpointer.swap_out(table.wanted)
 
     def free(self, request: Request) -> None:
         """Drop all that the request references and wants. With prefix caching its content stays.
@@ -312,8 +275,7 @@ class KVCacheManager:
         if table is None:
             return
         self._checkpointer.remove_candidate(request.request_id)
-        self.sharing.remove(request)
-        self._drop_tail(table)
+        self.sharing.forget(request, table)
         if self._prefix_caching:
             held: Sequence[Content | None] = [block.content for block in table.blocks[: table.num_entered]]
             if [each for each in held if each is None or each.key is None]:
@@ -333,21 +295,15 @@ class KVCacheManager:
                     self._store.drop(content)
 
     def _release(self, request: Request, table: BlockTable) -> None:
-        """Drop the references, the last one first, so that a block is never taken before those after it."""
+        """Drop the references, the last one first: a block is never taken before those after it."""
+        self.sharing.release(table)
         for block in reversed(table.blocks):
-            if block.peer is not None:
-                self.sharing.leave(block)
             self._store.release(block, request.service_class)
         table.clear()
 
     def _forget_wanted(self, table: BlockTable) -> None:
         self._store.want(reversed(table.wanted), -1)
         table.wanted = ()
-
-    def _drop_tail(self, table: BlockTable) -> None:
-        if table.tail is not None:
-            self.sharing.drop_tail(table.tail)
-            table.tail = None
 
     # Copies.
 
@@ -395,11 +351,8 @@ class KVCacheManager:
     def _enter(self, request: Request, table: BlockTable, first: int, last: int) -> None:
         """Make the request's full blocks in ``[first, last)`` content, unless others hold the same."""
         self._keys.extend(table.keys, table.root, request, last)
-        get = self._store.by_key.get
-        for key, block in zip(table.keys[first:last], table.blocks[first:last], strict=True):
-            content = get(key)
-            if content is None or content.device is None:
-                self._store.enter(key, block, self.block_size, request.service_class)
+        keys, blocks = table.keys[first:last], table.blocks[first:last]
+        self._store.enter(keys, blocks, self.block_size, request.service_class)
 
     def _find(self, request: Request, table: BlockTable, first: int) -> list[Content]:
         """Content of the request's blocks from this one on, as far as it exists and can be matched."""

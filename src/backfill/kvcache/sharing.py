@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from backfill.core.block import is_reversed, pack_block_ref
-from backfill.core.request import Request, RequestId, ServiceClass
+from backfill.core.request import Request, ServiceClass
 from backfill.kvcache.checkpointer import Checkpointer
-from backfill.kvcache.content import Block, BlockState, Content
+from backfill.kvcache.content import Block, BlockState, Content, Match
 from backfill.kvcache.free_ends import FreeEnd, FreeEnds
+from backfill.kvcache.last_blocks import LastBlocks
 from backfill.kvcache.store import ContentStore
 from backfill.kvcache.table import BlockTable
 
@@ -16,7 +17,7 @@ _LEAST_FREE = 4  # one slot in so many must stay free, for a running request's b
 _LEAST_COPIED = 8  # a tail of at most one token in so many slots is sooner computed again than copied
 
 
-class Sharing:
+class SharedLastBlocks(LastBlocks):
     """The two ends of shared blocks, who fills them, and what one overwrites of the other.
 
     A shared block has two ``Block`` objects that are each other's ``peer``. The pool knows the one that is
@@ -28,68 +29,78 @@ class Sharing:
     a step before an online token would be written over one of its own. Its tail stays, and loses its last
     tokens one by one. Each is copied to the host a step before, unless the tail has a host copy (section 5.2,
     lazy checkpointing). What the host has no room for is lost, and computed again, and so are a few tokens.
-
-    Attributes:
-        is_on: blocks may be shared.
-        blocks: of requests that share their last block, this block.
-        num_entered: blocks that were entered from their other end.
-        num_overwritten: slots of tails that were overwritten.
-        num_copied: slots that were copied to the host because they were about to be.
     """
 
-    def __init__(self, store: ContentStore, checkpointer: Checkpointer, block_size: int, is_on: bool) -> None:
-        self.is_on = is_on
-        self.blocks: dict[RequestId, Block] = {}
-        self.num_entered = self.num_overwritten = self.num_copied = 0
-        self._store = store
+    is_on = True
+
+    def __init__(self, store: ContentStore, checkpointer: Checkpointer, block_size: int) -> None:
+        super().__init__(store)
         self._checkpointer = checkpointer
         self._block_size = block_size
         self._owners: dict[Block, Request] = {}
         self._free_ends = FreeEnds(block_size)
-        if is_on:
-            store.device.on_updated = self._free_ends.on_updated
+        store.device.on_updated = self._free_ends.on_updated
 
-    @property
-    def num_shared(self) -> int:
-        """Blocks whose two ends are both in use."""
-        return len({block.index for block in self.blocks.values()})
+    # What becomes of a request.
 
-    @property
-    def num_paired(self) -> int:
-        """Those of them with a running request at each end: they are in two tables."""
-        return len(self.blocks) - self.num_shared
-
-    # Whose last block may be entered.
-
-    def add(self, request: Request, table: BlockTable) -> None:
-        """The request takes part in steps from now on."""
-        if self.is_on:
-            self._free_ends.add(request, table)
-
-    def add_preempted(self, request: Request, table: BlockTable) -> None:
-        """The request will come back for what its table wants."""
-        if self.is_on and request.service_class is ServiceClass.OFFLINE:
-            self._free_ends.add_preempted(request, table)
-
-    def remove(self, request: Request) -> None:
-        """The request no longer takes part in steps, or no longer wants its KV."""
+    def resume(self, request: Request, table: BlockTable, match: Match) -> Content | None:
+        """See ``LastBlocks``. The tail comes from the host if the other end of its device block is in use."""
         self._free_ends.remove(request.request_id)
+        tail = super().resume(request, table, match)
+        block = None if tail is None else tail.device
+        if tail is not None and block is not None and block.peer is not None:
+            tail.device, block.content, tail.num_lost = None, None, 0
+            self._part(block)
+            self._store.place(tail)
+        return tail
+
+    def restore_lost(self, tail: Content) -> None:
+        """See ``LastBlocks``. It is copied into the same slots."""
+        block, host, ledger = tail.device, tail.host, self._store.ledger
+        if tail.num_lost and block is not None and block.is_valid:
+            assert host is not None
+            ledger.restore(block, host, False, (self._block_size - tail.num_tokens, tail.num_lost))
+            if ledger.restores_block:
+                tail.num_lost = 0
+
+    def start(self, request: Request, table: BlockTable) -> None:
+        """See ``LastBlocks``. Its last block may be entered."""
+        super().start(request, table)
+        self._free_ends.add(request, table)
 
     def grown(self, request: Request) -> None:
-        """The request's table has more blocks."""
-        if self.is_on:
-            self._free_ends.reconsider(request.request_id)
+        """See ``LastBlocks``."""
+        self._free_ends.reconsider(request.request_id)
 
-    def keeps_tail(self, request: Request, block: Block) -> bool:
-        """What a preempted request leaves in its last block may stay there."""
+    def preempt(
+        self, request: Request, table: BlockTable, contents: Sequence[Content], num_tokens: int
+    ) -> None:
+        """See ``LastBlocks``. An online request leaves nothing in the block of a running offline one."""
+        self._free_ends.remove(request.request_id)
         is_offline = request.service_class is ServiceClass.OFFLINE
-        return block.peer is None or is_offline or not block.peer.num_refs
+        peer = table.blocks[len(contents)].peer if num_tokens else None
+        is_in_use = peer is not None and peer.num_refs > 0
+        super().preempt(request, table, contents, 0 if is_in_use and not is_offline else num_tokens)
+        if is_offline:
+            self._free_ends.add_preempted(request, table)
+
+    def forget(self, request: Request, table: BlockTable) -> None:
+        """See ``LastBlocks``."""
+        self._free_ends.remove(request.request_id)
+        super().forget(request, table)
+
+    def release(self, table: BlockTable) -> None:
+        """See ``LastBlocks``."""
+        if table.blocks and table.blocks[-1].peer is not None:
+            self._leave(table.blocks[-1])
+
+    # Room.
 
     def saves_block(
         self, request: Request, num_tokens: int, limit: int, matched: Collection[Content] = ()
     ) -> bool:
-        """There is a block to enter, which an allocation up to ``limit`` may not take. See ``find``."""
-        return self.is_on and self.find(request, num_tokens, limit, True, matched) is not None
+        """See ``find``."""
+        return self.find(request, num_tokens, limit, True, matched) is not None
 
     def find(
         self,
@@ -129,9 +140,9 @@ class Sharing:
     def enter_if_short(
         self, request: Request, num_tokens: int, missing: int, limit: int
     ) -> tuple[Block, ...]:
-        """Enter a block for the last of those that the request lacks, if too few are free; see ``find``."""
+        """See ``find``."""
         available = self._store.device.available
-        if not self.is_on or missing <= available(BlockState.UNWANTED):
+        if missing <= available(BlockState.UNWANTED):
             return ()
         beyond = limit if missing > available(limit) else -1
         end = self.find(request, num_tokens, beyond, missing > available(BlockState.SECURED))
@@ -167,8 +178,8 @@ class Sharing:
 
     # Growth.
 
-    def in_the_way(self, request: Request, table: BlockTable, num_tokens: int) -> Request | None:
-        """Whom to preempt before a request computes its first ``num_tokens`` tokens; it may be itself.
+    def in_the_way(self, request: Request, num_tokens: int) -> Request | None:
+        """See ``LastBlocks``.
 
         An offline request leaves a slot free for the next online token. An online one that takes the last
         free slot makes the offline one give way, so that the slot after it can be copied beside this step.
@@ -176,20 +187,17 @@ class Sharing:
         block = self.blocks.get(request.request_id)
         if block is None or block.peer is None or not block.peer.num_refs:
             return None
-        wanted = self._wanted(table, num_tokens)
+        wanted = self._wanted(request, num_tokens)
         if wanted <= block.num_slots or wanted + block.peer.num_slots < self._block_size:
             return None
         return self._owners[block.peer] if request.service_class is ServiceClass.ONLINE else request
 
-    def claim(self, request: Request, table: BlockTable, num_tokens: int) -> bool:
-        """The request is about to write its first ``num_tokens`` tokens, over a tail that is in the way.
-
-        Returns: False if it has to wait, because a copy reads a slot that it would write.
-        """
+    def claim(self, request: Request, num_tokens: int) -> bool:
+        """See ``LastBlocks``. It writes over a tail that is in the way."""
         block = self.blocks.get(request.request_id)
         if block is None:
             return True
-        wanted, peer = self._wanted(table, num_tokens), block.peer
+        wanted, peer = self._wanted(request, num_tokens), block.peer
         assert peer is not None
         if wanted > block.num_slots:
             num_over = wanted + peer.num_slots - self._block_size
@@ -201,7 +209,8 @@ class Sharing:
             block.num_slots = wanted
         return True
 
-    def _wanted(self, table: BlockTable, num_tokens: int) -> int:
+    def _wanted(self, request: Request, num_tokens: int) -> int:
+        table = self._free_ends.table_of(request.request_id)
         return min(num_tokens - (len(table.blocks) - 1) * self._block_size, self._block_size)
 
     def _overwrite(self, end: Block, num_slots: int) -> None:
@@ -221,7 +230,7 @@ class Sharing:
             self._store.place(tail)
 
     def begin_copies(self, max_copies: int) -> None:
-        """Begin to copy, while fewer are in flight, what the next step's tokens would overwrite.
+        """See ``LastBlocks``.
 
         Some of it is copied in vain, because its request comes back before. As many slots of others are given
         up, so that no more are copied than are overwritten, but for those that are about to be.
@@ -249,18 +258,25 @@ class Sharing:
         num_written = (len(table.blocks) - 1) * self._block_size + block.num_slots
         return num_written >= request.num_prompt_tokens + request.sampling.max_tokens - 1
 
+    def end_copies(self) -> None:
+        """See ``LastBlocks``. Ends that copies alone kept are free."""
+        for block in list(self.blocks.values()):
+            peer = block.peer
+            if peer is not None and not (peer.num_refs or peer.num_copies or peer.content):
+                self._part(peer)
+
     # Leaving.
 
-    def leave(self, block: Block) -> None:
+    def _leave(self, block: Block) -> None:
         """The request of one end is about to drop its reference; what it leaves there is its content."""
         peer, tail = block.peer, block.content
         assert peer is not None
         del self.blocks[self._owners.pop(block).request_id]
         if tail is not None and not peer.num_refs:  # one tail without a running request beside it is kept
             if peer.content is not None and not peer.num_copies:
-                self.drop_tail(peer.content)
+                self._drop(peer.content)
                 return
-            self.drop_tail(tail)
+            self._drop(tail)
             tail = None
         if not block.is_guest:
             self._store.device.replace(block, peer)
@@ -269,18 +285,14 @@ class Sharing:
         else:
             block.num_slots = tail.num_tokens
 
-    def drop_tail(self, tail: Content) -> None:
-        """Nobody will come back for the tail."""
+    def _drop(self, tail: Content) -> None:
         block = tail.device
-        self._store.drop(tail)
+        super()._drop(tail)
         if block is not None and block.is_guest and not block.num_refs and not block.num_copies:
             self._part(block)
 
-    def may_return(self, tail: Content) -> bool:
-        """A request may have its tail again: all of it is here, and it can go on writing the block.
-
-        A tail in a block whose other end is in use is of use only if the host has all of it.
-        """
+    def _may_return(self, tail: Content) -> bool:
+        """A tail in a block whose other end is in use is of use only if the host has all of it."""
         block, host = tail.device, tail.host
         if not tail.is_writable:
             return False
@@ -289,30 +301,6 @@ class Sharing:
         if block.peer is None:
             return host is not None and host.is_valid
         return _is_saved(tail) and not block.num_copies
-
-    def withdraw(self, tail: Content) -> None:
-        """A request gets its tail again: from the host if the other end of its device block is in use."""
-        block = tail.device
-        if block is not None and block.peer is not None:
-            tail.device, block.content, tail.num_lost = None, None, 0
-            self._part(block)
-            self._store.place(tail)
-
-    def restore_lost(self, content: Content) -> None:
-        """The content is referenced: what it has lost on the device is copied back, into the same slots."""
-        block, host, ledger = content.device, content.host, self._store.ledger
-        if content.num_lost and block is not None and block.is_valid:
-            assert host is not None
-            ledger.restore(block, host, False, (self._block_size - content.num_tokens, content.num_lost))
-            if ledger.restores_block:
-                content.num_lost = 0
-
-    def end_copies(self) -> None:
-        """Copies have completed: ends that they alone kept are free."""
-        for block in list(self.blocks.values()):
-            peer = block.peer
-            if peer is not None and not (peer.num_refs or peer.num_copies or peer.content):
-                self._part(peer)
 
     def _part(self, block: Block) -> None:
         """The peer has the memory for itself."""
@@ -325,7 +313,7 @@ class Sharing:
             self._free_ends.reconsider(owner.request_id)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless both ends of each shared block agree."""
+        """See ``LastBlocks``."""
         self._free_ends.check_integrity()
         shared = [block for block in self._store.device.blocks if block.peer is not None]
         owners = set[Block]()

@@ -53,13 +53,16 @@ class ContentStore:
         if content.host is not None:
             self.host.update(content.host)
 
-    def enter(self, key: BlockKey, block: Block, num_tokens: int, service_class: ServiceClass) -> None:
-        """A device block holds the KV of this key, which becomes content, unless another block holds it."""
-        content = self.by_key.get(key)
-        if content is None:
-            content = self.by_key[key] = Content(key, num_tokens, service_class)
-        if content.device is None:
-            self.hold(content, block)
+    def enter(
+        self, keys: Iterable[BlockKey], blocks: Iterable[Block], num_tokens: int, service_class: ServiceClass
+    ) -> None:
+        """Device blocks hold the KV of these keys, which becomes content unless others hold it."""
+        for key, block in zip(keys, blocks, strict=True):
+            content = self.by_key.get(key)
+            if content is None:
+                content = self.by_key[key] = Content(key, num_tokens, service_class)
+            if content.device is None:
+                self.hold(content, block)
 
     def hold(self, content: Content, block: Block) -> None:
         """The content resides in this device block."""

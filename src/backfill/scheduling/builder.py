@@ -304,7 +304,7 @@ class StepBuilder:
 
     def _may_fit(self, request: Request, match: Match) -> bool:
         needed = self.kv.blocks_for(request.num_tokens) - match.num_device_blocks - self.kv.sharing.is_on
-        return needed <= self.kv.num_available(Evictable.ALL)
+        return needed <= self.kv.counts.available(Evictable.ALL)
 
     def _sum_owed(self, may_preempt: Collection[PriorityLevel]) -> _Owed:
         holders: Sequence[Request] = self.preemption.block_holders
@@ -314,7 +314,7 @@ class StepBuilder:
         if len(holders) >= self.config.max_num_seqs:
             owed.num_holders = len(holders)
         else:
-            owed.add_all(holders, len(holders) + self.kv.num_missing_of(holders))
+            owed.add_all(holders, len(holders) + self.kv.counts.missing(holders))
         return owed
 
     def _blocks_needed_next(self, request: Request) -> int:

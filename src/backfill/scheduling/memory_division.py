@@ -147,14 +147,14 @@ class MemoryDivision:
         patience = 2 * _PATIENCE if kv.num_host_blocks else _PATIENCE
         if self._num_waited <= patience:
             return Evictable.LOSING_NOTHING
-        return Evictable.OFFLINE if kv.num_available(Evictable.OFFLINE) or self._victims else Evictable.ALL
+        return Evictable.OFFLINE if kv.counts.available(Evictable.OFFLINE) or self._victims else Evictable.ALL
 
     def _preempt_for_room(self) -> None:
         """Preempt offline requests until the others fit, first those with blocks beyond the end."""
         kv, holds = self.kv, self.kv.resizing.holds
         victims = sorted(self._victims, key=lambda each: (holds(each.request_id), self.preemption.key(each)))
         batch = Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)  # they are in none yet
-        while victims and kv.resizing.num_kept(Evictable.OFFLINE) > kv.num_available(Evictable.OFFLINE):
+        while victims and kv.resizing.num_kept(Evictable.OFFLINE) > kv.counts.available(Evictable.OFFLINE):
             self.preemption.preempt(victims.pop(), batch)
 
     @property

@@ -67,13 +67,13 @@ class Preemption:
 
         Returns: False if it has to wait for a copy in flight, or was preempted itself.
         """
-        victim = self.kv.in_the_way(request, num_tokens)
+        victim = self.kv.sharing.in_the_way(request, num_tokens)
         if victim is not None:
             if victim.request_id in self.in_flight.slices:
                 self.in_flight.blocked.add(request.request_id)
                 return False
             self.preempt(victim, batch)
-        return victim is not request and self.kv.claim(request, num_tokens)
+        return victim is not request and self.kv.sharing.claim(request, num_tokens)
 
     def make_room(self, request: Request, num_tokens: int, batch: Batch) -> Evictable | None:
         """What a running request may evict for its first ``num_tokens`` tokens; preempts until that suffices.
@@ -83,7 +83,7 @@ class Preemption:
         kv, protects = self.kv, self.policy.protects_online_cache
         is_online = request.priority_level is PriorityLevel.ONLINE
         while (lack := kv.growth_shortage(request, num_tokens, Evictable.LOSING_NOTHING)) > 0:
-            if not is_online and lack <= kv.num_becoming_available:
+            if not is_online and lack <= kv.counts.becoming_available:
                 return None
             if kv.growth_shortage(request, num_tokens, Evictable.OFFLINE) <= 0:
                 return Evictable.OFFLINE
@@ -123,7 +123,7 @@ class Preemption:
         lack = kv.shortage(request, match, num_reserved, Evictable.LOSING_NOTHING)
         if lack <= 0:
             return match, Evictable.LOSING_NOTHING
-        if request.priority_level is not PriorityLevel.ONLINE and lack <= kv.num_becoming_available:
+        if request.priority_level is not PriorityLevel.ONLINE and lack <= kv.counts.becoming_available:
             return None  # the copies in flight will make room
         if kv.shortage(request, match, num_reserved, limit) <= 0:
             return match, limit

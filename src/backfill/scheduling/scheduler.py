@@ -258,7 +258,7 @@ class Scheduler:
         assert len(online) == requests.num_online, f"{len(online)} online, {requests.num_online} counted"
         for request_id, request in requests.by_id.items():
             status = request.status
-            held = kv.num_held_blocks(request_id)
+            held = kv.counts.held(request_id)
             is_running, is_restoring = request_id in requests.running, request_id in requests.restoring
             assert (status is RequestStatus.RUNNING) == is_running, f"{request_id} is misplaced"
             assert (status is RequestStatus.RESTORING) == is_restoring, f"{request_id} is misplaced"
