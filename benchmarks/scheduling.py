@@ -93,12 +93,12 @@ def time_preemption(num_blocks: int) -> tuple[float, float]:
         other = _request(1, ServiceClass.ONLINE, num_blocks * _BLOCK_SIZE)
         _compute(kv, victim, num_blocks * _BLOCK_SIZE)
         kv.max_copies = num_blocks
-        copies, _ = kv.take_copies()
+        copies = kv.take_copies().checkpoint
         assert len(copies) == num_blocks
         kv.complete(copies)
         _compute(kv, other, 8 * _BLOCK_SIZE)
         kv.max_copies = num_blocks
-        assert len(kv.take_copies()[0]) == 8
+        assert len(kv.take_copies().checkpoint) == 8
         began = time.perf_counter()
         kv.preempt(victim)
         preempted = time.perf_counter()
