@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from backfill.core.config import CheckpointingName
 from backfill.core.plan import CopyDirections
 from backfill.core.request import ServiceClass
-from backfill.kvcache.content import BlockState, Evictable
-from backfill.kvcache.keys import BlockKey
+from backfill.kvcache.content import BlockKey, BlockState, Evictable
 from tests.builders import make_request
 from tests.kvcache.kv_model import CacheModel, Running, Setup
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backfill.kvcache.content import BlockKey, Evictable, Match
-from backfill.kvcache.keys import KeyChain
+from backfill.kvcache.content import BlockKey, Evictable, KeyChain, Match
 from tests.builders import make_request
 from tests.kvcache.kv_examples import (
     OFFLINE,

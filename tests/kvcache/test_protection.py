@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backfill.kvcache.keys import BlockKey
+from backfill.kvcache.content import BlockKey
 from backfill.kvcache.protection import CacheProtection
 
 KEYS = [BlockKey(bytes([index])) for index in range(10)]

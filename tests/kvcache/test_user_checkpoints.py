@@ -15,8 +15,7 @@ from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.profile import CopySpeed
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
-from backfill.kvcache.checkpointing import PoolView
-from backfill.kvcache.user_checkpoints import UserCheckpoints
+from backfill.kvcache.checkpointing import PoolView, UserCheckpoints
 from tests.builders import linear_cost, make_info, make_request
 
 DOCUMENT = (Path(__file__).parent.parent.parent / "docs" / "kv-cache.md").read_text()

@@ -10,9 +10,9 @@ from backfill.kvcache.checkpointing import (
     EagerCheckpoints,
     NoCheckpoints,
     SwapAtPreemption,
+    UserCheckpoints,
 )
 from backfill.kvcache.manager import KVCacheManager
-from backfill.kvcache.user_checkpoints import UserCheckpoints
 
 
 def create_kv_cache(

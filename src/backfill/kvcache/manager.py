@@ -14,11 +14,10 @@ from backfill.core.plan import BlockCopies, CopyDirections
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.kvcache.checkpointer import Checkpointer
 from backfill.kvcache.checkpointing import CheckpointPolicy, NoCheckpoints
-from backfill.kvcache.content import BlockKey, Content, Evictable, Match
+from backfill.kvcache.content import BlockKey, Content, Evictable, KeyChain, Match
 from backfill.kvcache.copies import Copy
 from backfill.kvcache.counts import BlockCounts
 from backfill.kvcache.integrity import check_integrity
-from backfill.kvcache.keys import KeyChain
 from backfill.kvcache.last_blocks import LastBlocks
 from backfill.kvcache.resizing import Resizing
 from backfill.kvcache.sharing import SharedLastBlocks
