@@ -41,14 +41,14 @@ from typing import Any
 
 from in_process import restart_in_engine_environment
 
+from backfill.bus.member import OBJECTIVE_SHARE
+from backfill.bus.throttle import open_bus
 from backfill.core.clock import WallClock
 from backfill.core.config import GIB, EngineConfig, SchedulerConfig
 from backfill.core.request import Request, RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.engine.bus import OBJECTIVE_SHARE
 from backfill.engine.engine import Engine
 from backfill.engine.process import load_engine
-from backfill.execution.bus import open_bus
 from backfill.execution.create import create_torch_executor
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.resolve import resolve_model

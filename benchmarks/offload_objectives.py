@@ -27,6 +27,7 @@ from typing import Any
 
 from in_process import restart_in_engine_environment
 
+from backfill.bus.throttle import open_bus
 from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.request import Request, RequestId
@@ -34,7 +35,6 @@ from backfill.core.sampling import SamplingParams
 from backfill.engine.engine import Engine
 from backfill.engine.interval_choice import on_bus, with_chosen_interval
 from backfill.execution.analyzer import analyze, load_or_measure_record, record_path
-from backfill.execution.bus import open_bus
 from backfill.execution.create import create_torch_executor
 from backfill.models.resolve import resolve_model
 from backfill.offloading.loads import FULL_LOADS, QUICK_LOADS

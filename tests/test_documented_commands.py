@@ -155,7 +155,7 @@ PARSED = {
     "backfill profile --offload": "minutes; tests/cli runs it short",
     "backfill profile --offload --quick --json": "tests/cli runs it",
     "backfill serve --port 8001 --offload-interval 2 --offload-bus left --offload-bus-gib-per-s 12": (
-        "tests/engine/test_bus.py runs engines so"
+        "tests/bus/test_member.py runs engines so"
     ),
     "backfill serve --port 8002 --offload-interval 4 --offload-bus left --offload-bus-gib-per-s 12": (
         "as above"

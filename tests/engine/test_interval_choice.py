@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from backfill.bus.throttle import open_bus
 from backfill.core.clock import VirtualClock
 from backfill.core.config import GIB, EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
@@ -25,7 +26,6 @@ from backfill.engine.interval_choice import _save_correction, create_record_chec
 from backfill.engine.process import load_engine
 from backfill.execution import analyzer
 from backfill.execution.analyzer import Analysis, analyze, load_or_measure_record, record_key, record_path
-from backfill.execution.bus import open_bus
 from backfill.execution.create import create_torch_executor, least_device_bytes
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.execution.torch_executor import TorchExecutor

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
+from backfill.bus.file import BusFile
+from backfill.bus.throttle import BusThrottle
 from backfill.core.block import BlockCopy, SlotCopy
 from backfill.core.plan import BlockCopies, CopyDirections
-from backfill.execution.bus_file import BusFile
-from backfill.execution.bus_throttle import BusThrottle
 from backfill.execution.copies import create_copier
 
 BLOCK_SIZE = 8

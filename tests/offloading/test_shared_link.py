@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from backfill.offloading.residency import ResidencyConfig, residencies
-from backfill.offloading.shared_link import LinkGrant, LinkWish, SharedLinkPolicy
+from backfill.offloading.residency import LinkGrant, LinkWish, ResidencyConfig, SharedLinkPolicy, residencies
 from tests.offloading.test_residency import NUM_LAYERS, offline, online
 
 HOLD_S = 10.0

@@ -85,9 +85,9 @@ app = command(
 
 def _measure(config: EngineConfig, options: ProfileOptions, console: Console) -> tuple[CostProfile, Path]:
     """The profile and the file it was saved in. Raises: ConfigError."""
+    from backfill.bus.throttle import open_bus
     from backfill.costs.profiler import FULL, QUICK
     from backfill.engine.interval_choice import with_chosen_interval
-    from backfill.execution.bus import open_bus
     from backfill.execution.profile import measure_profile, profile_path, save_in_cache
     from backfill.parallel.create import create_executor
 

@@ -20,16 +20,15 @@ from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStat
 from backfill.engine.stopping import StepStopper, SubmittedStep
 from backfill.execution.executor import Executor, pipelined
 from backfill.kvcache.create import create_kv_cache
-from backfill.offloading.residency import Residency, ResidencyPolicy
-from backfill.offloading.shared_link import SharedLinkPolicy
+from backfill.offloading.residency import Residency, ResidencyPolicy, SharedLinkPolicy
 from backfill.scheduling.objectives import ServerObjectives
 from backfill.scheduling.policies.create import PolicyFactory, create_policy
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import CommittedToken, Scheduler
 
 if TYPE_CHECKING:  # these import numpy and torch, which the server does not need
+    from backfill.bus.member import BusMember
     from backfill.costs.refine import ProfileRefiner
-    from backfill.engine.bus import BusMember
     from backfill.engine.record_check import RecordCheck
 
 logger = logging.getLogger(__name__)

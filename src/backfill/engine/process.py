@@ -47,9 +47,9 @@ EngineLoader = Callable[[EngineConfig], Engine]
 
 def load_engine(config: EngineConfig) -> Engine:
     """An engine that runs the configuration's model with torch. Raises: BackfillError."""
-    from backfill.engine.bus import BusMember, OffloadedModel
+    from backfill.bus.member import BusMember, OffloadedModel
+    from backfill.bus.throttle import open_bus
     from backfill.engine.interval_choice import create_record_check, with_chosen_interval
-    from backfill.execution.bus import open_bus
     from backfill.execution.profile import create_refiner, load_or_measure_profile
     from backfill.execution.torch_executor import TorchExecutor
     from backfill.parallel.create import create_executor

@@ -11,12 +11,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from backfill.bus.throttle import BusThrottle
 from backfill.core.block import BlockCopy, SlotCopy
 from backfill.core.plan import BlockCopies
-from backfill.execution.bus import ThrottledPools
-from backfill.execution.bus_throttle import BusThrottle
 from backfill.execution.copy_groups import CompletedCopies, CopyGroup, copy_groups
-from backfill.execution.pool_pair import PoolPair, create_pool_pair
+from backfill.execution.pool_pair import PoolPair, ThrottledPools, create_pool_pair
 
 
 class BlockCopier(Protocol):

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import torch
 
+from backfill.bus.throttle import Bus, BusThrottle
 from backfill.core.block import KVLayout
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.core.heap import trim_heap
-from backfill.execution.bus import Bus
-from backfill.execution.bus_throttle import BusThrottle
 from backfill.execution.copies import BlockCopier, create_copier
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.machine import available_processors, check_threads

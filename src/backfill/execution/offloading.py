@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from backfill.bus.throttle import BusThrottle
 from backfill.core.config import GIB
 from backfill.core.errors import InsufficientMemory
 from backfill.core.plan import WeightTransfers
-from backfill.execution.bus_throttle import BusThrottle
 from backfill.execution.layer_buffers import Fetch, LayerBuffers
 from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.reserved_memory import ReservedMemory

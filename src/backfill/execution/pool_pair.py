@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from backfill.bus.throttle import BusThrottle
 from backfill.core.block import BlockCopy, SlotCopy
 from backfill.core.plan import CopyDirections
 from backfill.execution.copy_groups import CopyGroup
@@ -180,3 +181,33 @@ def _on_device(copies: Sequence[SlotCopy]) -> list[SlotRange]:
 
 def _on_host(copies: Sequence[SlotCopy]) -> list[SlotRange]:
     return [SlotRange(copy.host, copy.first, copy.num) for copy in copies]
+
+
+class ThrottledPools:
+    """See ``PoolPair``. Copies also take the time that they need on a bus.
+
+    Args:
+        slot_bytes: of one token.
+    """
+
+    def __init__(self, pools: PoolPair, throttle: BusThrottle, slot_bytes: int) -> None:
+        self.block_size = pools.block_size
+        self.max_group_slots = pools.max_group_slots
+        self._pools = pools
+        self._throttle = throttle
+        self._slot_bytes = slot_bytes
+
+    def queued(self) -> torch.cuda.Event | None:
+        return self._pools.queued()
+
+    def copy(self, group: CopyGroup, after: torch.cuda.Event | None) -> None:
+        num_slots = self.block_size * len(group.blocks) + sum(copy.num for copy in group.slots)
+
+        def copy(start: int, stop: int) -> None:
+            if start == 0:  # a group is one copy
+                self._pools.copy(group, after)
+
+        self._throttle.transfer(num_slots * self._slot_bytes, copy)
+
+    def close(self) -> None:
+        self._pools.close()

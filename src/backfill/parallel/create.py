@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from backfill.bus.throttle import Bus
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
-from backfill.execution.bus import Bus
 from backfill.execution.create import choose_device, create_torch_executor
 from backfill.execution.machine import check_threads, threads_of_rank
 from backfill.execution.torch_executor import TorchExecutor

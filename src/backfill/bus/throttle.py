@@ -1,4 +1,4 @@
-"""Holds transfers to the bandwidth of a bus."""
+"""An engine's place on a bus, and its transfers, which are held to the bandwidth."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 from mmap import PAGESIZE
 
-from backfill.execution.bus_file import BusFile
+from backfill.bus.file import BusFile, bus_path
+from backfill.core.config import EngineConfig
 
 # What all engines together transfer while each has its turn once. Short beside the transfer of a layer.
 ROUND_BYTES = 2 << 20
 _LEAST_CHUNK_BYTES = 64 << 10
+_COPIES_SHARE = 1 / 8  # of the bus, for an engine's KV copies
 
 
 class BusThrottle:
@@ -71,3 +73,32 @@ class BusThrottle:
         if wait_s > 0.0:
             self._sleep(wait_s)
             self.wait_s += wait_s
+
+
+class Bus:
+    """An engine's place on a bus.
+
+    On a CPU the bus is emulated: transfers of weights and KV take the time that it would take. On CUDA it is
+    the one that is there.
+
+    Attributes:
+        weights: transfers of weights on a CPU.
+        copies: those of KV on a CPU.
+    """
+
+    def __init__(self, file: BusFile) -> None:
+        self.file = file
+        self.weights = BusThrottle(file, 1.0)
+        self.copies = BusThrottle(file, _COPIES_SHARE)
+
+    @property
+    def wait_s(self) -> float:
+        return self.weights.wait_s + self.copies.wait_s
+
+
+def open_bus(config: EngineConfig) -> Bus | None:
+    """The bus that the configuration names; None if none. Raises: ConfigError."""
+    bytes_per_s = config.offload_bus_bytes_per_s
+    if config.offload_bus is None or bytes_per_s is None:
+        return None
+    return Bus(BusFile(bus_path(config.offload_bus), bytes_per_s))

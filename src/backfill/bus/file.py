@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import fcntl
-import json
 import logging
 import math
 import mmap
@@ -18,8 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from backfill.core.config import GIB
 from backfill.core.errors import ConfigError
@@ -123,19 +124,18 @@ class BusFile:
 
         Raises: TimeoutError if an engine that is stopped has the lock.
         """
-        text = _as_text(use)
         with self._locked(_TABLE):
-            self._write(text)
+            self._write(use)
 
     def uses(self) -> list[BusUse]:
         """What the engines on the bus said last, without those that have ended.
 
-        Raises: TimeoutError if an engine that is stopped has the lock; ValueError, KeyError or TypeError if
-            something else wrote into the file.
+        Raises: TimeoutError if an engine that is stopped has the lock; msgspec.DecodeError if something else
+            wrote into the file.
         """
         with self._locked(_TABLE):
             texts = [self._text(slot) for slot in range(MAX_ENGINES) if self._is_used(slot)]
-        return [_from_text(each) for each in texts]
+        return [msgspec.json.decode(each, type=BusUse) for each in texts]
 
     def reserve(self, num_bytes: int, follows_s: float | None = None) -> float:
         """Transfer bytes after all that were reserved before. Returns: the instant at which they are over.
@@ -228,7 +228,7 @@ class BusFile:
         for slot in range(MAX_ENGINES):
             if slot not in others and self._lock(_offset(slot), fcntl.F_WRLCK):
                 self._slot = slot
-                self._write(_as_text(BusUse()))
+                self._write(BusUse())
                 return slot
         raise ConfigError(f"{path} has {MAX_ENGINES} engines already, the most.", field="offload_bus")
 
@@ -241,8 +241,9 @@ class BusFile:
         (length,) = _LENGTH.unpack_from(self._memory, _offset(slot))
         return self._memory[start : start + min(length, _SLOT_BYTES - _LENGTH.size)]
 
-    def _write(self, text: bytes) -> None:
-        start = _offset(self._slot)
+    def _write(self, use: BusUse) -> None:
+        text, start = msgspec.json.encode(use), _offset(self._slot)
+        assert _LENGTH.size + len(text) <= _SLOT_BYTES
         self._memory[start + _LENGTH.size : start + _LENGTH.size + len(text)] = text
         _LENGTH.pack_into(self._memory, start, len(text))
         _GENERATION.pack_into(self._memory, _GENERATION_AT, (self.generation + 1) % (1 << 64))
@@ -280,18 +281,6 @@ class BusFile:
 
 def _offset(slot: int) -> int:
     return _SLOTS_AT + slot * _SLOT_BYTES
-
-
-def _as_text(use: BusUse) -> bytes:
-    text = json.dumps(asdict(use)).encode()
-    assert _LENGTH.size + len(text) <= _SLOT_BYTES
-    return text
-
-
-def _from_text(text: bytes) -> BusUse:
-    fields = json.loads(text)
-    instance = fields["instance"]
-    return BusUse(**fields | {"instance": None if instance is None else BusInstance(**instance)})
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from backfill.execution.bus_file import BURST_S, BusFile
-from backfill.execution.bus_throttle import ROUND_BYTES, BusThrottle
+from backfill.bus.file import BURST_S, BusFile
+from backfill.bus.throttle import ROUND_BYTES, BusThrottle
 
 RATE = float(1 << 26)  # bytes per second
 MIB = 1 << 20

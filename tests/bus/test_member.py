@@ -10,19 +10,18 @@ from typing import Any
 
 import pytest
 
+from backfill.bus.file import BusFile, BusUse
+from backfill.bus.member import OBJECTIVE_SHARE, BusMember, OffloadedModel
+from backfill.bus.throttle import Bus
 from backfill.core.clock import VirtualClock
 from backfill.core.config import GIB, EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.core.request import ServiceClass
-from backfill.engine.bus import OBJECTIVE_SHARE, BusMember, OffloadedModel
 from backfill.engine.engine import Engine
 from backfill.engine.process import load_engine
 from backfill.execution import offloading, profile
-from backfill.execution.bus import Bus
-from backfill.execution.bus_file import BusFile, BusUse
 from backfill.offloading.coordinator import BusInstance
-from backfill.offloading.residency import Situation, residencies
-from backfill.offloading.shared_link import SharedLinkPolicy
+from backfill.offloading.residency import SharedLinkPolicy, Situation, residencies
 from tests.builders import flat_cost, make_profile, make_request
 from tests.engine.test_restored_tokens import LAYER_BLOCK_BYTES
 from tests.models.tiny import save_tiny_model

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from backfill.bus import file as bus_file
+from backfill.bus.file import BURST_S, MAX_ENGINES, BusFile, BusUse, bus_path
+from backfill.bus.throttle import ROUND_BYTES
 from backfill.core.config import GIB
 from backfill.core.errors import ConfigError
-from backfill.execution import bus_file
-from backfill.execution.bus_file import BURST_S, MAX_ENGINES, BusFile, BusUse, bus_path
-from backfill.execution.bus_throttle import ROUND_BYTES
 from backfill.offloading.coordinator import BusInstance
 
 RATE = float(1 << 26)  # bytes per second
@@ -29,8 +29,8 @@ MIB = 1 << 20
 ENGINE = """
 import sys, time
 from pathlib import Path
-from backfill.execution.bus_file import BusFile, BusUse
-from backfill.execution.bus_throttle import BusThrottle
+from backfill.bus.file import BusFile, BusUse
+from backfill.bus.throttle import BusThrottle
 from backfill.offloading.coordinator import BusInstance
 bus = BusFile(Path(sys.argv[1]), float(sys.argv[2]))
 bus.publish(BusUse(BusInstance(bus.name, 12, 4096, step_s=0.1)))

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from backfill.bus.file import BusFile, BusUse
+from backfill.bus.throttle import Bus
 from backfill.core.clock import Clock
-from backfill.execution.bus import Bus
-from backfill.execution.bus_file import BusFile, BusUse
 from backfill.offloading.coordinator import BusInstance, attainable_step_s, coordinate
 from backfill.offloading.interval import num_device_layers
-from backfill.offloading.shared_link import LinkGrant, LinkWish
+from backfill.offloading.residency import LinkGrant, LinkWish
 
 logger = logging.getLogger(__name__)
 
@@ -55,21 +55,25 @@ class OffloadedModel:
         )
 
 
-class _News:
-    """Whether the table of all engines may say something new since the last call."""
+class _Table:
+    """What all engines say, read again when it may be something new."""
 
     def __init__(self, file: BusFile, clock: Clock) -> None:
+        self.uses: list[BusUse] = []
+        self._num_reads = 0
         self._file = file
         self._clock = clock
         self._generation = -1
         self._read_at_s = 0.0
 
-    def has_come(self) -> bool:
+    def read(self) -> int:
+        """Returns: the number of this reading, the same as that of the last one if there is nothing new."""
         generation, now_s = self._file.generation, self._clock.now_s()
-        if generation == self._generation and now_s - self._read_at_s < _POLL_S:
-            return False
-        self._generation, self._read_at_s = generation, now_s
-        return True
+        if generation != self._generation or now_s - self._read_at_s >= _POLL_S:
+            self._generation, self._read_at_s = generation, now_s
+            self.uses = self._file.uses()
+            self._num_reads += 1
+        return self._num_reads
 
 
 class BusMember:
@@ -116,8 +120,8 @@ class BusMember:
         self._copies_since: tuple[float, int] = clock.now_s(), bus.copies.num_bytes
         self._fits = True
         self._is_failing = False
-        self._news = _News(bus.file, clock)
-        self._news_of_others = _News(bus.file, clock)
+        self._table = _Table(bus.file, clock)
+        self._followed = self._bounded = 0  # readings that the interval and the least step are of
         self._least_step_s = 0.0
 
     @property
@@ -166,19 +170,20 @@ class BusMember:
 
         No objective below that can be kept, whatever interval this engine has.
         """
-        if self._news_of_others.has_come():
-            with self._may_fail():
-                uses = self._bus.file.uses()
-                others = [each.instance for each in uses if each.instance is not None]
-                others = [each for each in others if each.name != self._bus.file.name]
-                model = self._model
+        with self._may_fail():
+            reading = self._table.read()
+            if reading != self._bounded:
+                self._bounded = reading
+                uses, name, model = self._table.uses, self._bus.file.name, self._model
+                instances = [each.instance for each in uses if each.instance is not None]
                 own = BusInstance(
-                    self._bus.file.name,
+                    name,
                     model.num_layers,
                     model.layer_bytes,
                     step_s=1.0,
                     max_interval=self._max_interval,
                 )
+                others = [each for each in instances if each.name != name]
                 self._least_step_s = attainable_step_s(own, others, self._bandwidth(uses))
         return self._least_step_s
 
@@ -234,10 +239,11 @@ class BusMember:
             self._told = use
 
     def _follow(self) -> None:
-        if not self._news.has_come():
+        reading = self._table.read()
+        if reading == self._followed:
             return
-        file = self._bus.file
-        uses = file.uses()
+        self._followed = reading
+        file, uses = self._bus.file, self._table.uses
         bandwidth = self._bandwidth(uses)
         plan = coordinate([each.instance for each in uses if each.instance is not None], bandwidth)
         own = plan.of[file.name]
