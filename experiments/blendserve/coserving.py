@@ -16,7 +16,6 @@ from backfill.cli.sweeps import names_of
 from backfill.cli.tables import print_rows
 from backfill.core.errors import ConfigError
 from backfill.core.options import internal
-from backfill.costs.overlap import INTERFERENCE
 from backfill.simulation.sweep import check_names, check_positive
 from experiments.blendserve.coserving_run import (
     SLO_OF_ALL,
@@ -25,6 +24,7 @@ from experiments.blendserve.coserving_run import (
     run_coserving,
 )
 from experiments.blendserve.mix import MixSpec
+from experiments.blendserve.overlap import INTERFERENCE
 from experiments.blendserve.pool import HARDWARE
 from experiments.blendserve.sources import COMPUTE_SOURCES
 from experiments.blendserve.traffic import TRAFFICS, OnlineTraffic, TrafficName

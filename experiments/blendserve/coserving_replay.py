@@ -15,7 +15,6 @@ from backfill.blending.pool import OfflinePool
 from backfill.blending.requests import PoolRequest
 from backfill.core.clock import VirtualClock
 from backfill.core.request import Request, ServiceClass
-from backfill.costs.overlap import OverlappedCostModel
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
 from backfill.execution.simulated_executor import SimulatedExecutor
@@ -23,6 +22,7 @@ from backfill.simulation.progress import RunShare
 from backfill.simulation.replay import Replay, Totals, Workload
 from experiments.blendserve.feed import PoolFeed
 from experiments.blendserve.optimum import PoolWork, Work
+from experiments.blendserve.overlap import OverlappedCostModel
 
 BIN_S = 10.0
 # Offline requests that wait in the engine, so that a step never lacks prompts.

@@ -16,7 +16,6 @@ from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.hardware import load_hardware_profile
-from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.simulation.device import executor_info
@@ -25,6 +24,7 @@ from backfill.simulation.replay import ReplayResult, Workload
 from experiments.blendserve.coserving_replay import BIN_S, PoolReplay
 from experiments.blendserve.mix import Mix, MixSpec, draw_mix
 from experiments.blendserve.optimum import PoolWork, Work, WorkModel
+from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
 from experiments.blendserve.pool import HARDWARE, resource_model
 from experiments.blendserve.traffic import OnlineTraffic
 

@@ -18,9 +18,9 @@ from backfill.blending.requests import OrderName
 from backfill.cli.plots import check_folder
 from backfill.cli.sweeps import names_of, numbers_of
 from backfill.core.errors import ConfigError
-from backfill.costs.overlap import INTERFERENCE
 from backfill.simulation.sweep import check_names, check_positive
 from experiments.blendserve.mix import MixSpec
+from experiments.blendserve.overlap import INTERFERENCE
 from experiments.blendserve.points import PointFile, settings_of
 from experiments.blendserve.pool import HARDWARE, PoolResult, PoolRun, run_pool
 from experiments.blendserve.result import (

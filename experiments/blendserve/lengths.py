@@ -21,10 +21,10 @@ from backfill.cli.tables import print_rows
 from backfill.core.errors import ConfigError
 from backfill.core.request import RequestId, ServiceClass
 from backfill.costs.hardware import HardwareProfile, load_hardware_profile
-from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
 from backfill.simulation.sweep import check_names, check_positive
 from experiments.blendserve.groups import LENGTHS, GroupedPool, GroupSpec, draw_groups
 from experiments.blendserve.optimum import PoolWork, WorkModel
+from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
 from experiments.blendserve.pool import HARDWARE, PoolLoop, resource_model, step_tokens
 from experiments.study import Outcomes, Run, Study, command_of
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backfill.costs.load import StepLoad
-from backfill.costs.overlap import OverlappedCostModel
 from backfill.simulation.replay import Lengths
+from experiments.blendserve.overlap import OverlappedCostModel
 from experiments.blendserve.sources import SourceRequests
 
 _MAX_STEP_TOKENS = 2048

@@ -21,7 +21,6 @@ from backfill.core.request import PriorityLevel, RequestId, ServiceClass
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.hardware import HardwareProfile, load_hardware_profile
 from backfill.costs.model import CostModel
-from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.scheduling.fill import serve
@@ -32,6 +31,7 @@ from backfill.simulation.progress import RunShare
 from experiments.blendserve.feed import PoolFeed
 from experiments.blendserve.mix import Mix, MixSpec, draw_mix
 from experiments.blendserve.optimum import PoolWork, WorkModel
+from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
 from experiments.blendserve.sources import TraceFigures
 
 HARDWARE = "a100-80g-llama-3-8b"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from backfill.costs.derived import peak_step_s
+from backfill.costs.derived import rows_roofline_s
 from backfill.costs.load import StepLoad
+from backfill.costs.model_work import Device, ModelShape, operator_work
 from backfill.offloading.interval import NUM_STAGING_BUFFERS
 from experiments.selectn.model import OffloadedModel, PhaseLoad
 
@@ -56,3 +57,23 @@ def least_portion(model: OffloadedModel, kv_tokens: int) -> float:
     short = kv_tokens - model.kv_tokens(None)
     saved_per_portion = (num_layers - NUM_STAGING_BUFFERS) * model.shape.layer_bytes
     return max(0.0, (short + 1) * model.shape.kv_bytes_per_token / saved_per_portion) if short > 0 else 0.0
+
+
+def peak_step_s(shape: ModelShape, device: Device, load: StepLoad, *, counts_bytes: bool) -> float:
+    """Seconds of a step at the data sheet's peaks, a lower bound.
+
+    Args:
+        counts_bytes: at the memory's bandwidth too, where that takes longer; else FLOPs alone.
+    """
+    n = load.num_tokens
+    pairs = load.prefill_pairs + load.decode_context_tokens
+    context = load.prefill_context_tokens + load.decode_context_tokens
+    flops_s = 4 * shape.hidden * shape.num_layers * pairs / device.flops
+    output_flops = 2 * shape.vocab * shape.hidden * load.num_sampled
+    if not counts_bytes:
+        operators = operator_work(shape, n, 1)
+        layer = sum(operators[name].flops * count for name, count in shape.layer_operators.items())
+        return flops_s + (shape.num_layers * layer + output_flops) / device.flops
+    attention_s = max(flops_s, context * shape.kv_bytes_per_token / device.bandwidth)
+    output_s = max(output_flops / device.flops, shape.vocab * shape.hidden * 2 / device.bandwidth)
+    return rows_roofline_s(shape, device, n) + attention_s + (output_s if load.num_sampled else 0.0)

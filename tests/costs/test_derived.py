@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from backfill.costs.derived import A10, A100_80G, LLAMA_2_7B, derive_cost_model, peak_step_s
+from backfill.costs.derived import A10, A100_80G, LLAMA_2_7B, derive_cost_model
 from backfill.costs.hardware import load_hardware_profile
 from backfill.costs.load import StepLoad
+from experiments.selectn.baselines import peak_step_s
 from experiments.selectn.model import SHAPES
 
 LOADS = [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from backfill.costs.nnls import nnls
+from backfill.costs.fit import nnls
 
 Array = NDArray[np.float64]
 

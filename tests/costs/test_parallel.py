@@ -5,16 +5,17 @@ import itertools
 import pytest
 
 from backfill.core.errors import ConfigError
-from backfill.costs.collectives import A100_DGX, load_collectives
 from backfill.costs.hardware import load_hardware_profile
 from backfill.costs.load import StepLoad
 from backfill.costs.parallel import (
     A100_80G,
+    A100_DGX,
     DEVICES,
     LLAMA_3_8B,
     LLAMA_3_70B,
     MODELS,
     derive_parallel_cost,
+    load_collectives,
     parallel_hardware,
     stage_layers,
 )

@@ -9,9 +9,9 @@ import pytest
 from backfill.blending.requests import OrderName, PoolRequest
 from backfill.core.request import RequestId, ServiceClass
 from backfill.costs.hardware import load_hardware_profile
-from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
 from backfill.simulation.progress import SweepProgress, reporting_to
 from experiments.blendserve.mix import MixSpec
+from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
 from experiments.blendserve.pool import HARDWARE, PoolLoop, PoolRun, run_pool, step_tokens
 from tests.experiments.small_sources import small_sources
 

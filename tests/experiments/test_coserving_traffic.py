@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from backfill.costs.hardware import load_hardware_profile
-from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
 from experiments.blendserve.optimum import WorkModel
+from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
 from experiments.blendserve.pool import HARDWARE
 from experiments.blendserve.traffic import OnlineTraffic
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from backfill.costs.hardware import load_hardware_profile
 from backfill.costs.load import StepLoad
-from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
 from backfill.simulation.replay import Lengths
 from experiments.blendserve.mix import Mix, MixSpec, draw_mix
 from experiments.blendserve.optimum import PoolWork, Work, WorkModel
+from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
 from experiments.blendserve.pool import HARDWARE
 from tests.experiments.small_sources import small_sources
 

@@ -75,23 +75,3 @@ def derive_cost_model(shape: ModelShape, device: Device, num_devices: int = 1) -
 def measured_error() -> FitError:
     """Scatter of the measured device's steps about its profile; the derivation's own error is not in it."""
     return load_hardware_profile(MEASURED_PROFILE).costs.error
-
-
-def peak_step_s(shape: ModelShape, device: Device, load: StepLoad, *, counts_bytes: bool) -> float:
-    """Seconds of a step at the data sheet's peaks, a lower bound.
-
-    Args:
-        counts_bytes: at the memory's bandwidth too, where that takes longer; else FLOPs alone.
-    """
-    n = load.num_tokens
-    pairs = load.prefill_pairs + load.decode_context_tokens
-    context = load.prefill_context_tokens + load.decode_context_tokens
-    flops_s = 4 * shape.hidden * shape.num_layers * pairs / device.flops
-    output_flops = 2 * shape.vocab * shape.hidden * load.num_sampled
-    if not counts_bytes:
-        operators = operator_work(shape, n, 1)
-        layer = sum(operators[name].flops * count for name, count in shape.layer_operators.items())
-        return flops_s + (shape.num_layers * layer + output_flops) / device.flops
-    attention_s = max(flops_s, context * shape.kv_bytes_per_token / device.bandwidth)
-    output_s = max(output_flops / device.flops, shape.vocab * shape.hidden * 2 / device.bandwidth)
-    return rows_roofline_s(shape, device, n) + attention_s + (output_s if load.num_sampled else 0.0)

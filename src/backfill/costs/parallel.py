@@ -7,12 +7,14 @@ hidden states are sent.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import resources
 
 from backfill.core.errors import ConfigError
 from backfill.core.measured_on import MeasuredOn
-from backfill.costs.collectives import A100_DGX, load_collectives
 from backfill.costs.derived import A100_40G, A100_80G, LLAMA_2_7B, derive_cost_model, measured_error
 from backfill.costs.hardware import HardwareProfile, hardware_profile_names, load_hardware_profile
 from backfill.costs.model import CostModel, PiecewiseLinear
@@ -24,6 +26,7 @@ LLAMA_3_70B = ModelShape("llama-3-70b", 80, 8192, 64, 8, 28672, 128256, 8192)
 MODELS: Mapping[str, ModelShape] = {each.name: each for each in (LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B)}
 DEVICES: Mapping[str, Device] = {each.name: each for each in (A100_40G, A100_80G)}
 
+A100_DGX = "a100-dgx"
 _LINK_BYTES_PER_S = 25e9  # of two devices to the host, which share a switch in a DGX A100
 
 
@@ -100,6 +103,48 @@ def stage_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Layers of each stage: as even as they can be, the last ones with one less for the output projection."""
     least, more = divmod(num_layers, num_stages)
     return tuple(least + (stage < more) for stage in range(num_stages))
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """All-reduces over the links of one machine, as they were measured.
+
+    Attributes:
+        all_reduce_s: seconds by bytes of the tensor, by number of devices.
+    """
+
+    all_reduce_s: Mapping[int, PiecewiseLinear]
+
+    def all_reduce(self, num_devices: int) -> PiecewiseLinear:
+        """Raises: ConfigError for a number of devices that was not measured."""
+        if num_devices not in self.all_reduce_s:
+            known = ", ".join(map(str, (1, *self.all_reduce_s)))
+            raise ConfigError(
+                f"must be one of {known}, among which all-reduces were measured, got {num_devices}.",
+                field="tensor_parallel_size",
+            )
+        return self.all_reduce_s[num_devices]
+
+    def transfer_s(self, num_bytes: float) -> float:
+        """Seconds until another device has so many bytes.
+
+        Not measured: an all-reduce between two devices moves as many bytes each way over the same link, so
+        its time is an upper bound.
+        """
+        return self.all_reduce(2)(num_bytes)
+
+
+@lru_cache(maxsize=4)
+def load_collectives(name: str) -> Collectives:
+    """Part of the package; its file says where the times come from."""
+    file = resources.files(__package__).joinpath("collectives", f"{name}.json")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return Collectives(
+        {
+            int(num_devices): PiecewiseLinear(tuple(times["x"]), tuple(times["y"]))
+            for num_devices, times in content["all_reduce"].items()
+        }
+    )
 
 
 def _known(name: str) -> tuple[ModelShape, Device]:

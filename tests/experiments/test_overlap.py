@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from backfill.costs.hardware import load_hardware_profile
 from backfill.costs.load import StepLoad
-from backfill.costs.overlap import INTERFERENCE, Overlap, OverlappedCostModel
+from experiments.blendserve.overlap import INTERFERENCE, Overlap, OverlappedCostModel
 
 COST = load_hardware_profile("a100-80g-llama-3-8b").costs.cost
 DECODES = StepLoad.of([(8000, 1, True)] * 40)
