@@ -37,9 +37,8 @@ from backfill.core.plan import (
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.execution.copies import BlockCopier, ThreadBlockCopier, create_copier
-from backfill.execution.copy_groups import CompletedCopies
 from backfill.execution.create import create_torch_executor
-from backfill.execution.pool_pair import CpuPools
+from backfill.execution.pool_pair import CompletedCopies, CpuPools
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels import cpu_copies
 from backfill.kernels.slots import SlotRange

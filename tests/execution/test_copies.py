@@ -17,8 +17,7 @@ from torch import Tensor
 from backfill.core.block import BlockCopy
 from backfill.core.plan import BlockCopies, CopyDirections
 from backfill.execution.copies import BlockCopier, ThreadBlockCopier
-from backfill.execution.copy_groups import CompletedCopies
-from backfill.execution.pool_pair import CpuPools, CudaPools
+from backfill.execution.pool_pair import CompletedCopies, CpuPools, CudaPools
 from tests.execution.tiny import Gate, copies
 
 BOTH = CopyDirections.CHECKPOINT | CopyDirections.RESTORE

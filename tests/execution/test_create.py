@@ -15,11 +15,10 @@ from backfill.core.plan import Compute, CopyDirections, StepPlan, WaitForCopies
 from backfill.core.request import FinishReason
 from backfill.engine.engine import Engine
 from backfill.execution import sizing
-from backfill.execution.copy_groups import CopyGroup
 from backfill.execution.create import create_torch_executor
 from backfill.execution.machine import check_host_pool_fits
 from backfill.execution.memory import WeightSizes
-from backfill.execution.pool_pair import CpuPools
+from backfill.execution.pool_pair import CopyGroup, CpuPools
 from backfill.models.config import ModelConfig
 from tests.builders import make_request
 from tests.execution.tiny import BLOCK_BYTES, dummy_config, two_tier_config

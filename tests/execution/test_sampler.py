@@ -9,8 +9,7 @@ import torch
 from backfill.core.plan import AdmittedRequest
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.execution.request_state import RequestState
-from backfill.execution.sampler import Sampler, uniform_at
+from backfill.execution.sampler import RequestState, Sampler, uniform_at
 
 VOCAB = 3000  # more than the sampler's candidates, so that whole rows are sorted too
 END = 2

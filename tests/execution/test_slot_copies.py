@@ -26,9 +26,8 @@ from backfill.core.plan import (
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.execution.copies import ThreadBlockCopier
-from backfill.execution.copy_groups import CompletedCopies
 from backfill.execution.create import create_torch_executor
-from backfill.execution.pool_pair import CpuPools, CudaPools
+from backfill.execution.pool_pair import CompletedCopies, CpuPools, CudaPools
 from backfill.execution.torch_executor import TorchExecutor
 from tests.execution.tiny import Gate, two_tier_config
 

@@ -14,8 +14,14 @@ from torch import Tensor
 from backfill.bus.throttle import BusThrottle
 from backfill.core.block import BlockCopy, SlotCopy
 from backfill.core.plan import BlockCopies
-from backfill.execution.copy_groups import CompletedCopies, CopyGroup, copy_groups
-from backfill.execution.pool_pair import PoolPair, ThrottledPools, create_pool_pair
+from backfill.execution.pool_pair import (
+    CompletedCopies,
+    CopyGroup,
+    PoolPair,
+    ThrottledPools,
+    copy_groups,
+    create_pool_pair,
+)
 
 
 class BlockCopier(Protocol):

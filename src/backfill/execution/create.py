@@ -13,16 +13,15 @@ from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.core.heap import trim_heap
 from backfill.execution.copies import BlockCopier, create_copier
-from backfill.execution.executor import ExecutorInfo
+from backfill.execution.executor import ExecutorInfo, warm_up, warm_up_slot_copies
+from backfill.execution.host_memory import ReservedMemory
 from backfill.execution.machine import available_processors, check_threads
 from backfill.execution.memory import MemoryPlan
 from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.offloading import LayerStreamer, create_streamer
-from backfill.execution.reserved_memory import ReservedMemory
 from backfill.execution.sizing import RankPlan, kv_layout, plan_device, plan_rank, step_bytes, weight_sizes
 from backfill.execution.stage import Stage
 from backfill.execution.torch_executor import TorchExecutor
-from backfill.execution.warm_up import warm_up, warm_up_slot_copies
 from backfill.kernels import create_kernels
 from backfill.kernels.base import Kernels
 from backfill.models.build import build_model, build_without_layers

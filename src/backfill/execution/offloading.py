@@ -16,9 +16,9 @@ from backfill.bus.throttle import BusThrottle
 from backfill.core.config import GIB
 from backfill.core.errors import InsufficientMemory
 from backfill.core.plan import WeightTransfers
+from backfill.execution.host_memory import ReservedMemory
 from backfill.execution.layer_buffers import Fetch, LayerBuffers
 from backfill.execution.micro_batches import MicroBatchStreams
-from backfill.execution.reserved_memory import ReservedMemory
 from backfill.execution.weight_links import CudaLink, ThreadLink, WeightLink
 from backfill.models.decoder import DecoderModel
 from backfill.models.movable import MovableWeights, allocate_buffers

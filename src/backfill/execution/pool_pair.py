@@ -1,19 +1,18 @@
-"""The device pool and the host pool, and how a group of copies goes between them on each device."""
+"""The device pool and the host pool, and how copies go between them, in groups that complete together."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from backfill.bus.throttle import BusThrottle
 from backfill.core.block import BlockCopy, SlotCopy
-from backfill.core.plan import CopyDirections
-from backfill.execution.copy_groups import CopyGroup
-from backfill.execution.pinned_memory import pin, unpin
+from backfill.core.plan import BlockCopies, CopyDirections
+from backfill.execution.host_memory import pin, unpin
 from backfill.kernels import cpu_copies
 from backfill.kernels.slots import SlotRange, num_packed
 
@@ -22,6 +21,51 @@ from backfill.kernels.slots import SlotRange, num_packed
 _CPU_GROUP_BYTES = 8 << 20
 # As long at the speed of a PCIe link: about a millisecond.
 _CUDA_GROUP_BYTES = 32 << 20
+
+_Copy = TypeVar("_Copy", BlockCopy, SlotCopy)
+
+
+class CompletedCopies(NamedTuple):
+    blocks: tuple[BlockCopy, ...] = ()
+    slots: tuple[SlotCopy, ...] = ()
+
+
+class CopyGroup(NamedTuple):
+    """Copies of one direction that complete together: of blocks, or of slots."""
+
+    direction: CopyDirections
+    blocks: tuple[BlockCopy, ...]
+    slots: tuple[SlotCopy, ...]
+    is_reported: bool
+
+
+def copy_groups(copies: BlockCopies, num_slots: int, block_size: int) -> Iterator[CopyGroup]:
+    """The groups in the order in which they begin.
+
+    Args:
+        num_slots: the most slots in a group; at least ``block_size``.
+    """
+    for direction, of_blocks, of_slots in (
+        (CopyDirections.CHECKPOINT, copies.checkpoint, copies.slot_checkpoint),
+        (CopyDirections.RESTORE, copies.restore, copies.slot_restore),
+    ):
+        is_reported = direction not in copies.blocking
+        for blocks in _split(of_blocks, [block_size] * len(of_blocks), num_slots):
+            yield CopyGroup(direction, blocks, (), is_reported)
+        for slots in _split(of_slots, [copy.num for copy in of_slots], num_slots):
+            yield CopyGroup(direction, (), slots, is_reported)
+
+
+def _split(copies: Sequence[_Copy], sizes: Sequence[int], limit: int) -> Iterator[tuple[_Copy, ...]]:
+    """Consecutive copies whose sizes add up to ``limit`` at most."""
+    first, total = 0, 0
+    for index, size in enumerate(sizes):
+        if total + size > limit:
+            yield tuple(copies[first:index])
+            first, total = index, 0
+        total += size
+    if copies:
+        yield tuple(copies[first:])
 
 
 class PoolPair(Protocol):

@@ -1,4 +1,4 @@
-"""Next tokens from logits, for a batch whose requests sample in different ways."""
+"""Requests' tokens, and the next ones from logits, for a batch whose requests sample in different ways."""
 
 from __future__ import annotations
 
@@ -7,15 +7,50 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from backfill.core.plan import TokenLogprobs
-from backfill.execution.request_state import RequestState
+from backfill.core.plan import AdmittedRequest, TokenLogprobs
+from backfill.core.sampling import SamplingParams
 
 _MOST_LIKELY_PART = 512
 _NUM_CANDIDATES = 1024  # top-p and min-p rarely keep more; rows that do are sorted whole
 _MAX_ROWS_DRAWN = 32  # in one call: bounds the memory of a draw, which copies its rows
 _MASK_64 = (1 << 64) - 1
+
+
+class RequestState:
+    """A request's tokens, prompt first, in a buffer that never moves, and how to sample the next."""
+
+    __slots__ = ("_tokens", "is_plain_greedy", "num_prompt_tokens", "num_tokens", "sampling")
+
+    def __init__(self, admitted: AdmittedRequest) -> None:
+        sampling = admitted.sampling
+        self.sampling: SamplingParams = sampling
+        self.num_prompt_tokens = len(admitted.prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens
+        self._tokens = np.empty(self.num_prompt_tokens + sampling.max_tokens, dtype=np.int64)
+        self._tokens[: self.num_tokens] = admitted.prompt_token_ids
+        self.is_plain_greedy = (
+            sampling.is_greedy
+            and not sampling.has_penalties
+            and not sampling.logit_bias
+            and sampling.min_tokens == 0
+            and sampling.num_logprobs is None
+        )
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    def tokens(self, start: int, end: int) -> NDArray[np.int64]:
+        """A view of the tokens at positions ``[start, end)``."""
+        assert end <= self.num_tokens, f"tokens up to {end} asked for, {self.num_tokens} known"
+        return self._tokens[start:end]
+
+    def append(self, token_id: int) -> None:
+        self._tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
 
 
 class Sampler:

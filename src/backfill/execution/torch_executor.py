@@ -23,14 +23,13 @@ from backfill.core.plan import (
 from backfill.core.request import RequestId
 from backfill.execution.batch import FlatBatch, build_batch
 from backfill.execution.copies import BlockCopier
-from backfill.execution.copy_groups import CompletedCopies
 from backfill.execution.executor import ExecutorInfo
+from backfill.execution.host_memory import ReservedMemory
 from backfill.execution.layer_pass import LayerPass, MicroBatch, rows_of, sampled_rows
 from backfill.execution.micro_batches import MicroBatchStreams, split_step
 from backfill.execution.offloading import LayerStreamer
-from backfill.execution.request_state import RequestState
-from backfill.execution.reserved_memory import ReservedMemory
-from backfill.execution.sampler import Sampler
+from backfill.execution.pool_pair import CompletedCopies
+from backfill.execution.sampler import RequestState, Sampler
 from backfill.execution.stage import Handover, Stage, Stop
 from backfill.models.decoder import DecoderModel
 

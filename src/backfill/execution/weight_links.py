@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from backfill.execution.host_memory import pin, unpin
 from backfill.execution.layer_buffers import Fetch
 from backfill.execution.micro_batches import MicroBatchStreams
-from backfill.execution.pinned_memory import pin, unpin
 
 _NUM_TIMES = 4096  # of the last transfers, that are kept
 

@@ -10,9 +10,9 @@ from backfill.bus.throttle import Bus
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.execution.create import choose_device, create_torch_executor
+from backfill.execution.executor import warm_up, warm_up_slot_copies
 from backfill.execution.machine import check_threads, threads_of_rank
 from backfill.execution.torch_executor import TorchExecutor
-from backfill.execution.warm_up import warm_up, warm_up_slot_copies
 from backfill.models.config import ModelConfig
 from backfill.models.placement import ModelPlacement
 from backfill.parallel.executor import ParallelExecutor

@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from backfill.execution.reserved_memory import ReservedMemory
+from backfill.execution.host_memory import ReservedMemory
 
 PAGE = mmap.PAGESIZE
 

@@ -1,4 +1,4 @@
-"""Address ranges in RAM of which only a part has memory."""
+"""Host memory: address ranges of which only a part has memory, and memory that CUDA copies from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import mmap
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -33,3 +34,16 @@ class ReservedMemory:
         first, last = -(-first // page) * page, min(last, len(self._map)) // page * page
         if first < last:
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def pin(host_pool: Tensor) -> None:
+    """Pin memory, so that CUDA copies beside the steps: torch's allocator rounds up to a power of two."""
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    result = int(cudart.cudaHostRegister(host_pool.data_ptr(), host_pool.nbytes, 0))
+    if result != 0:
+        raise RuntimeError(f"{host_pool.nbytes} bytes could not be pinned: CUDA error {result}")
+
+
+def unpin(host_pool: Tensor, stream: torch.cuda.Stream) -> None:
+    stream.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(host_pool.data_ptr())  # type: ignore[no-untyped-call]
