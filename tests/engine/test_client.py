@@ -339,7 +339,8 @@ def test_an_engine_may_be_stopped_by_several_tasks() -> None:
         first = asyncio.create_task(client.stop())
         await asyncio.sleep(0)
         connection = client._connection
-        while connection.is_alive:
+        assert connection is not None
+        while connection.is_alive():
             await asyncio.sleep(0)
         await asyncio.gather(first, *(stop_after(client, num_turns) for num_turns in range(12)))
         assert_ended(client)

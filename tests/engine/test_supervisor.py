@@ -11,7 +11,7 @@ import pytest
 from backfill.core.clock import VirtualClock
 from backfill.core.errors import BackfillError, EngineDead
 from backfill.engine.messages import Ready
-from backfill.engine.supervisor import EngineSupervisor, restart_delay_s
+from backfill.engine.supervisor import EngineSupervisor
 from backfill.scheduling.objectives import DEFAULT_SLO
 from tests.builders import make_info
 
@@ -218,10 +218,6 @@ def test_offline_work_resumes_once_an_engine_has_run_for_five_minutes() -> None:
         running.cancel()
 
     asyncio.run(asyncio.wait_for(run(), 30.0))
-
-
-def test_restarts_wait_longer_and_longer() -> None:
-    assert [restart_delay_s(count, 1.0) for count in (0, 1, 2, 3, 9)] == [1, 1, 2, 4, 30]
 
 
 def test_an_expected_end_is_final_and_no_failure() -> None:

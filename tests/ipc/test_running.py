@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from backfill.ipc.running import is_running
+from backfill.ipc.python_process import is_running
 
 
 def test_a_process_that_has_ended_does_not_run_even_before_it_was_waited_for() -> None:

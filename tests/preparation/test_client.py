@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 import pytest
 
 from backfill.core.errors import BackfillError, NotReady, RequestError
@@ -20,6 +19,7 @@ from backfill.preparation.client import PreparationClient
 from backfill.preparation.line_file import is_marked
 from backfill.preparation.lines import BadLine, BatchLine
 from backfill.preparation.messages import (
+    FromPreparation,
     InputLimits,
     Job,
     JobBegun,
@@ -207,14 +207,13 @@ class Child:
     def __init__(self, *args: object) -> None:
         self.pid = 1
         self._is_ending = False
-        self._reports: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._reports: asyncio.Queue[FromPreparation | None] = asyncio.Queue()
         self.lives.append([])
 
     def start(self) -> None:
         self._report(Loaded())
 
-    def send(self, data: bytes) -> bool:
-        message = msgspec.msgpack.decode(data, type=ToPreparation)
+    def send(self, message: ToPreparation) -> bool:
         if isinstance(message, Job) and isinstance(message.work, PrepareBody):
             self.lives[-1].append(message.job_id)
             self._report(JobBegun(message.job_id))
@@ -226,21 +225,21 @@ class Child:
                 asyncio.get_running_loop().call_later(0.02, self._answer, answer)
         return True
 
-    async def receive(self) -> bytes | None:
+    async def receive(self) -> FromPreparation | None:
         return await self._reports.get()
 
     def how_it_ended(self) -> str:
         return "ended"
 
-    async def close(self) -> None:
+    def close(self) -> None:
         pass
 
     def _answer(self, answer: JobDone) -> None:
         if not self._is_ending:
             self._report(answer)
 
-    def _report(self, message: object) -> None:
-        self._reports.put_nowait(msgspec.msgpack.encode(message))
+    def _report(self, message: FromPreparation) -> None:
+        self._reports.put_nowait(message)
 
 
 @pytest.fixture

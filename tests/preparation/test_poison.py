@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 import pytest
 
 from backfill.jobs.lines import ServiceRunner
@@ -16,6 +15,7 @@ from backfill.preparation import supervisor
 from backfill.preparation.client import PreparationClient
 from backfill.preparation.line_file import LineFile
 from backfill.preparation.messages import (
+    FromPreparation,
     IndexLines,
     Job,
     JobBegun,
@@ -58,13 +58,12 @@ class Child:
         self.pid = 1
         self._pool = make_pool("dfs")
         self._has_ended = False
-        self._reports: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._reports: asyncio.Queue[FromPreparation | None] = asyncio.Queue()
 
     def start(self) -> None:
         self._report(Loaded())
 
-    def send(self, data: bytes) -> bool:
-        message = msgspec.msgpack.decode(data, type=ToPreparation)
+    def send(self, message: ToPreparation) -> bool:
         if self._has_ended:
             return True
         match message:
@@ -79,13 +78,13 @@ class Child:
                     self._reports.put_nowait(None)
         return True
 
-    async def receive(self) -> bytes | None:
+    async def receive(self) -> FromPreparation | None:
         return await self._reports.get()
 
     def how_it_ended(self) -> str:
         return "ended"
 
-    async def close(self) -> None:
+    def close(self) -> None:
         pass
 
     def _do(self, work: Work) -> Any:
@@ -105,8 +104,8 @@ class Child:
         self.num_prepared[str(prompt)] += 1
         return prepare(endpoint, body, context)
 
-    def _report(self, message: object) -> None:
-        self._reports.put_nowait(msgspec.msgpack.encode(message))
+    def _report(self, message: FromPreparation) -> None:
+        self._reports.put_nowait(message)
 
 
 async def numbers_of(lines: PreparedLines) -> list[int]:

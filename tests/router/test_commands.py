@@ -197,7 +197,7 @@ def test_a_replica_that_ends_is_started_again_and_ends_with_the_others(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("fails", "reason"), [("", "Its process ended with status 7."), ("No memory.", "No memory.")]
+    ("fails", "reason"), [("", "Its process ended with exit code 7."), ("No memory.", "No memory.")]
 )
 def test_a_replica_that_cannot_start_ends_the_command_with_its_reason(
     tmp_path: Path, fails: str, reason: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backfill.core.errors import BackfillError
+from backfill.router.replicas import free_port
 
 _POLL_S = 0.1
 _END_TIMEOUT_S = 20.0
@@ -83,7 +83,7 @@ def own_server(model: str, options: Sequence[str], log: Path) -> Iterator[OwnSer
 
     It may not be ready yet (``wait_until_ready``).
     """
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="backfill-data-") as data_dir, log.open("wb") as output:
         command = [sys.executable, "-m", "backfill", "serve", model, "--port", str(port)]
         process = subprocess.Popen(
@@ -108,10 +108,3 @@ def server_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith("BACKFILL_") or name in _KEPT_VARIABLES
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -32,6 +32,7 @@ from backfill.core.errors import BackfillError, ConfigError
 from backfill.engine.options import ModelOptions
 from backfill.generation.chat_template import read_template
 from backfill.ipc.log_lines import name_replica
+from backfill.ipc.python_process import say_last_words
 from backfill.jobs.config import JobsConfig
 
 if TYPE_CHECKING:
@@ -263,7 +264,7 @@ def run_replica(
     try:
         serve(model, server, jobs, ReplicaOptions(is_replica=True), engine)
     except BackfillError as error:
-        place.write_failure(str(error))
+        say_last_words(str(error))
         raise SystemExit(1) from None
 
 

@@ -66,7 +66,7 @@ class EngineClient:
         self._tasks = tasks or TaskWatch()
         self._load = load
         self._watchdog = Watchdog(0.0)
-        self._connection = self._new_connection()
+        self._connection: EngineConnection | None = None
         self._reader: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[Ready] | None = None
         self._streams = RequestStreams()
@@ -80,7 +80,7 @@ class EngineClient:
     @property
     def pid(self) -> int | None:
         """Of the process that was started last."""
-        return self._connection.pid
+        return None if self._connection is None else self._connection.pid
 
     @property
     def num_in_flight(self) -> int:
@@ -109,9 +109,8 @@ class EngineClient:
 
         Raises: BackfillError when the process cannot be started; its files are removed then.
         """
-        assert not self._connection.is_open, "there is a process already"
-        self._connection = self._new_connection()
-        self._connection.launch()
+        assert not self._is_open, "there is a process already"
+        self._connection = EngineConnection(self.config, self._log_level, self._load)
 
     async def start(self) -> Ready:
         """Launch the process, if it was not, and wait until the model is loaded.
@@ -123,19 +122,20 @@ class EngineClient:
         try:
             return await starting
         except BaseException as error:
-            self._connection.close()
+            self._close()
             if isinstance(error, asyncio.CancelledError) and self._starting is not starting:
                 raise EngineDead("The engine was stopped while it was started.") from None
             raise
 
     async def _start(self) -> Ready:
-        if not self._connection.is_open:
+        if not self._is_open:
             self.launch()
         connection = self._connection
-        first = await connection.first_message()
+        assert connection is not None
+        first = await connection.receive()
         if not isinstance(first, Ready):
             raise BackfillError(
-                first.message if isinstance(first, StartFailed) else connection.how_it_ended()
+                first.message if isinstance(first, StartFailed) else connection.why_it_ended()
             )
         self._keep_slo(first.default_slo)
         self.info = first.info
@@ -154,9 +154,9 @@ class EngineClient:
         if starting is not None and not starting.done():
             starting.cancel()
             await asyncio.wait([starting])
-        if self.is_ready:
+        if self.is_ready and self._connection is not None:
             self._connection.send(Stop())
-            await self._connection.wait_ended(_STOP_TIMEOUT_S)
+            await self._connection.wait(_STOP_TIMEOUT_S)
         self.kill()
         reader = self._reader
         if reader is not None:  # several callers may wait for it
@@ -164,15 +164,17 @@ class EngineClient:
             reader.cancel()
             await asyncio.wait([reader])
             self._reader = None
-        self._connection.close()
+        self._close()
 
     def kill(self) -> None:
         """End the process now, and wait up to a second for its end."""
-        self._connection.kill()
+        if self._connection is not None:
+            self._connection.kill()
 
     def abandon(self) -> None:
         """End the process and remove its files, for a caller that is about to exit."""
-        self._connection.abandon()
+        if self._connection is not None:
+            self._connection.abandon()
 
     def interrupt(self, service_class: ServiceClass, error: EngineDead) -> None:
         """End every request in flight of a service class with ``error``."""
@@ -184,7 +186,7 @@ class EngineClient:
 
     def _interrupt(self, is_meant: Callable[[RequestStream], bool], error: BackfillError) -> None:
         request_ids = self._streams.fail(is_meant, error)
-        if request_ids:
+        if request_ids and self._connection is not None:
             self._connection.send(AbortRequests(request_ids))
 
     async def generate(
@@ -204,7 +206,8 @@ class EngineClient:
         Raises: EngineDead if the engine ends first or is not running, StepFailed if the request was lost in a
             step that failed, and the error of ``interrupt`` or ``interrupt_group``.
         """
-        if not self._connection.is_open or self.info is None:
+        connection = self._connection
+        if connection is None or not connection.is_open or self.info is None:
             raise EngineDead("The engine is not running; it is being started. Please retry.")
         request_id = request.request_id
         stream = RequestStream(
@@ -213,7 +216,7 @@ class EngineClient:
         self._streams.add(request_id, stream)
         is_over = False
         try:
-            if not self._connection.send(AddRequest(request)):
+            if not connection.send(AddRequest(request)):
                 is_over = True
                 raise EngineDead("The engine process has ended.")
             while not is_over:
@@ -226,10 +229,15 @@ class EngineClient:
         finally:
             self._streams.remove(request_id, stream)
             if not is_over:
-                self._connection.send(AbortRequests([request_id]))
+                connection.send(AbortRequests([request_id]))
 
-    def _new_connection(self) -> EngineConnection:
-        return EngineConnection(self.config, self._log_level, self._load)
+    @property
+    def _is_open(self) -> bool:
+        return self._connection is not None and self._connection.is_open
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
 
     async def _read(self, connection: EngineConnection) -> None:
         """Hand out reports until the process ends; then end its requests."""
@@ -237,7 +245,7 @@ class EngineClient:
             await connection.read(self._on_message, self._watchdog, self._tasks)
         finally:
             self.info = None
-            self._streams.lose_all(connection.how_it_ended())
+            self._streams.lose_all(connection.why_it_ended())
             connection.close()
 
     def _keep_slo(self, slo: SLO) -> None:

@@ -96,7 +96,7 @@ def load_engine(config: EngineConfig) -> Engine:
 
 
 def run_engine_process(
-    config: EngineConfig, commands_url: str, reports_url: str, log_level: str, load: EngineLoader
+    config: EngineConfig, log_level: str, load: EngineLoader, commands_url: str, reports_url: str
 ) -> None:
     """Entry point of the child process. Ends on ``Stop``, or with its parent."""
     logging.basicConfig(level=log_level, format=log_format("engine"))

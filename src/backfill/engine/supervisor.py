@@ -11,6 +11,7 @@ from typing import Protocol
 from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import BackfillError, EngineDead
 from backfill.engine.messages import Ready
+from backfill.ipc.restarts import Restarts
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,12 @@ class EngineSupervisor:
     clock: Clock = field(default_factory=WallClock)
     restart_delay_s: float = _RESTART_DELAY_S
     poll_s: float = 1.0
-    _num_quick_deaths: int = field(init=False, default=0)
+    _restarts: Restarts = field(init=False)
     _is_offline_suspended: bool = field(init=False, default=False)
     _expects_end: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self._restarts = Restarts("the engine", self.restart_delay_s, _LONGEST_RESTART_DELAY_S)
 
     def expect_end(self) -> None:
         """The engine's next death is expected: it is no failure, and there is no restart."""
@@ -85,10 +89,7 @@ class EngineSupervisor:
             reason = "it ended"
             while True:
                 self._suspend_or_give_up(reason)
-                num_deaths = _MAX_QUICK_DEATHS if self._is_offline_suspended else self._num_quick_deaths
-                delay_s = restart_delay_s(num_deaths, self.restart_delay_s)
-                logger.error("the engine is started again in %g s: %s", delay_s, reason)
-                await asyncio.sleep(delay_s)
+                await self._restarts.wait(reason)
                 if self._expects_end:
                     return
                 try:
@@ -101,7 +102,7 @@ class EngineSupervisor:
                     reason = f"it could not start ({type(error).__name__}: {error})"
                 else:
                     break
-                self._num_quick_deaths += 1
+                self._restarts.on_death(is_quick=True)
             try:
                 await self.on_ready(ready)
             except Exception:
@@ -121,8 +122,8 @@ class EngineSupervisor:
             await ended
         finally:
             ended.cancel()
-        is_quick = self._ran_s(ready_at_s) < _QUICK_DEATH_S
-        self._num_quick_deaths = self._num_quick_deaths + 1 if is_quick else 0
+        quick_s = _TRUSTED_AFTER_S if self._is_offline_suspended else _QUICK_DEATH_S
+        self._restarts.on_death(is_quick=self._ran_s(ready_at_s) < quick_s)
 
     def _ran_s(self, ready_at_s: float) -> float:
         """Seconds from ready to the last report: an engine that hangs is killed long after that."""
@@ -130,9 +131,10 @@ class EngineSupervisor:
 
     def _suspend_or_give_up(self, reason: str) -> None:
         """If the engine keeps ending, suspend offline work, or raise EngineDead where there is no other."""
-        if self._num_quick_deaths < _MAX_QUICK_DEATHS or self._is_offline_suspended:
+        num_quick = self._restarts.num_quick
+        if num_quick < _MAX_QUICK_DEATHS or self._is_offline_suspended:
             return
-        message = f"The engine ended {self._num_quick_deaths} times soon after it was started"
+        message = f"The engine ended {num_quick} times soon after it was started"
         if self.on_offline_suspended is None:
             raise EngineDead(f"{message}; the last time {reason}.")
         logger.error("%s: offline work is suspended until it has run for %g s", message, _TRUSTED_AFTER_S)
@@ -142,8 +144,3 @@ class EngineSupervisor:
         self._is_offline_suspended = is_suspended
         if self.on_offline_suspended is not None:
             self.on_offline_suspended(is_suspended)
-
-
-def restart_delay_s(num_quick_deaths: int, first_s: float) -> float:
-    """Doubles with each quick death after the first, up to a limit."""
-    return min(_LONGEST_RESTART_DELAY_S, first_s * 2.0 ** max(0, num_quick_deaths - 1))

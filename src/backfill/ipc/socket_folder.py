@@ -9,6 +9,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from backfill.ipc.python_process import is_running
+
 _PREFIX = "backfill-"
 # A socket's path has at most 107 bytes; the names of this folder and of the socket take up to 35.
 _LONGEST_PARENT = 72
@@ -47,18 +49,8 @@ def remove_left_folders(parent: Path) -> None:
     for path in parent.glob(f"{_PREFIX}*-*"):
         pid = path.name.removeprefix(_PREFIX).partition("-")[0]
         with suppress(OSError):  # another process removes it at the same time
-            if pid.isdigit() and path.stat().st_uid == os.getuid() and not _is_alive(int(pid)):
+            if pid.isdigit() and path.stat().st_uid == os.getuid() and not is_running(int(pid)):
                 _remove_unless_held(path)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        pass
-    return True
 
 
 def _remove_unless_held(path: Path) -> None:

@@ -275,9 +275,5 @@ class RankProcesses:
     def _how_it_ended(self, place: int) -> str:
         process = self._processes[place]
         process.join(_REAP_S)  # its sockets close a moment before it can be reaped
-        code, name = process.exitcode, f"rank {self.ranks[place]} of {self._config.num_ranks}"
-        if code is None:
-            return f"The process of {name} has closed its socket."
-        if code < 0:
-            return f"The process of {name} was killed by signal {-code}."
-        return f"The process of {name} ended with exit code {code}."
+        how = "has closed its socket" if process.is_alive() else process.how_it_ended()
+        return f"The process of rank {self.ranks[place]} of {self._config.num_ranks} {how}."

@@ -6,7 +6,7 @@ import os
 import time
 
 from backfill.execution.collectives import PeerFailed
-from backfill.ipc.running import is_running
+from backfill.ipc.python_process import is_running
 from backfill.parallel.futex import Futex, fence
 
 _LINE_BYTES = 64

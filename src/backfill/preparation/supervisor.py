@@ -9,11 +9,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-
 from backfill.core.errors import BackfillError, NotReady
 from backfill.engine.tasks import TaskWatch
 from backfill.ipc.child import ChildProcess
+from backfill.ipc.restarts import Restarts
 from backfill.preparation.messages import (
     CancelCheck,
     CheckInput,
@@ -41,8 +40,7 @@ _FIRST_RESTART_S = 0.1
 _LONGEST_RESTART_S = 10.0
 _NOT_READY = "The server cannot prepare requests at the moment. Please retry."
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[FromPreparation] = msgspec.msgpack.Decoder(FromPreparation)
+_Child = ChildProcess[FromPreparation, ToPreparation]
 
 
 @dataclass(slots=True)
@@ -86,7 +84,7 @@ class PreparationSupervisor:
         self._tasks = tasks
         self._on_launch = on_launch
         self._on_unclaimed = on_unclaimed
-        self._child: ChildProcess | None = None
+        self._child: _Child | None = None
         self._running: asyncio.Task[None] | None = None
         self._ids = itertools.count()
         self._jobs: dict[int, _PendingJob] = {}
@@ -136,13 +134,13 @@ class PreparationSupervisor:
             pending.done.cancel()
         self._jobs.clear()
         if self._child is not None:
-            child, self._child = self._child, None
-            await child.close()
+            self._child.close()
+            self._child = None
 
     def send(self, message: ToPreparation) -> None:
         """Send to the process if there is one. ``on_launch`` sends the next one all it needs."""
         if self._child is not None:
-            self._child.send(_encoder.encode(message))
+            self._child.send(message)
 
     async def ask(self, work: Work, kind: type[Wanted]) -> Wanted:
         """Give the process a job. Raises: what the job raises; NotReady, PreparationDied."""
@@ -185,16 +183,17 @@ class PreparationSupervisor:
 
     async def _launch(self) -> None:
         name = f"backfill-preparation-{self._kind}"
-        child = ChildProcess(name, run_preparation_process, (self._setup, self._kind))
+        child: _Child = ChildProcess(
+            name, run_preparation_process, (self._setup, self._kind), FromPreparation
+        )
         try:
             child.start()
-            first = await child.receive()
-            loaded = Loaded("The preparation process ended.") if first is None else _decoder.decode(first)
+            loaded = await child.receive() or Loaded("The preparation process ended.")
             assert isinstance(loaded, Loaded)
             if loaded.error is not None:
                 raise BackfillError(loaded.error)
         except BaseException:
-            await child.close()
+            child.close()
             raise
         self._child = child
         self._on_launch()
@@ -211,12 +210,12 @@ class PreparationSupervisor:
             child = self._child
             assert child is not None
             try:
-                while (data := await child.receive()) is not None:
-                    self._take(_decoder.decode(data))
+                while (message := await child.receive()) is not None:
+                    self._take(message)
             except Exception:
                 logger.exception("a message of a preparation process cannot be read; the process is ended")
             self._child = None
-            await child.close()
+            child.close()
             self.num_deaths += 1
             logger.error(
                 "the preparation process for %s %s; it is restarted", self._kind, child.how_it_ended()
@@ -246,25 +245,20 @@ class PreparationSupervisor:
 
     async def _launch_until_ready(self) -> None:
         """Launch processes until one is ready."""
-        delay_s = _FIRST_RESTART_S
+        name = f"the preparation process for {self._kind}"
+        restarts = Restarts(name, _FIRST_RESTART_S, _LONGEST_RESTART_S)
         while True:
             try:
                 await self._launch()
             except Exception as error:  # may pass, such as a lack of memory
                 self._note_failed_launch(error)
-                logger.error(
-                    "the preparation process for %s cannot be started (%s); next try in %g s",
-                    self._kind,
-                    error,
-                    delay_s,
-                )
+                restarts.on_death(is_quick=True)
+                await restarts.wait(f"it could not start ({error})")
             else:
                 self._num_failed_launches = 0
                 if self._launched is not None and not self._launched.done():
                     self._launched.set_result(None)
                 return
-            await asyncio.sleep(delay_s)
-            delay_s = min(_LONGEST_RESTART_S, 2 * delay_s)
 
     def _note_failed_launch(self, error: Exception) -> None:
         """Fail the wait for the first launch; after several failed launches, fail all jobs."""
