@@ -135,7 +135,7 @@ class ParallelExecutor:
         # From here on the ranks work.
         if not self._in_flight:
             self._unwatched_until_s = time.monotonic() + self._unwatched_s
-        self._in_flight.append(_InFlight(plan.step, plan.predicted_s, self._encoder.sampling_ids()))
+        self._in_flight.append(_InFlight(plan.step, plan.predicted_s, _sampling_ids(plan)))
 
     def collect(self) -> StepOutcome:
         oldest = self._in_flight[0]
@@ -242,6 +242,10 @@ class ParallelExecutor:
         else:
             message = f"Step {step.step} has stood still for"
         ranks.fail(f"{message} {limit_s:g} s: {places}.")
+
+
+def _sampling_ids(plan: StepPlan) -> tuple[RequestId, ...]:
+    return tuple(each.request_id for each in plan.slices if each.samples)
 
 
 def _failures(reports: Sequence[FromRank | None]) -> list[str]:

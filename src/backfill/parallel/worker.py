@@ -24,8 +24,6 @@ from backfill.parallel.ring import RingClosed, RingMemory, RingReader
 
 logger = logging.getLogger(__name__)
 
-_IDLE_S = 0.001  # without a plan, until the rank prepares for it: others may need the core before
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
@@ -90,8 +88,6 @@ def _run_plans(executor: RankExecutor, ring: RingReader, link: socket.socket, co
     decoder = PlanDecoder()
     progress = None if context.progress is None else context.progress.of_rank(context.rank)
     while True:
-        if not ring.wait(_IDLE_S):
-            decoder.prepare()
         plan, sampled = decoder.decode(ring.read())
         if progress is not None:
             progress.begin_step(plan.step)
