@@ -22,9 +22,8 @@ import torch
 
 from backfill.execution.collectives import SafepointGroup
 from backfill.parallel.connect import connect_by_memory, connect_by_torch
-from backfill.parallel.memory import create_memory
 from backfill.parallel.rank import RankContext
-from backfill.parallel.shared_words import StopWords
+from backfill.parallel.shared_memory import StopWords, create_memory
 from backfill.parallel.stage_message import RowShape
 
 Kind = Literal["shared-memory", "gloo"]

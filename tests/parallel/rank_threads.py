@@ -29,10 +29,9 @@ from backfill.models.placement import ModelPlacement
 from backfill.models.shard import ModelShard
 from backfill.models.weights import Checkpoint
 from backfill.parallel.connect import connect_by_memory
-from backfill.parallel.memory import create_memory
 from backfill.parallel.merge import merge_infos
 from backfill.parallel.rank import RankContext, output_rank
-from backfill.parallel.shared_words import StopWords
+from backfill.parallel.shared_memory import StopWords, create_memory
 from backfill.parallel.stage_message import RowShape
 
 CPU = torch.device("cpu")

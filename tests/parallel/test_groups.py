@@ -18,7 +18,7 @@ from torch import Tensor
 
 from backfill.execution.collectives import PeerFailed, SafepointGroup
 from backfill.parallel import torch_group
-from backfill.parallel.memory import create_memory, map_memory
+from backfill.parallel.shared_memory import create_memory, map_memory
 from backfill.parallel.shared_memory_group import SharedMemoryGroup
 from backfill.parallel.torch_group import TorchGroup, create_process_group
 
@@ -210,7 +210,7 @@ def test_gloo_ranks_notice_one_that_left_a_step_and_stay_apart() -> None:
 _DIES = """
 import os, sys, torch
 from backfill.parallel import torch_group
-from backfill.parallel.memory import map_memory
+from backfill.parallel.shared_memory import map_memory
 from backfill.parallel.shared_memory_group import SharedMemoryGroup
 group = SharedMemoryGroup(map_memory(int(sys.argv[1])), 1, 2)
 group.begin_step()

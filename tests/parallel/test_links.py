@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from backfill.execution.collectives import PeerFailed, StageHeader, StageLink
 from backfill.models.decoder import HiddenState
-from backfill.parallel.memory import create_memory, map_memory
+from backfill.parallel.shared_memory import create_memory, map_memory
 from backfill.parallel.shared_memory_link import SharedMemoryLink
 from backfill.parallel.socket_link import SocketLink
 from backfill.parallel.sockets import KEY_BYTES, accept, address_of, connect_to, listen

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from backfill.execution.collectives import RankLinks, SafepointGroup, SoleSafepointGroup, StageLink
-from backfill.parallel.memory import map_memory
 from backfill.parallel.rank import RankContext, StagePlace
+from backfill.parallel.shared_memory import map_memory
 from backfill.parallel.shared_memory_group import SharedMemoryGroup
 from backfill.parallel.shared_memory_link import SharedMemoryLink
 from backfill.parallel.socket_link import SocketLink

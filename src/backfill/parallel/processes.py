@@ -15,13 +15,12 @@ from typing import NoReturn, Protocol
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ExecutorDead
 from backfill.ipc.python_process import PythonProcess
-from backfill.parallel.memory import create_memory
 from backfill.parallel.messages import FromRank
 from backfill.parallel.progress import Progress
 from backfill.parallel.rank import RankContext, RankLoader, StagePlace, ranks_of_stage
 from backfill.parallel.reports import ReportReader
-from backfill.parallel.ring import RingMemory, RingWriter
-from backfill.parallel.shared_words import Barrier, StopWords
+from backfill.parallel.ring import RingWriter, create_ring
+from backfill.parallel.shared_memory import Barrier, StopWords, create_memory
 from backfill.parallel.sockets import Address
 from backfill.parallel.waker import Waker
 from backfill.parallel.worker import WorkerSetup, run_worker
@@ -164,7 +163,7 @@ class RankProcesses:
     def _start(self) -> RingWriter:
         num_ranks, setup = len(self.ranks), self._setup
         with ExitStack() as until_started:
-            ring_fd, memory_fd = RingMemory.create(_RING_BYTES, num_ranks), create_memory(0)
+            ring_fd, memory_fd = create_ring(_RING_BYTES, num_ranks), create_memory(0)
             for fd in (ring_fd, memory_fd):
                 until_started.callback(os.close, fd)
             store_fd: int | None
@@ -176,7 +175,7 @@ class RankProcesses:
             shared = _Shared(ring_fd, memory_fd, store_fd, store_port)
             for rank in self.ranks:
                 self._start_rank(rank, shared)
-            return RingWriter(RingMemory(ring_fd, num_ranks), self.check)
+            return RingWriter(ring_fd, num_ranks, self.check)
 
     def _start_rank(self, rank: int, shared: _Shared) -> None:
         config, setup = self._config, self._setup

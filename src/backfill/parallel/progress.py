@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from backfill.parallel.shared_words import SharedWords
+from backfill.parallel.shared_memory import SharedWords
 
 _LINE = 8  # words of a cache line, one for each rank
 _STEP, _LAYER, _EXCHANGES = range(3)

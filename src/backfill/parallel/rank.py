@@ -11,7 +11,7 @@ from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.execution.executor import ExecutorInfo
 from backfill.parallel.progress import Progress
-from backfill.parallel.shared_words import Barrier, StopWords
+from backfill.parallel.shared_memory import Barrier, StopWords
 from backfill.parallel.sockets import Address
 
 

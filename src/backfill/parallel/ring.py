@@ -1,28 +1,18 @@
-"""A ring of bytes in shared memory: one process writes messages, several read all of them.
+"""A ring of messages in shared memory: one process writes them, several read all of them.
 
-    words     [written | read by 0, 0 sleeps | read by 1, 1 sleeps | ...]     a cache line for each process
-    bytes     [ ...................................... ]
-
-Words count bytes since the start; a byte's place is its count modulo the capacity. A message is its length
-and its bytes. It may be longer than the ring: the writer goes on as readers make room. A word is written with
-one store of 8 aligned bytes, so no half of it is ever seen.
-
-Readers that find nothing sleep until the writer wakes them all with one call, which it saves if none sleeps.
-They do not spin first: where ranks and driver share cores, that takes the time of those they wait for.
+A message may be longer than the ring: the writer goes on as readers make room. Readers that find nothing
+sleep until the writer wakes them all with one call, which it saves if none sleeps. They do not spin first:
+where ranks and driver share cores, that takes the time of those they wait for.
 """
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable
 
-from backfill.parallel.futex import Futex, fence
-from backfill.parallel.memory import create_memory, map_memory
+from backfill import _shared_memory  # type: ignore[attr-defined]
+from backfill.parallel.shared_memory import create_memory, map_memory
 
-_LINE = 8  # words of a cache line: processes that write different lines do not slow each other down
-_WRITTEN = 0
-_LENGTH = struct.Struct("<Q")
 _SLEEP_S = 0.25
 _FULL_WAIT_S = 0.0005  # a full ring is rare: only long prompts fill it
 
@@ -31,124 +21,42 @@ class RingClosed(Exception):
     """The process at the other end has ended."""
 
 
-class RingMemory:
-    """The memory of a ring, mapped.
-
-    Args:
-        fd: of ``create``; inherited by the readers.
-    """
-
-    def __init__(self, fd: int, num_readers: int) -> None:
-        memory, header = map_memory(fd), _header_bytes(num_readers)
-        self.words = memory[:header].cast("Q")
-        self.data = memory[header:]
-        self.capacity = len(self.data)
-        self.futex = Futex(memory)
-        self.places = [_LINE * (1 + reader) for reader in range(num_readers)]  # of what each has read
-        self.flags = [place + 1 for place in self.places]  # whether it sleeps, or is about to
-
-    @staticmethod
-    def create(capacity: int, num_readers: int) -> int:
-        """File descriptor of the memory of a new ring that holds ``capacity`` bytes."""
-        return create_memory(_header_bytes(num_readers) + capacity)
-
-
-def _header_bytes(num_readers: int) -> int:
-    return 8 * _LINE * (1 + num_readers)
+def create_ring(capacity: int, num_readers: int) -> int:
+    """File descriptor of the memory of a new ring that holds ``capacity`` bytes. The caller closes it."""
+    return create_memory(_shared_memory.ring_header_bytes(num_readers) + capacity)
 
 
 class RingWriter:
     """Args:
+    fd: of ``create_ring``.
     check: called while the ring is full; raises if a reader has ended.
     """
 
-    def __init__(self, memory: RingMemory, check: Callable[[], None]) -> None:
-        self._memory = memory
+    def __init__(self, fd: int, num_readers: int, check: Callable[[], None]) -> None:
+        self._ring = _shared_memory.RingWriter(map_memory(fd), num_readers)
         self._check = check
-        self._written = 0
 
     def write(self, message: bytes) -> None:
         """Blocks while the ring is full."""
-        rest = memoryview(_LENGTH.pack(len(message)) + message)
-        while True:
-            room = self._room()
-            if room >= len(rest):
-                self._put(rest)
-                return
-            if room:
-                self._put(rest[:room])
-                rest = rest[room:]
+        while not self._ring.write(message):
             self._check()
             time.sleep(_FULL_WAIT_S)
-
-    def _room(self) -> int:
-        memory = self._memory
-        return memory.capacity - self._written + min(map(memory.words.__getitem__, memory.places))
-
-    def _put(self, part: memoryview) -> None:
-        memory, place = self._memory, self._written % self._memory.capacity
-        before_end = min(len(part), memory.capacity - place)
-        memory.data[place : place + before_end] = part[:before_end]
-        if before_end < len(part):
-            memory.data[: len(part) - before_end] = part[before_end:]
-        self._written += len(part)
-        fence()
-        memory.words[_WRITTEN] = self._written
-        fence()  # either this sees the flag of a reader that goes to sleep, or that reader what was written
-        if any(map(memory.words.__getitem__, memory.flags)):
-            memory.futex.wake(_WRITTEN)
 
 
 class RingReader:
     """Args:
+    fd: of ``create_ring``; inherited.
     reader: its number, from 0.
     check: called now and then while there is nothing to read; raises if the writer has ended.
     """
 
-    def __init__(self, memory: RingMemory, reader: int, check: Callable[[], None]) -> None:
-        self._memory = memory
-        self._place, self._flag = memory.places[reader], memory.flags[reader]
+    def __init__(self, fd: int, num_readers: int, reader: int, check: Callable[[], None]) -> None:
+        self._ring = _shared_memory.RingReader(map_memory(fd), num_readers, reader)
         self._check = check
-        self._read = 0
-        self._taken = bytearray()  # off the ring, and not returned yet
 
     def read(self) -> bytes:
         """The next message; blocks until it is there."""
-        taken = self._taken
-        self._take(_LENGTH.size)
-        end = _LENGTH.size + _LENGTH.unpack_from(taken)[0]
-        self._take(end)
-        message = bytes(taken[_LENGTH.size : end])
-        del taken[:end]
-        return message
-
-    def wait(self, timeout_s: float) -> bool:
-        """Sleep until something is written, at most so long. Returns: whether there is something to read."""
-        return bool(self._taken) or self._sleep(timeout_s)
-
-    def _sleep(self, timeout_s: float) -> bool:
-        """Until something is written. Returns: whether something is."""
-        words, read = self._memory.words, self._read
-        words[self._flag] = 1
-        fence()
-        self._memory.futex.wait(_WRITTEN, read, timeout_s)  # not if the kernel finds another count
-        words[self._flag] = 0
-        return words[_WRITTEN] != read
-
-    def _take(self, num_bytes: int) -> None:
-        """Until there are so many bytes in ``_taken``."""
-        memory = self._memory
-        while len(self._taken) < num_bytes:
-            available = memory.words[_WRITTEN] - self._read
-            if available == 0:
-                if not self._sleep(_SLEEP_S):
-                    self._check()
-                continue
-            fence()
-            place = self._read % memory.capacity
-            before_end = min(available, memory.capacity - place)
-            self._taken += memory.data[place : place + before_end]
-            self._taken += memory.data[: available - before_end]
-            self._read += available
-            fence()
-            memory.words[self._place] = self._read
+        while (message := self._ring.read()) is None:
+            if not self._ring.wait(_SLEEP_S):
+                self._check()
+        return bytes(message)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backfill.execution.collectives import PeerFailed
-from backfill.parallel.signals import CLOSED, Signals
+from backfill.parallel.shared_memory import CLOSED, Signals
 
 # Words of a rank: rank 0's answers, one for each half; steps that failed, at their number modulo so many.
 # That is more than a rank may be ahead of another, which has not seen the failure yet.
@@ -57,7 +57,7 @@ class SharedMemoryGroup:
 
     def fail_step(self) -> None:
         signals = self._signals
-        signals.words[self._failed_word(self.rank)] = self._step
+        signals.set_word(self._failed_word, self._step)
         # The end of the step, so that no rank waits for this one in it.
         signals.raise_to((self._step + 1) * _STEP - 1)
 
@@ -128,11 +128,11 @@ class SharedMemoryGroup:
         asked = self._is_stop_asked
         if asked is not None and self.rank == 0:
             self._stop_agreed = asked()
-            signals.words[signals.first_words[0] + _STOP + half] = self._stop_agreed
+            signals.set_word(_STOP + half, self._stop_agreed)
         signals.raise_to(self._count)
         self._wait_for_others(self._count)
         if asked is not None and self.rank != 0:
-            self._stop_agreed = signals.words[signals.first_words[0] + _STOP + half] == 1
+            self._stop_agreed = signals.word(0, _STOP + half) == 1
         return parts
 
     def _wait_for_others(self, count: int) -> None:
@@ -142,13 +142,14 @@ class SharedMemoryGroup:
                 continue
             signals.wait_for(rank, count)
             # A rank that failed in this step has counted on, and may be in a later step.
-            if signals.words[self._failed_word(rank)] == self._step:
+            if signals.word(rank, self._failed_word) == self._step:
                 raise PeerFailed(f"tensor rank {rank} has failed in this step")
             if signals.count(rank) >= CLOSED:
                 raise PeerFailed(f"tensor rank {rank} has ended")
 
-    def _failed_word(self, rank: int) -> int:
-        return self._signals.first_words[rank] + _FAILED + self._step % _NUM_FAILED
+    @property
+    def _failed_word(self) -> int:
+        return _FAILED + self._step % _NUM_FAILED
 
     def _view_as(self, dtype: torch.dtype) -> list[list[Tensor]]:
         parts = self._data.view(2, self.size, self._part_bytes)

@@ -8,7 +8,7 @@ import torch
 
 from backfill.execution.collectives import PeerFailed, StageHeader
 from backfill.models.decoder import HiddenState
-from backfill.parallel.signals import CLOSED, Signals
+from backfill.parallel.shared_memory import CLOSED, Signals
 from backfill.parallel.stage_message import NUM_MESSAGES, NUM_VALUES, RowShape, pack_header, unpack_header
 
 _SENDER, _RECEIVER = 0, 1

@@ -20,7 +20,7 @@ from backfill.parallel.messages import FromRank, Loaded, LoadFailed, StepRaised,
 from backfill.parallel.plan_codec import PlanDecoder
 from backfill.parallel.rank import RankContext, RankExecutor, RankLoader
 from backfill.parallel.reports import send_report
-from backfill.parallel.ring import RingClosed, RingMemory, RingReader
+from backfill.parallel.ring import RingClosed, RingReader
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +50,12 @@ def run_worker(setup: WorkerSetup) -> None:
     if sys.platform.startswith("linux"):
         set_name = 15
         ctypes.CDLL(None).prctl(set_name, f"backfill-rank{context.rank}".encode(), 0, 0, 0)
-    memory = RingMemory(setup.ring_fd, len(context.local_ranks))
     # The driver has ended, or no longer wants this rank.
     with socket.socket(fileno=setup.socket_fd) as link, suppress(RingClosed, OSError):
         executor = _load(setup, link)
         if executor is not None:
-            ring = RingReader(memory, context.local_rank, lambda: _check_open(link))
+            num_ranks, rank = len(context.local_ranks), context.local_rank
+            ring = RingReader(setup.ring_fd, num_ranks, rank, lambda: _check_open(link))
             _run_plans(executor, ring, link, context)
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from backfill.core.errors import BackfillError
-from backfill.parallel.shared_words import Barrier, StopWords
+from backfill.parallel.shared_memory import Barrier, StopWords
 
 
 def test_a_barrier_opens_when_all_have_come() -> None:
