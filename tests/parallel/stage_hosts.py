@@ -14,8 +14,8 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import ExecutorDead
 from backfill.ipc.python_process import PythonProcess
 from backfill.parallel.executor import ParallelExecutor
-from backfill.parallel.processes import Ranks
 from backfill.parallel.rank import RankLoader, ranks_of_stage
+from backfill.parallel.ranks import Ranks
 from backfill.parallel.remote_stages import RemoteStages
 from backfill.parallel.sockets import KEY_BYTES, address_of, listen
 from backfill.parallel.stage_host import NamedLoader, StageOrder, StageSockets, run_stage

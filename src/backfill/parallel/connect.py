@@ -82,20 +82,21 @@ def connect_by_sockets(context: RankContext, place: StagePlace, shape: RowShape)
     # The first stage has none before it, so each in its turn is accepted.
     timeout_s = _STORE_TIMEOUT.total_seconds()
     previous = following = None
-    if place.previous_fd is not None:
-        with socket.socket(fileno=place.previous_fd) as listener:
+    if place.previous_fds:
+        with socket.socket(fileno=place.previous_fds[context.tensor_rank]) as listener:
             accepted = accept(listener, place.key, timeout_s)
         previous = SocketLink(accepted, shape, place.clock_ahead_s, sends=False)
-    if place.following is not None:
-        connection = connect_to(place.following, place.key, timeout_s)
+    if place.following:
+        connection = connect_to(place.following[context.tensor_rank], place.key, timeout_s)
         following = SocketLink(connection, shape, place.clock_ahead_s, sends=True)
     return RankLinks(group, previous, following)
 
 
 def connect_by_torch(context: RankContext, shape: RowShape, device: torch.device) -> RankLinks:
     """Through groups of torch.distributed. Blocks until the rank's neighbours have called this too."""
+    address = None if context.place is None else context.place.store
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1" if context.place is None else context.place.store_host,
+        "127.0.0.1" if address is None else address.host,
         context.store_port,
         context.num_ranks,
         is_master=context.rank == 0,

@@ -28,8 +28,9 @@ from backfill.parallel.messages import (
     sampled_of,
 )
 from backfill.parallel.plan_codec import PlanEncoder, Sampled
-from backfill.parallel.processes import RankProcesses, RankStarter
+from backfill.parallel.processes import RankProcesses
 from backfill.parallel.rank import RankLoader, output_rank
+from backfill.parallel.ranks import RankStarter
 from backfill.parallel.stall import StallWatch, describe_places, stall_limit_s, unwatched_s
 
 logger = logging.getLogger(__name__)
@@ -181,14 +182,14 @@ class ParallelExecutor:
             left_s = self._unwatched_until_s - time.monotonic()
             if left_s <= 0.0 or _failures([each[0] if each else None for each in ranks.reports]):
                 break
-            if ranks.waker.was_woken:
-                ranks.waker.was_woken = False
+            if ranks.was_woken:
+                ranks.was_woken = False
                 return False
             ranks.receive(left_s)
         return True
 
     def wake(self) -> None:
-        self._ranks.waker.wake()
+        self._ranks.wake()
 
     def run(self, plan: StepPlan) -> StepOutcome:
         self.submit(plan)

@@ -1,4 +1,7 @@
-"""What the ranks report to the driver. The other direction has plans alone (``plan_codec.py``)."""
+"""What the ranks report to the driver, and what goes between it and the host of a stage on another node.
+
+To the ranks themselves go plans alone (``plan_codec.py``).
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,49 @@ class StepRaised(msgspec.Struct, tag=True, frozen=True):
 
 
 FromRank = Loaded | LoadFailed | StepDone | StepRaised
+
+
+class Started(msgspec.Struct, tag=True, frozen=True):
+    """From a host, once: the ranks' processes run. Process ids are those of the node."""
+
+    pids: tuple[int, ...]
+
+
+class AtBarrier(msgspec.Struct, tag=True, frozen=True):
+    """From a host, once: all ranks of the stage have come to the barrier."""
+
+
+class RankReport(msgspec.Struct, tag=True, frozen=True):
+    """From a host: what a rank has reported."""
+
+    rank: int
+    report: FromRank
+
+
+class StageProgress(msgspec.Struct, tag=True, frozen=True):
+    """From a host: how far the ranks of the stage are, when that has changed. See ``Progress.part``."""
+
+    part: bytes
+
+
+FromStage = Started | AtBarrier | RankReport | StageProgress
+
+
+class RunPlan(msgspec.Struct, tag=True, frozen=True):
+    """To a host, for its ranks: a plan as the driver has encoded it."""
+
+    plan: bytes
+
+
+class StopStep(msgspec.Struct, tag=True, frozen=True):
+    step: int
+
+
+class GoOn(msgspec.Struct, tag=True, frozen=True):
+    """To a host: all ranks of the engine have come to the barrier."""
+
+
+ToStage = RunPlan | StopStep | GoOn
 
 
 def step_done(step: int, outcome: StepOutcome) -> StepDone:

@@ -17,21 +17,24 @@ from backfill.parallel.sockets import Address
 
 @dataclass(frozen=True, slots=True)
 class StagePlace:
-    """Where a rank is whose stage was started apart from the others, perhaps on another node.
+    """Where the ranks of a stage are that was started apart from the others, perhaps on another node.
 
     Attributes:
         node_ranks: all ranks of its node, which share the node's memory.
-        store_host: address of the store; see ``RankContext.store_port``.
-        previous_fd: listening socket to which its peer of the stage before connects; None on the first stage.
-        following: where its peer of the next stage listens; None on the last stage.
+        store: where rank 0 serves the store of torch.distributed; None on CPU.
+        store_fd: rank 0's listening socket there; None on other stages.
+        previous_fds: listening sockets for the stage before, by tensor rank; none on the first stage.
+        following: where the next stage listens, by tensor rank; none on the last.
         key: secret that both ends of a connection have to know.
         clock_ahead_s: the driver's monotonic clock less that of this node.
     """
 
+    stage: int
     node_ranks: tuple[int, ...]
-    store_host: str
-    previous_fd: int | None
-    following: Address | None
+    store: Address | None
+    store_fd: int | None
+    previous_fds: tuple[int, ...]
+    following: tuple[Address, ...]
     key: bytes
     clock_ahead_s: float
 

@@ -23,8 +23,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from backfill import __version__
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError, ExecutorDead
-from backfill.parallel.processes import Ranks, RankStarter
 from backfill.parallel.rank import RankLoader, ranks_of_stage
+from backfill.parallel.ranks import Ranks, RankStarter
 from backfill.parallel.ray_cluster import (
     ADDRESS_VARIABLE,
     Bundle,

@@ -7,33 +7,30 @@ import select
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import msgspec
 
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ExecutorDead
-from backfill.parallel.messages import FromRank, LoadFailed
-from backfill.parallel.progress import Progress
-from backfill.parallel.rank import ranks_of_stage
-from backfill.parallel.sockets import accept, receive_exactly
-from backfill.parallel.stage_host import CLOCK, HELLO, NUM_CLOCK_READINGS
-from backfill.parallel.stage_messages import (
+from backfill.parallel.frames import FrameReader, encode_frame
+from backfill.parallel.messages import (
     AtBarrier,
-    Command,
-    FrameReader,
     FromStage,
+    GoOn,
+    LoadFailed,
+    RunPlan,
     StageProgress,
     Started,
-    decode_message,
-    encode_command,
-    encode_stop,
+    StopStep,
 )
-from backfill.parallel.waker import Waker
+from backfill.parallel.rank import ranks_of_stage
+from backfill.parallel.ranks import Ranks
+from backfill.parallel.sockets import accept, receive_exactly
+from backfill.parallel.stage_host import CLOCK, HELLO, NUM_CLOCK_READINGS
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +57,7 @@ class StageLauncher(Protocol):
         """End all hosts. May be called again."""
 
 
-class RemoteStages:
+class RemoteStages(Ranks):
     """See ``Ranks``. A connection to the host of each stage, over which plans go out and reports come in.
 
     Args:
@@ -72,18 +69,14 @@ class RemoteStages:
     def __init__(
         self, config: EngineConfig, listener: socket.socket, key: bytes, launcher: StageLauncher
     ) -> None:
-        self.reports: list[deque[FromRank]] = [deque() for _ in range(config.num_ranks)]
+        super().__init__(range(config.num_ranks), config.num_ranks)
         self._num_stages, self._size = config.pipeline_parallel_size, config.tensor_parallel_size
-        self.progress = Progress.of(config.num_ranks)
         self._launcher = launcher
         self._pids: list[int | None] = [None] * config.num_ranks
         self._links: dict[int, _HostLink] = {}
         self._stage_of: dict[int, int] = {}
-        self._poll = select.poll()
-        self.waker = Waker(self._poll)
         self._num_at_barrier = 0
         self._checks_at_s = 0.0
-        self._error: ExecutorDead | None = None
         with ExitStack() as on_error:
             on_error.callback(self.close)
             with listener:
@@ -112,65 +105,48 @@ class RemoteStages:
     def request(self, step: int) -> None:
         """See ``StopRequests``."""
         for link in self._links.values():
-            link.send(encode_stop(step))
+            link.send(encode_frame(StopStep(step)))
 
     @property
     def pids(self) -> list[int | None]:
         return self._pids
 
-    def send(self, message: bytes) -> None:
-        if self._error is not None:
-            raise self._error
-        command = encode_command(Command.PLAN, message)
+    def _send(self, message: bytes) -> None:
+        command = encode_frame(RunPlan(message))
         for link in self._links.values():
             # A host that does not read may wait until what it has sent is read.
             link.send(command, partial(self._receive_once, _FULL_WAIT_S))
 
-    def receive(self, timeout_s: float | None) -> None:
-        if self._error is not None:
-            raise self._error
+    def _receive(self, timeout_s: float | None) -> None:
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = _CHECK_S if until_s is None else min(_CHECK_S, max(0.0, until_s - time.monotonic()))
             if self._receive_once(left_s) or (until_s is not None and time.monotonic() >= until_s):
                 return
 
-    def check(self) -> None:
-        self.receive(0)
-
-    def fail(self, message: str) -> NoReturn:
-        self.close()
-        self._error = ExecutorDead(message)
-        raise self._error
-
     def close(self) -> None:
         for link in self._links.values():
             link.close()
-        self.progress.close()
-        self.waker.close()
         self._launcher.close()
+        super().close()
 
     def _receive_once(self, timeout_s: float) -> bool:
         """Take what comes first. Returns: whether there was a report, or a wake. Raises: ExecutorDead."""
         is_over = False
         for fd, _ in self._poll.poll(timeout_s * 1000):
-            if self.waker.is_at(fd):
-                self.waker.take()
-                is_over = True
-            else:
-                is_over |= self._take(self._stage_of[fd])
+            is_over |= self._take_wake(fd) or self._take(self._stage_of[fd])
         if not is_over:  # what a rank has reported before its host ended says why
             self._check_hosts()
         return is_over
 
     def _take(self, stage: int) -> bool:
         """Take what a host has sent. Returns: whether there was a report. Raises: ExecutorDead."""
-        frames = self._links[stage].frames.take()
-        if frames is None:
+        messages = self._links[stage].frames.take()
+        if messages is None:
             self.fail(self._launcher.how_it_ended(stage))
         has_reports = False
-        for frame in frames:
-            has_reports |= self._handle(stage, decode_message(frame))
+        for message in messages:
+            has_reports |= self._handle(stage, message)
         return has_reports
 
     def _handle(self, stage: int, message: FromStage) -> bool:
@@ -185,7 +161,7 @@ class RemoteStages:
             self._num_at_barrier += 1
             if self._num_at_barrier == self._num_stages:
                 for link in self._links.values():
-                    link.send(encode_command(Command.GO_ON))
+                    link.send(encode_frame(GoOn()))
             return False
         if isinstance(message, StageProgress):
             self.progress.set_part(ranks_of_stage(stage, self._size), message.part)
@@ -215,7 +191,7 @@ class _HostLink:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._sending = threading.Lock()
-        self.frames = FrameReader(connection)
+        self.frames: FrameReader[FromStage] = FrameReader(connection, FromStage)
 
     def send(self, command: bytes, wait: Callable[[], object] | None = None) -> None:
         """A host that has ended gets nothing, which ``FrameReader`` notices.

@@ -20,20 +20,21 @@ import msgspec
 
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ExecutorDead
-from backfill.parallel.messages import FromRank, StepDone
-from backfill.parallel.processes import RankProcesses, StageSetup
-from backfill.parallel.rank import RankContext, RankExecutor, RankLoader
-from backfill.parallel.sockets import Address, address_of, connect_to, listen, receive_exactly
-from backfill.parallel.stage_messages import (
+from backfill.parallel.frames import FrameReader, encode_frame
+from backfill.parallel.messages import (
     AtBarrier,
-    Command,
-    FrameReader,
+    FromRank,
     RankReport,
+    RunPlan,
     StageProgress,
     Started,
-    decode_stop,
-    encode_message,
+    StepDone,
+    StopStep,
+    ToStage,
 )
+from backfill.parallel.processes import RankProcesses
+from backfill.parallel.rank import RankContext, RankExecutor, RankLoader, StagePlace
+from backfill.parallel.sockets import Address, address_of, connect_to, listen, receive_exactly
 
 HELLO = struct.Struct("<I")  # the stage
 CLOCK = struct.Struct("<d")
@@ -80,7 +81,7 @@ class StageOrder:
         config: of the engine, with its model where this node has it.
         threads: of each rank.
         driver: where the driver listens.
-        store, following, node_ranks, key: see ``StageSetup``.
+        store, following, node_ranks, key: see ``StagePlace``.
     """
 
     config: EngineConfig
@@ -131,7 +132,7 @@ def run_stage(stage: int, sockets: StageSockets, order: StageOrder) -> str:
         stack.callback(sockets.close)
         link = stack.enter_context(connect_to(order.driver, order.key, _CONNECT_S))
         link.sendall(HELLO.pack(stage))
-        setup = StageSetup(
+        place = StagePlace(
             stage,
             order.node_ranks,
             order.store,
@@ -141,11 +142,11 @@ def run_stage(stage: int, sockets: StageSockets, order: StageOrder) -> str:
             order.key,
             _clock_ahead_s(link),
         )
-        ranks = RankProcesses(order.config, order.threads, order.load, setup)
+        ranks = RankProcesses(order.config, order.threads, order.load, place)
         stack.callback(ranks.close)
         sockets.close()  # the ranks have them
         try:
-            _Relay(ranks, link, setup.clock_ahead_s).run()
+            _Relay(ranks, link, place.clock_ahead_s).run()
         except ExecutorDead as error:
             return str(error)
         except OSError:
@@ -159,7 +160,7 @@ class _Relay:
     def __init__(self, ranks: RankProcesses, link: socket.socket, clock_ahead_s: float) -> None:
         self._ranks = ranks
         self._link = link
-        self._frames = FrameReader(link)
+        self._frames: FrameReader[ToStage] = FrameReader(link, ToStage)
         self._clock_ahead_s = clock_ahead_s
         self._progress = b""
         self._progress_at_s = 0.0
@@ -168,10 +169,10 @@ class _Relay:
     def run(self) -> None:
         """Raises: ExecutorDead with the reason if a rank has ended, OSError if the driver has."""
         ranks = self._ranks
-        self._link.sendall(encode_message(Started(tuple(pid or 0 for pid in ranks.pids))))
+        self._link.sendall(encode_frame(Started(tuple(pid or 0 for pid in ranks.pids))))
         while not all(map(ranks.barrier.has_come, ranks.ranks)):
             self._pass_on(_BARRIER_POLL_S)
-        self._link.sendall(encode_message(AtBarrier()))
+        self._link.sendall(encode_frame(AtBarrier()))
         while True:
             self._pass_on(_PROGRESS_S)
             self._send_progress()
@@ -182,15 +183,14 @@ class _Relay:
             ranks.receive(timeout_s)
         finally:  # what was reported before a rank ended may say why
             self._send_reports()
-        frames = self._frames.take()
-        if frames is None:
+        messages = self._frames.take()
+        if messages is None:
             raise ConnectionAbortedError
-        for frame in frames:
-            command, data = frame[0], frame[1:]
-            if command == Command.PLAN:
-                ranks.send(data)
-            elif command == Command.STOP:
-                ranks.stop.request(decode_stop(data))
+        for message in messages:
+            if isinstance(message, RunPlan):
+                ranks.send(message.plan)
+            elif isinstance(message, StopStep):
+                ranks.stop.request(message.step)
             else:
                 for rank in range(ranks.num_ranks):
                     ranks.barrier.arrive(rank)
@@ -199,7 +199,7 @@ class _Relay:
         for rank, reports in zip(self._ranks.ranks, self._ranks.reports, strict=True):
             while reports:
                 report = self._on_drivers_clock(reports.popleft())
-                self._link.sendall(encode_message(RankReport(rank, report)))
+                self._link.sendall(encode_frame(RankReport(rank, report)))
 
     def _send_progress(self) -> None:
         """At most every ``_PROGRESS_S``, and nothing of an idle stage."""
@@ -210,7 +210,7 @@ class _Relay:
         part = self._ranks.progress.part(self._ranks.ranks)
         if part != self._progress:
             self._progress = part
-            self._link.sendall(encode_message(StageProgress(part)))
+            self._link.sendall(encode_frame(StageProgress(part)))
 
     def _on_drivers_clock(self, report: FromRank) -> FromRank:
         if not isinstance(report, StepDone) or report.others is None or report.others.stopped_at_s is None:

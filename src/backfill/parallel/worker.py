@@ -16,10 +16,10 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError
 from backfill.core.heap import freeze_heap
 from backfill.ipc.log_lines import log_format
+from backfill.parallel.frames import encode_frame
 from backfill.parallel.messages import FromRank, Loaded, LoadFailed, StepRaised, step_done
 from backfill.parallel.plan_codec import PlanDecoder
 from backfill.parallel.rank import RankContext, RankExecutor, RankLoader
-from backfill.parallel.reports import send_report
 from backfill.parallel.ring import RingClosed, RingReader
 
 logger = logging.getLogger(__name__)
@@ -70,9 +70,9 @@ def _load(setup: WorkerSetup, link: socket.socket) -> RankExecutor | None:
         message = LoadFailed(f"Rank {setup.context.rank} could not start: {type(error).__name__}: {error}")
     else:
         freeze_heap()
-        send_report(link, Loaded(executor.info))
+        link.sendall(encode_frame(Loaded(executor.info)))
         return executor
-    send_report(link, message)
+    link.sendall(encode_frame(message))
     return None
 
 
@@ -97,5 +97,5 @@ def _run_plans(executor: RankExecutor, ring: RingReader, link: socket.socket, co
         except Exception as error:
             logger.exception("step %d failed", plan.step)
             report = StepRaised(plan.step, f"{type(error).__name__}: {error}")
-        send_report(link, report)
+        link.sendall(encode_frame(report))
         del plan, sampled  # it takes a while, for which nobody waits now
