@@ -24,7 +24,7 @@ from backfill.execution.collectives import SafepointGroup
 from backfill.parallel.connect import connect_by_memory, connect_by_torch
 from backfill.parallel.rank import RankContext
 from backfill.parallel.shared_memory import StopWords, create_memory
-from backfill.parallel.stage_message import RowShape
+from backfill.parallel.stage_links import RowShape
 
 Kind = Literal["shared-memory", "gloo"]
 _ROWS = (1, 8, 64, 256, 1024, 2048)

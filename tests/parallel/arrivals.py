@@ -40,7 +40,7 @@ from backfill.parallel.connect import connect_by_memory
 from backfill.parallel.executor import ParallelExecutor
 from backfill.parallel.messages import StepDone
 from backfill.parallel.rank import RankContext
-from backfill.parallel.stage_message import RowShape
+from backfill.parallel.stage_links import RowShape
 from tests.parallel.rank_threads import CPU, RankThreads, Sizes
 
 _ROWS = {"offline": 3, "online": 2}

@@ -32,7 +32,7 @@ from backfill.parallel.connect import connect_by_memory
 from backfill.parallel.merge import merge_infos
 from backfill.parallel.rank import RankContext, output_rank
 from backfill.parallel.shared_memory import StopWords, create_memory
-from backfill.parallel.stage_message import RowShape
+from backfill.parallel.stage_links import RowShape
 
 CPU = torch.device("cpu")
 MAX_ROWS = 512

@@ -14,7 +14,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import ExecutorDead
 from backfill.ipc.python_process import PythonProcess
 from backfill.parallel.executor import ParallelExecutor
-from backfill.parallel.rank import RankLoader, ranks_of_stage
+from backfill.parallel.rank import RankLoader, StagePlace, ranks_of_stage
 from backfill.parallel.ranks import Ranks
 from backfill.parallel.remote_stages import RemoteStages
 from backfill.parallel.sockets import KEY_BYTES, address_of, listen
@@ -52,10 +52,10 @@ class HostProcesses:
             reason.close()
 
 
-def run_host(stage: int, listening_fds: Sequence[int], reason_fd: int, order: StageOrder) -> None:
+def run_host(listening_fds: Sequence[int], reason_fd: int, order: StageOrder) -> None:
     """Entry point of a host. Its sockets were opened before, since others have to know their ports."""
     sockets = StageSockets([socket.socket(fileno=fd) for fd in listening_fds])
-    os.write(reason_fd, run_stage(stage, sockets, order).encode())
+    os.write(reason_fd, run_stage(sockets, order).encode())
 
 
 def start_hosts(launched: list[HostProcesses], config: EngineConfig, threads: int, load: RankLoader) -> Ranks:
@@ -70,14 +70,11 @@ def start_hosts(launched: list[HostProcesses], config: EngineConfig, threads: in
             threads,
             NamedLoader.of(load),
             address_of(listener),
-            None,
-            following,
-            tuple(ranks_of_stage(stage, size)),
-            key,
+            StagePlace(stage, tuple(ranks_of_stage(stage, size)), None, following, key),
         )
         fds = [each.fileno() for each in sockets]
         reason = tempfile.TemporaryFile()  # noqa: SIM115
-        arguments = (stage, fds, reason.fileno(), order)
+        arguments = (fds, reason.fileno(), order)
         process = PythonProcess(f"stage{stage}", run_host, arguments, pass_fds=(*fds, reason.fileno()))
         process.start()
         processes.append(process)

@@ -14,10 +14,8 @@ import torch.distributed as dist
 from backfill.execution.collectives import PeerFailed, StageHeader, StageLink
 from backfill.models.decoder import HiddenState
 from backfill.parallel.shared_memory import create_memory, map_memory
-from backfill.parallel.shared_memory_link import SharedMemoryLink
-from backfill.parallel.socket_link import SocketLink
 from backfill.parallel.sockets import KEY_BYTES, accept, address_of, connect_to, listen
-from backfill.parallel.stage_message import NUM_MESSAGES, RowShape
+from backfill.parallel.stage_links import NUM_MESSAGES, RowShape, SharedMemoryLink, SocketLink
 from backfill.parallel.torch_group import TorchLink, create_process_group
 
 CPU = torch.device("cpu")

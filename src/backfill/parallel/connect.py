@@ -18,10 +18,8 @@ from backfill.execution.collectives import RankLinks, SafepointGroup, SoleSafepo
 from backfill.parallel.rank import RankContext, StagePlace
 from backfill.parallel.shared_memory import map_memory
 from backfill.parallel.shared_memory_group import SharedMemoryGroup
-from backfill.parallel.shared_memory_link import SharedMemoryLink
-from backfill.parallel.socket_link import SocketLink
 from backfill.parallel.sockets import accept, connect_to
-from backfill.parallel.stage_message import RowShape
+from backfill.parallel.stage_links import RowShape, SharedMemoryLink, SocketLink
 from backfill.parallel.torch_group import TorchGroup, TorchLink, create_process_group
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from backfill.models.shard import ModelShard
 from backfill.parallel.connect import connect
 from backfill.parallel.observed import observed
 from backfill.parallel.rank import RankContext
-from backfill.parallel.stage_message import RowShape
+from backfill.parallel.stage_links import RowShape
 
 WARM_UP_TOKENS = 64
 

@@ -22,21 +22,21 @@ class StagePlace:
     Attributes:
         node_ranks: all ranks of its node, which share the node's memory.
         store: where rank 0 serves the store of torch.distributed; None on CPU.
-        store_fd: rank 0's listening socket there; None on other stages.
-        previous_fds: listening sockets for the stage before, by tensor rank; none on the first stage.
         following: where the next stage listens, by tensor rank; none on the last.
         key: secret that both ends of a connection have to know.
+        store_fd: rank 0's listening socket at ``store``; None on other stages.
+        previous_fds: listening sockets for the stage before, by tensor rank; none on the first stage.
         clock_ahead_s: the driver's monotonic clock less that of this node.
     """
 
     stage: int
     node_ranks: tuple[int, ...]
     store: Address | None
-    store_fd: int | None
-    previous_fds: tuple[int, ...]
     following: tuple[Address, ...]
     key: bytes
-    clock_ahead_s: float
+    store_fd: int | None = None
+    previous_fds: tuple[int, ...] = ()
+    clock_ahead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

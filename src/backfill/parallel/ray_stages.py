@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from backfill import __version__
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError, ExecutorDead
-from backfill.parallel.rank import RankLoader, ranks_of_stage
+from backfill.parallel.rank import RankLoader, StagePlace, ranks_of_stage
 from backfill.parallel.ranks import Ranks, RankStarter
 from backfill.parallel.ray_cluster import (
     ADDRESS_VARIABLE,
@@ -75,7 +75,7 @@ class StageActor:
     def run(self, order: StageOrder, environment: dict[str, str]) -> str:
         """See ``run_stage``."""
         os.environ.update(environment)
-        return run_stage(self._stage, self._sockets, order)
+        return run_stage(self._sockets, order)
 
 
 class RayStages:
@@ -122,10 +122,13 @@ class RayStages:
                     threads,
                     NamedLoader.of(load),
                     address_of(listener),
-                    nodes[0].addresses.store,
-                    () if is_last else nodes[stage + 1].addresses.links,
-                    tuple(rank for other in beside for rank in ranks_of_stage(other, self._size)),
-                    key,
+                    StagePlace(
+                        stage,
+                        tuple(rank for other in beside for rank in ranks_of_stage(other, self._size)),
+                        nodes[0].addresses.store,
+                        () if is_last else nodes[stage + 1].addresses.links,
+                        key,
+                    ),
                 )
                 self._runs.append(actor.run.remote(order, environment))
             stages = RemoteStages(config, listener, key, self)

@@ -81,17 +81,14 @@ class StageOrder:
         config: of the engine, with its model where this node has it.
         threads: of each rank.
         driver: where the driver listens.
-        store, following, node_ranks, key: see ``StagePlace``.
+        place: without what only the host knows: descriptors of its sockets, and its clock.
     """
 
     config: EngineConfig
     threads: int
     load: NamedLoader
     driver: Address
-    store: Address | None
-    following: tuple[Address, ...]
-    node_ranks: tuple[int, ...]
-    key: bytes
+    place: StagePlace
 
 
 class StageSockets:
@@ -122,7 +119,7 @@ class StageSockets:
                 each.close()
 
 
-def run_stage(stage: int, sockets: StageSockets, order: StageOrder) -> str:
+def run_stage(sockets: StageSockets, order: StageOrder) -> str:
     """Run the ranks of a stage until the driver closes its connection or a rank ends.
 
     Returns: why it ended. No process is left then, and ``sockets`` are closed.
@@ -130,17 +127,13 @@ def run_stage(stage: int, sockets: StageSockets, order: StageOrder) -> str:
     """
     with ExitStack() as stack:
         stack.callback(sockets.close)
-        link = stack.enter_context(connect_to(order.driver, order.key, _CONNECT_S))
-        link.sendall(HELLO.pack(stage))
-        place = StagePlace(
-            stage,
-            order.node_ranks,
-            order.store,
-            None if sockets.store is None else sockets.store.fileno(),
-            tuple(each.fileno() for each in sockets.links),
-            order.following,
-            order.key,
-            _clock_ahead_s(link),
+        link = stack.enter_context(connect_to(order.driver, order.place.key, _CONNECT_S))
+        link.sendall(HELLO.pack(order.place.stage))
+        place = replace(
+            order.place,
+            store_fd=None if sockets.store is None else sockets.store.fileno(),
+            previous_fds=tuple(each.fileno() for each in sockets.links),
+            clock_ahead_s=_clock_ahead_s(link),
         )
         ranks = RankProcesses(order.config, order.threads, order.load, place)
         stack.callback(ranks.close)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from backfill.execution.collectives import PeerFailed, StageHeader
 from backfill.models.decoder import HiddenState
-from backfill.parallel.stage_message import NUM_MESSAGES, NUM_VALUES, RowShape, pack_header, unpack_header
+from backfill.parallel.stage_links import NUM_MESSAGES, NUM_VALUES, RowShape, pack_header, unpack_header
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup, Store, Work

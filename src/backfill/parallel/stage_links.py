@@ -1,22 +1,126 @@
-"""Hidden states from one stage to the next over TCP, for stages on different nodes."""
+"""Hidden states from one stage to the next: through shared memory, or over TCP between nodes.
+
+A message is a header and rows. ``torch_group.py`` has the link between CUDA devices.
+"""
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from backfill.execution.collectives import PeerFailed, StageHeader
 from backfill.models.decoder import HiddenState
+from backfill.parallel.shared_memory import CLOSED, Signals
 from backfill.parallel.sockets import receive_exactly
-from backfill.parallel.stage_message import NUM_MESSAGES, NUM_VALUES, RowShape, pack_header, unpack_header
 
+NUM_MESSAGES = 2  # queued at most: the stage before may be a step ahead while it computes another
+NUM_VALUES = 7  # of a header
 _HEADER = struct.Struct(f"<{NUM_VALUES}d")
+_SENDER, _RECEIVER = 0, 1
+_HEADER_BYTES = 64
+
+
+class RowShape(NamedTuple):
+    """Of the hidden states: ``num_rows`` at most, each of ``hidden_size`` values."""
+
+    num_rows: int
+    hidden_size: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of residual and delta, in whole cache lines."""
+        return -(-2 * self.num_rows * self.hidden_size * self.dtype.itemsize // 64) * 64
+
+    def rows_of(self, state: HiddenState | None) -> list[Tensor]:
+        """Residual and perhaps delta; nothing without rows. Raises: ValueError if there are too many."""
+        if state is None or len(state.residual) == 0:
+            return []
+        if len(state.residual) > self.num_rows:
+            raise ValueError(
+                f"a step has {len(state.residual)} tokens, and at most {self.num_rows} fit the link"
+            )
+        return [state.residual] if state.delta is None else [state.residual, state.delta]
+
+
+def pack_header(header: StageHeader, rows: list[Tensor]) -> tuple[float, ...]:
+    """``NUM_VALUES`` float64 values: the header, how many tensors follow it, and the rows of each."""
+    number, last_layer, stopped_layers, stopped_at_s, failed = header
+    stopped = math.nan if stopped_layers is None else stopped_layers
+    return number, last_layer, stopped, stopped_at_s, failed, len(rows), len(rows[0]) if rows else 0
+
+
+def unpack_header(values: Iterable[float]) -> tuple[StageHeader, int, int]:
+    """The header, how many tensors follow it, and the rows of each."""
+    number, last_layer, stopped, stopped_at_s, failed, num_tensors, num_rows = values
+    stopped_layers = None if math.isnan(stopped) else int(stopped)
+    header = StageHeader(int(number), int(last_layer), stopped_layers, stopped_at_s, bool(failed))
+    return header, int(num_tensors), int(num_rows)
+
+
+class SharedMemoryLink:
+    """See ``StageLink``. A ring of ``NUM_MESSAGES`` messages; each end creates one of these.
+
+    Args:
+        memory: ``num_bytes`` of zeros that both ends have mapped.
+    """
+
+    def __init__(self, memory: memoryview, shape: RowShape, *, sends: bool) -> None:
+        self._shape = shape
+        self._signals = Signals(memory, _SENDER if sends else _RECEIVER, 2, num_words=0)
+        start = Signals.num_bytes(2, 0)
+        end_of_headers = start + _HEADER_BYTES * NUM_MESSAGES
+        self._headers = memory[start:end_of_headers].cast("d")
+        rows = (2, shape.num_rows, shape.hidden_size)  # residual and delta
+        self._data = [
+            torch.frombuffer(memory, dtype=shape.dtype, offset=offset, count=math.prod(rows)).view(rows)
+            for offset in range(end_of_headers, self.num_bytes(shape), shape.num_bytes)
+        ]
+        self._count = 0  # of messages sent or received
+
+    @staticmethod
+    def num_bytes(shape: RowShape) -> int:
+        return Signals.num_bytes(2, 0) + NUM_MESSAGES * (_HEADER_BYTES + shape.num_bytes)
+
+    def send(self, header: StageHeader, state: HiddenState | None) -> None:
+        rows = self._shape.rows_of(state)
+        self._wait_for(_RECEIVER, self._count + 1 - NUM_MESSAGES)
+        place = self._count % NUM_MESSAGES
+        for index, value in enumerate(pack_header(header, rows), 8 * place):
+            self._headers[index] = value
+        for tensor, place_of in zip(rows, self._data[place], strict=False):
+            place_of[: len(tensor)].copy_(tensor)
+        self._count += 1
+        self._signals.raise_to(self._count)
+
+    def receive(self) -> tuple[StageHeader, HiddenState | None]:
+        self._wait_for(_SENDER, self._count + 1)
+        place = self._count % NUM_MESSAGES
+        header, num_tensors, num_rows = unpack_header(self._headers[8 * place : 8 * place + NUM_VALUES])
+        state = None
+        if num_tensors:
+            residual, delta = self._data[place][:, :num_rows]
+            state = HiddenState(residual.clone(), delta.clone() if num_tensors > 1 else None)
+        self._count += 1
+        self._signals.raise_to(self._count)
+        return header, state
+
+    def close(self) -> None:
+        self._signals.close()
+
+    def _wait_for(self, end: int, count: int) -> None:
+        self._signals.wait_for(end, count)
+        if self._signals.count(end) >= CLOSED:
+            raise PeerFailed(f"the {'next' if end == _RECEIVER else 'previous'} stage has ended")
 
 
 class SocketLink:
