@@ -33,8 +33,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from backfill.api.replica_state import ReplicaState
 from backfill.cli.own_server import own_server, server_environment
+from backfill.protocol.replica_state import ReplicaState
 from backfill.router.replicas import free_port
 
 READY_S = 120.0

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import backfill
-from backfill.api import admission, body_budget, http_protocol, multipart, server
-from backfill.api.config import ServerConfig
+from backfill.api import server
 from backfill.cli.run_batch import run_batch
 from backfill.cli.serve import serve
 from backfill.core import cache_salt
@@ -20,6 +19,9 @@ from backfill.costs import copy_profiler, profiler
 from backfill.costs.hardware import hardware_profile_names, load_hardware_profile
 from backfill.engine import hang, process, supervisor
 from backfill.generation import tokenizer
+from backfill.http import bodies, connection, errors, multipart
+from backfill.http import server as http_server
+from backfill.http.config import ServerConfig
 from backfill.jobs import claims, feeder, lines, manager, storage, suspects
 from backfill.jobs.config import JobsConfig
 from backfill.kvcache import protection
@@ -30,29 +32,29 @@ from backfill.scheduling import builder, planner
 from backfill.simulation.scenarios import VARIANTS
 from tests.test_docs import ROOT
 
-CONNECTION = http_protocol.ConnectionLimits(max_connections=1)
+CONNECTION = connection.ConnectionLimits(max_connections=1)
 SERVER = ServerConfig()
 JOBS = JobsConfig(data_dir=Path())
-UVICORN = server.HttpServer(object(), CONNECTION).config
+UVICORN = http_server.HttpServer(object(), CONNECTION).config
 
 # Beginning of a row in docs/operations.md, and what it must say.
 OPERATIONS = [
-    ("connections", f"at most {http_protocol.MAX_CONNECTIONS})"),
+    ("connections", f"at most {http_server.MAX_CONNECTIONS})"),
     ("headers", f"{CONNECTION.max_head_bytes >> 10} KiB"),
     ("URL", f"{CONNECTION.max_url_bytes >> 10} KiB"),
     ("time until the headers", f"({SERVER.head_timeout:g} s)"),
     ("idle time", f"{UVICORN.timeout_keep_alive} s"),
     ("pause within a body", f"({SERVER.body_timeout:g} s)"),
-    ("time until a body", f"{server._WHOLE_BODY_FACTOR} × `--body-timeout`"),
-    ("time until a body", f"{http_protocol._MIN_BODY_BYTES_PER_S >> 10} KiB/s"),
+    ("time until a body", f"{http_server._WHOLE_BODY_FACTOR} × `--body-timeout`"),
+    ("time until a body", f"{connection._MIN_BODY_BYTES_PER_S >> 10} KiB/s"),
     ("time in which a client", f"({SERVER.write_timeout:g} s)"),
-    ("pipelined requests", f"{http_protocol.MAX_PIPELINED} "),
+    ("pipelined requests", f"{connection.MAX_PIPELINED} "),
     ("online choices", f"({SchedulerConfig().max_num_seqs} + {SERVER.max_queued_requests})"),
     ("offline choices", f"({SERVER.max_queued_offline_requests})"),
     ("JSON body; line", f"({SERVER.max_body_bytes >> 20} MiB)"),
-    ("all JSON bodies", f"({SERVER.max_inflight_body_bytes >> 20} MiB); 1/{body_budget._RESERVED_PART} "),
-    ("all JSON bodies", f"at most {body_budget.SMALL_BODY_BYTES >> 10} KiB"),
-    ("JSON bodies of `flex`", f"1/{body_budget._OFFLINE_PART} of"),
+    ("all JSON bodies", f"({SERVER.max_inflight_body_bytes >> 20} MiB); 1/{bodies._RESERVED_PART} "),
+    ("all JSON bodies", f"at most {bodies.SMALL_BODY_BYTES >> 10} KiB"),
+    ("JSON bodies of `flex`", f"1/{bodies._OFFLINE_PART} of"),
     (
         "objects and arrays",
         f"{body_shape.MAX_CONTAINERS:,}; {body_shape.MAX_KEYS:,}; {body_shape.MAX_ITEMS:,} ",
@@ -95,7 +97,7 @@ BATCH = [
     ("fixed", f"{multipart.MAX_OVERHEAD_BYTES >> 10} KiB"),
 ]
 PROSE = [
-    ("operations.md", f"from 1 to {admission.MAX_RETRY_AFTER_S} s"),
+    ("operations.md", f"from 1 to {errors.MAX_RETRY_AFTER_S} s"),
     ("operations.md", f"at the latest {server._BODIES_WITHIN_S:g} s"),
     ("operations.md", f"a salt of 1 to {cache_salt.MAX_CACHE_SALT_CHARS} characters"),
     ("kv-cache.md", f"at most {builder._MAX_PREFIX_WAITS} steps more than"),

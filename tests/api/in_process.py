@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from backfill.api.app import create_app
-from backfill.api.config import ServerConfig
-from backfill.api.keys import ApiKeys
 from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.registry import Metrics
 from backfill.api.state import Phase, ServerState
@@ -25,6 +23,8 @@ from backfill.engine.client import EngineClient
 from backfill.engine.messages import TokenOutput
 from backfill.generation.generator import TextGenerator
 from backfill.generation.tokenizer import Tokenizer
+from backfill.http.config import ServerConfig
+from backfill.http.keys import ApiKeys
 from backfill.models.generation_config import GenerationDefaults
 from backfill.preparation.client import PreparationClient
 from backfill.protocol.generation import Generation, GenerationEndpoint

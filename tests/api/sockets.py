@@ -11,10 +11,10 @@ from typing import Any
 
 import uvloop
 
-from backfill.api.http_protocol import ConnectionLimits
-from backfill.api.server import HttpServer
 from backfill.cli.startup import bind
 from backfill.core.clock import Clock
+from backfill.http.connection import ConnectionLimits
+from backfill.http.server import HttpServer
 from tests.api.servers import TIMEOUT_S
 
 App = Callable[[Any, Any, Any], Awaitable[None]]

@@ -19,8 +19,6 @@ import httpx
 import pytest
 
 from backfill.api.app import create_app
-from backfill.api.client_stalls import ClientStalls
-from backfill.api.streaming import EventStream
 from backfill.bench.client import BenchClient, Endpoint
 from backfill.bench.record import BenchRequest, Outcome, RequestRecord
 from backfill.core.clock import VirtualClock
@@ -28,14 +26,16 @@ from backfill.core.request import FinishReason, Request
 from backfill.core.sampling import SamplingParams
 from backfill.engine.messages import TokenOutput
 from backfill.generation.generator import TextGenerator
+from backfill.http.connection import ClientStalls
+from backfill.http.streaming import EventStream
 from backfill.protocol.service import CompletionService
 from tests.api.in_process import InProcessServer, in_process_server
 from tests.api.servers import TIMEOUT_S, wait_until
 from tests.api.sockets import RawClient, limits, request, serving
 from tests.api.test_fields import make_tokenizer
-from tests.api.test_streaming import still_connected
 from tests.generation.test_generator import ScriptedTokens
 from tests.generation.test_timeline import Waits
+from tests.http.test_streaming import still_connected
 from tests.protocol.builders import make_generation
 
 JSON_TYPE = {"Content-Type": "application/json"}

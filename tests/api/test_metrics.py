@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from backfill.api.metrics.buckets import STOP_LATENCY_S
+from backfill.api.metrics.engine import STOP_LATENCY_S
 from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.registry import Metrics
 from backfill.core.counters import ClassCounters

@@ -11,18 +11,20 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from backfill.api.admission import OfflineSuspended
-from backfill.api.body_budget import OfflineUnavailable
-from backfill.api.objective_admission import ObjectiveUnavailable
-from backfill.api.open_request import open_request
-from backfill.api.shedding import RequestShed
+from backfill.api.objective_admission import ObjectiveUnavailable, RequestShed
+from backfill.api.open_request import open_request, peek
 from backfill.api.state import ServerState
 from backfill.core.clock import WallClock
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestError
+from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
+from backfill.http.errors import OfflineUnavailable
 from backfill.protocol.generation import Generation
 from tests.api.test_server import ready_server
 from tests.protocol.builders import make_generation
+
+ONLINE, OFFLINE = ServiceClass.ONLINE, ServiceClass.OFFLINE
 
 
 def make_request(**fields: Any) -> Request:
@@ -117,3 +119,27 @@ def test_an_offline_request_holds_nothing_after_its_refusal(monkeypatch: pytest.
         assert held(state) == (0, 0, 0, 0, 0)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b'{"prompt": "a"}', (ONLINE, 1)),
+        (b'{"n": 5, "service_tier": "flex", "messages": [{}]}', (OFFLINE, 5)),
+        (b'{"n": null, "service_tier": null}', (ONLINE, 1)),
+        (b'{"service_tier": "auto", "n": 3}', (ONLINE, 3)),
+        (b'{"n": 100000}', (ONLINE, 128)),
+        (b'{"n": ' + b"9" * 5000 + b"}", (ONLINE, 128)),
+        (b'{"n": -2}', (ONLINE, 1)),
+        (b'{"n": 1.5, "service_tier": 7}', (ONLINE, 1)),
+        (b'{"n": 0}', (ONLINE, 1)),
+        (b'{"n": 4', (ONLINE, 1)),
+        (b"[]", (ONLINE, 1)),
+        (b"", (ONLINE, 1)),
+        (b"\xff", (ONLINE, 1)),
+        (b'{"a": ' + b"[" * 100_000, (ONLINE, 1)),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_class_and_choices_are_read_without_parsing(raw: bytes, expected: tuple[ServiceClass, int]) -> None:
+    assert peek(raw) == expected

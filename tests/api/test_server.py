@@ -8,17 +8,17 @@ from typing import Any, cast
 
 import pytest
 
-from backfill.api.config import ServerConfig
+from backfill.api.objective_admission import RequestShed
 from backfill.api.online_load import Prediction
 from backfill.api.open_request import count_online
 from backfill.api.server import Server
-from backfill.api.shedding import RequestShed
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import ProfileRefined, Ready
 from backfill.generation.tokenizer import Tokenizer
+from backfill.http.config import ServerConfig
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.preparer import RequestPreparer, ServedModel
 from tests.api.test_online_load import step_report

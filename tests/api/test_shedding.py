@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from backfill.api.objective_admission import SHED_FACTOR, RequestShed, check_hopeless, should_shed
 from backfill.api.online_load import OnlineLoad, Prediction
-from backfill.api.shedding import SHED_FACTOR, RequestShed, check_hopeless, should_shed
 from backfill.core.clock import VirtualClock
 from tests.api.in_process import in_process_server
 from tests.api.servers import TIMEOUT_S, wait_until

@@ -11,8 +11,6 @@ import pytest
 
 from backfill.api.admission import OfflineSuspended
 from backfill.api.app import create_app
-from backfill.api.config import ServerConfig
-from backfill.api.errors import error_response
 from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.registry import Metrics
 from backfill.api.state import Phase, ServerState
@@ -20,6 +18,8 @@ from backfill.core.config import EngineConfig
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.engine.client import EngineClient
+from backfill.http.config import ServerConfig
+from backfill.http.errors import error_response
 from tests.builders import make_info
 
 

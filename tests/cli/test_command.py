@@ -11,13 +11,13 @@ from typing import Literal
 import pytest
 from cyclopts import App
 
-from backfill.api.config import ServerConfig
 from backfill.cli.command import command
 from backfill.cli.own_server import server_environment
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types, options_of, secret
 from backfill.engine.options import ModelOptions
+from backfill.http.config import ServerConfig
 from backfill.jobs.config import JobsConfig
 from backfill.router.config import ReplicaOptions
 from tests.cli.running import run_cli_here

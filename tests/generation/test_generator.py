@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from backfill.api.streaming import _with_keep_alives
 from backfill.core.errors import BackfillError, EngineDead
 from backfill.core.request import FinishReason, Request
 from backfill.engine.messages import TokenOutput
 from backfill.generation.generator import TextDelta, TextGenerator, merge
 from backfill.generation.timeline import Observer, RequestRecord
+from backfill.http.streaming import _with_keep_alives
 from tests.api.test_fields import OK, make_tokenizer
 from tests.protocol.builders import make_generation
 

@@ -16,10 +16,10 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from backfill.api.config import ServerConfig
-from backfill.api.keys import ApiKeys
-from backfill.api.replica_state import ReplicaState
+from backfill.http.config import ServerConfig
+from backfill.http.keys import ApiKeys
 from backfill.jobs.config import JobsConfig
+from backfill.protocol.replica_state import ReplicaState
 from backfill.router.config import RouterConfig
 from backfill.router.engines import Engines
 from backfill.router.server import RouterServer

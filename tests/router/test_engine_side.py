@@ -7,10 +7,11 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from backfill.api.errors import error_response
-from backfill.api.replica_state import ReplicaState, StateReporter, model_digest
+from backfill.api.replica_state import StateReporter, model_digest
 from backfill.core.errors import EngineDead, StepFailed
 from backfill.core.request import ServiceClass
+from backfill.http.errors import error_response
+from backfill.protocol.replica_state import ReplicaState
 from tests.api.in_process import in_process_server
 from tests.api.servers import TIMEOUT_S
 from tests.api.test_fields import make_tokenizer

@@ -11,30 +11,30 @@ from typing import NoReturn
 from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
+from backfill.http.errors import MAX_RETRY_AFTER_S, RateLimited
 
-MAX_RETRY_AFTER_S = 120  # with a longer time OpenAI's client gives up
 _RATE_WINDOW = 64  # the last ended choices, from which the rate is estimated
 
 
-class Overloaded(Exception):
-    """A class's queue is full; the client may retry after ``retry_after_s`` seconds."""
+class Overloaded(RateLimited):
+    """A class's queue is full."""
 
     def __init__(self, service_class: ServiceClass, retry_after_s: int) -> None:
         super().__init__(
             f"The server's queue of {service_class.value} requests is full. "
-            f"Please retry in {retry_after_s} s."
+            f"Please retry in {retry_after_s} s.",
+            "resource_unavailable" if service_class is ServiceClass.OFFLINE else "rate_limit_exceeded",
+            retry_after_s,
         )
-        is_offline = service_class is ServiceClass.OFFLINE
         self.service_class = service_class
-        self.code = "resource_unavailable" if is_offline else "rate_limit_exceeded"
-        self.retry_after_s = retry_after_s
 
 
-class OfflineSuspended(Exception):
-    """Offline requests are not accepted now; the client may retry, later than after Overloaded."""
+class OfflineSuspended(RateLimited):
+    """Offline requests are not accepted now."""
 
     def __init__(self) -> None:
-        super().__init__("This server accepts no flex requests at the moment. Please retry later.")
+        message = "This server accepts no flex requests at the moment. Please retry later."
+        super().__init__(message, "resource_unavailable", MAX_RETRY_AFTER_S)
 
 
 class Admission:

@@ -1,42 +1,19 @@
-"""The ASGI application."""
+"""The ASGI application of a server."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+import time
+from dataclasses import dataclass
 
-from fastapi import APIRouter, FastAPI
-from fastapi.responses import HTMLResponse
-from starlette.middleware.cors import CORSMiddleware
+from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
 
-from backfill import __version__
-from backfill.api.batches import build_batches_router
-from backfill.api.bodies import HasJobs
-from backfill.api.config import ServerConfig
-from backfill.api.docs_page import HEADERS as DOCS_HEADERS
-from backfill.api.docs_page import docs_page
-from backfill.api.errors import install_error_handlers
-from backfill.api.files import build_files_router
-from backfill.api.keys import ApiKeys
-from backfill.api.middleware import (
-    ApiKeyMiddleware,
-    CountingMiddleware,
-    ErrorMiddleware,
-    RequestIdMiddleware,
-)
-from backfill.api.openapi import openapi_document
-from backfill.api.request_head import RequestHeadMiddleware
-from backfill.api.routes import build_routers, build_unsupported_router
+from backfill.api.routes import build_routers
 from backfill.api.state import ServerState
+from backfill.http.app import add_checks, new_app
+from backfill.http.middleware import HttpMiddleware, RequestIdMiddleware
 
-logger = logging.getLogger(__name__)
-
-_ANY_PAGE = (
-    "--allowed-origins * without --api-key: any web page in a browser that can reach this server may use it, "
-    "and read and delete its files and batches"
-)
-_CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
-_CORS_HEADERS = ("retry-after", "x-backfill-warning", "x-request-id", "x-should-retry")
+_UNCOUNTED_PATHS = frozenset({"/health", "/health/live", "/ping", "/metrics"})
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -48,41 +25,27 @@ def create_app(state: ServerState) -> FastAPI:
     return app
 
 
-def new_app(title: str, routers: Sequence[APIRouter], state: HasJobs) -> FastAPI:
-    """An application with these routes, those of files and batches where there are any, and its documents."""
-    # FastAPI's own pages load scripts from another host.
-    app = FastAPI(title=title, version=__version__, docs_url=None, redoc_url=None)
-    install_error_handlers(app)
-    for router in routers:
-        app.include_router(router)
-    if state.jobs is not None:
-        app.include_router(build_files_router(state))
-        app.include_router(build_batches_router(state))
-    app.include_router(build_unsupported_router())
-    app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
+@dataclass
+class CountingMiddleware(HttpMiddleware):
+    """Counts HTTP requests and their duration by route."""
 
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> HTMLResponse:
-        return HTMLResponse(docs_page(app.openapi()), headers=DOCS_HEADERS)
+    excluded_paths = _UNCOUNTED_PATHS
+    state: ServerState
 
-    return app
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 499  # the client left before the response began
+        started_at_s = time.monotonic()
 
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
 
-def add_checks(app: FastAPI, config: ServerConfig, api_keys: ApiKeys | None) -> None:
-    """Check keys and heads of requests, and respond to what no route catches."""
-    if api_keys is not None:
-        app.add_middleware(ApiKeyMiddleware, keys=api_keys)
-    app.add_middleware(RequestHeadMiddleware, config=config)
-    app.add_middleware(ErrorMiddleware)
-    if "*" in config.allowed_origins and api_keys is None:
-        logger.warning(_ANY_PAGE)
-    if config.allowed_origins:
-        # Outside the checks: a preflight carries no key, and a page may read errors too.
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.known_origins,
-            allow_methods=_CORS_METHODS,
-            allow_headers=("*",),
-            expose_headers=_CORS_HEADERS,
-            allow_private_network=True,
-        )
+        try:
+            await self.app(scope, receive, send_and_note)
+        finally:
+            if self.state.metrics is not None:
+                handler = getattr(scope.get("route"), "path", "none")  # unknown paths share a label
+                duration_s = time.monotonic() - started_at_s
+                self.state.metrics.http.on_request(scope["method"], handler, status, duration_s)

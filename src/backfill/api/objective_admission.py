@@ -1,7 +1,8 @@
-"""Admits requests with tight objectives only while the online load leaves room for them.
+"""Refuses online requests whose objectives the load leaves no room for.
 
 Objectives are admitted as memory is. An objective tighter than the server's own binds every step: to keep a
-tight TPOT objective the scheduler would stop all offline work and slow all prompts.
+tight TPOT objective the scheduler would stop all offline work and slow all prompts. With ``--shed-hopeless``
+requests that would miss their TTFT objective by far are refused too.
 """
 
 from __future__ import annotations
@@ -9,28 +10,35 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from backfill.api.admission import MAX_RETRY_AFTER_S
 from backfill.api.online_load import OnlineLoad, Prediction
-from backfill.api.shedding import retry_after_s
 from backfill.core.slo import SLO
+from backfill.http.errors import MAX_RETRY_AFTER_S, RateLimited
 from backfill.scheduling.objectives import decode_limit_s, least_tpot_slo
 
+# A prompt that is partly computed counts in full, so the true wait may be half of the prediction.
+SHED_FACTOR = 2.0
 
-class ObjectiveUnavailable(Exception):
-    """The load leaves no room for a request's objective.
 
-    Attributes:
-        param: the objective.
-        retry_after_s: when the client may retry.
-        may_retry: False if the server leaves no room for the objective even without load.
+class RequestShed(RateLimited):
+    """The request would miss its objective by far."""
+
+    def __init__(self, predicted_s: float, objective_s: float, retry_after_s: int) -> None:
+        super().__init__(
+            f"The first token would come after about {predicted_s:.1f} s, and the objective is "
+            f"{objective_s:g} s. Please retry in {retry_after_s} s.",
+            "slow_down",
+            retry_after_s,
+        )
+
+
+class ObjectiveUnavailable(RateLimited):
+    """The load leaves no room for a request's objective, or the server never does.
 
     Args:
         offered_s: what the present load leaves.
         idle_s: what the server leaves without load, where that is not enough; None where it is.
         leaves: what leaves it.
     """
-
-    code = "objective_unavailable"
 
     def __init__(
         self,
@@ -47,10 +55,33 @@ class ObjectiveUnavailable(Exception):
             offer += f". Please ask for that, or retry in {retry_after_s} s."
         else:
             offer += f", and no load at all {_shown(idle_s)}."
-        super().__init__(f"{objective.upper()} objective: asked {asked_s:g} s, {offer}")
-        self.param = f"slo.{objective}"
-        self.retry_after_s = retry_after_s
-        self.may_retry = idle_s is None
+        super().__init__(
+            f"{objective.upper()} objective: asked {asked_s:g} s, {offer}",
+            "objective_unavailable",
+            retry_after_s,
+            param=f"slo.{objective}",
+            may_retry=idle_s is None,
+        )
+
+
+def check_hopeless(predicted: Prediction, objective_s: float) -> None:
+    """Raise RequestShed if a request would miss its TTFT objective by far because of those ahead of it."""
+    if should_shed(predicted.ttft_s, predicted.ttft_alone_s, objective_s):
+        raise RequestShed(predicted.ttft_s, objective_s, retry_after_s(predicted, objective_s))
+
+
+def should_shed(predicted_s: float, alone_s: float, objective_s: float) -> bool:
+    """Whether a request would miss its TTFT objective by far because of the requests ahead of it.
+
+    ``alone_s``, the time that it takes without others, is no reason to shed: a retry would not change it.
+    """
+    return predicted_s > SHED_FACTOR * max(objective_s, alone_s)
+
+
+def retry_after_s(predicted: Prediction, objective_s: float) -> int:
+    """Whole seconds until so many prompts are computed that the objective can be met, 1 to 120."""
+    wait_s = math.ceil(predicted.ttft_s - max(objective_s, predicted.ttft_alone_s))
+    return min(MAX_RETRY_AFTER_S, max(1, wait_s))
 
 
 def check_objectives(

@@ -6,37 +6,18 @@ import msgspec
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
-from backfill.api.bodies import json_body
 from backfill.api.open_request import open_request
-from backfill.api.openapi import answers, takes_json
 from backfill.api.state import Phase, ServerState
-from backfill.api.status import build_status_router, unhealthy
-from backfill.api.streaming import EventStream, WholeResponse
+from backfill.http.app import build_status_router, unhealthy
+from backfill.http.bodies import json_body
+from backfill.http.openapi import answers, takes_json
+from backfill.http.streaming import EventStream, WholeResponse
 from backfill.protocol.chat import ChatCompletionRequest
 from backfill.protocol.completion import CompletionRequest
 from backfill.protocol.generation import GenerationEndpoint
 from backfill.protocol.preparer import RequestPreparer, TextEndpoint
-from backfill.protocol.responses import Json, error_body
+from backfill.protocol.responses import Json
 from backfill.protocol.tokenization import DetokenizeRequest, TokenizeRequest
-
-# Endpoints of OpenAI's API that this server does not support: 501, since a 404 suggests a wrong URL.
-UNSUPPORTED = (
-    "assistants",
-    "audio",
-    "containers",
-    "conversations",
-    "embeddings",
-    "evals",
-    "fine_tuning",
-    "images",
-    "moderations",
-    "realtime",
-    "responses",
-    "threads",
-    "uploads",
-    "vector_stores",
-    "videos",
-)
 
 
 def build_routers(state: ServerState) -> tuple[APIRouter, ...]:
@@ -87,9 +68,10 @@ def _add_load_routes(router: APIRouter, state: ServerState) -> None:
     @router.get("/state")
     async def replica_state() -> Response:
         """What a router wants to know: limits, load, and which model is served."""
-        if state.reporter is None:
+        told = state.replica_state()
+        if told is None:
             raise HTTPException(404)
-        return Response(msgspec.json.encode(state.reporter.state(state)), media_type="application/json")
+        return Response(msgspec.json.encode(told), media_type="application/json")
 
     @router.get("/load")
     async def load() -> Json:
@@ -107,19 +89,6 @@ def _health(state: ServerState) -> Response:
 
 def _metrics(state: ServerState) -> bytes:
     return b"" if state.metrics is None else state.metrics.expose()
-
-
-def build_unsupported_router() -> APIRouter:
-    router = APIRouter(include_in_schema=False)
-
-    async def refuse(request: Request) -> JSONResponse:
-        body = error_body(f"{request.url.path} is not supported by this server.", "server_error")
-        return JSONResponse(body, 501, {"x-should-retry": "false"})
-
-    for name in UNSUPPORTED:
-        for path in (f"/v1/{name}", f"/v1/{name}/{{rest:path}}"):
-            router.add_api_route(path, refuse, methods=["GET", "POST", "DELETE"])
-    return router
 
 
 async def _generate(request: Request, state: ServerState, endpoint: GenerationEndpoint) -> Response:

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
-
-import uvicorn
 
 from backfill.api.app import create_app
-from backfill.api.config import ServerConfig
-from backfill.api.http_protocol import (
-    ConnectionLimits,
-    LimitedHttpProtocol,
-    default_max_connections,
-    raise_open_files_limit,
-)
-from backfill.api.keys import ApiKeys, KeyFileWatch
 from backfill.api.metrics.jobs import JobMetrics
 from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.registry import Metrics
@@ -33,7 +21,6 @@ from backfill.api.online_traffic import OnlineTrafficMeter
 from backfill.api.replica_state import StateReporter
 from backfill.api.state import Phase, ServerState
 from backfill.api.stats_log import StatsLog
-from backfill.core.clock import Clock
 from backfill.core.config import EngineConfig
 from backfill.core.errors import EngineDead
 from backfill.core.heap import freeze_heap
@@ -42,6 +29,9 @@ from backfill.costs.profile import CostProfile
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready, StepReport
 from backfill.engine.tasks import TaskWatch
+from backfill.http.config import ServerConfig
+from backfill.http.keys import ApiKeys, KeyFileWatch
+from backfill.http.server import HttpServer, connection_limits, raise_open_files_limit
 from backfill.ipc.child import abandon_children
 from backfill.jobs.config import JobsConfig, OrderOptions
 from backfill.jobs.manager import JobManager
@@ -55,8 +45,6 @@ logger = logging.getLogger(__name__)
 _DRAIN_POLL_S = 0.05
 # A preparation process uses 1.5 s of CPU to start. The engine and the first responses come first.
 _BODIES_WITHIN_S = 6.0
-_CLOSE_CONNECTIONS_S = 2
-_WHOLE_BODY_FACTOR = 10  # of the time that a body may pause
 
 
 class Server:
@@ -288,36 +276,3 @@ class Server:
             os._exit(1)
         self._stopped_by = number
         self._stop_asked.set()
-
-
-class HttpServer(uvicorn.Server):
-    """Uvicorn with connection limits and without its signal handlers: ``Server`` closes the connections."""
-
-    def __init__(self, app: object, limits: ConnectionLimits, clock: Clock | None = None) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,  # type: ignore[arg-type]
-                http=partial(LimitedHttpProtocol, limits=limits, clock=clock),  # type: ignore[arg-type]
-                ws="none",
-                access_log=False,
-                log_config=None,
-                log_level="warning",
-                timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
-                server_header=False,
-                lifespan="off",
-            )
-        )
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def connection_limits(config: ServerConfig, num_open_files: int) -> ConnectionLimits:
-    return ConnectionLimits(
-        max_connections=config.max_connections or default_max_connections(num_open_files),
-        head_timeout_s=config.head_timeout,
-        body_timeout_s=config.body_timeout,
-        whole_body_timeout_s=_WHOLE_BODY_FACTOR * config.body_timeout,
-        write_timeout_s=config.write_timeout,
-    )

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
 from starlette.types import Receive
 
 from backfill.api.admission import Admission
-from backfill.api.body_budget import BodyBudget, Unavailable
-from backfill.api.config import ServerConfig
-from backfill.api.connected import while_connected
-from backfill.api.keys import ApiKeys
 from backfill.api.metrics.registry import Metrics
 from backfill.api.online_load import OnlineLoad
 from backfill.api.replica_state import StateReporter
@@ -20,10 +17,16 @@ from backfill.core.clock import Clock, WallClock
 from backfill.core.config import EngineConfig
 from backfill.core.request import ServiceClass
 from backfill.engine.client import EngineClient
+from backfill.http.bodies import BodyBudget
+from backfill.http.config import ServerConfig
+from backfill.http.errors import Unavailable
+from backfill.http.keys import ApiKeys
+from backfill.http.streaming import while_connected
 from backfill.jobs.manager import JobManager
 from backfill.preparation.client import PreparationClient
 from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import RequestContext, RequestPreparer, TextEndpoint
+from backfill.protocol.replica_state import ReplicaState
 from backfill.protocol.service import CompletionService
 
 # Preparing a body of this size takes about 3 ms, mostly for tokenizing; more would delay other streams.
@@ -131,6 +134,23 @@ class ServerState:
         self.ready_service()
         assert self.preparer is not None, "made with the service"
         return self.preparer
+
+    def replica_state(self) -> ReplicaState | None:
+        """What a router wants to know; None if no router may ask."""
+        if self.reporter is None:
+            return None
+        state = self.reporter.state(self.phase.value, self.admission, self.online_load)
+        facts = None if self.preparer is None else self.preparer.facts
+        if facts is None:
+            return state
+        return msgspec.structs.replace(
+            state,
+            max_model_len=facts.info.max_model_len,
+            max_num_seqs=self.engine_config.scheduler.max_num_seqs,
+            kv_tokens=facts.info.num_blocks * facts.info.block_size,
+            ttft_slo_s=facts.default_slo.ttft_s,
+            resources=self.reporter.resources_on(facts),
+        )
 
     def suspend_offline(self, is_suspended: bool) -> None:
         """Stop or resume accepting and running offline work; see engine/supervisor.py."""

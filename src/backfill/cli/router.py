@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backfill.api.config import ServerConfig
 from backfill.cli.command import VARIABLES, command
 from backfill.cli.interrupts import LOADING, interruptible
 from backfill.cli.startup import (
@@ -19,6 +18,7 @@ from backfill.cli.startup import (
     run_server,
     url_of,
 )
+from backfill.http.config import ServerConfig
 from backfill.jobs.config import JobsConfig
 from backfill.router.config import RouterConfig
 
@@ -37,7 +37,7 @@ def router(
     by SIGINT or SIGTERM before the engines had joined.
     """
     configure_logging(server.log_level, "router")
-    from backfill.api.keys import ApiKeys
+    from backfill.http.keys import ApiKeys
     from backfill.router.server import RouterServer
 
     jobs = dataclasses.replace(

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backfill.api.config import ServerConfig
 from backfill.cli.command import LIMITS_SECTION, MODEL_SECTION, VARIABLES, command
 from backfill.cli.interrupts import LOADING, exit_after, interruptible
 from backfill.cli.startup import (
@@ -31,6 +30,7 @@ from backfill.core.options import without_secrets
 from backfill.engine.options import ModelOptions
 from backfill.execution.machine import threads_of_rank
 from backfill.generation.chat_template import read_template
+from backfill.http.config import ServerConfig
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.private_files import DataFolderLock, make_folder, write_durably
 from backfill.router.config import ReplicaOptions
@@ -107,7 +107,7 @@ def _run(
     chat_template: str | None,
     started_at_s: float,
 ) -> None:
-    from backfill.api.keys import ApiKeys
+    from backfill.http.keys import ApiKeys
 
     keys = None
     if server_config.asks_for_keys:

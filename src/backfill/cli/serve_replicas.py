@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from backfill.api.config import ServerConfig
 from backfill.cli.interrupts import LOADING, SIGNALS, exit_at_once, interruptible
 from backfill.cli.startup import (
     bind,
@@ -31,6 +30,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.engine.options import ModelOptions
 from backfill.generation.chat_template import read_template
+from backfill.http.config import ServerConfig
 from backfill.ipc.log_lines import name_replica
 from backfill.ipc.python_process import say_last_words
 from backfill.jobs.config import JobsConfig
@@ -76,7 +76,7 @@ def serve_replicas(
     model: ModelOptions, server: ServerConfig, jobs: JobsConfig, engine: EngineConfig, options: ReplicaOptions
 ) -> None:
     """As ``serve``, with servers of the same options behind ``server``'s address."""
-    from backfill.api.keys import ApiKeys
+    from backfill.http.keys import ApiKeys
     from backfill.router.config import RouterConfig
     from backfill.router.server import RouterServer
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -12,16 +11,14 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from backfill.api.app import add_checks, new_app
-from backfill.api.bodies import json_body, owner_of
-from backfill.api.body_budget import BodyBudget, Unavailable
-from backfill.api.config import ServerConfig
-from backfill.api.errors import Forbidden, error_response, response_id_of
-from backfill.api.keys import ApiKeys
-from backfill.api.middleware import HttpMiddleware, RequestIdMiddleware
-from backfill.api.status import build_status_router, unhealthy
 from backfill.core.clock import Clock
 from backfill.core.errors import ConfigError, RequestError
+from backfill.http.app import add_checks, build_status_router, new_app, unhealthy
+from backfill.http.bodies import BodyBudget, json_body, owner_of
+from backfill.http.config import ServerConfig
+from backfill.http.errors import Forbidden, Unavailable
+from backfill.http.keys import ApiKeys
+from backfill.http.middleware import HttpMiddleware, RequestIdMiddleware
 from backfill.jobs.errors import Conflict, NotFound
 from backfill.jobs.manager import JobManager
 from backfill.protocol.responses import Json
@@ -76,24 +73,10 @@ class ProxyMiddleware(HttpMiddleware):
         else:
             await self.app(scope, receive, send)
             return
-        has_begun = False
-
-        async def send_and_note(message: Any) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
+        if self.state.is_draining:
+            raise Unavailable("The router is shutting down. Please retry.")
         with suppress(ClientDisconnect, OSError):
-            try:
-                if self.state.is_draining:
-                    raise Unavailable("The router is shutting down. Please retry.")
-                await handle(scope, receive, send_and_note)
-            except (ClientDisconnect, OSError):
-                raise
-            except Exception as error:
-                if has_begun:
-                    raise
-                await error_response(error, response_id_of(scope))(scope, receive, send)
+            await handle(scope, receive, send)
 
 
 def create_router_app(state: RouterState) -> ASGIApp:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from backfill.api.errors import LOST_HEADER
 from backfill.api.metrics.jobs import JobMetrics
-from backfill.api.middleware import OWNER_HEADER
 from backfill.blending.resources import ResourceModel
 from backfill.core.errors import EngineDead, StepFailed
 from backfill.engine.tasks import TaskWatch
+from backfill.http.errors import LOST_HEADER
+from backfill.http.middleware import OWNER_HEADER
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.lines import LineResult, completed, refused, unanswered
 from backfill.jobs.manager import JobManager

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from backfill.api.replica_state import ReplicaState
 from backfill.core.clock import Clock
 from backfill.core.errors import BackfillError
 from backfill.engine.tasks import TaskWatch
+from backfill.protocol.replica_state import ReplicaState
 from backfill.router.config import RouterConfig, engine_url
 from backfill.router.policy import ReplicaReport, ReplicaSet, create_policy
 

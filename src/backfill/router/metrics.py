@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from backfill.api.metrics.families import Families
 from backfill.core.clock import Clock
+from backfill.http.metrics import Families
 
 if TYPE_CHECKING:
     from backfill.router.engines import Engines

@@ -14,13 +14,11 @@ import aiohttp
 from fastapi import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from backfill.api.bodies import json_body, owner_of
-from backfill.api.body_budget import BodyBudget, HeldBytes, Unavailable
-from backfill.api.connected import while_connected
-from backfill.api.errors import LOST_HEADER
-from backfill.api.middleware import OWNER_HEADER
-from backfill.api.streaming import sse_event
 from backfill.core.clock import Clock
+from backfill.http.bodies import BodyBudget, HeldBytes, json_body, owner_of
+from backfill.http.errors import LOST_HEADER, Unavailable
+from backfill.http.middleware import OWNER_HEADER
+from backfill.http.streaming import sse_event, while_connected
 from backfill.protocol.responses import error_body
 from backfill.router.engines import Engine, EngineLost, Engines
 from backfill.router.metrics import RouterMetrics

@@ -10,13 +10,12 @@ import socket
 import time
 from collections.abc import Callable
 
-from backfill.api.body_budget import BodyBudget
-from backfill.api.config import ServerConfig
-from backfill.api.http_protocol import raise_open_files_limit
-from backfill.api.keys import ApiKeys, KeyFileWatch
-from backfill.api.server import HttpServer, connection_limits
 from backfill.core.clock import WallClock
 from backfill.engine.tasks import TaskWatch
+from backfill.http.bodies import BodyBudget
+from backfill.http.config import ServerConfig
+from backfill.http.keys import ApiKeys, KeyFileWatch
+from backfill.http.server import HttpServer, connection_limits, raise_open_files_limit
 from backfill.jobs.config import JobsConfig
 from backfill.router.app import RouterState, create_router_app
 from backfill.router.batches import RouterJobs

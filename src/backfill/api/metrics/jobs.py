@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from backfill.api.metrics.families import Families
+from backfill.http.metrics import Families
 from backfill.jobs.manager import JobsSnapshot
 from backfill.jobs.records import BatchStatus, LineOutcome, TokenUsage
 

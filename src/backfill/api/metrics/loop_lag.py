@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from backfill.api.metrics import buckets
-from backfill.api.metrics.families import PREFIX, Families
+from backfill.http.metrics import PREFIX, Families
 
+_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _INTERVAL_S = 0.01
 _WINDOW_S = 60.0
 
@@ -28,7 +28,7 @@ class LoopLag(Collector):
 
     def __init__(self, model_name: str) -> None:
         self._labels = {"model_name": model_name}
-        self._counts = [0] * (len(buckets.LOOP_LAG_S) + 1)
+        self._counts = [0] * (len(_BOUNDS_S) + 1)
         self._sum_s = 0.0
         self._maxima: deque[tuple[float, float]] = deque()  # (instant, lag): lags that no later lag reached
 
@@ -43,7 +43,7 @@ class LoopLag(Collector):
     def observe(self, lag_s: float, now_s: float) -> None:
         lag_s = max(0.0, lag_s)
         self._sum_s += lag_s
-        self._counts[sum(lag_s > bound for bound in buckets.LOOP_LAG_S)] += 1
+        self._counts[sum(lag_s > bound for bound in _BOUNDS_S)] += 1
         while self._maxima and self._maxima[-1][1] <= lag_s:
             self._maxima.pop()
         self._maxima.append((now_s, lag_s))
@@ -56,7 +56,7 @@ class LoopLag(Collector):
 
     def collect(self) -> Iterable[Metric]:
         cumulative, total = [], 0
-        for bound, count in zip((*map(str, buckets.LOOP_LAG_S), "+Inf"), self._counts, strict=True):
+        for bound, count in zip((*map(str, _BOUNDS_S), "+Inf"), self._counts, strict=True):
             total += count
             cumulative.append((bound, float(total)))
         histogram = HistogramMetricFamily(

@@ -7,11 +7,27 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from backfill.api.metrics import buckets
-from backfill.api.metrics.families import Instruments
 from backfill.core.request import FinishReason, ServiceClass
 from backfill.core.slo import SLO
 from backfill.generation.timeline import Observer, RequestRecord
+from backfill.http.metrics import Instruments
+
+# Upper bounds of histograms' buckets.
+# vLLM's bounds, so that its dashboards can show our metrics. ITL starts lower: small models decode a token
+# in less than 10 ms.
+TTFT_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+ITL_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4,
+    0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+LATENCY_S = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
+CHOICES = (1, 2, 5, 10, 20)
 
 
 class ObjectiveCounts(NamedTuple):
@@ -34,7 +50,7 @@ class RequestMetrics(Observer):
         self._instruments = Instruments(registry, labels)
         self._labels = labels
         self._define_latencies(slo)
-        self._define_sizes(buckets.request_tokens(max_model_len))
+        self._define_sizes(_up_to(max_model_len))
         self._success = self._instruments.counter(
             "request_success", "Requests that ended", "class", "finished_reason"
         )
@@ -111,13 +127,13 @@ class RequestMetrics(Observer):
             self._missed["ttft"].inc()
 
     def _define_latencies(self, slo: SLO) -> None:
-        ttft_s, itl_s = {*buckets.TTFT_S, slo.ttft_s}, {*buckets.ITL_S, slo.tpot_s}
+        ttft_s, itl_s = {*TTFT_S, slo.ttft_s}, {*ITL_S, slo.tpot_s}
         self._ttft = self._by_class("time_to_first_token_seconds", "Arrival to first token", ttft_s)
         self._itl = self._by_class("inter_token_latency_seconds", "Gap between tokens", itl_s)
         self._tpot = self._by_class(
             "request_time_per_output_token_seconds",
             "(last - first token) / (n - 1) of a request; requests of one token are left out",
-            buckets.ITL_S,
+            ITL_S,
         )
         self._e2e = self._latency("e2e_request_latency_seconds", "Arrival to end")
         self._queue = self._latency("request_queue_time_seconds", "Arrival to first scheduled")
@@ -131,10 +147,8 @@ class RequestMetrics(Observer):
             "request_generation_tokens", "Output tokens of a request", tokens
         )
         self._max_tokens = self._by_class("request_params_max_tokens", "max_tokens of a request", tokens)
-        self._preempted = self._by_class(
-            "request_num_preemptions", "Preemptions of a request", buckets.PREEMPTIONS
-        )
-        self._choices = self._by_class("request_params_n", "Choices of an API request", buckets.CHOICES)
+        self._preempted = self._by_class("request_num_preemptions", "Preemptions of a request", PREEMPTIONS)
+        self._choices = self._by_class("request_params_n", "Choices of an API request", CHOICES)
         self._prompt_tokens = self._count_by_class("prompt_tokens", "Prompt tokens of ended requests")
         self._cached_tokens = self._count_by_class(
             "prompt_tokens_cached", "Prompt tokens of ended requests that were found in the prefix cache"
@@ -142,7 +156,7 @@ class RequestMetrics(Observer):
         self._generation_tokens = self._count_by_class("generation_tokens", "Output tokens")
 
     def _latency(self, name: str, text: str) -> dict[ServiceClass, Histogram]:
-        return self._by_class(name, text, buckets.LATENCY_S)
+        return self._by_class(name, text, LATENCY_S)
 
     def _by_class(self, name: str, text: str, bounds: Iterable[float]) -> dict[ServiceClass, Histogram]:
         family = self._instruments.histogram(name, text, bounds, "class")
@@ -161,3 +175,12 @@ class RequestMetrics(Observer):
 
 def _value_of(counter: Counter) -> int:
     return int(sum(sample.value for family in counter.collect() for sample in family.samples))
+
+
+def _up_to(max_model_len: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, ... up to ``max_model_len``, the most tokens of a request."""
+    bounds, scale = [], 1
+    while scale <= max_model_len:
+        bounds += [scale * step for step in (1, 2, 5) if scale * step <= max_model_len]
+        scale *= 10
+    return tuple(bounds)

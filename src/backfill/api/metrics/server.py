@@ -8,9 +8,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from backfill.api.metrics import buckets
-from backfill.api.metrics.families import Families
+from backfill.http.metrics import Families
 from backfill.preparation.client import PreparationClient
+
+_HTTP_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class HttpMetrics:
@@ -24,7 +25,7 @@ class HttpMetrics:
             "http_request_duration_seconds",
             "Duration of HTTP requests to the end of the response",
             ["method", "handler"],
-            buckets=buckets.HTTP_S,
+            buckets=_HTTP_S,
             registry=registry,
         )
 

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from backfill.api.config import ServerConfig
-from backfill.api.errors import Forbidden, error_response
-from backfill.api.middleware import HttpMiddleware
 from backfill.core.errors import RequestError
+from backfill.http.config import ServerConfig
+from backfill.http.errors import Forbidden, error_response
+from backfill.http.middleware import HttpMiddleware
 from backfill.protocol.objectives import SLO_HEADERS
 
 _SLO_NAMES = frozenset(SLO_HEADERS.values())

@@ -1,11 +1,10 @@
-"""ASGI middleware of every request: an id, metrics, error responses, the key check.
+"""ASGI middleware of every request: an id, error responses, the key check.
 
 Not Starlette's BaseHTTPMiddleware, which buffers streams.
 """
 
 from __future__ import annotations
 
-import time
 import uuid
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -14,11 +13,10 @@ from typing import ClassVar
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from backfill.api.client_stalls import ClientStalls
-from backfill.api.errors import InvalidApiKey, error_response, response_id_of
-from backfill.api.keys import ApiKeys
-from backfill.api.state import ServerState
 from backfill.core.clock import Clock
+from backfill.http.connection import ClientStalls
+from backfill.http.errors import InvalidApiKey, error_response, response_id_of
+from backfill.http.keys import ApiKeys
 
 OWNER_HEADER = "x-backfill-owner"
 _MAX_REQUEST_ID_CHARS = 128
@@ -26,7 +24,6 @@ _MAX_REQUEST_ID_CHARS = 128
 _PUBLIC_PATHS = frozenset(
     {"/docs", "/health", "/health/live", "/metrics", "/openapi.json", "/ping", "/version"}
 )
-_UNCOUNTED_PATHS = frozenset({"/health", "/health/live", "/ping", "/metrics"})
 
 
 @dataclass
@@ -122,29 +119,3 @@ class ApiKeyMiddleware(HttpMiddleware):
             owner = Headers(scope=scope).get(OWNER_HEADER, owner)
         scope.setdefault("state", {})["owner"] = owner
         await self.app(scope, receive, send)
-
-
-@dataclass
-class CountingMiddleware(HttpMiddleware):
-    """Counts HTTP requests and their duration by route."""
-
-    excluded_paths = _UNCOUNTED_PATHS
-    state: ServerState
-
-    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = 499  # the client left before the response began
-        started_at_s = time.monotonic()
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, send_and_note)
-        finally:
-            if self.state.metrics is not None:
-                handler = getattr(scope.get("route"), "path", "none")  # unknown paths share a label
-                duration_s = time.monotonic() - started_at_s
-                self.state.metrics.http.on_request(scope["method"], handler, status, duration_s)

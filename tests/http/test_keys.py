@@ -13,12 +13,12 @@ import httpx
 import pytest
 
 from backfill.api.app import create_app
-from backfill.api.config import ServerConfig
-from backfill.api.keys import ApiKeys, KeyFileWatch, parse_key_file, parse_option
 from backfill.api.state import ServerState
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.engine.client import EngineClient
+from backfill.http.config import ServerConfig
+from backfill.http.keys import ApiKeys, KeyFileWatch, parse_key_file, parse_option
 from backfill.preparation.client import PreparationClient
 from backfill.preparation.messages import PreparationSetup
 from backfill.protocol.preparer import ServedModel

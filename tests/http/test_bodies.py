@@ -1,10 +1,40 @@
 from __future__ import annotations
 
-import pytest
+import asyncio
 
-from backfill.api.body_budget import SMALL_BODY_BYTES, BodyBudget, OfflineUnavailable, Unavailable
+import pytest
+from fastapi import Request
+
+from backfill.http.bodies import SMALL_BODY_BYTES, BodyBudget, json_body
+from backfill.http.errors import OfflineUnavailable, Unavailable
 
 MIB = 1 << 20
+
+
+class NotingPart(bytes):
+    num_alive = 0
+
+    def __init__(self, *_: object) -> None:
+        NotingPart.num_alive += 1
+
+    def __del__(self) -> None:
+        NotingPart.num_alive -= 1
+
+
+def test_a_body_is_held_once() -> None:
+    async def receive() -> dict[str, object]:
+        left.pop()
+        return {"type": "http.request", "body": NotingPart(b"x" * 100), "more_body": bool(left)}
+
+    async def run() -> None:
+        headers = [(b"content-type", b"application/json")]
+        request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
+        async with json_body(request, BodyBudget(1000, 1000), 1000) as body:
+            assert (body.raw, body.held.num_bytes) == (b"x" * 500, 500)
+            assert NotingPart.num_alive == 0
+
+    left = list(range(5))
+    asyncio.run(run())
 
 
 def test_bodies_share_the_budget_until_they_are_done() -> None:

@@ -12,12 +12,12 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from backfill.api.app import create_app
-from backfill.api.config import ServerConfig
-from backfill.api.keys import ApiKeys
 from backfill.api.state import ServerState
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.engine.client import EngineClient
+from backfill.http.config import ServerConfig
+from backfill.http.keys import ApiKeys
 from backfill.preparation.client import PreparationClient
 from tests.api.in_process import InProcessServer, in_process_server
 from tests.api.servers import TIMEOUT_S

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import resource
 
-from backfill.api.http_protocol import default_max_connections, raise_open_files_limit
+from backfill.http.server import default_max_connections, raise_open_files_limit
 
 
 def test_the_soft_limit_becomes_the_hard_one() -> None:

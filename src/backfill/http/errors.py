@@ -13,10 +13,6 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import Scope
 
-from backfill.api.admission import MAX_RETRY_AFTER_S, OfflineSuspended, Overloaded
-from backfill.api.body_budget import OfflineUnavailable, Unavailable
-from backfill.api.objective_admission import ObjectiveUnavailable
-from backfill.api.shedding import RequestShed
 from backfill.core.errors import BackfillError, RequestLost
 from backfill.jobs.errors import Busy, Conflict, NotFound, StorageFull, TooLarge, TooMany, TooManyUploads
 from backfill.protocol.responses import error_body, error_of
@@ -25,7 +21,36 @@ logger = logging.getLogger(__name__)
 
 # Requests that the engine lost together with this one: tells a router that this one may be the cause.
 LOST_HEADER = "x-backfill-lost"
+MAX_RETRY_AFTER_S = 120  # with a longer time OpenAI's client gives up
 _METHODS = ("DELETE", "GET", "HEAD", "POST")
+
+
+class RateLimited(Exception):
+    """The server admits no such request now; a subclass says of what there is too much.
+
+    Args:
+        code: OpenAI's, for the client.
+        retry_after_s: when the client may retry.
+        param: the field that asks for too much.
+        may_retry: False if a retry would not help.
+    """
+
+    def __init__(
+        self, message: str, code: str, retry_after_s: int, *, param: str | None = None, may_retry: bool = True
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.param = param
+        self.may_retry = may_retry
+
+
+class Unavailable(Exception):
+    """The server cannot take this request now; the client may retry."""
+
+
+class OfflineUnavailable(Unavailable):
+    """The server cannot take an offline request now; the client may retry."""
 
 
 class BodyTooLarge(Exception):
@@ -59,7 +84,6 @@ _RETRY_LATE = {"Retry-After": str(MAX_RETRY_AFTER_S)}
 _NO_RETRY = {"x-should-retry": "false"}
 _UNAVAILABLE = _ErrorResponse(503, "service_unavailable_error", "server_is_overloaded", _RETRY_SOON)
 _RESPONSES: Mapping[type[Exception], _ErrorResponse] = {
-    OfflineSuspended: _ErrorResponse(429, "rate_limit_error", "resource_unavailable", _RETRY_LATE),
     # The limit may hold for hours: quick retries would not help.
     TooMany: _ErrorResponse(429, "rate_limit_error", "rate_limit_exceeded", _RETRY_LATE | _NO_RETRY),
     OfflineUnavailable: _ErrorResponse(429, "rate_limit_error", "resource_unavailable", _RETRY_SOON),
@@ -84,10 +108,7 @@ def error_response(error: Exception, request_id: str = "") -> JSONResponse:
     if known is not None:
         return JSONResponse(error_body(str(error), known.type, code=known.code), known.status, known.headers)
     match error:
-        case Overloaded() | RequestShed():
-            body = error_body(str(error), "rate_limit_error", code=error.code)
-            return JSONResponse(body, 429, {"Retry-After": str(error.retry_after_s)})
-        case ObjectiveUnavailable():
+        case RateLimited():
             body = error_body(str(error), "rate_limit_error", param=error.param, code=error.code)
             headers = {"Retry-After": str(error.retry_after_s)}
             return JSONResponse(body, 429, headers if error.may_retry else headers | _NO_RETRY)
@@ -118,16 +139,7 @@ def install_error_handlers(app: FastAPI) -> None:
             error = _routing_error(request, error.status_code)
         return error_response(error, response_id_of(request.scope))
 
-    for kind in (
-        *_RESPONSES,
-        Overloaded,
-        RequestShed,
-        ObjectiveUnavailable,
-        BackfillError,
-        ClientDisconnect,
-        HTTPException,
-        Exception,
-    ):
+    for kind in (*_RESPONSES, RateLimited, BackfillError, ClientDisconnect, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
 
 

@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 from fastapi import APIRouter, Request, Response
 
-from backfill.api.bodies import HasJobs, json_body, owner_of, query_limit
-from backfill.api.files import json_list
-from backfill.api.openapi import takes_json
+from backfill.http.bodies import json_body, owner_of, query_limit
+from backfill.http.files import HasJobs, json_list
+from backfill.http.openapi import takes_json
 from backfill.jobs.records import BatchRecord, TokenUsage
 from backfill.preparation.lines import LineError
 from backfill.protocol.batches import CreateBatchRequest, parse_window_s

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from backfill.api.downloads import DownloadResponse, parse_range
-from backfill.api.errors import error_response
+from backfill.http.downloads import DownloadResponse, parse_range
+from backfill.http.errors import error_response
 from backfill.jobs.blobs import CHUNK_BYTES, Download, LocalFile
 from backfill.jobs.errors import StorageFull, TooMany
 from backfill.jobs.threads import ThreadPool

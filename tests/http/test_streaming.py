@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from backfill.api.streaming import WholeResponse
+from backfill.http.streaming import WholeResponse
 from backfill.protocol.encoding import EncodedList
 
 

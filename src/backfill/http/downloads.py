@@ -11,7 +11,7 @@ from urllib.parse import quote
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from backfill.api.connected import until_disconnect
+from backfill.http.streaming import until_disconnect
 from backfill.jobs.blobs import Download
 
 logger = logging.getLogger(__name__)

@@ -6,18 +6,19 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from backfill.api.connected import while_connected
-from backfill.api.errors import error_response, response_id_of
 from backfill.core.errors import BackfillError
+from backfill.http.errors import error_response, response_id_of
 from backfill.protocol.encoding import EncodedBody
 from backfill.protocol.responses import Json, error_of
+
+Result = TypeVar("Result")
 
 _encoder = msgspec.json.Encoder()
 _DONE = b"data: [DONE]\n\n"
@@ -28,6 +29,32 @@ _STREAM_HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 _WARNING_HEADER = b"x-backfill-warning"
+
+
+async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    """The result of ``work``, which is cancelled when the client disconnects.
+
+    Args:
+        receive: of a request whose body has been read.
+    Raises: ClientDisconnect, and the errors of ``work``.
+    """
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(until_disconnect(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+    if task.cancelled():
+        raise ClientDisconnect
+    return task.result()
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Return when the client disconnects; the request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def sse_event(body: Json) -> bytes:

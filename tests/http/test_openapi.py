@@ -10,13 +10,13 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from backfill.api.app import create_app
-from backfill.api.config import ServerConfig
-from backfill.api.docs_page import docs_page
-from backfill.api.keys import ApiKeys
-from backfill.api.routes import UNSUPPORTED
 from backfill.api.state import ServerState
 from backfill.core.config import EngineConfig
 from backfill.engine.client import EngineClient
+from backfill.http.app import UNSUPPORTED
+from backfill.http.config import ServerConfig
+from backfill.http.keys import ApiKeys
+from backfill.http.openapi import docs_page
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.manager import JobManager
 from backfill.preparation.client import PreparationClient

@@ -17,7 +17,6 @@ quarter of the shortest one, so a client may have that much longer.
 from __future__ import annotations
 
 import asyncio
-import resource
 import socket
 import struct
 from dataclasses import dataclass
@@ -32,13 +31,10 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from backfill.api.client_stalls import ClientStalls
 from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import ConfigError
 from backfill.protocol.responses import error_body
 
-MAX_CONNECTIONS = 8192
-_MAX_OPEN_FILES = 1 << 20  # where the system sets no limit
 # Requests that one connection may send ahead of its responses.
 MAX_PIPELINED = 16
 # A body may arrive in chunks of one byte, each with 5 bytes of framing. More per byte is an attack.
@@ -78,21 +74,27 @@ class ConnectionLimits:
         return min(*timeouts_s, 4 * _LINGER_S) / 4
 
 
-def raise_open_files_limit() -> int:
-    """Raise the soft limit of open files to the hard limit; returns the limit in force."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    asked = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else hard
-    if soft != resource.RLIM_INFINITY and soft < asked:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (asked, hard))
-        except (OSError, ValueError):  # some systems allow less than the hard limit
-            return soft
-    return asked
+class ClientStalls:
+    """Adds up the times in which the server may not write, since its buffer for the client is full."""
 
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._ended_s = 0.0  # of stalls that are over
+        self._began_at_s: float | None = None
 
-def default_max_connections(num_open_files: int) -> int:
-    """Three quarters of the descriptors, at most 8192; files, uploads and the engine need the rest."""
-    return max(1, min(MAX_CONNECTIONS, num_open_files * 3 // 4))
+    def begin(self) -> None:
+        """The buffer is full."""
+        if self._began_at_s is None:
+            self._began_at_s = self._clock.now_s()
+
+    def end(self) -> None:
+        """The buffer has room again, or the connection is lost. Does nothing outside a stall."""
+        self._ended_s, self._began_at_s = self.total_s(), None
+
+    def total_s(self) -> float:
+        """Seconds so far, a stall that goes on included."""
+        running_s = 0.0 if self._began_at_s is None else self._clock.now_s() - self._began_at_s
+        return self._ended_s + running_s
 
 
 class _Refusal(Exception):

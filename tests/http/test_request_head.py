@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from backfill.api.config import ServerConfig
-from backfill.api.request_head import allowed_hosts
+from backfill.http.config import ServerConfig
+from backfill.http.request_head import allowed_hosts
 from tests.api.in_process import InProcessServer, in_process_server
 from tests.api.servers import TIMEOUT_S
 from tests.api.sockets import RawClient, request

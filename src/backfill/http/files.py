@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from backfill.api.bodies import HasJobs, check_announced_size, owner_of, query_limit
-from backfill.api.downloads import DownloadResponse
-from backfill.api.multipart import MAX_OVERHEAD_BYTES, FileStart, FormField, read_form
-from backfill.api.openapi import answers, takes_upload
 from backfill.core.errors import RequestError
+from backfill.http.bodies import BodyBudget, check_announced_size, owner_of, query_limit
+from backfill.http.downloads import DownloadResponse
+from backfill.http.multipart import MAX_OVERHEAD_BYTES, FileStart, FormField, read_form
+from backfill.http.openapi import answers, takes_upload
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import FileRecord
 from backfill.jobs.uploads import Upload
@@ -27,6 +28,21 @@ from backfill.protocol.batches import (
 from backfill.protocol.responses import Json
 
 _MAX_PAGE = 10_000
+
+
+class HasJobs(Protocol):
+    """What the routes of files and batches need: a server's state, or a router's."""
+
+    @property
+    def bodies(self) -> BodyBudget: ...
+    @property
+    def jobs(self) -> JobManager | None:
+        """None if the Batch API is switched off."""
+        ...
+
+    def ready_jobs(self) -> JobManager:
+        """Raises: Unavailable."""
+        ...
 
 
 def build_files_router(state: HasJobs) -> APIRouter:

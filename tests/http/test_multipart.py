@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backfill.api.multipart import (
+from backfill.core.errors import RequestError
+from backfill.http.multipart import (
     MAX_FIELD_BYTES,
     MAX_OVERHEAD_BYTES,
     MAX_PARTS,
@@ -19,7 +20,6 @@ from backfill.api.multipart import (
     FormField,
     read_form,
 )
-from backfill.core.errors import RequestError
 
 BOUNDARY = "x-9f"
 CONTENT_TYPE = f"multipart/form-data; boundary={BOUNDARY}"

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from backfill.api import http_protocol
-from backfill.api.http_protocol import MAX_PIPELINED
 from backfill.core.errors import ConfigError
+from backfill.http import connection
+from backfill.http.connection import MAX_PIPELINED
 from tests.api.servers import TIMEOUT_S
 from tests.api.sockets import App, RawClient, echo, limits, request, serving
 from tests.patience import with_more_time
@@ -379,4 +379,4 @@ def _wait_for_room(port: int) -> None:
 def test_a_uvicorn_without_the_hook_is_refused_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(HttpToolsProtocol, "_start_asgi_task")
     with pytest.raises(ConfigError, match="uvicorn"):
-        runpy.run_path(http_protocol.__file__)
+        runpy.run_path(connection.__file__)

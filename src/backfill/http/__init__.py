@@ -1,0 +1,1 @@
+"""What every HTTP server of Backfill has, an engine's and a router."""

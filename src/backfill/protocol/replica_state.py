@@ -1,0 +1,42 @@
+"""What a server tells a router of itself (``GET /state``; docs/router.md)."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of ``GET /state``.
+
+    Attributes:
+        instance: of the server process; another one has an empty cache.
+        phase: ``ready``, or why requests are not accepted.
+        models: names that requests may use; the first is echoed.
+        digest: equal for servers of the same model.
+        is_offline_suspended: offline requests are refused.
+        max_model_len, max_num_seqs, kv_tokens, ttft_slo_s: limits and objective of the engine; 0 until it
+            was ready once.
+        prefill_tokens_per_s: predicted; None without a cost model.
+        step_s: mean seconds of the last steps; 0 when nothing runs.
+        waiting_prompt_tokens: of online requests without a first token. None without a cost model.
+        num_online, online_tokens: online choices that have not ended, and about their tokens.
+        num_offline: offline choices that have not ended.
+        resources: fields of ``ResourceModel``, by which batches are divided; None until the engine was ready.
+    """
+
+    instance: str
+    phase: str
+    models: tuple[str, ...]
+    digest: str
+    is_offline_suspended: bool = False
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+    kv_tokens: int = 0
+    ttft_slo_s: float = 0.0
+    prefill_tokens_per_s: float | None = None
+    step_s: float = 0.0
+    waiting_prompt_tokens: int | None = None
+    num_online: int = 0
+    online_tokens: int = 0
+    num_offline: int = 0
+    resources: tuple[float, float, float] | None = None
