@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from cyclopts import App
 
-from backfill.cli.help import HelpText
 from backfill.cli.main import main
 
 
@@ -52,7 +51,6 @@ app = App(
     name="python -m experiments",
     help="Studies of papers on the simulator.",
     help_format="plaintext",
-    help_formatter=HelpText(),
     version_flags=(),
 )
 
@@ -67,7 +65,7 @@ def list_studies() -> None:
 
 
 for _paper, _studies in PAPERS.items():
-    _commands = App(name=_paper, help=f"{len(_studies)} studies.", help_formatter=HelpText())
+    _commands = App(name=_paper, help=f"{len(_studies)} studies.")
     for _name, _study in _studies.items():
         _commands.command(f"experiments.{_study.where}", name=_name, help=_study.help)
     app.command(_commands)

@@ -20,15 +20,14 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 from cyclopts import App, Group, Parameter
 from cyclopts.config import Dict
 
 from backfill.cli.config_file import read_config
-from backfill.cli.help import HelpText
 from backfill.core.errors import BackfillError
 from backfill.core.options import Dataclass, Option, alternatives, options_of, spell, with_options
 
@@ -80,43 +79,36 @@ def command(
         prefix: of the environment variables. Commands that measure have their own, so that what is set for a
             server does not change them.
     """
-    return _Command(function, groups, positional, spellings, variables, many, prefix).app
+    return _Command(function, groups, positional, spellings, variables, many.split(), prefix).app()
 
 
+@dataclass(slots=True)
 class _Command:
     """One command line; it remembers where each value came from until the function has returned."""
 
-    def __init__(
-        self,
-        function: Callable[..., None],
-        groups: Mapping[str, str],
-        positional: str,
-        spellings: Mapping[str, str],
-        variables: Mapping[str, str],
-        many: str,
-        prefix: str,
-    ) -> None:
-        self._function = function
-        self._positional = positional
-        self._spellings = spellings
-        self._variables = variables
-        self._many = many.split()
-        self._prefix = prefix
-        self._sources: dict[str, str] = {}
-        self._configs = _configs_of(function)
+    _function: Callable[..., None]
+    _groups: Mapping[str, str]
+    _positional: str
+    _spellings: Mapping[str, str]
+    _variables: Mapping[str, str]
+    _many: Sequence[str]
+    _prefix: str
+    _configs: list[Dataclass | type[Dataclass]] = field(init=False)
+    _options: dict[str, Option] = field(init=False)
+    _sources: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._configs = _configs_of(self._function)
         known = {name: option for config in self._configs for name, option in options_of(config).items()}
-        self._options = {name: known[name] for names in groups.values() for name in names.split()}
+        self._options = {name: known[name] for names in self._groups.values() for name in names.split()}
+
+    def app(self) -> App:
         parameters = [
             self._parameter(self._options[name], group)
-            for title, names in groups.items()
+            for title, names in self._groups.items()
             for group in (Group.create_ordered(title),)
             for name in names.split()
         ]
-        self._named = {
-            flag.lstrip("-").replace("-", "_"): option
-            for name, option in self._options.items()
-            for flag in (_flag(name), *spellings.get(name, "").split())
-        }
         parameters.append(self._parameter(_CONFIG, Group.create_ordered("Configuration")))
         signature = inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 
@@ -125,18 +117,21 @@ class _Command:
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         call.__annotations__ = {each.name: each.annotation for each in parameters}
-        call.__name__ = function.__name__
-        self.app = App(
+        call.__name__ = self._function.__name__
+        return App(
             default_command=call,
             help_format="plaintext",
-            help_formatter=HelpText(inspect.getdoc(function), positional.upper()),
+            help_epilogue=_paragraphs(inspect.getdoc(self._function) or ""),
             version_flags=(),
             config=(self._read_sources,),
         )
 
+    def _flags(self, name: str) -> tuple[str, ...]:
+        return (_flag(name), *self._spellings.get(name, "").split())
+
     def _parameter(self, option: Option, group: Group) -> inspect.Parameter:
         kind = _kind_of_text(option.kind)
-        names = (_flag(option.name), *self._spellings.get(option.name, "").split())
+        names = self._flags(option.name)
         is_positional, is_flag = option.name == self._positional, kind is bool
         is_many = option.name in self._many
         parameter = Parameter(
@@ -151,7 +146,7 @@ class _Command:
             allow_leading_hyphen=not (is_flag or is_positional or is_many),
             consume_multiple=is_many,
             converter={int: _whole_number, int | str: _whole_number_or_text}.get(kind),
-            metavar=_metavar(option, kind),
+            metavar="CHOICE" if option.choices else None,
         )
         is_required = option.default is MISSING
         return inspect.Parameter(
@@ -187,7 +182,12 @@ class _Command:
         by_name = {argument.field_info.name: argument for argument in arguments}
         if tokens := by_name["config"].tokens:
             path = Path(tokens[-1].value).expanduser()
-            values = read_config(path, self._named)
+            named = {
+                flag.lstrip("-").replace("-", "_"): option
+                for name, option in self._options.items()
+                for flag in self._flags(name)
+            }
+            values = read_config(path, named)
             Dict(values, source=str(path), use_commands_as_keys=False)(app, commands, arguments)
         self._sources = {
             name: _source(name, argument.tokens[-1]) for name, argument in by_name.items() if argument.tokens
@@ -216,6 +216,10 @@ def _configs_of(function: Callable[..., None]) -> list[Dataclass | type[Dataclas
         kinds[name] if parameter.default is parameter.empty else parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
     ]
+
+
+def _paragraphs(text: str) -> str:
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 def _flag(name: str) -> str:
@@ -255,14 +259,6 @@ def _whole_number_or_text(kind: object, tokens: Sequence[Token]) -> int | str:
         return int(value)
     except ValueError:
         return value
-
-
-def _metavar(option: Option, kind: Any) -> str | None:
-    """The word for a value; None for a flag without one."""
-    if option.choices:
-        return "CHOICE"
-    members = [each for each in get_args(kind) if each is not Ellipsis]  # of a union or a tuple
-    return None if kind is bool else str((members[-1] if members else kind).__name__.upper())
 
 
 def _shown(default: object) -> str:

@@ -7,7 +7,6 @@ import sys
 
 from cyclopts import App, CycloptsError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
-from backfill.cli.help import HelpText
 from backfill.core.errors import BackfillError
 
 
@@ -18,7 +17,7 @@ def _version() -> str:
 
 
 # Commands are named by their modules, which are imported when they are run.
-bench = App(name="bench", help="Measure a server or the engine.", help_formatter=HelpText())
+bench = App(name="bench", help="Measure a server or the engine.")
 bench.command("backfill.cli.bench_serve:app", name="serve", help="Load a server and measure its latencies.")
 bench.command("backfill.cli.bench_throughput:app", name="throughput", help="Time the engine without HTTP.")
 bench.command("backfill.cli.bench_coserve:app", name="coserve", help="Measure online and offline load.")
@@ -27,7 +26,6 @@ app = App(
     name="backfill",
     help="Serve one language model to latency-critical and batch requests on the same accelerators.",
     help_format="plaintext",
-    help_formatter=HelpText(),
     version=_version,
 )
 app.command("backfill.cli.serve:app", name="serve", help="Serve a model over an OpenAI-compatible HTTP API.")

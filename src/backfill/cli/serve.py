@@ -7,12 +7,13 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backfill.cli.command import LIMITS_SECTION, MODEL_SECTION, VARIABLES, command
-from backfill.cli.interrupts import LOADING, exit_after, interruptible
+from backfill.cli.interrupts import LOADING, exit_after, exit_at_once, interruptible
 from backfill.cli.startup import (
     bind,
     check_engine,
@@ -25,12 +26,14 @@ from backfill.cli.startup import (
     url_of,
 )
 from backfill.core.config import EngineConfig, SchedulerConfig
-from backfill.core.errors import ConfigError
+from backfill.core.errors import BackfillError, ConfigError
 from backfill.core.options import without_secrets
 from backfill.engine.options import ModelOptions
 from backfill.execution.machine import threads_of_rank
 from backfill.generation.chat_template import read_template
 from backfill.http.config import ServerConfig
+from backfill.ipc.log_lines import name_replica
+from backfill.ipc.python_process import say_last_words
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.private_files import DataFolderLock, make_folder, write_durably
 from backfill.router.config import ReplicaOptions
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from backfill.engine.messages import Ready
     from backfill.execution.executor import ExecutorInfo
     from backfill.protocol.preparer import ServedModel
+    from backfill.router.replicas import ReplicaPlace
 
 
 def serve(
@@ -68,7 +72,7 @@ def serve(
     if replicas.data_parallel_size > 1 or (engine.executor == "ray" and not replicas.is_replica):
         from backfill.cli.serve_replicas import serve_replicas
 
-        serve_replicas(model, server, jobs, engine, replicas)
+        serve_replicas(model, server, jobs, engine, replicas.data_parallel_size, _run_replica)
         return
     _run(model, server, engine.with_checkpointing(), jobs, read_template(server.chat_template), started_at_s)
 
@@ -97,6 +101,23 @@ app = command(
     spellings={"prefix_caching": "--enable-prefix-caching"},  # vLLM's
     variables=VARIABLES,
 )
+
+
+def _run_replica(
+    model: ModelOptions, server: ServerConfig, jobs: JobsConfig, engine: EngineConfig, place: ReplicaPlace
+) -> None:
+    """Entry point of a replica's process, which ends with the one that has started it."""
+    os.setsid()  # Ctrl-C is for the router, which ends its replicas itself
+    signal.signal(signal.SIGTERM, exit_at_once)
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the router says what is served where
+    name_replica(place.number)
+    server = dataclasses.replace(server, host=place.host, port=place.port)
+    jobs = dataclasses.replace(jobs, data_dir=jobs.data_dir / str(place.number))
+    try:
+        serve(model, server, jobs, ReplicaOptions(is_replica=True), engine)
+    except BackfillError as error:
+        say_last_words(str(error))
+        raise SystemExit(1) from None
 
 
 def _run(

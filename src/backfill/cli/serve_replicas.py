@@ -27,17 +27,14 @@ from backfill.cli.startup import (
     url_of,
 )
 from backfill.core.config import EngineConfig
-from backfill.core.errors import BackfillError, ConfigError
+from backfill.core.errors import ConfigError
 from backfill.engine.options import ModelOptions
 from backfill.generation.chat_template import read_template
 from backfill.http.config import ServerConfig
-from backfill.ipc.log_lines import name_replica
-from backfill.ipc.python_process import say_last_words
 from backfill.jobs.config import JobsConfig
 
 if TYPE_CHECKING:
     from backfill.parallel.ray_cluster import Bundle
-    from backfill.router.config import ReplicaOptions
     from backfill.router.replicas import ReplicaPlace
     from backfill.router.replicas import Replicas as ProcessReplicas
     from backfill.router.server import RouterServer
@@ -49,6 +46,8 @@ _FOLDER = "replicas"
 
 # Of an engine's options and the router's key.
 _ServerOf = Callable[[EngineConfig, str | None], Callable[["ReplicaPlace"], None]]
+# What runs in a replica's process.
+RunReplica = Callable[[ModelOptions, ServerConfig, JobsConfig, EngineConfig, "ReplicaPlace"], None]
 
 
 class Replicas(Protocol):
@@ -73,9 +72,14 @@ class Replicas(Protocol):
 
 
 def serve_replicas(
-    model: ModelOptions, server: ServerConfig, jobs: JobsConfig, engine: EngineConfig, options: ReplicaOptions
+    model: ModelOptions,
+    server: ServerConfig,
+    jobs: JobsConfig,
+    engine: EngineConfig,
+    num_replicas: int,
+    run_replica: RunReplica,
 ) -> None:
-    """As ``serve``, with servers of the same options behind ``server``'s address."""
+    """Serve with servers of the same options behind ``server``'s address."""
     from backfill.http.keys import ApiKeys
     from backfill.router.config import RouterConfig
     from backfill.router.server import RouterServer
@@ -90,20 +94,20 @@ def serve_replicas(
             check_storage(jobs, url)
     # Actors listen beyond loopback, so they ask for a key in any case.
     engine_key = None if keys is None and not is_on_ray else secrets.token_urlsafe(32)
-    server_of = partial(_server_of, model, server, jobs)
+    server_of = partial(_server_of, run_replica, model, server, jobs)
     replicas: Replicas
     if is_on_ray:
         assert engine_key is not None
         for number in SIGNALS:
             signal.signal(number, exit_at_once)  # what Ray has started ends with this process
-        replicas = _actors(server_of, engine, options.data_parallel_size, engine_key)
+        replicas = _actors(server_of, engine, num_replicas, engine_key)
         replicas.start()
     else:
         with interruptible(LOADING):
             read_template(server.chat_template)
             # Found, and perhaps fetched, once before all of them look for it.
             check_engine(dataclasses.replace(engine, model_dir=str(find_folder(model))))
-            replicas = _processes(server_of, engine, options.data_parallel_size, engine_key)
+            replicas = _processes(server_of, engine, num_replicas, engine_key)
             replicas.start()
 
     async def run() -> signal.Signals | None:
@@ -125,7 +129,12 @@ def serve_replicas(
 
 
 def _server_of(
-    model: ModelOptions, server: ServerConfig, jobs: JobsConfig, engine: EngineConfig, key: str | None
+    run_replica: RunReplica,
+    model: ModelOptions,
+    server: ServerConfig,
+    jobs: JobsConfig,
+    engine: EngineConfig,
+    key: str | None,
 ) -> Callable[[ReplicaPlace], None]:
     """What a replica runs: a server with these options, for the router alone.
 
@@ -246,26 +255,6 @@ def _actors(server_of: _ServerOf, engine: EngineConfig, num_replicas: int, engin
     return RayReplicas(
         num_replicas, engine.threads, uses_gpus, target_of, engine.tensor_parallel_size, num_stages
     )
-
-
-def run_replica(
-    model: ModelOptions, server: ServerConfig, jobs: JobsConfig, engine: EngineConfig, place: ReplicaPlace
-) -> None:
-    """Entry point of a replica's process, which ends with the one that has started it."""
-    from backfill.cli.serve import serve
-    from backfill.router.config import ReplicaOptions
-
-    os.setsid()  # Ctrl-C is for the router, which ends its replicas itself
-    signal.signal(signal.SIGTERM, exit_at_once)
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the router says what is served where
-    name_replica(place.number)
-    server = dataclasses.replace(server, host=place.host, port=place.port)
-    jobs = dataclasses.replace(jobs, data_dir=jobs.data_dir / str(place.number))
-    try:
-        serve(model, server, jobs, ReplicaOptions(is_replica=True), engine)
-    except BackfillError as error:
-        say_last_words(str(error))
-        raise SystemExit(1) from None
 
 
 def _gpus(device: str, num_replicas: int, num_ranks: int) -> list[Mapping[str, str]]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from cyclopts import App
 from rich.console import Console
 
-from backfill.cli.help import HelpText
 from backfill.cli.plots import NEEDS, can_plot, check_folder, check_plot
 from backfill.cli.tables import print_figures
 from backfill.core.config import at_least
@@ -97,7 +96,7 @@ def print_result(console: Console, result: SeededResult, figures: str, plot: Pat
         console.print(f"wrote {plot}", markup=False, soft_wrap=True)
 
 
-app = App(name="simulate", help="Run the serving code in simulated time.", help_formatter=HelpText())
+app = App(name="simulate", help="Run the serving code in simulated time.")
 app.command("backfill.cli.simulate_run:app", name="run", help="Run your own traffic in simulated time.")
 app.command("backfill.cli.simulate_fleet:app", name="fleet", help="Compare routers of a fleet of replicas.")
 app.command("backfill.cli.simulate_goodput:app", name="goodput", help="Sweep goodput against load.")
