@@ -12,26 +12,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
+import dataclasses
 import json
 import random
-import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
+import numpy as np
 from machine_limits import processor_name
 from offline_pools import MODEL, body_of, documents
 from served import get, served
 
+from backfill.bench.client import BenchClient, Endpoint, find_model
+from backfill.bench.coserve_load import CoserveLoad
+from backfill.bench.record import Outcome, RequestRecord
+from backfill.bench.runner import send_load
+
 FIGURES = "lines_per_s", "cached_share", "p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "good_share", "num_chats"
 _MAX_S = 3600.0  # of a batch
-_CHATS_END_S = 30.0
-_GOOD = ("--goodput", "ttft:1000", "--goodput", "tpot:150")
+TTFT_S, TPOT_S = 1.0, 0.15  # of a good chat
 Figures = dict[str, float]
 
 
@@ -69,27 +71,53 @@ def batch_file(num_lines: int) -> bytes:
 
 def measure(order: str, content: bytes, args: argparse.Namespace, seed: int) -> Figures:
     with served(MODEL, "--order", order) as port:
-        batch_id = asyncio.run(submit(f"http://127.0.0.1:{port}/v1", content))
-        while batch_of(port, batch_id)["status"] == "validating":
-            time.sleep(0.1)
-        began_at_s = time.monotonic()
-        with chatting(port, args.rate, seed) as chats:
-            while (batch := batch_of(port, batch_id))["status"] == "in_progress":
-                time.sleep(0.2)
-            seconds = time.monotonic() - began_at_s
-            chats.send_signal(signal.SIGINT)  # those that have not ended are left out
-            printed, _ = chats.communicate(timeout=_CHATS_END_S)
+        batch, chats, seconds = asyncio.run(run_beside_chats(port, content, args.rate, seed))
     counts, usage = batch["request_counts"], batch["usage"]
     if counts["completed"] != args.lines:
         raise SystemExit(f"the batch is {batch['status']}: {counts}")
-    figures = json.loads(printed.splitlines()[-1])
+    ttfts_ms = [1e3 * chat.ttft_s for chat in chats]
     return {
         "lines_per_s": args.lines / seconds,
         "cached_share": usage["input_tokens_details"]["cached_tokens"] / usage["input_tokens"],
-        "good_share": figures["request_goodput"] / figures["request_throughput"],
-        "num_chats": figures["completed"],
-        **{name: figures[name] for name in FIGURES if name in figures},
+        "p50_ttft_ms": float(np.percentile(ttfts_ms, 50)),
+        "p99_ttft_ms": float(np.percentile(ttfts_ms, 99)),
+        "p99_itl_ms": float(np.percentile([1e3 * gap for chat in chats for gap in chat.itls_s], 99)),
+        "good_share": sum(map(is_good, chats)) / len(chats),
+        "num_chats": len(chats),
     }
+
+
+def is_good(chat: RequestRecord) -> bool:
+    return chat.ttft_s <= TTFT_S and (chat.tpot_s or 0.0) <= TPOT_S
+
+
+async def run_beside_chats(
+    port: int, content: bytes, rate: float, seed: int
+) -> tuple[dict[str, Any], list[RequestRecord], float]:
+    """Run a batch to its end. Returns: it, the chats that ended meanwhile, and the seconds it took."""
+    url = f"http://127.0.0.1:{port}"
+    load = CoserveLoad(
+        rate=rate,
+        duration=_MAX_S,
+        warmup=0.0,
+        input_len="128",
+        output_len="64",
+        offline_mode="none",
+        seed=seed,
+    )
+    endpoint = Endpoint(url, "/v1/completions", "")
+    endpoint = dataclasses.replace(endpoint, model=(await find_model(endpoint)).name)
+    batch_id = await submit(f"{url}/v1", content)
+    await until_past(port, batch_id, "validating", 0.1)
+    stop = asyncio.Event()
+    began_at_s = time.monotonic()
+    async with BenchClient(endpoint) as client:
+        chatting = asyncio.create_task(send_load(client, load.online_requests(), stop=stop))
+        batch = await until_past(port, batch_id, "in_progress", 0.2)
+        seconds = time.monotonic() - began_at_s
+        stop.set()  # chats that have not ended are left out
+        chats = (await chatting).records
+    return batch, [chat for chat in chats if chat.outcome is Outcome.COMPLETED], seconds
 
 
 async def submit(url: str, content: bytes) -> str:
@@ -109,30 +137,13 @@ async def submit(url: str, content: bytes) -> str:
     return batch_id
 
 
-def batch_of(port: int, batch_id: str) -> dict[str, Any]:
-    batch: dict[str, Any] = json.loads(get(port, f"/v1/batches/{batch_id}"))
-    return batch
-
-
-@contextlib.contextmanager
-def chatting(port: int, rate: float, seed: int) -> Iterator[subprocess.Popen[str]]:
-    """A ``bench serve`` that sends chats until it is interrupted, and prints their figures then."""
-    command = [sys.executable, "-m", "backfill", "bench", "serve", "--base-url", f"http://127.0.0.1:{port}"]
-    options = {
-        "--request-rate": rate,
-        "--num-prompts": round(rate * _MAX_S),
-        "--random-input-len": 128,
-        "--random-output-len": 64,
-        "--seed": seed,
-    }
-    flat = [str(each) for pair in options.items() for each in pair]
-    command += [*flat, *_GOOD, "--json", "--disable-tqdm"]
-    chats = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        yield chats
-    finally:
-        chats.kill()
-        chats.wait()
+async def until_past(port: int, batch_id: str, status: str, interval_s: float) -> dict[str, Any]:
+    """The batch, once its status is another one."""
+    while True:
+        batch: dict[str, Any] = json.loads(await asyncio.to_thread(get, port, f"/v1/batches/{batch_id}"))
+        if batch["status"] != status:
+            return batch
+        await asyncio.sleep(interval_s)
 
 
 if __name__ == "__main__":

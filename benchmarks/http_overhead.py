@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator
 
 from served import check_no_prefix_hits, get, served
 
-from backfill.bench.sse import SseDecoder
+from backfill.bench.client import SseDecoder
 
 INPUT_LEN, OUTPUT_LEN = 256, 128
 STREAM_S = 600.0  # longest time of a stream, and of the run in one process

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 from soak_checks import Window, overlaps
 
-from backfill.bench.sse import SseDecoder
+from backfill.bench.client import SseDecoder
 
 _REQUEST_TIMEOUT_S = 900.0  # flex requests wait long beside online ones
 _TEXT = (

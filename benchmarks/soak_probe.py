@@ -26,7 +26,7 @@ from typing import IO
 
 from http_overhead import body_parts, completion_request
 
-from backfill.bench.sse import SseDecoder
+from backfill.bench.client import SseDecoder
 
 HEALTH_PER_S = 100
 _TIMEOUT_S = 60.0

@@ -32,27 +32,6 @@ _SERVER_OPTIONS = (*SMALL_MODEL, "--max-model-len", "2048", "--served-model-name
 RUN = {
     f"{_BACKFILL} pull smollm2-135m-instruct": "",
     f"{_BACKFILL} run-batch -i questions.jsonl -o answers.jsonl": "--model path/to/hf-folder {small}",
-    f"{_BACKFILL} bench serve --base-url http://127.0.0.1:8000 --num-prompts 100 --request-rate 2 --cv 2 "
-    "--random-input-len 256 --random-output-len 32 --ignore-eos --goodput ttft:1000 tpot:100 "
-    "--plot report.png": "--base-url {url} --num-prompts 4 --request-rate 40 --input-len 12 --output-len 3",
-    f"{_BACKFILL} bench serve --dataset-name trace --dataset-path splitwise_conv.csv --request-rate 2 "
-    "--num-prompts 200 --max-total-len 2000 --ignore-eos": (
-        "--base-url {url} --num-prompts 4 --request-rate 40 --output-len 3"
-    ),
-    f"{_BACKFILL} bench serve --dataset-name prefix_repetition --num-prompts 200 --request-rate 4 "
-    "--ignore-eos --prefix-repetition-num-prefixes 20 --prefix-repetition-prefix-len 1000 "
-    "--prefix-repetition-suffix-len 250": (
-        "--base-url {url} --num-prompts 4 --request-rate 40 --output-len 3 "
-        "--prefix-repetition-num-prefixes 2 --prefix-repetition-prefix-len 10 "
-        "--prefix-repetition-suffix-len 5"
-    ),
-    f"{_BACKFILL} bench serve --backend openai-chat --dataset-name multi_turn --num-prompts 30 "
-    "--request-rate 0.5 --multi-turn-num-turns 6 --multi-turn-system-len 300 --multi-turn-think-time 3 "
-    "--ignore-eos": (
-        "--base-url {url} --num-prompts 2 --request-rate 40 --output-len 3 --multi-turn-num-turns 2 "
-        "--multi-turn-first-input-len 10 --multi-turn-input-len 5 --multi-turn-system-len 5 "
-        "--multi-turn-think-time 0.1"
-    ),
     f"{_BACKFILL} bench coserve --base-url http://127.0.0.1:8100 --label vllm-online-only "
     "--offline-mode none --result alone.json": (
         "--base-url {url} --duration 1 --warmup 0 --rate 5 --input-len 8 --output-len 4"
@@ -124,9 +103,6 @@ PARSED = {
     f"{_EXPERIMENTS} selectn interval --models qwen2-beta-7b --slacks 0.2,1": "as above",
     f"{_EXPERIMENTS} selectn contention --plot bus.png": "as above",
     f"{_EXPERIMENTS} selectn maxlen": "as above",
-    f"{_BACKFILL} bench serve --phases 10:4,20:0 --num-prompts 80 --input-len 128 --output-len 32": "80 s",
-    f"{_BACKFILL} bench serve --backend openai-chat --max-concurrency 8 --num-prompts 64 --input-len 200 "
-    "--json": "tests/bench sends such chats",
     f"{_BACKFILL} bench coserve": "minutes; tests/cli runs it short",
     f"{_BACKFILL} bench coserve --policies online-only,fcfs,priority,slo --rounds 3 --plot coserve.png "
     "--json": "half an hour; tests/cli runs it short",
@@ -181,7 +157,8 @@ PARSED = {
     "backfill simulate fleet": "a name",
     "backfill profile": "a name",
     "backfill simulate run": "a name",
-    "backfill bench serve": "a name",
+    "backfill bench throughput": "a name",
+    "backfill pull": "a name",
     "backfill bench coserve": "a name",
 }
 # Run by tests/api/test_readme.py with the default model, or here with the small server.

@@ -142,7 +142,7 @@ def test_the_server_and_the_load_generator_measure_the_same(
 
     async def measure(server: InProcessServer, clock: WatchedClock) -> RequestRecord:
         server.engine.num_allowed = 0
-        record = RequestRecord(0, 0.0, 0.0, 1)
+        record = RequestRecord(0.0, 1)
         async with BenchClient(Endpoint(server.url, "/v1/completions", "m")) as client:
             sending = asyncio.create_task(client.send(BenchRequest([7], 1, 4), record, 0.0))
             await until(lambda: bool(server.engine.requests), "the request")

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
 
 Json = dict[str, Any]
-
-
-def prompt_tokens(body: Json) -> list[object]:
-    """Token ids, or the words of a text or of all messages."""
-    if "messages" in body:
-        return [word for message in body["messages"] for word in message["content"].split()]
-    prompt = body["prompt"]
-    return prompt.split() if isinstance(prompt, str) else prompt
-
-
-def common_length(tokens: Sequence[object], others: Sequence[object]) -> int:
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False))
-    return sum(1 for _ in pairs)
 
 
 class FakeServer:
@@ -34,8 +20,6 @@ class FakeServer:
         has_metrics: counts computed tokens as ours does.
         refuses: status with which it answers offline work, 0 takes it.
         batch_lines: lines of a batch that complete with each look at it.
-        has_cache: keeps all prompts and answers, and tells how many leading tokens of a prompt it had. A word
-            of text is a token; a message of a chat has no others.
     """
 
     def __init__(
@@ -46,13 +30,9 @@ class FakeServer:
         has_metrics: bool = True,
         refuses: int = 0,
         batch_lines: int = 2,
-        has_cache: bool = False,
     ) -> None:
         self._gap_s, self._offline_s = gap_s, offline_s
         self._has_metrics, self._refuses, self._batch_lines = has_metrics, refuses, batch_lines
-        self._has_cache = has_cache
-        self._cached: list[list[object]] = []
-        self.answers: list[str] = []
         self.bodies: list[Json] = []
         self.num_running = self.most_offline = 0
         self.num_tokens = self.num_first_tokens = 0
@@ -67,7 +47,6 @@ class FakeServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/completions", self._complete)
-        app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_post("/v1/files", self._upload)
         app.router.add_delete("/v1/files/{name}", self._delete)
         app.router.add_post("/v1/batches", self._create)
@@ -103,12 +82,8 @@ class FakeServer:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
-        tokens = prompt_tokens(body)
-        num_in, num_out = len(tokens), body.get("max_tokens") or body["max_completion_tokens"]
+        num_in, num_out = len(body["prompt"]), body["max_tokens"]
         usage: Json = {"prompt_tokens": num_in, "completion_tokens": num_out}
-        if self._has_cache:
-            cached = max((common_length(tokens, other) for other in self._cached), default=0)
-            usage["prompt_tokens_details"] = {"cached_tokens": cached}
         if not body.get("stream"):
             if self._refuses:
                 return web.json_response({"error": {"message": "no"}}, status=self._refuses)
@@ -124,15 +99,10 @@ class FakeServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         self._count(num_in + num_out)
-        words = [f"answer{len(self.bodies)}.{index}" for index in range(num_out)]
-        self.answers.append(" ".join(words))
-        self._cached.append([*tokens, *words])
-        for index, word in enumerate(words):
+        for index in range(num_out):
             await asyncio.sleep(self._gap_s)
-            text = word if index == 0 else f" {word}"
-            said = {"delta": {"content": text}} if "messages" in body else {"text": text}
             reason = "length" if index == num_out - 1 else None
-            await self._send(response, {"choices": [{**said, "finish_reason": reason}]})
+            await self._send(response, {"choices": [{"text": "x", "finish_reason": reason}]})
         await self._send(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
         return response

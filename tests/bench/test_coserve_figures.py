@@ -25,7 +25,7 @@ LOAD = CoserveLoad(duration=10.0, warmup=5.0, ttft_slo=1.0, tpot_slo=0.15)
 
 
 def record(sent_at_s: float, *chunks: float, outcome: Outcome = Outcome.COMPLETED) -> RequestRecord:
-    made = RequestRecord(0, sent_at_s, sent_at_s, 100, sent_at_s, list(chunks), len(chunks), outcome=outcome)
+    made = RequestRecord(sent_at_s, 100, sent_at_s, list(chunks), len(chunks), outcome=outcome)
     made.ended_after_s = chunks[-1] if chunks else 4.0
     return made
 

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backfill.bench.sse import SseDecoder
+from backfill.bench.client import SseDecoder
 
 STREAM = (
     'data: {"a": "é"}\n\n: ping\n\ndata: two\r\n\r\nevent: x\ndata:three\ndata: lines\n\ndata: [DONE]\n\n'

@@ -297,7 +297,7 @@ def test_servers_of_a_measurement_read_no_options_from_variables(monkeypatch: py
 
 
 def test_variables_of_a_server_are_none_of_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BACKFILL_REQUEST_RATE", "none")
-    monkeypatch.setenv("BACKFILL_BENCH_NUM_PROMPTS", "none")
-    done = run_cli_here("bench", "serve")
-    assert (done.returncode, "BACKFILL_BENCH_NUM_PROMPTS" in done.stderr) == (2, True)
+    monkeypatch.setenv("BACKFILL_SEED", "none")
+    monkeypatch.setenv("BACKFILL_BENCH_ROUNDS", "none")
+    done = run_cli_here("bench", "coserve")
+    assert (done.returncode, "BACKFILL_BENCH_ROUNDS" in done.stderr) == (2, True)

@@ -54,7 +54,7 @@ def run_batch_options(model: Path) -> tuple[str, ...]:
         (MODULE, "serve", "child torch", signal.SIGINT),
         (SCRIPT, "run-batch", "child backfill.preparation.process", signal.SIGINT),
         (SCRIPT, "simulate", "command numpy", signal.SIGINT),
-        (SCRIPT, "bench serve", "command aiohttp", signal.SIGINT),
+        (SCRIPT, "bench coserve", "command aiohttp", signal.SIGINT),
         (MODULE, "profile", "command backfill.costs.profiler", signal.SIGINT),
         (SCRIPT, "pull", "command filelock", signal.SIGINT),
     ],
@@ -77,7 +77,7 @@ def test_an_interrupt_while_a_command_loads_is_one_line(
         "serve": (str(small_model), "--port", "0", "--data-dir", str(tmp_path / "data"), *SMALL_MODEL),
         "run-batch": run_batch_options(small_model),
         "simulate": ("run", "--hardware", "a", "--online", "b", "--offline", "c"),
-        "bench serve": ("--base-url", "http://127.0.0.1:1"),
+        "bench coserve": ("--base-url", "http://127.0.0.1:1"),
         "profile": (str(small_model), *SMALL_MODEL, "--out", "profile.json"),
         "pull": ("model.gguf", "--download-dir", str(tmp_path / "models")),
     }[command]

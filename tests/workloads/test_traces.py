@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from backfill.core.errors import ConfigError
-from backfill.workloads.traces import read_conversations, read_trace
+from backfill.workloads.traces import read_trace
 
 CASES = {
     "azure 2023": (
@@ -64,14 +64,13 @@ def test_csv(case: str, tmp_path: Path) -> None:
 
 def test_mooncake(tmp_path: Path) -> None:
     rows = [
-        {"timestamp": 1000, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]},
-        {"timestamp": 1500, "input_length": 20, "output_length": 9, "hash_ids": []},
+        {"timestamp": 1000, "input_length": 700, "output_length": 5},
+        {"timestamp": 1500, "input_length": 20, "output_length": 9},
     ]
     trace = read_trace(write(tmp_path, "\n".join(map(json.dumps, rows)) + "\n\n", "t.jsonl"))
     assert trace.arrivals_at_s == pytest.approx([0.0, 0.5])
-    assert trace.hash_ids == ((0, 1), ())
     picked = trace.select([1])
-    assert picked.input_lens.tolist() == [20] and picked.hash_ids == ((),)
+    assert picked.input_lens.tolist() == [20]
     assert picked.arrivals_at_s == pytest.approx([0.0])
 
 
@@ -109,7 +108,6 @@ def test_bad_csv_names_file_line_and_what_is_expected(text: str, expected: str, 
             '{"timestamp": -1, "input_length": 5, "output_length": 1}',
             "timestamp must be a number of at least 0",
         ),
-        ('{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": ["a"]}', "hash_ids must be"),
     ],
 )
 def test_bad_jsonl(text: str, expected: str, tmp_path: Path) -> None:
@@ -120,24 +118,3 @@ def test_bad_jsonl(text: str, expected: str, tmp_path: Path) -> None:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.csv cannot be read: No such file"):
         read_trace(tmp_path / "none.csv")
-
-
-def test_conversations(tmp_path: Path) -> None:
-    turns = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hi."}, {"from": "human"}]
-    entries = [{"id": "a", "conversations": turns[:1]}, {"id": "b", "conversations": turns}]
-    assert read_conversations(write(tmp_path, json.dumps(entries), "s.json")) == [("Hello?", "Hi.")]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[\n{", "line 2: not JSON"),
-        ("{}", "expected a list"),
-        ('[{"id": 1}]', "entry 0: expected a list"),
-        ('[{"conversations": [{"value": "a"}, {}]}]', "entry 0: a turn has no text"),
-        ("[]", "no conversation of at least two turns"),
-    ],
-)
-def test_bad_conversations(text: str, expected: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=expected):
-        read_conversations(write(tmp_path, text, "s.json"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -13,14 +13,12 @@ import aiohttp
 import msgspec
 
 from backfill.bench.record import BenchRequest, Outcome, RequestRecord
-from backfill.bench.sse import SseDecoder
 from backfill.core.errors import ConfigError
 
 _DONE = b"[DONE]"
 # uvicorn closes idle connections after 5 s. A request sent on a closing connection would fail.
 _KEEP_ALIVE_S = 4.0
 _CALL_TIMEOUT_S = 60.0
-_MODELS_RETRY_S = 1.0
 
 
 class StreamError(Exception):
@@ -35,7 +33,6 @@ class Endpoint:
         base_url: scheme, host and port, without ``/v1``.
         path: such as ``/v1/completions``.
         model: name of the model at the server; empty for the server's first.
-        is_chat: prompts are sent as a user message.
         is_streaming: if False, the response comes whole and counts as one chunk.
         body: fields of every request. They replace the client's own.
         timeout_s: limit of one request, from send to end.
@@ -44,13 +41,25 @@ class Endpoint:
     base_url: str
     path: str
     model: str
-    is_chat: bool = False
     is_streaming: bool = True
     ignore_eos: bool = False
     body: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 6 * 3600.0
     verifies_tls: bool = True
+
+
+def parse_base_url(text: str) -> str:
+    """Scheme, host and port of a URL that may end in ``/v1``. Raises: ConfigError."""
+    if not text.startswith(("http://", "https://")):
+        raise ConfigError(f"`base_url` must begin with http:// or https://, got {text!r}.")
+    return text.rstrip("/").removesuffix("/v1")
+
+
+def authorization() -> dict[str, str]:
+    """The header that carries OPENAI_API_KEY; empty if that is not set."""
+    key = os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class ServerApi:
@@ -107,15 +116,10 @@ class ServerApi:
 
 
 class BenchClient(ServerApi):
-    """Sends requests to one endpoint. Use as an async context manager.
+    """Sends requests to one endpoint. Use as an async context manager."""
 
-    Args:
-        count_tokens: counts an output's tokens if the server sends no ``usage``; if None, chunks are counted.
-    """
-
-    def __init__(self, endpoint: Endpoint, count_tokens: Callable[[str], int] | None = None) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         super().__init__(endpoint, endpoint.timeout_s)
-        self._count_tokens = count_tokens
 
     async def send(self, request: BenchRequest, record: RequestRecord, run_started_at: float) -> None:
         """Send one request and fill in its record, which also keeps every failure of server or network.
@@ -140,7 +144,7 @@ class BenchClient(ServerApi):
             record.outcome, record.error = Outcome.FAILED, describe(error)
         finally:
             record.ended_after_s = time.perf_counter() - sent_at
-            self._count_output(record)
+            record.output_tokens = record.output_tokens or len(record.chunk_after_s)
 
     async def get_models(self) -> list[dict[str, Any]]:
         """The entries of ``GET /v1/models``; empty when the response is not a list of models.
@@ -180,24 +184,14 @@ class BenchClient(ServerApi):
                     reader.read(event, time.perf_counter() - sent_at)
         reader.check_complete()
 
-    def _count_output(self, record: RequestRecord) -> None:
-        if record.output_tokens or not record.chunk_after_s:
-            return
-        if self._count_tokens is not None and record.text:
-            record.output_tokens = self._count_tokens(record.text)
-        else:
-            record.output_tokens = len(record.chunk_after_s)
-
 
 def request_body(endpoint: Endpoint, request: BenchRequest) -> dict[str, Any]:
     """The JSON body that asks the endpoint for an output."""
-    body: dict[str, Any] = {"model": endpoint.model}
-    if endpoint.is_chat:
-        body["messages"] = [*request.history, {"role": "user", "content": request.prompt}]
-        body["max_completion_tokens"] = request.output_tokens
-    else:
-        body["prompt"] = _completion_prompt(request)
-        body["max_tokens"] = request.output_tokens
+    body: dict[str, Any] = {
+        "model": endpoint.model,
+        "prompt": request.prompt,
+        "max_tokens": request.output_tokens,
+    }
     if endpoint.is_streaming:
         body["stream"] = True
         body["stream_options"] = {"include_usage": True}
@@ -206,68 +200,76 @@ def request_body(endpoint: Endpoint, request: BenchRequest) -> dict[str, Any]:
     return {**body, **endpoint.body}
 
 
-def _completion_prompt(request: BenchRequest) -> list[int] | str:
-    """A conversation is one text, a message to a line."""
-    if not request.history:
-        return request.prompt
-    return "\n".join([*(message["content"] for message in request.history), str(request.prompt)])
-
-
 class ServerModel(NamedTuple):
     """A model as ``/v1/models`` describes it; None where the server does not say."""
 
     name: str
-    root: str | None
     max_model_len: int | None
 
 
-async def find_model(endpoint: Endpoint, timeout_s: float = 0.0) -> ServerModel:
+async def find_model(endpoint: Endpoint) -> ServerModel:
     """The endpoint's model, or the server's first if it names none.
 
-    Args:
-        timeout_s: how long to wait for the server to answer.
     Raises: ConfigError when no server answers, or neither names a model.
     """
-    deadline_at = time.monotonic() + timeout_s
     async with BenchClient(endpoint) as client:
-        while True:
-            try:
-                entries = await client.get_models()
-                break
-            except ConfigError:
-                if time.monotonic() >= deadline_at:
-                    raise
-                await asyncio.sleep(_MODELS_RETRY_S)
+        entries = await client.get_models()
     named = [entry for entry in entries if entry["id"] == endpoint.model]
     entry = next(iter(named or entries), {})
     name = endpoint.model or str(entry.get("id", ""))
     if not name:
         raise ConfigError(f"{endpoint.base_url}/v1/models names no model; give `model`.")
-    root, limit = entry.get("root"), entry.get("max_model_len")
-    return ServerModel(name, str(root) if root else None, limit if isinstance(limit, int) else None)
+    limit = entry.get("max_model_len")
+    return ServerModel(name, limit if isinstance(limit, int) else None)
+
+
+class SseDecoder:
+    """Collects bytes until events are complete. A read may hold several events or a part of one.
+
+    Source: the WHATWG HTML standard, section 9.2.6. Lines end in LF or CRLF, an empty line ends an event,
+    several ``data`` lines are joined by LF, and comments and other fields are skipped. A lone CR does not end
+    a line here; no server sends it.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, received: bytes) -> list[bytes]:
+        """The data of each event that these bytes complete."""
+        # Bytes are split, not text, since a read may end within a UTF-8 character.
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        events = []
+        for line in lines:
+            stripped = line.removesuffix(b"\r")
+            if not stripped:
+                events += self._end_event()
+            elif stripped.startswith(b"data:"):
+                self._data.append(stripped[5:].removeprefix(b" "))
+        return events
+
+    def finish(self) -> list[bytes]:
+        """The events that the end of the stream completes: some servers leave out the last empty line."""
+        return self.feed(b"\n\n")
+
+    def _end_event(self) -> list[bytes]:
+        if not self._data:
+            return []
+        event = b"\n".join(self._data)
+        self._data.clear()
+        return [event]
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Delta(msgspec.Struct):
-    content: str | None = None
-
-
 class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: _Delta | None = None
     finish_reason: Any = None
-
-
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct):
     completion_tokens: _Count | None = None
     prompt_tokens: _Count | None = None
-    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -305,14 +307,10 @@ class _ChunkReader:
             raise StreamError(f"error in the stream: {_message({'error': chunk.error})}")
         if chunk.choices:
             self.record.chunk_after_s.append(after_s)
-            choice = chunk.choices[0]
-            self.record.text += choice.text or (choice.delta.content if choice.delta else None) or ""
-            self.is_ended |= choice.finish_reason is not None
+            self.is_ended |= chunk.choices[0].finish_reason is not None
         if chunk.usage:
             self.record.output_tokens = chunk.usage.completion_tokens or self.record.output_tokens
             self.record.input_tokens = chunk.usage.prompt_tokens or self.record.input_tokens
-            if (details := chunk.usage.prompt_tokens_details) and details.cached_tokens is not None:
-                self.record.cached_tokens = details.cached_tokens
 
     def check_complete(self) -> None:
         """Raises: StreamError when the response ended without a chunk or without an end marker."""

@@ -14,7 +14,6 @@ from backfill.core.config import at_least
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types
 from backfill.workloads.arrivals import burstiness_of_cv, gamma_arrivals
-from backfill.workloads.prompts import ASSUMED_VOCABULARY, id_range, random_prompts
 
 OfflineMode = Literal["none", "flex", "priority", "batch"]
 LengthField = Literal["input_len", "output_len", "offline_input_len", "offline_output_len"]
@@ -22,7 +21,8 @@ LengthField = Literal["input_len", "output_len", "offline_input_len", "offline_o
 # Each kind of request has a seed that begins with its own number, so that no two draw the same.
 _ONLINE, _OFFLINE, _READY = range(3)
 _READY_TOKENS = 16
-_IDS = id_range(ASSUMED_VOCABULARY)
+# In most vocabularies lower ids are special tokens and bytes. Nearly all are at least Llama's 32,000.
+_IDS = 1000, 32_000
 
 
 class LengthRange(NamedTuple):
@@ -133,13 +133,13 @@ class CoserveLoad:
         count = round(self.rate * self.end_s)
         if count < 1:
             return []
-        # numpy's older generator gives the instants of `bench serve` and of vLLM for the same seed.
+        # numpy's older generator gives vLLM's instants for the same seed.
         arrivals = np.random.RandomState(self.seed)
         due = gamma_arrivals(count, self.rate, burstiness_of_cv(self.cv), arrivals)
         rng = np.random.default_rng((_ONLINE, self.seed))
         input_lens = rng.integers(*self.lengths("input_len"), count, endpoint=True)
         output_lens = rng.integers(*self.lengths("output_len"), count, endpoint=True)
-        prompts = random_prompts(input_lens, _IDS, rng)
+        prompts = [rng.integers(*_IDS, int(input_len)).tolist() for input_len in input_lens]
         return [
             BenchRequest(prompt, len(prompt), int(output_len), float(at))
             for prompt, output_len, at in zip(prompts, output_lens, due, strict=True)

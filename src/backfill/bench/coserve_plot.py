@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from backfill.bench.coserve_figures import WINDOW_S, Timeline
 from backfill.bench.coserve_load import CoserveLoad
-from backfill.bench.plot import write_figure
+from backfill.core.errors import ConfigError
 
 _COLOURS = {
     "online-only": "#2166ac",
@@ -53,9 +53,17 @@ def save_plot(path: Path, timelines: Mapping[str, Timeline], load: CoserveLoad, 
     for axes in (ttft, itl, online, offline):
         axes.axvspan(0, load.warmup, color="grey", alpha=0.15, linewidth=0)
     ttft.legend(fontsize=8, ncols=len(timelines) + 1, loc="upper right")
-    write_figure(figure, path, dpi=110)
+    _write(figure, path, dpi=110)
 
 
 def _columns(points: Sequence[tuple[float, float | None]]) -> NDArray[np.float64]:
     """Times and values as two rows; a value of None is NaN, which is not drawn."""
     return np.array(points, dtype=np.float64).reshape(-1, 2).T
+
+
+def _write(figure: Figure, path: Path, *, dpi: int) -> None:
+    """Raises: ConfigError when the file cannot be written."""
+    try:
+        figure.savefig(path, dpi=dpi, format="png")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error

@@ -100,10 +100,8 @@ class Flood(OfflineLoad):
     async def _work(self, client: BenchClient, run: Run) -> None:
         while True:
             request = next(self._requests)
-            at_s = time.perf_counter() - run.started_at
-            record = RequestRecord(len(self._completed), at_s, at_s, request.input_tokens)
+            record = RequestRecord(time.perf_counter() - run.started_at, request.input_tokens)
             await client.send(request, record, run.started_at)
-            record.text = ""  # frees memory; nobody reads it
             if record.outcome is Outcome.COMPLETED:
                 self._completed.append(record)
             else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -13,25 +12,16 @@ class BenchRequest:
     """A request of the load.
 
     Attributes:
-        prompt: token ids, or text.
+        prompt: token ids.
         input_tokens: length of the prompt as the client knows it.
         output_tokens: the most tokens to generate.
         due_at_s: when the request arrives, from the start of the run.
-        history: messages before the prompt, each with ``role`` and ``content``. The prompt is then text.
-        shared_tokens: leading tokens that an earlier request of the run has too, at most; None if unknown.
     """
 
-    prompt: list[int] | str
+    prompt: list[int]
     input_tokens: int
     output_tokens: int
     due_at_s: float = 0.0
-    history: tuple[Mapping[str, str], ...] = ()
-    shared_tokens: int | None = 0
-
-    @property
-    def total_tokens(self) -> int:
-        """Of prompt and output."""
-        return self.input_tokens + self.output_tokens
 
 
 class Outcome(Enum):
@@ -49,19 +39,13 @@ class RequestRecord:
 
     Attributes:
         due_at_s: when the request was to arrive, from the start of the run.
-        arrived_at_s: when the generator started it, from the start of the run.
-        sent_at_s: when it was sent, after a wait for ``max_concurrency``, from the start of the run.
+        sent_at_s: when it was sent, from the start of the run.
         chunk_after_s: receipt of each chunk with ``choices``, from ``sent_at_s``.
-        input_tokens, output_tokens: the server's ``usage``, if it sends one.
+        input_tokens, output_tokens: the server's ``usage``, if it sends one; else chunks are counted.
         ended_after_s: end of the response or failure, from ``sent_at_s``.
-        cached_tokens: prompt tokens from the server's prefix cache by its ``usage``; None if it does not say.
-        shared_tokens: prompt tokens that earlier requests of the run had too, at most; None if unknown.
-        turn: number of the request in its conversation, from 1.
     """
 
-    index: int
     due_at_s: float
-    arrived_at_s: float
     input_tokens: int
     sent_at_s: float | None = None
     chunk_after_s: list[float] = field(default_factory=list)
@@ -69,10 +53,6 @@ class RequestRecord:
     ended_after_s: float = 0.0
     outcome: Outcome = Outcome.RUNNING
     error: str = ""
-    text: str = ""
-    cached_tokens: int | None = None
-    shared_tokens: int | None = 0
-    turn: int = 1
 
     @property
     def ttft_s(self) -> float:
@@ -96,13 +76,3 @@ class RequestRecord:
         if self.output_tokens < 2:
             return None
         return (self.latency_s - self.ttft_s) / (self.output_tokens - 1)
-
-    @property
-    def normalized_latency_s(self) -> float | None:
-        """E2EL divided by the output tokens; None without output."""
-        return self.latency_s / self.output_tokens if self.output_tokens else None
-
-    @property
-    def queue_time_s(self) -> float:
-        """Wait for ``max_concurrency``."""
-        return 0.0 if self.sent_at_s is None else self.sent_at_s - self.arrived_at_s

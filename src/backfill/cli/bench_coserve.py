@@ -16,12 +16,11 @@ from typing import Any, get_args
 
 from rich.console import Console
 
-from backfill.bench.client import Endpoint
+from backfill.bench.client import Endpoint, authorization, parse_base_url
 from backfill.bench.coserve import CoserveRun, Status, run_coserve
 from backfill.bench.coserve_figures import CoserveFigures
 from backfill.bench.coserve_load import CoserveLoad
 from backfill.bench.coserve_result import CoserveResult
-from backfill.bench.endpoint import authorization, parse_base_url
 from backfill.bench.runner import stopped_by_ctrl_c
 from backfill.cli.command import command
 from backfill.cli.interrupts import interruptible

@@ -18,7 +18,6 @@ def _version() -> str:
 
 # Commands are named by their modules, which are imported when they are run.
 bench = App(name="bench", help="Measure a server or the engine.")
-bench.command("backfill.cli.bench_serve:app", name="serve", help="Load a server and measure its latencies.")
 bench.command("backfill.cli.bench_throughput:app", name="throughput", help="Time the engine without HTTP.")
 bench.command("backfill.cli.bench_coserve:app", name="coserve", help="Measure online and offline load.")
 

@@ -78,49 +78,6 @@ def phased_arrivals(count: int, phases: Sequence[Phase], burstiness: float, rng:
     return np.asarray(ends_at_s[index] - remaining / rates[index])
 
 
-def ramp_arrivals(
-    count: int,
-    start_per_s: float,
-    end_per_s: float,
-    burstiness: float,
-    rng: RandomSource,
-    *,
-    exponential: bool = False,
-) -> Instants:
-    """Arrivals whose rate goes from ``start_per_s`` to ``end_per_s`` with the request's index, not with time.
-
-    Raises: ConfigError when a rate is not positive and finite.
-    Source: ``vllm bench serve --ramp-up-strategy``, which does not rescale either.
-    """
-    _check(count, burstiness)
-    if not (0 < start_per_s < math.inf and 0 < end_per_s < math.inf):
-        raise ConfigError(
-            "`ramp_up_start_rps` and `ramp_up_end_rps` must be above 0, "
-            f"got {start_per_s:g} and {end_per_s:g}."
-        )
-    progress = np.arange(count) / max(count - 1, 1)
-    if exponential:
-        rates = start_per_s * (end_per_s / start_per_s) ** progress
-    else:
-        rates = start_per_s + (end_per_s - start_per_s) * progress
-    return np.cumsum(_unit_gaps(count, burstiness, rng) / rates)
-
-
-def rescaled_to_rate(instants: Instants, rate_per_s: float) -> Instants:
-    """A trace's instants, stretched so that the last one is at ``len(instants) / rate_per_s``.
-
-    Bursts keep their shape.
-
-    Raises: ConfigError when the rate is not positive and finite, or all requests arrive at once.
-    """
-    if not 0 < rate_per_s < math.inf:
-        raise ConfigError(f"A trace can be rescaled to a rate above 0 per second, got {rate_per_s:g}.")
-    from_start = instants - instants[0]
-    if not from_start[-1] > 0:
-        raise ConfigError("The trace's requests all arrive at one instant: it cannot be rescaled to a rate.")
-    return np.asarray(from_start * (len(instants) / rate_per_s / from_start[-1]))
-
-
 def reshaped(instants: Instants, phases: Sequence[Phase]) -> Instants:
     """A trace's instants, moved so that its mean rate follows the phases once, from 0 to their end.
 
@@ -145,29 +102,11 @@ def reshaped(instants: Instants, phases: Sequence[Phase]) -> Instants:
     return np.asarray(ends_at_s[index] - missing * durations[index])
 
 
-def mean_rate_per_s(instants: Instants) -> float:
-    """Requests divided by the last arrival; inf when all arrive at 0."""
-    return math.inf if instants[-1] == 0 else len(instants) / float(instants[-1])
-
-
-def gap_cv(instants: Instants) -> float:
-    """Coefficient of variation (std/mean) of the gaps; NaN for fewer than 2 gaps, or if all gaps are 0."""
-    gaps = np.diff(instants)
-    if len(gaps) < 2 or not gaps.sum() > 0:
-        return math.nan
-    return float(gaps.std() / gaps.mean())
-
-
 def _unit_arrivals(count: int, burstiness: float, rng: RandomSource) -> Instants:
     """Arrivals of rate 1, rescaled so that the last one is at ``count``."""
-    at = np.cumsum(_unit_gaps(count, burstiness, rng))
+    is_constant = math.isinf(burstiness)
+    at = np.cumsum(np.ones(count) if is_constant else rng.gamma(burstiness, 1 / burstiness, count))
     return np.asarray(at * (count / at[-1])) if at[-1] > 0 else at
-
-
-def _unit_gaps(count: int, burstiness: float, rng: RandomSource) -> NDArray[np.float64]:
-    if math.isinf(burstiness):
-        return np.ones(count)
-    return rng.gamma(burstiness, 1 / burstiness, count)
 
 
 def _check_phases(phases: Sequence[Phase]) -> float:

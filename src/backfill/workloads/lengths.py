@@ -9,8 +9,6 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from backfill.core.errors import ConfigError
-
 Lengths: TypeAlias = NDArray[np.int64]
 LengthLaw = Literal["uniform", "normal", "lognormal"]
 
@@ -31,17 +29,6 @@ class LengthDistribution:
     mean: int
     spread: float = 0.0
     law: LengthLaw = "uniform"
-
-    def validate(self, field: str) -> None:
-        """Raises: ConfigError naming ``field`` when the mean or the spread is out of range."""
-        if self.mean < 1:
-            raise ConfigError(f"`{field}` must be at least 1 token, got {self.mean}.")
-        if self.law == "uniform" and not 0 <= self.spread < 1:
-            raise ConfigError(
-                f"The range ratio of `{field}` must be at least 0 and below 1, got {self.spread:g}."
-            )
-        if not (math.isfinite(self.spread) and self.spread >= 0):
-            raise ConfigError(f"The CV of `{field}` must be a number of at least 0, got {self.spread:g}.")
 
     def sample(self, count: int, rng: np.random.Generator) -> Lengths:
         """``count`` lengths of at least 1 token."""

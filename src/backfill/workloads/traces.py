@@ -10,7 +10,7 @@ Vidur's edition of it          arrived_at, num_prefill_tokens, num_decode_tokens
 BurstGPT 1, 2, 3               Timestamp, Request tokens, Response tokens           seconds
 ShareGPT lengths (NanoFlow)    TIMESTAMP ("XXX"), ContextTokens, GeneratedTokens    none
 arXiv lengths (Vidur)          num_prefill_tokens, num_decode_tokens                none
-Mooncake                       timestamp, input_length, output_length, [hash_ids]   milliseconds
+Mooncake                       timestamp, input_length, output_length              milliseconds
 =============================  ===================================================  ====================
 """
 
@@ -40,14 +40,12 @@ class Trace:
     Args:
         input_lens, output_lens: tokens, each at least 1.
         arrivals_at_s: arrival times from the first request, which is at 0; None when the trace has no times.
-        hash_ids: each prompt's ids of its blocks of tokens; None when the trace has none.
         num_dropped: requests without tokens, which are left out: the recorded service failed them.
     """
 
     input_lens: Lengths
     output_lens: Lengths
     arrivals_at_s: Instants | None = None
-    hash_ids: tuple[tuple[int, ...], ...] | None = None
     num_dropped: int = 0
 
     def __len__(self) -> int:
@@ -61,16 +59,8 @@ class Trace:
             self.input_lens[index],
             self.output_lens[index],
             None if arrivals is None else arrivals - (arrivals[0] if len(arrivals) else 0),
-            None if self.hash_ids is None else tuple(self.hash_ids[i] for i in index),
             self.num_dropped,
         )
-
-
-class Conversation(NamedTuple):
-    """First two turns of a ShareGPT conversation."""
-
-    prompt: str
-    answer: str
 
 
 class _Format(NamedTuple):
@@ -88,6 +78,7 @@ _CSV_FORMATS = (
     _Format("lengths", None, "ContextTokens", "GeneratedTokens"),
     _Format("lengths", None, "num_prefill_tokens", "num_decode_tokens"),
 )
+_SECONDS_PER_UNIT = 1e-3  # of the times in JSONL
 _NO_TIME = "XXX"  # in every row of NanoFlow's edition of the ShareGPT lengths
 
 
@@ -97,54 +88,20 @@ class _Row:
     time: float | None
     input_len: int
     output_len: int
-    hash_ids: tuple[int, ...] = ()
 
 
-def read_trace(path: Path, *, seconds_per_unit: float = 0.001) -> Trace:
+def read_trace(path: Path) -> Trace:
     """Read a JSONL trace with Mooncake's keys if the name ends in .jsonl or .ndjson, else a CSV.
 
-    Args:
-        seconds_per_unit: unit of the times in JSONL; Mooncake's is the millisecond.
     Raises: ConfigError naming the file, the line and what is expected, when columns are missing, a number is
         bad or negative, times decrease (except Azure's, which are sorted), or no request is left.
     """
     if path.suffix in (".jsonl", ".ndjson"):
-        return _trace_of(path, list(_json_rows(path, seconds_per_unit)))
+        return _trace_of(path, list(_json_rows(path)))
     rows, is_sorted = _csv_rows(path)
     if is_sorted:
         rows.sort(key=lambda row: (row.time, row.line))
     return _trace_of(path, rows)
-
-
-def read_conversations(path: Path) -> list[Conversation]:
-    """Read ShareGPT's JSON: the first two turns of each conversation of at least two turns.
-
-    Raises: ConfigError when the file is not such a list or holds no conversation of two turns.
-    """
-    try:
-        with _open(path) as file:
-            entries = json.load(file)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {error.lineno}: not JSON ({error.msg}).") from error
-    expected = 'a list of {"conversations": [{"from": ..., "value": TEXT}, ...]}'
-    if not isinstance(entries, list):
-        raise ConfigError(f"{path}: expected {expected}, got {type(entries).__name__}.")
-    found = []
-    for position, entry in enumerate(entries):
-        turns = entry.get("conversations", entry.get("conversation")) if isinstance(entry, dict) else None
-        if not isinstance(turns, list):
-            raise ConfigError(f"{path}, entry {position}: expected {expected}.")
-        if len(turns) < 2:
-            continue
-        texts = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
-        if not all(isinstance(text, str) for text in texts):
-            raise ConfigError(
-                f'{path}, entry {position}: a turn has no text under "value"; expected {expected}.'
-            )
-        found.append(Conversation(str(texts[0]), str(texts[1])))
-    if not found:
-        raise ConfigError(f"{path}: no conversation of at least two turns.")
-    return found
 
 
 def _csv_rows(path: Path) -> tuple[list[_Row], bool]:
@@ -214,7 +171,7 @@ def _seconds_of_date(text: str) -> float:
     return moment.timestamp() + float(f"0.{digits or 0}")
 
 
-def _json_rows(path: Path, seconds_per_unit: float) -> Iterator[_Row]:
+def _json_rows(path: Path) -> Iterator[_Row]:
     with _open(path) as lines:
         for line, text in enumerate(lines, start=1):
             if not text.strip():
@@ -228,15 +185,14 @@ def _json_rows(path: Path, seconds_per_unit: float) -> Iterator[_Row]:
             missing = [key for key in required if not isinstance(entry, dict) or key not in entry]
             if missing:
                 raise at.error(
-                    'expected {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]}, '
+                    'expected {"timestamp": ms, "input_length": n, "output_length": n}, '
                     f"without {', '.join(missing)}"
                 )
             yield _Row(
                 line,
-                at.time("timestamp", entry["timestamp"], float) * seconds_per_unit,
+                at.time("timestamp", entry["timestamp"], float) * _SECONDS_PER_UNIT,
                 at.tokens("input_length", entry["input_length"]),
                 at.tokens("output_length", entry["output_length"]),
-                at.hash_ids(entry.get("hash_ids")),
             )
 
 
@@ -270,12 +226,6 @@ class _Place(NamedTuple):
             raise self.error(f"{name} must be {expected} of at least 0, got {_short(value)}")
         return time
 
-    def hash_ids(self, value: Any) -> tuple[int, ...]:
-        ids = [] if value is None else value
-        if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
-            raise self.error(f"hash_ids must be a list of whole numbers of at least 0, got {_short(value)}")
-        return tuple(ids)
-
 
 def _trace_of(path: Path, rows: list[_Row]) -> Trace:
     for before, after in itertools.pairwise(rows):
@@ -293,7 +243,6 @@ def _trace_of(path: Path, rows: list[_Row]) -> Trace:
         np.array([row.input_len for row in kept], dtype=np.int64),
         np.array([row.output_len for row in kept], dtype=np.int64),
         arrivals,
-        tuple(row.hash_ids for row in kept) if any(row.hash_ids for row in kept) else None,
         len(rows) - len(kept),
     )
 
