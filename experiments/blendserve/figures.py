@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from backfill.blending.requests import OrderName
-from backfill.cli.plots import check_folder
+from backfill.cli.startup import check_folder
 from backfill.cli.sweeps import names_of, numbers_of
 from backfill.core.errors import ConfigError
 from backfill.simulation.sweep import check_names, check_positive

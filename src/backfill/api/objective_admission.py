@@ -1,4 +1,4 @@
-"""Refuses online requests whose objectives the load leaves no room for.
+"""Refuses online requests for whose objectives the load leaves no headroom.
 
 Objectives are admitted as memory is. An objective tighter than the server's own binds every step: to keep a
 tight TPOT objective the scheduler would stop all offline work and slow all prompts. With ``--shed-hopeless``
@@ -32,7 +32,7 @@ class RequestShed(RateLimited):
 
 
 class ObjectiveUnavailable(RateLimited):
-    """The load leaves no room for a request's objective, or the server never does.
+    """The load leaves no headroom for a request's objective, or the server never does.
 
     Args:
         offered_s: what the present load leaves.
@@ -92,7 +92,7 @@ def check_objectives(
     prompt_tokens: Sequence[int],
     end_s: Callable[[int], int],
 ) -> None:
-    """Raise ObjectiveUnavailable for an objective tighter than the default that the load leaves no room for.
+    """Raise ObjectiveUnavailable where the load leaves an objective tighter than the default no headroom.
 
     Args:
         default: the server's objectives. They are always offered.

@@ -110,7 +110,7 @@ def peek(raw: bytes) -> tuple[ServiceClass, int]:
 
 
 def count_online(state: ServerState, generation: Generation, arrived_at_s: float) -> OpenChoices | None:
-    """Count an online request in the load, which must leave room for its objectives.
+    """Count an online request in the load, which must leave headroom for its objectives.
 
     Returns: None for an offline request, and where the load is not predicted.
     Raises, counting nothing: ObjectiveUnavailable, RequestShed with ``--shed-hopeless``.

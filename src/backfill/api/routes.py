@@ -12,12 +12,11 @@ from backfill.http.app import build_status_router, unhealthy
 from backfill.http.bodies import json_body
 from backfill.http.openapi import answers, takes_json
 from backfill.http.streaming import EventStream, WholeResponse
-from backfill.protocol.chat import ChatCompletionRequest
+from backfill.protocol.chat import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
 from backfill.protocol.completion import CompletionRequest
 from backfill.protocol.generation import GenerationEndpoint
 from backfill.protocol.preparer import RequestPreparer, TextEndpoint
 from backfill.protocol.responses import Json
-from backfill.protocol.tokenization import DetokenizeRequest, TokenizeRequest
 
 
 def build_routers(state: ServerState) -> tuple[APIRouter, ...]:
@@ -68,10 +67,10 @@ def _add_load_routes(router: APIRouter, state: ServerState) -> None:
     @router.get("/state")
     async def replica_state() -> Response:
         """What a router wants to know: limits, load, and which model is served."""
-        told = state.replica_state()
-        if told is None:
+        replica = state.replica_state()
+        if replica is None:
             raise HTTPException(404)
-        return Response(msgspec.json.encode(told), media_type="application/json")
+        return Response(msgspec.json.encode(replica), media_type="application/json")
 
     @router.get("/load")
     async def load() -> Json:

@@ -26,8 +26,7 @@ from backfill.cli.command import command
 from backfill.cli.interrupts import interruptible
 from backfill.cli.live import live_progress, note
 from backfill.cli.own_server import OwnServer, ServerFailed, own_server
-from backfill.cli.plots import check_folder, check_plot
-from backfill.cli.startup import run_in_loop
+from backfill.cli.startup import check_folder, check_plot, run_in_loop
 from backfill.cli.tables import print_figures
 from backfill.core.config import PolicyName, at_least
 from backfill.core.errors import ConfigError

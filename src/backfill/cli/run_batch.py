@@ -25,9 +25,8 @@ from backfill.core.config import EngineConfig, at_least
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types
 from backfill.engine.options import ModelOptions
-from backfill.generation.chat_template import read_template
 from backfill.jobs.config import OrderOptions
-from backfill.protocol.options import RequestOptions
+from backfill.protocol.options import RequestOptions, read_template
 
 if TYPE_CHECKING:
     from backfill.jobs.local_run import LocalRun

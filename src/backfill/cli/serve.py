@@ -30,12 +30,12 @@ from backfill.core.errors import BackfillError, ConfigError
 from backfill.core.options import without_secrets
 from backfill.engine.options import ModelOptions
 from backfill.execution.machine import threads_of_rank
-from backfill.generation.chat_template import read_template
 from backfill.http.config import ServerConfig
 from backfill.ipc.log_lines import name_replica
 from backfill.ipc.python_process import say_last_words
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.private_files import DataFolderLock, make_folder, write_durably
+from backfill.protocol.options import read_template
 from backfill.router.config import ReplicaOptions
 
 if TYPE_CHECKING:

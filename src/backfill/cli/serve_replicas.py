@@ -29,9 +29,9 @@ from backfill.cli.startup import (
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.engine.options import ModelOptions
-from backfill.generation.chat_template import read_template
 from backfill.http.config import ServerConfig
 from backfill.jobs.config import JobsConfig
+from backfill.protocol.options import read_template
 
 if TYPE_CHECKING:
     from backfill.parallel.ray_cluster import Bundle

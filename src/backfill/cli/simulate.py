@@ -9,7 +9,7 @@ from pathlib import Path
 from cyclopts import App
 from rich.console import Console
 
-from backfill.cli.plots import NEEDS, can_plot, check_folder, check_plot
+from backfill.cli.startup import NEEDS_MATPLOTLIB, can_plot, check_folder, check_plot
 from backfill.cli.tables import print_figures
 from backfill.core.config import at_least
 from backfill.core.errors import ConfigError
@@ -74,7 +74,7 @@ def print_scenario(console: Console, scenario: Scenario, plot: Path | None) -> N
         f"objectives {scenario.slo.ttft_s:g} s and {scenario.slo.tpot_s * 1000:g} ms"
     )
     if plot is None:
-        console.print(f"No plot: it needs {NEEDS}.", highlight=False, markup=False)
+        console.print(f"No plot: it needs {NEEDS_MATPLOTLIB}.", highlight=False, markup=False)
 
 
 def print_done(

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from backfill.cli.command import command
 from backfill.cli.interrupts import interruptible
-from backfill.cli.plots import check_plot
+from backfill.cli.startup import check_plot
 from backfill.cli.sweeps import SweepOptions, live_sweep, names_of
 from backfill.cli.tables import print_rows
 from backfill.core.config import at_least

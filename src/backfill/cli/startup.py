@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _TINY_CONTEXT = 128
+NEEDS_MATPLOTLIB = "matplotlib, which is not installed: pip install 'backfill[plot]'"
 
 
 def find_folder(options: ModelOptions) -> Path:
@@ -174,6 +177,34 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror or error}.") from error
     return listener
+
+
+def can_plot() -> bool:
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError:
+        return False
+    return True
+
+
+def check_plot(path: Path | None) -> None:
+    """Raises: ConfigError for a plot that cannot be drawn or written."""
+    if path is None:
+        return
+    if not can_plot():
+        raise ConfigError(f"`plot` needs {NEEDS_MATPLOTLIB}.")
+    check_folder("plot", path)
+
+
+def check_folder(field: str, path: Path | None) -> None:
+    """Raises: ConfigError naming ``field`` when the file's folder is missing or not writable."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"`{field}` {path} cannot be written: there is no folder {path.parent}.")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"`{field}` {path} cannot be written: the folder {path.parent} is not writable.")
 
 
 def _is_hub_id(model: str) -> bool:

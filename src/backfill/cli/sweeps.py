@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from backfill.cli.plots import NEEDS, can_plot, check_folder, check_plot
+from backfill.cli.startup import NEEDS_MATPLOTLIB, can_plot, check_folder, check_plot
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types
 from backfill.simulation.progress import SweepProgress
@@ -57,7 +57,7 @@ class SweepOptions:
             check_folder("plot", path)
         console.print(f"[bold]{title}[/bold]")
         if path is None:
-            console.print(f"No plot: it needs {NEEDS}.", highlight=False, markup=False)
+            console.print(f"No plot: it needs {NEEDS_MATPLOTLIB}.", highlight=False, markup=False)
         return path
 
     def end(self, console: Console, path: Path | None, content: Mapping[str, Any]) -> None:

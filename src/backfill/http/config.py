@@ -10,8 +10,7 @@ from pathlib import Path
 from backfill.core.config import at_least
 from backfill.core.errors import ConfigError
 from backfill.core.options import secret
-from backfill.protocol.options import RequestOptions
-from backfill.protocol.response_size import MAX_RESPONSE_TOKENS
+from backfill.protocol.options import MAX_RESPONSE_TOKENS, RequestOptions
 
 # A browser writes a name in Punycode, so nothing but ASCII can match.
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+", re.ASCII | re.IGNORECASE)

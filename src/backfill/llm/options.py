@@ -10,7 +10,7 @@ from pathlib import Path
 
 from backfill.core.config import EngineConfig
 from backfill.core.options import options_of, with_options
-from backfill.generation.chat_template import check_template, read_template
+from backfill.protocol.options import check_template, read_template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from backfill.models.generation_config import GenerationDefaults
 from backfill.preparation.lines import BadLine, BatchLine, LineError
 from backfill.protocol.body_check import BodyCheck
 from backfill.protocol.generation import Generation, GenerationEndpoint
+from backfill.protocol.options import MAX_RESPONSE_TOKENS
 from backfill.protocol.preparer import EngineFacts, RequestContext, RequestPreparer, ServedModel, TextEndpoint
-from backfill.protocol.response_size import MAX_RESPONSE_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

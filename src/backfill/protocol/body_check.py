@@ -12,7 +12,7 @@ from backfill.execution.executor import ExecutorInfo
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.generation import GenerationBody
 from backfill.protocol.generation_fields import GenerationFields
-from backfill.protocol.response_size import MAX_RESPONSE_TOKENS, bounded_max_tokens
+from backfill.protocol.options import MAX_RESPONSE_TOKENS, bounded_max_tokens
 
 # A warning becomes a header, so its length is bounded.
 _MAX_NAMED_FIELDS = 5

@@ -1,4 +1,4 @@
-"""How requests are read, by a server or from a file."""
+"""How requests are read, by a server or from a file, and how large their responses may be."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from backfill.core.config import check_log_level
-from backfill.core.errors import ConfigError
+from backfill.core.errors import ConfigError, RequestError
 from backfill.core.options import check_types
+from backfill.core.sampling import MAX_LOGPROBS
+
+MAX_RESPONSE_TOKENS = 1 << 20  # a response stays in memory until its client has read it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,3 +45,49 @@ class RequestOptions:
         check_log_level(self.log_level)
         if "" in self.served_model_name:
             raise ConfigError("must not be empty.", field="served_model_name")
+
+
+def read_template(path: Path | None) -> str | None:
+    """Read a chat template and check that it parses. Raises: ConfigError."""
+    if path is None:
+        return None
+    try:
+        template = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"`chat_template` {path} cannot be read: {error}.") from error
+    check_template(template, f" {path}")
+    return template
+
+
+def check_template(template: str, which: str = "") -> None:
+    """Raise ConfigError for Jinja source that does not parse."""
+    import jinja2
+
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except jinja2.TemplateSyntaxError as error:
+        if "'generation'" not in str(error):  # a tag that transformers adds
+            raise ConfigError(f"`chat_template`{which}, line {error.lineno}: {error.message}") from error
+
+
+def bounded_max_tokens(
+    requested: int | None, default: int, *, num_choices: int, num_logprobs: int | None, most: int
+) -> int:
+    """``max_tokens`` of each choice, so that choices x max_tokens x (1 + logprobs) is at most ``most``.
+
+    Args:
+        requested: the request's ``max_tokens``; None takes ``default`` or as much of it as is allowed.
+        num_choices: prompts times n.
+        num_logprobs: the request's, not yet checked; a value out of range counts as the nearest allowed one.
+    Raises: RequestError if ``requested`` is too large, or if not even one token is allowed.
+    """
+    num_logprobs = min(MAX_LOGPROBS, max(0, num_logprobs or 0))
+    allowed = most // (num_choices * (1 + num_logprobs))
+    if allowed < 1 or (requested is not None and requested > allowed):
+        raise RequestError(
+            f"The response would be too large: choices x max_tokens x (1 + logprobs) may be at most {most}. "
+            f"With {num_choices} choices and {num_logprobs} logprobs, "
+            f"max_tokens may be {allowed} at most.",
+            param="max_tokens",
+        )
+    return min(default, allowed) if requested is None else requested

@@ -23,12 +23,17 @@ from backfill.generation.generator import GenerationRequest
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.body_check import BodyCheck, refuse_unknown_fields, warning_of
-from backfill.protocol.chat import ChatCompletionRequest, ChatMessage, ConversationFields
+from backfill.protocol.chat import (
+    ChatCompletionRequest,
+    ChatMessage,
+    ConversationFields,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from backfill.protocol.generation import Generation, GenerationBody, GenerationEndpoint, parse_generation
 from backfill.protocol.objectives import Objective
+from backfill.protocol.options import MAX_RESPONSE_TOKENS, bounded_max_tokens
 from backfill.protocol.parsing import parse_body
-from backfill.protocol.response_size import MAX_RESPONSE_TOKENS, bounded_max_tokens
-from backfill.protocol.tokenization import DetokenizeRequest, TokenizeRequest
 from backfill.scheduling.objectives import impossible_objectives, objectives_below_floor
 
 TextEndpoint = Literal["/tokenize", "/detokenize"]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from backfill.core.errors import RequestError
-from backfill.protocol.response_size import MAX_RESPONSE_TOKENS, bounded_max_tokens
+from backfill.protocol.options import MAX_RESPONSE_TOKENS, bounded_max_tokens
 
 
 def bounded(
