@@ -73,7 +73,9 @@ class Server:
 
     def start(self) -> None:
         data_dir = self.folder / str(self.port)
-        options = f"--port {self.port} --no-batch-api --threads 1 --kv-gib 0.25 --data-dir {data_dir}"
+        options = (
+            f"--port {self.port} --threads 1 --kv-gib 0.25 --data-dir {data_dir} {store_options(self.folder)}"
+        )
         with Path(self.folder, f"server-{self.port}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [*_BACKFILL, "serve", self.model, *options.split()],
@@ -99,6 +101,11 @@ class Server:
         return False
 
 
+def store_options(folder: Path) -> str:
+    """Of the router and the servers, which share files and batches."""
+    return f"--batch-database-url sqlite:///{folder}/jobs.db --batch-file-store {folder}/store"
+
+
 class Run:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self._args = args
@@ -117,7 +124,7 @@ class Run:
         port = free_port()
         urls = " ".join(server.url for server in self._servers)
         options = f"--engines {urls} --port {port} --retry-timeout 300 --engine-timeout 60"
-        options += f" --data-dir {self._folder}/router"
+        options += f" --data-dir {self._folder}/router {store_options(self._folder)}"
         with Path(self._folder, "router.log").open("wb") as log:
             router = subprocess.Popen(
                 [*_BACKFILL, "router", *options.split()],

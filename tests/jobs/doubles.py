@@ -10,11 +10,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from backfill.blending.resources import ResourceModel
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.feed import LineSource
 from backfill.jobs.lines import LineResult, completed
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchRecord, BatchStatus, FileRecord
+from backfill.preparation.division import Division
 from backfill.preparation.line_file import LineFile, Prepare
 from backfill.preparation.lines import BatchLine
 from backfill.preparation.messages import START, InputLimits, InputReport, LineSelection
@@ -25,6 +27,7 @@ from backfill.protocol.service import CompletionService, TokenCount
 from tests.api.servers import TIMEOUT_S
 
 OWNER = "owner"
+RESOURCES = ResourceModel(token_s=5.1e-5, prompt_pair_s=1.7e-9, cached_token_s=6.4e-8)
 URL = "/v1/completions"
 # Of every manager. The fixture ``each_database`` changes it.
 DEFAULT_LIMITS: dict[str, Any] = {"batch_min_free_gib": 0}  # no test depends on the free space of the disk
@@ -75,7 +78,8 @@ class InThreadReader:
         return InThreadNames(selection)
 
     def _check(self, path: Path, limits: InputLimits) -> InputReport:
-        with closing(InputCheck(path, limits, BodyCheck())) as check:
+        division = Division("blend", RESOURCES) if limits.divides else None
+        with closing(InputCheck(path, limits, BodyCheck(), division)) as check:
             while not check.advance():
                 pass
             return check.report

@@ -377,8 +377,29 @@ async def test_windows_end_by_the_clock_of_the_database(fleet: Fleet) -> None:
     assert (await ended(behind, batch.id)).status is BatchStatus.EXPIRED
 
 
-async def test_sqlite_is_for_one_server(tmp_path: Path) -> None:
+async def test_servers_on_one_sqlite_database_divide_the_lines_of_a_batch(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, f"sqlite:///{tmp_path / 'jobs.db'}")
+    runners = [InstantRunner() for _ in range(2)]
+    for runner in runners:
+        runner.hold()
+        await fleet.add(runner, num_in_flight=4)
+    front = await fleet.add(has_engine=False)
+    await asyncio.sleep(0.1)  # both have said that they are ready
+    batch = await submit(front, input_of(80))
+    async with asyncio.timeout(TIMEOUT_S):
+        while not all(runner.held for runner in runners):
+            await asyncio.sleep(0.002)
+    for runner in runners:
+        runner.release()
+    await check_completed(front, await ended(front, batch.id), 80)
+    assert set((runners[0].runs + runners[1].runs).values()) == {1}
+    assert min(runner.runs.total() for runner in runners) >= 4
+    await fleet.stop()
+
+
+async def test_sqlite_without_a_place_of_files_is_for_one_server(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, f"sqlite:///{tmp_path / 'jobs.db'}")
+    del fleet.options["batch_file_store"]
     await fleet.add()
     with pytest.raises(ConfigError, match="belongs to another data folder"):
         await fleet.add()

@@ -16,7 +16,6 @@ from backfill.core.errors import BackfillError, NotReady, RequestError
 from backfill.core.request import ServiceClass
 from backfill.engine.tasks import TaskWatch
 from backfill.preparation.client import PreparationClient
-from backfill.preparation.line_file import is_marked
 from backfill.preparation.lines import BadLine, BatchLine
 from backfill.preparation.messages import (
     FromPreparation,
@@ -29,7 +28,6 @@ from backfill.preparation.messages import (
     Loaded,
     PreparationSetup,
     PrepareBody,
-    SplitLines,
     TakeLines,
     ToPreparation,
 )
@@ -173,26 +171,6 @@ async def test_lines_of_a_read_that_was_cancelled_are_read_by_others(
             numbers += [line.number for _, line in await lines.read(2)]
     assert sorted(numbers) == list(range(1, 41))
     lines.close()
-
-
-async def test_shards_cover_a_file_and_are_the_same_in_each_run(
-    client: PreparationClient, tmp_path: Path
-) -> None:
-    path = tmp_path / "in"
-    path.write_bytes(
-        b"".join(input_line(n, body={"prompt": f"{n % 3} is", "max_tokens": 1 + n}) for n in range(30))
-    )
-    found = []
-    for shard in (0, 1, 0, 1):
-        others = await client.split_lines(SplitLines(str(path), 10_000, 2, shard))
-        found.append({number for number in range(40) if is_marked(others, number)})
-    assert found[:2] == found[2:]
-    assert found[0] | found[1] == set(range(1, 31))
-    assert not found[0] & found[1]
-    assert min(map(len, found)) > 3
-    path.write_bytes(input_of(2) + b"{\n")
-    with pytest.raises(BadLine):
-        await client.split_lines(SplitLines(str(path), 10_000, 2, 0))
 
 
 class Child:

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from backfill.preparation import process
-from backfill.preparation.line_file import is_marked
 from backfill.preparation.line_pool import LinePool
 from backfill.preparation.messages import (
     START,
@@ -34,15 +33,14 @@ from backfill.preparation.messages import (
     OnlineTraffic,
     OpenLines,
     PrepareBody,
-    SplitLines,
     TakeLines,
     ToPreparation,
 )
 from backfill.preparation.process import Preparation
 from backfill.protocol.body_check import BodyCheck
-from backfill.protocol.generation import Generation, GenerationBody, parse_generation
+from backfill.protocol.generation import Generation
 from backfill.protocol.preparer import RequestContext, ServedModel
-from tests.jobs.doubles import URL, input_line, input_of
+from tests.jobs.doubles import URL, input_of
 from tests.preparation.facts import FACTS
 from tests.preparation.test_line_file import generation_of
 
@@ -92,9 +90,6 @@ class Preparer:
     def prepare(self, endpoint: str, body: bytes, context: RequestContext) -> object:
         assert body != BODY.work.body or self.may_end.wait(60)
         return generation_of(context)
-
-    def first_prompt(self, endpoint: str, body: bytes) -> tuple[list[int], GenerationBody]:
-        return [1, 2, 3], parse_generation("/v1/completions", body)
 
 
 @pytest.fixture
@@ -188,21 +183,6 @@ def test_changes_of_lines_reach_the_pool_as_they_were_sent(
     channel.commands.put(Job(1, TakeLines("", 1)))
     channel.next_report()
     assert told == changes
-
-
-def test_a_split_says_which_lines_others_have(channel: Channel, preparer: Preparer, tmp_path: Path) -> None:
-    path = tmp_path / "in"
-    path.write_bytes(input_of(9) + b"\n" + input_line(9))
-    found = []
-    for shard in range(3):
-        channel.commands.put(Job(shard, SplitLines(str(path), 1000, 3, shard)))
-        bits = channel.next_report().result
-        found.append({number for number in range(20) if is_marked(bits, number)})
-    everything = {*range(1, 10), 11}
-    own = [everything - others for others in found]
-    assert set.union(*own) == everything
-    assert sum(map(len, own)) == 10
-    assert min(map(len, own)) >= 2
 
 
 def test_a_cancelled_check_stops_reading(channel: Channel, preparer: Preparer, tmp_path: Path) -> None:

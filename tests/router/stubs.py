@@ -193,7 +193,9 @@ async def routing(
         RouterConfig(engines=tuple(engine.url for engine in engines), **values),
         url=url,
         api_keys=ApiKeys(api_keys) if api_keys else None,
-        jobs_config=None if data_dir is None else JobsConfig(data_dir=data_dir, batch_min_free_gib=0.0),
+        jobs_config=None
+        if data_dir is None
+        else JobsConfig(data_dir=data_dir, batch_min_free_gib=0.0).for_several_servers(),
         on_ready=ready.set_result,
     )
     task = asyncio.create_task(server.serve(listener))

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from backfill.api.admission import Admission
 from backfill.api.online_load import OnlineLoad
-from backfill.core.errors import ModelError
 from backfill.engine.messages import StepReport
-from backfill.models.config import ModelConfig
-from backfill.preparation.resources import resources_of
-from backfill.protocol.preparer import EngineFacts
+from backfill.jobs.manager import JobManager
 from backfill.protocol.replica_state import ReplicaState
 
 _MEAN_WEIGHT = 0.2  # of the last step
@@ -33,10 +29,7 @@ class StateReporter:
         self._instance = uuid.uuid4().hex
         self._names = names
         self._digest = model_digest(folder)
-        self._folder = folder
         self._step_s = 0.0
-        self._resources_of: EngineFacts | None = None
-        self._resources: tuple[float, float, float] | None = None
 
     def on_report(self, report: StepReport) -> None:
         """Count a step."""
@@ -47,7 +40,9 @@ class StateReporter:
         else:
             self._step_s += (step.seconds - self._step_s) * (_MEAN_WEIGHT if self._step_s else 1.0)
 
-    def state(self, phase: str, admission: Admission, load: OnlineLoad | None) -> ReplicaState:
+    def state(
+        self, phase: str, admission: Admission, load: OnlineLoad | None, jobs: JobManager | None
+    ) -> ReplicaState:
         """The state but for what the engine's facts tell."""
         state = ReplicaState(
             instance=self._instance,
@@ -58,6 +53,8 @@ class StateReporter:
             step_s=self._step_s if admission.num_open else 0.0,
             num_online=admission.num_open_online,
             num_offline=admission.num_open - admission.num_open_online,
+            num_lines=0 if jobs is None else jobs.num_running,
+            store="" if jobs is None else jobs.store_id,
         )
         if load is None:
             return state
@@ -67,14 +64,6 @@ class StateReporter:
             waiting_prompt_tokens=load.num_waiting_tokens,
             online_tokens=load.num_context_tokens,
         )
-
-    def resources_on(self, facts: EngineFacts) -> tuple[float, float, float] | None:
-        if self._resources_of is not facts:
-            self._resources_of = facts
-            with suppress(ModelError):
-                found = resources_of(facts, ModelConfig.from_folder(self._folder))
-                self._resources = found.token_s, found.prompt_pair_s, found.cached_token_s
-        return self._resources
 
 
 def model_digest(folder: Path) -> str:

@@ -139,7 +139,7 @@ class ServerState:
         """What a router wants to know; None if no router may ask."""
         if self.reporter is None:
             return None
-        state = self.reporter.state(self.phase.value, self.admission, self.online_load)
+        state = self.reporter.state(self.phase.value, self.admission, self.online_load, self.jobs)
         facts = None if self.preparer is None else self.preparer.facts
         if facts is None:
             return state
@@ -149,7 +149,6 @@ class ServerState:
             max_num_seqs=self.engine_config.scheduler.max_num_seqs,
             kv_tokens=facts.info.num_blocks * facts.info.block_size,
             ttft_slo_s=facts.default_slo.ttft_s,
-            resources=self.reporter.resources_on(facts),
         )
 
     def suspend_offline(self, is_suspended: bool) -> None:

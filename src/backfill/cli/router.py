@@ -49,7 +49,8 @@ def router(
     keys = ApiKeys(server.api_key, server.api_key_file) if server.asks_for_keys else None
     listener = bind(server.host, server.port)
     url = url_of(listener)
-    if jobs.batch_api:
+    has_batches = jobs.batch_api and jobs.is_shared
+    if has_batches:
         with interruptible(LOADING):
             check_storage(jobs, url)  # engines may be waited for
 
@@ -70,7 +71,7 @@ def router(
             config,
             url=url,
             api_keys=keys,
-            jobs_config=jobs if jobs.batch_api else None,
+            jobs_config=jobs if has_batches else None,
             on_ready=on_ready,
         )
         return await routing.run(listener)

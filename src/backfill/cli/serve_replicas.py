@@ -89,6 +89,9 @@ def serve_replicas(
     listener = bind(server.host, server.port)
     url = url_of(listener)
     is_on_ray = engine.executor == "ray"
+    if is_on_ray and not jobs.is_shared:
+        jobs = dataclasses.replace(jobs, batch_api=False)  # nodes share no folder that is known
+    jobs = jobs.for_several_servers()
     if jobs.batch_api:
         with interruptible(LOADING):
             check_storage(jobs, url)
@@ -150,7 +153,7 @@ def _server_of(
         api_key_file=None,
         chat_template=None if server.chat_template is None else server.chat_template.absolute(),
     )
-    jobs = dataclasses.replace(jobs, batch_api=False, data_dir=(jobs.data_dir / _FOLDER).absolute())
+    jobs = dataclasses.replace(jobs, data_dir=(jobs.data_dir / _FOLDER).absolute())
     return partial(run_replica, model, server, jobs, engine)
 
 

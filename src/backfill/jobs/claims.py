@@ -1,4 +1,4 @@
-"""Which open batches this server runs, of several on one database."""
+"""Which lines of which open batches this server runs, of several on one database."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ logger = logging.getLogger(__name__)
 # A cancellation at another server is seen so late.
 _LONGEST_PERIOD_S = 1.0
 _RENEWALS_PER_LEASE = 5
-# A server claims batches while those it has are fewer lines than so many times what it may have in flight.
+# A server claims while it has fewer lines than so many times what it may have in flight. The more it has, the
+# better is their order; where others wait for lines, what it has at the end runs while they are idle.
 _LINES_AHEAD = 16
+_LINES_AHEAD_BESIDE_OTHERS = 2
 
 
 class BatchClaims:
-    """Renews the leases of this server, and claims batches while its engine has room for them.
+    """Renews the leases of this server, and claims batches and lines while its engine has room for them.
 
     Batches that another server has taken are given up, and cancellations at other servers are passed on. One
     event loop owns it.
 
     Args:
-        jobs: the batches that this server runs, by id.
+        jobs: the batches, and lines of them, that this server runs, by name.
         begin: runs a batch that was claimed.
         capacity: lines that may be in flight at once; 0 while no engine is ready.
     """
@@ -59,6 +61,7 @@ class BatchClaims:
         self._woken = asyncio.Event()
         self._takes_over_from_s = 0.0  # on the monotonic clock
         self._had_engine_at_s = time.monotonic()
+        self._num_servers = 1  # with an engine
 
     def wake(self) -> None:
         """There may be something to claim, or room for it."""
@@ -93,13 +96,16 @@ class BatchClaims:
             logger.error("leases cannot be released, and end in %g s: %s", self._lease_s, reason_of(error))
 
     async def _renew(self) -> None:
-        held = dict(self._jobs)
-        renewal = await self._storage.threads.database.run(self._leases.renew, list(held))
-        for batch_id, job in held.items():
-            status = renewal.statuses.get(batch_id)
+        held = {job.lease: job for job in self._jobs.values() if job.lease is not None}
+        renewal = await self._storage.threads.database.run(
+            self._leases.renew, list(held), is_ready=self._capacity() > 0
+        )
+        self._num_servers = renewal.num_servers
+        for lease, job in held.items():
+            status = renewal.statuses.get(lease.batch_id)
             if status is None or status.is_final or status is BatchStatus.CANCELLING:
                 job.cancelled.set()
-            elif job.lease is None or renewal.tokens.get(batch_id) != job.lease.token:
+            elif lease not in renewal.held and job.lease is lease:
                 self._give_up(job, "another server has taken it over")
 
     async def _leave_without_engine(self) -> None:
@@ -119,25 +125,39 @@ class BatchClaims:
 
     def _give_up(self, job: OpenBatch, reason: str) -> None:
         if job.task is not None and not job.task.done():
-            logger.warning("%s: given up: %s", job.batch.id, reason)
+            logger.warning("%s: given up: %s", job.name, reason)
             job.task.cancel()
 
     async def _claim(self) -> None:
         while True:
+            max_lines = self._max_lines()
             claimed = await self._storage.threads.database.run(
                 self._storage.store.claim_batch,
-                only_over=not self._has_room(),
+                only_over=max_lines <= 0,
                 takes_over=time.monotonic() >= self._takes_over_from_s,
                 model_names=self._model_names,
-                others_than=list(self._jobs),
+                others_than=[job.batch.id for job in self._jobs.values() if not _may_claim_beside(job)],
+                num_servers=self._num_servers,
+                max_lines=max_lines,
             )
             if claimed is None:
                 return
-            logger.info("%s: claimed, %s", claimed.batch.id, claimed.batch.status.value)
+            what = claimed.batch.status.value
+            if claimed.lease.lines is not None:
+                what = f"{int.from_bytes(claimed.lease.lines, 'little').bit_count()} lines"
+            logger.info("%s: claimed, %s", claimed.batch.id, what)
             self._begin(claimed)
 
-    def _has_room(self) -> bool:
+    def _max_lines(self) -> int:
+        """More lines that this server may have."""
         jobs = self._jobs.values()
         if any(job.batch.status is BatchStatus.VALIDATING for job in jobs):
-            return False  # it may fill the server: how many lines it has is not known yet
-        return sum(job.counts().unfinished for job in jobs) < _LINES_AHEAD * self._capacity()
+            return 0  # it may fill the server: how many lines it has is not known yet
+        ahead = _LINES_AHEAD if self._num_servers == 1 else _LINES_AHEAD_BESIDE_OTHERS
+        return ahead * self._capacity() - sum(job.num_unfinished for job in jobs)
+
+
+def _may_claim_beside(job: OpenBatch) -> bool:
+    """Lines of a batch may be claimed beside others that run; a batch, or what is ended here, not again."""
+    is_ending = job.lease is None or (job.task is not None and job.task.cancelling() > 0)
+    return job.lines is not None and not is_ending

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backfill.blending.requests import OrderName
@@ -36,7 +36,8 @@ class JobsConfig(OrderOptions):
         data_dir: folder of one server: configuration, files, batches, the lock.
         batch_api: serve /v1/files and /v1/batches.
         batch_database_url: SQLAlchemy URL of the job store, SQLite or PostgreSQL. Several servers may share
-            one on PostgreSQL. Default: SQLite in the data folder.
+            one; those on SQLite are of one machine, and name ``batch_file_store`` too. Default: SQLite in the
+            data folder.
         batch_file_store: where files are kept: a folder, or s3://BUCKET/PREFIX. Servers that share a
             database share it. Default: the data folder.
         batch_lease_timeout: seconds after which another server takes over the batches of one that is silent.
@@ -71,6 +72,18 @@ class JobsConfig(OrderOptions):
     max_file_bytes: int = internal(512_000_000)
     max_line_bytes: int = internal(4 << 20)
     max_in_flight: int | None = internal(None)
+
+    @property
+    def is_shared(self) -> bool:
+        """Several servers may have the same database and files; on SQLite those of one machine."""
+        url = self.batch_database_url
+        return url is not None and (not url.startswith("sqlite") or self.batch_file_store is not None)
+
+    def for_several_servers(self) -> JobsConfig:
+        """With the store in the data folder, where none is named, as one that they share."""
+        folder = self.data_dir.absolute()
+        url = self.batch_database_url or f"sqlite:///{folder / 'jobs.db'}"
+        return replace(self, batch_database_url=url, batch_file_store=self.batch_file_store or str(folder))
 
     @property
     def max_stored_bytes(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Tables of files and batches. SQLite is for one server, PostgreSQL also for several."""
+"""Tables of files and batches. Servers on several machines share PostgreSQL, those on one also SQLite."""
 
 from __future__ import annotations
 
@@ -108,13 +108,25 @@ batches = Table(
 # One row: the id of the stores of files that the records belong to.
 folders = Table("data_folder", metadata, Column("id", String(64), primary_key=True))
 
-# Which server runs a batch (leases.py), where several share the database. Times are the database's.
+# Which server runs what (leases.py), where several share the database. Times are the database's. Part 0 is
+# the batch itself, the others are its lines while they run: ``lines`` has a bit for each.
 leases = Table(
     "leases",
     metadata,
     Column("batch_id", String(64), primary_key=True),
+    Column("part", Integer, primary_key=True, autoincrement=False),
+    Column("lines", LargeBinary),
+    Column("num_lines", BigInteger, nullable=False),
     Column("holder", String(64), index=True),
     Column("token", BigInteger, nullable=False),
+    Column("expires_at", Float, nullable=False),
+)
+
+# Servers whose engine is ready, among which lines are divided.
+servers = Table(
+    "servers",
+    metadata,
+    Column("holder", String(64), primary_key=True),
     Column("expires_at", Float, nullable=False),
 )
 
@@ -171,8 +183,7 @@ class FilePlace(Protocol):
     def holds_files(self) -> bool: ...
 
 
-def is_shared(engine: Engine) -> bool:
-    """Whether several servers may use the database at once."""
+def is_postgresql(engine: Engine) -> bool:
     return engine.dialect.name == "postgresql"
 
 
@@ -183,6 +194,7 @@ def open_database(url: str | None, data_dir: Path) -> Engine:
             os.close(os.open(data_dir / "jobs.db", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
         engine = _engine_of(url, data_dir)
         with exclusive_schema(engine) as connection:
+            _drop_earlier_leases(connection)
             metadata.create_all(connection)
             _check_columns(connection)
     except ImportError as error:
@@ -256,20 +268,32 @@ def _parsed(url: str) -> URL:
 def exclusive_schema(engine: Engine) -> Iterator[Connection]:
     """A transaction during which no other server creates tables, or ties the database to its files."""
     with engine.begin() as connection:
-        if is_shared(engine):
-            connection.execute(select(func.pg_advisory_xact_lock(_SCHEMA_LOCK)))
+        _lock(connection, _SCHEMA_LOCK)
         yield connection
 
 
 def lock_inputs(connection: Connection) -> None:
     """Let no other server delete files, or create batches with them, until the transaction has ended."""
-    if is_shared(connection.engine):
-        connection.execute(select(func.pg_advisory_xact_lock(_INPUTS_LOCK)))
+    _lock(connection, _INPUTS_LOCK)
 
 
-def tie_to(engine: Engine, places: Sequence[FilePlace]) -> None:
+def lock_writes(connection: Connection) -> None:
+    """On SQLite, let no other process write until the transaction has ended. PostgreSQL locks rows."""
+    if not is_postgresql(connection.engine):
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def _lock(connection: Connection, number: int) -> None:
+    if is_postgresql(connection.engine):
+        connection.execute(select(func.pg_advisory_xact_lock(number)))
+    else:
+        lock_writes(connection)
+
+
+def tie_to(engine: Engine, places: Sequence[FilePlace]) -> str:
     """Bind the database to its places of files for good. To another database the files would be garbage.
 
+    Returns: the id that they have from now on.
     Raises: ConfigError when one of them is bound to another already. OSError.
     """
     with exclusive_schema(engine) as connection:
@@ -288,14 +312,24 @@ def tie_to(engine: Engine, places: Sequence[FilePlace]) -> None:
             # Before the commit: a later start accepts an id that only a place has, not the reverse.
             for place in places:
                 place.write_id(database_id)
-            return
+            return str(database_id)
         for place, place_id in zip(places, ids, strict=True):
             if place_id != database_id:
                 raise ConfigError(
                     f"`batch_database_url`: the database belongs to another data folder than {place.shown}. "
-                    "Each database has one place of files; servers that share one on PostgreSQL also share "
+                    "Each database has one place of files; servers that share one also share "
                     "`batch_file_store`."
                 )
+        return str(database_id)
+
+
+def _drop_earlier_leases(connection: Connection) -> None:
+    """Leases were of whole batches. They are made again (``leases.add_missing_leases``)."""
+    inspector = inspect(connection)
+    if not inspector.has_table(leases.name):
+        return
+    if not any(column["name"] == "part" for column in inspector.get_columns(leases.name)):
+        leases.drop(connection)
 
 
 def _check_columns(connection: Connection) -> None:

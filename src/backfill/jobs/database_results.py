@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,14 +24,14 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
 from backfill.jobs.blobs import FileStore, FolderStore
-from backfill.jobs.database import batches, is_shared, results, suspects
-from backfill.jobs.leases import Lease, LeaseLost, Leases
+from backfill.jobs.database import batches, is_postgresql, results, suspects
+from backfill.jobs.leases import Lease, LeaseLost, Leases, lock_lease
 from backfill.jobs.lines import LineResult
 from backfill.jobs.private_files import write_all
 from backfill.jobs.records import BatchRecord, LineOutcome, RequestCounts, TokenUsage, new_file_id
 from backfill.jobs.results import ResultLog, ResultsLost, ResultTally
 from backfill.jobs.retry import is_temporary, reason_of
-from backfill.jobs.suspects import LossFile, LossStore
+from backfill.jobs.suspects import LossFile, LossStore, merged
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ class BatchLog(Protocol):
     def done(self) -> bytes: ...
 
     def counts(self, total: int) -> RequestCounts: ...
+
+    def num_undone(self, lines: bytes) -> int: ...
 
     def open(self) -> None: ...
 
@@ -112,7 +115,8 @@ class DatabaseResults:
         return DatabaseResultLog(self.engine, batch.id, _name_of(batch), partial(self._hold, lease))
 
     def losses_of(self, batch: BatchRecord, lease: Lease | None) -> LossRow:
-        return LossRow(self.engine, batch.id, partial(self._hold, lease))
+        lines = None if lease is None else lease.lines
+        return LossRow(self.engine, batch.id, lines, partial(self._hold, lease))
 
     def _hold(self, lease: Lease | None, connection: Connection) -> None:
         if self.leases is not None and lease is not None:
@@ -188,20 +192,15 @@ class DatabaseResultLog(ResultTally):
         line whose row is there already, as after a commit whose answer was lost, is left as it is.
         """
         rows = [self._row(result) for result in results_of_lines]
-        completed = [result for result in results_of_lines if result.outcome is LineOutcome.COMPLETED]
-        usage = sum((result.usage for result in completed), self.usage)
-        changes = {
-            "num_completed": self.num_completed + len(completed),
-            "num_failed": self.num_failed + len(rows) - len(completed),
-            "input_tokens": usage.input_tokens,
-            "cached_tokens": usage.cached_tokens,
-            "output_tokens": usage.output_tokens,
-        }
-        add = (postgresql if is_shared(self._engine) else sqlite).insert(results).on_conflict_do_nothing()
+        dialect = postgresql if is_postgresql(self._engine) else sqlite
+        add = dialect.insert(results).on_conflict_do_nothing().returning(results.c.number)
         with _as_os_errors(), self._engine.begin() as connection:
             self._hold(connection)
-            connection.execute(add, rows)
-            connection.execute(update(batches).where(batches.c.id == self._batch_id).values(**changes))
+            added = set(connection.execute(add, rows).scalars())
+            more = _sums(row for row in rows if row["number"] in added)
+            changes = {name: batches.c[name] + number for name, number in more.items()}
+            if changes:
+                connection.execute(update(batches).where(batches.c.id == self._batch_id).values(**changes))
         for result in results_of_lines:
             self._note(result.line.number, result.outcome is LineOutcome.COMPLETED, result.usage)
 
@@ -235,23 +234,27 @@ class LossRow:
     """Which lines of one batch were lost, for whichever server runs it. A ``LossStore``.
 
     Attributes:
+        lines: those that it may write of, a bit for each; None for all.
         hold: as of ``DatabaseResultLog``.
     """
 
     engine: Engine
     batch_id: str
+    lines: bytes | None
     hold: Callable[[Connection], None]
 
     def read(self) -> bytes | None:
-        query = select(suspects.c.losses).where(suspects.c.batch_id == self.batch_id)
         with _as_os_errors(), self.engine.connect() as connection:
-            return connection.execute(query).scalar()
+            return self._read(connection)
 
     def write(self, content: bytes) -> None:
         """Another server that has the batch now counts losses of its own: nothing is written then."""
         try:
             with _as_os_errors(), self.engine.begin() as connection:
+                lock_lease(connection, self.batch_id)  # other servers may write of other lines
                 self.hold(connection)
+                if self.lines is not None:
+                    content = merged(self._read(connection), content, self.lines)
                 self._delete(connection)
                 row = {"batch_id": self.batch_id, "losses": content}
                 connection.execute(insert(suspects), row)
@@ -261,8 +264,22 @@ class LossRow:
     def delete(self) -> None:
         """The transaction that ends the batch deletes the row."""
 
+    def _read(self, connection: Connection) -> bytes | None:
+        query = select(suspects.c.losses).where(suspects.c.batch_id == self.batch_id)
+        return connection.execute(query).scalar()
+
     def _delete(self, connection: Connection) -> None:
         connection.execute(delete(suspects).where(suspects.c.batch_id == self.batch_id))
+
+
+def _sums(rows: Iterable[dict[str, Any]]) -> Counter[str]:
+    """What results add to the columns of their batch."""
+    sums = Counter[str]()
+    for row in rows:
+        sums["num_completed" if row["is_completed"] else "num_failed"] += 1
+        for name in ("input_tokens", "cached_tokens", "output_tokens"):
+            sums[name] += row[name]
+    return sums
 
 
 def _name_of(batch: BatchRecord) -> str:

@@ -81,6 +81,11 @@ class Feeder:
         self._may_have_suspects = False
         self._fills_soon = False
 
+    @property
+    def num_running(self) -> int:
+        """Lines with the runner."""
+        return self._num_running
+
     def set_capacity(self, capacity: int) -> None:
         """At 0 no line starts; lines that run go on."""
         self._capacity = capacity

@@ -37,6 +37,7 @@ from backfill.jobs.retry import append_with_retries, retry_delays_s
 from backfill.jobs.storage import JobStorage
 from backfill.jobs.store import counts_changes
 from backfill.jobs.suspects import Suspects
+from backfill.preparation.line_file import complement, union
 from backfill.preparation.lines import BadLine, LineError
 from backfill.preparation.messages import InputLimits, InputReport, LineSelection
 
@@ -110,10 +111,16 @@ class BatchDriver:
             async with self._checking:
                 if not await self._validate(job):
                     return
+            if job.lease is None and self.storage.is_shared:  # any server runs the lines
+                return
         log = self.log_of(job.batch, job.lease)
         await self.storage.threads.results.run(log.open)
         job.log = log
         job.has_counts = True
+        if job.lines is not None:
+            await self._run_lines(job)
+            await self._end_lines(job)
+            return
         if job.batch.status is BatchStatus.IN_PROGRESS:
             await self._feed(job)
         elif job.batch.status is BatchStatus.FINALIZING and job.batch.expired_at is None:
@@ -143,7 +150,11 @@ class BatchDriver:
         changes = {"in_progress_at": stamp, "model": model, **counts_changes(counts, TokenUsage())}
         logger.info("%s: %d lines", job.batch.id, report.total)
         job.batch = dataclasses.replace(job.batch, request_counts=counts)
-        is_begun = await self._change(job, BatchStatus.IN_PROGRESS, changes, [BatchStatus.VALIDATING])
+        is_begun = await self._change(
+            job, BatchStatus.IN_PROGRESS, changes, [BatchStatus.VALIDATING], parts=report.parts
+        )
+        if report.parts:
+            job.lease = None
         self.on_validated()
         return is_begun
 
@@ -154,6 +165,7 @@ class BatchDriver:
             model_names=tuple(self.model_names),
             max_lines=self.storage.config.batch_max_lines,
             max_line_bytes=self.storage.config.max_line_bytes,
+            divides=self.storage.is_shared,
         )
         path = str(await self._input_path(job))
         check = asyncio.ensure_future(self.reader.check_input(path, limits))
@@ -193,7 +205,7 @@ class BatchDriver:
             job.batch = dataclasses.replace(job.batch, status=BatchStatus.CANCELLING)
 
     async def _run_lines(self, job: OpenBatch) -> None:
-        num_lines = job.counts().unfinished
+        num_lines = job.num_unfinished
         if num_lines == 0:
             return
         suspects = self._suspects_of(job)
@@ -223,6 +235,12 @@ class BatchDriver:
             except FileNotFoundError:
                 raise _InputMissing from None
 
+    async def _end_lines(self, job: OpenBatch) -> None:
+        """Give lines without a result, if there are any, back to whoever ends the batch."""
+        lease, job.lease = job.lease, None  # not renewed any more
+        assert lease is not None, "lines are leased"
+        await self.storage.query_with_retries(self.storage.store.end_lines, lease)
+
     async def _finish(self, job: OpenBatch) -> None:
         """From FINALIZING or CANCELLING to the end: every line gets its result, the files become readable."""
         if job.batch.status is BatchStatus.CANCELLING:
@@ -249,7 +267,11 @@ class BatchDriver:
             raise _InputMissing from None
 
     async def _fail(self, job: OpenBatch, reason: LineError) -> None:
-        """End as failed, with the results there are."""
+        """End as failed, with the results there are. Lines are given back: their batch fails later."""
+        if job.lines is not None:
+            if job.lease is not None:
+                await self._end_lines(job)
+            return
         log = self.log_of(job.batch, job.lease)
         with contextlib.suppress(ForeignResults):
             await self.storage.threads.results.run(log.open)
@@ -307,10 +329,11 @@ class BatchDriver:
         return Suspects(self.storage.results.losses_of(job.batch, job.lease), job.batch.id)
 
     def _unfinished_lines(self, job: OpenBatch, path: Path) -> LineSelection:
+        not_here = b"" if job.lines is None else complement(job.lines)
         return LineSelection(
             path=str(path),
             max_line_bytes=self.storage.config.max_line_bytes,
-            done=job.log.done,
+            done=union(job.log.done, not_here),
             complete_by_s=job.deadline_s,
             owner=job.batch.owner,
             spool_folder=str(self.storage.config.data_dir),
@@ -328,6 +351,7 @@ class BatchDriver:
         changes: Mapping[str, Any],
         only_from: Collection[BatchStatus],
         new_files: Sequence[FileRecord] = (),
+        parts: Sequence[bytes] = (),
     ) -> bool:
         """Compare and set the status, with retries. Returns: whether it is set."""
         row = {"status": status.value, **changes}
@@ -338,6 +362,7 @@ class BatchDriver:
             only_from=only_from,
             new_files=new_files,
             lease=job.lease,
+            parts=parts,
         ):
             return False
         stamps = {name: value for name, value in changes.items() if name.endswith("_at")}

@@ -27,11 +27,12 @@ from backfill.jobs.results import ForeignResults, ResultLog
 from backfill.jobs.suspects import LossFile, Suspects
 from backfill.jobs.threads import ThreadPool
 from backfill.models.config import ModelConfig
-from backfill.preparation.line_file import union
+from backfill.preparation.division import Division
+from backfill.preparation.line_file import complement, union
 from backfill.preparation.lines import BadLine, LineError
-from backfill.preparation.messages import InputLimits, LineSelection, PreparationSetup, SplitLines
+from backfill.preparation.messages import InputLimits, LineSelection, PreparationSetup
 from backfill.preparation.readers import PreparedLines
-from backfill.preparation.resources import resources_of
+from backfill.preparation.resources import resources_of, typical_resources
 from backfill.preparation.serving import ServingProcesses
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.preparer import EngineFacts
@@ -106,6 +107,7 @@ class LocalRun:
         self._engine_config = engine_config
         self._num_shards = num_shards
         self._shard = shard
+        self._of_others = b""  # bits of the lines of other shards
         client = EngineClient(engine_config, log_level=setup.log_level, on_report=self._on_report)
         self._processes = ServingProcesses(client, setup)
         self._stop_asked = asyncio.Event()
@@ -216,7 +218,12 @@ class LocalRun:
                 "--served-model-name gives it other names."
             ),
         )
-        with contextlib.closing(InputCheck(self._input_path, limits, self._setup.line_check)) as check:
+        division = None
+        if self._num_shards > 1:
+            model = ModelConfig.from_folder(self._setup.model.folder)
+            division = Division("blend", typical_resources(model))  # whatever the order: all runs agree
+        check = InputCheck(self._input_path, limits, self._setup.line_check, division)
+        with contextlib.closing(check):
             while not self._stop_asked.is_set() and not await self._threads.run(check.advance):
                 pass
         if check.report.errors:
@@ -225,7 +232,12 @@ class LocalRun:
             logger.warning("%s: %s", self._input_path, check.report.warning)
         self._total = check.report.total
         name = await self._threads.run(digest_of, self._input_path)
-        return name if self._num_shards == 1 else f"{name}-{self._shard}-of-{self._num_shards}"
+        if division is None:
+            return name
+        part = (await self._threads.run(division.parts_of, self._num_shards))[self._shard]
+        self._of_others = complement(part)
+        self._total = int.from_bytes(part, "little").bit_count()
+        return f"{name}-part-{self._shard}-of-{self._num_shards}"
 
     def _open_results(self, name: str, stack: contextlib.ExitStack) -> None:
         for path in dict.fromkeys(self._result_paths):
@@ -245,32 +257,21 @@ class LocalRun:
         stopping = asyncio.create_task(self._stop_asked.wait())
         self._processes.preparation.start()
         try:
-            if self._num_shards > 1 and self.num_resumed:
-                # All may be done: whether the engine is needed is known once the input is split.
-                of_others = await self._split(stopping)
-                if of_others is not None and self.counts.unfinished > 0:
-                    await self._run_lines(stopping, of_others)
-            else:
-                await self._run_lines(stopping)
+            await self._run_lines(stopping)
         finally:
             stopping.cancel()
             await self._processes.preparation.stop()
 
-    async def _run_lines(self, stopping: asyncio.Task[bool], of_others: bytes | None = None) -> None:
-        """``of_others``: the bits of other shards' lines; None where the input is not split yet."""
+    async def _run_lines(self, stopping: asyncio.Task[bool]) -> None:
         self.phase = "loading the model"
         engine = self._processes.start(on_ready=self._on_engine_ready, on_lost=self._on_engine_lost)
         try:
-            if self._num_shards > 1 and of_others is None:
-                of_others = await self._split(stopping, engine)
-                if of_others is None:
-                    return
-            await self._feed(engine, stopping, of_others or b"")
+            await self._feed(engine, stopping)
         finally:
             # After a stop nothing is left to save.
             await self._processes.stop_engine(at_once=self.is_stopping)
 
-    async def _feed(self, engine: asyncio.Task[None], stopping: asyncio.Task[bool], of_others: bytes) -> None:
+    async def _feed(self, engine: asyncio.Task[None], stopping: asyncio.Task[bool]) -> None:
         """Run lines until all have results, a stop is asked for, or the engine cannot go on."""
         assert self._log is not None
         self._num_to_run = self.counts.unfinished
@@ -278,7 +279,7 @@ class LocalRun:
             LineSelection(
                 path=str(self._input_path),
                 max_line_bytes=_MAX_LINE_BYTES,
-                done=union(self._log.done, of_others),
+                done=union(self._log.done, self._of_others),
                 spool_folder=str(self._result_paths[0].parent),
                 min_free_bytes=_MIN_FREE_BYTES,
             )
@@ -315,33 +316,6 @@ class LocalRun:
                 feed.finished.result()
         elif engine.done():
             engine.result()
-
-    async def _split(
-        self, stopping: asyncio.Task[bool], engine: asyncio.Task[None] | None = None
-    ) -> bytes | None:
-        """The bits of other shards' lines; None if the run ends before they are known."""
-        self.phase = "splitting the input"
-        split = asyncio.ensure_future(
-            self._processes.preparation.split_lines(
-                SplitLines(str(self._input_path), _MAX_LINE_BYTES, self._num_shards, self._shard)
-            )
-        )
-        try:
-            ends: set[asyncio.Future[Any]] = {split, stopping}
-            await asyncio.wait(ends | ({engine} if engine else set()), return_when=asyncio.FIRST_COMPLETED)
-            if not split.done():
-                if engine is not None and engine.done():
-                    engine.result()
-                return None
-            with self._input_unchanged():
-                of_others = split.result()
-        finally:
-            split.cancel()
-            await asyncio.gather(split, return_exceptions=True)
-        self._total -= int.from_bytes(of_others, "little").bit_count()
-        self.phase = "loading the model"
-        self._estimate()
-        return of_others
 
     @contextlib.contextmanager
     def _input_unchanged(self) -> Iterator[None]:

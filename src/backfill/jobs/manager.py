@@ -74,7 +74,7 @@ class JobManager:
     another owner's files and batches.
 
     Args:
-        reader: of input files.
+        reader: of input files; without one this server runs no batch, and others on its database do.
         model_names: what lines may call the model.
         url: of the server, shown to a second server on the same folder.
         on_event: counts results.
@@ -85,9 +85,9 @@ class JobManager:
     def __init__(
         self,
         config: JobsConfig,
-        reader: InputReader,
+        reader: InputReader | None,
         *,
-        model_names: Sequence[str],
+        model_names: Sequence[str] = (),
         url: str = "",
         on_event: JobObserver | None = None,
         runner: LineRunner | None = None,
@@ -129,37 +129,41 @@ class JobManager:
         try:
             self._storage = await JobStorage.open(self.config, self._threads, self.now)
             self._uploads = Uploads(self._storage)
-            self._driver = BatchDriver(
-                self._storage,
-                self._feeder,
-                self._reader,
-                model_names=self._model_names,
-                on_lines=self._count,
-                num_queued_lines=self._num_queued_lines,
-                on_validated=self._wake_claims,
-            )
-            batches = await self._storage.query_with_retries(self._storage.store.open_batches)
-            suspects = self.config.data_dir / SUSPECTS_FOLDER
-            await self._threads.results.run(sweep_suspects, suspects, {batch.id for batch in batches})
-            if self._storage.store.leases is None:
-                for batch in batches:
-                    logger.info("%s: resumed, %s", batch.id, batch.status.value)
-                    self._begin(batch)
-            else:
-                self._claims = BatchClaims(
-                    self._storage,
-                    self._storage.store.leases,
-                    self._jobs,
-                    begin=self._begin_claimed,
-                    capacity=lambda: self._capacity,
-                    model_names=self._model_names,
-                )
-                self._claiming = self._tasks.start(self._claims.run(), "batch-claims")
+            if self._reader is not None:
+                await self._start_running(self._reader)
         except BaseException:
             self._lock.release()
             raise
         self._is_open = True
         self._sweeper = self._tasks.start(self._sweep(), "sweeper")
+
+    async def _start_running(self, reader: InputReader) -> None:
+        self._driver = BatchDriver(
+            self._storage,
+            self._feeder,
+            reader,
+            model_names=self._model_names,
+            on_lines=self._count,
+            num_queued_lines=self._num_queued_lines,
+            on_validated=self._wake_claims,
+        )
+        batches = await self._storage.query_with_retries(self._storage.store.open_batches)
+        suspects = self.config.data_dir / SUSPECTS_FOLDER
+        await self._threads.results.run(sweep_suspects, suspects, {batch.id for batch in batches})
+        if self._storage.store.leases is None:
+            for batch in batches:
+                logger.info("%s: resumed, %s", batch.id, batch.status.value)
+                self._begin(batch)
+            return
+        self._claims = BatchClaims(
+            self._storage,
+            self._storage.store.leases,
+            self._jobs,
+            begin=self._begin_claimed,
+            capacity=lambda: self._capacity,
+            model_names=self._model_names,
+        )
+        self._claiming = self._tasks.start(self._claims.run(), "batch-claims")
 
     async def pause(self) -> None:
         """Stop feeding at once. Lines in flight run again after the next start, or on another server.
@@ -211,25 +215,31 @@ class JobManager:
         self._set_capacity(self.config.max_in_flight or 2 * max_num_seqs)
         self._wake_claims()
 
-    def feed(self, capacity: int) -> None:
-        """Let so many lines be with the runner at once; with 0 no line starts. For a runner of one's own."""
-        if not self._is_paused:
-            self._feeder.set_capacity(capacity)
-
     def engine_lost(self) -> None:
         self._service = None
         self._set_capacity(0)
+
+    @property
+    def store_id(self) -> str:
+        """The same for servers that share files and batches, once it has started."""
+        return self._storage.store_id
+
+    @property
+    def num_running(self) -> int:
+        """Lines in the engine."""
+        return self._feeder.num_running
 
     def now(self) -> int:
         return int(self._wall())
 
     def snapshot(self) -> JobsSnapshot:
         jobs = self._jobs.values()
-        queued = {job.batch.id: job.counts().unfinished for job in jobs}
-        ages = [self._wall() - job.batch.created_at for job in jobs if queued[job.batch.id]]
+        num_queued = {job.name: job.num_unfinished for job in jobs}
+        ages = [self._wall() - job.batch.created_at for job in jobs if num_queued[job.name]]
+        statuses = {job.batch.id: job.batch.status for job in jobs}
         return JobsSnapshot(
-            jobs_by_status=Counter(job.batch.status for job in jobs),
-            num_lines_queued=sum(queued.values()),
+            jobs_by_status=Counter(statuses.values()),
+            num_lines_queued=sum(num_queued.values()),
             oldest_line_s=max(0.0, *ages) if ages else 0.0,
             least_slack_s=min((job.deadline_s - time.monotonic() for job in jobs), default=None),
         )
@@ -312,7 +322,7 @@ class JobManager:
         logger.info("%s: created for %s, window %s", batch.id, input_file_id, completion_window)
         if self._claims is not None:
             self._claims.wake()
-        elif not self._is_paused:  # else the next start begins it
+        elif self._reader is not None and not self._is_paused:  # else the next start begins it
             self._begin(batch)
         return batch
 
@@ -345,9 +355,9 @@ class JobManager:
                 changes,
                 only_from=[batch.status],
             ):
-                job = self._jobs.get(batch_id)
-                if job is not None:
-                    job.cancelled.set()
+                for job in self._jobs.values():
+                    if job.batch.id == batch_id:
+                        job.cancelled.set()
                 logger.info("%s: cancelled by its owner while %s", batch_id, batch.status.value)
 
     def _begin_claimed(self, claim: Claim) -> None:
@@ -356,20 +366,20 @@ class JobManager:
     def _begin(self, batch: BatchRecord, lease: Lease | None = None, now_s: float | None = None) -> None:
         log = self._driver.log_of(batch, lease)
         job = OpenBatch(batch, log, self._wall() if now_s is None else now_s, lease)
-        self._jobs[batch.id] = job
+        self._jobs[job.name] = job
         if batch.status is BatchStatus.CANCELLING:
             job.cancelled.set()
         job.task = self._tasks.start(self._driver.drive(job), "batch-driver")
-        job.task.add_done_callback(partial(self._forget, batch.id))
+        job.task.add_done_callback(partial(self._forget, job.name))
 
-    def _forget(self, batch_id: str, task: asyncio.Task[None]) -> None:
-        job = self._jobs.pop(batch_id)
+    def _forget(self, name: str, task: asyncio.Task[None]) -> None:
+        job = self._jobs.pop(name)
         if self._storage.blobs.copies_inputs:
             self._tasks.start(
                 self._threads.results.run(self._storage.blobs.release, job.input_user), "release"
             )
         if not task.cancelled() and task.exception() is not None:  # TaskWatch has logged it
-            logger.error("%s: stays as it is until the next start", batch_id)
+            logger.error("%s: stays as it is until the next start", name)
         if not self._is_paused:
             self._wake_claims()
 
@@ -383,7 +393,7 @@ class JobManager:
 
     async def _num_queued_lines(self, owner: str) -> int:
         """Unfinished lines of an owner's open batches whose counts are known."""
-        if self._claims is not None:
+        if self._storage.is_shared:
             return await self._storage.query_with_retries(self._storage.store.num_queued_lines, owner)
         jobs = [job for job in self._jobs.values() if job.batch.owner == owner and job.has_counts]
         return sum(job.counts().unfinished for job in jobs)
@@ -396,8 +406,11 @@ class JobManager:
             self._observer.on_lines(outcome, num_lines, usage)
 
     def _with_counts(self, batch: BatchRecord) -> BatchRecord:
-        """The batch with the counts of its result files; the database gets them when it ends."""
-        job = self._jobs.get(batch.id)
+        """The batch with the counts of its result files, which the database gets when it ends.
+
+        Where servers share it, it always has them.
+        """
+        job = None if self._storage.is_shared else self._jobs.get(batch.id)
         if job is None or batch.status.is_final or batch.status is BatchStatus.VALIDATING:
             return batch
         counts = job.log.counts(batch.request_counts.total)
@@ -409,7 +422,7 @@ class JobManager:
         while True:
             try:
                 await self._delete_expired()
-                if self._claims is not None and time.monotonic() >= next_garbage_s:
+                if self._storage.is_shared and time.monotonic() >= next_garbage_s:
                     next_garbage_s = time.monotonic() + _GARBAGE_INTERVAL_S
                     await self._storage.sweep_garbage()
             except Exception:

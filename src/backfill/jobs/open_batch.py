@@ -40,10 +40,14 @@ class InputReader(Protocol):
 
 
 class OpenBatch:
-    """An open batch in memory.
+    """An open batch in memory, or some of its lines.
 
-    The deadline is on the monotonic clock: a change of the wall clock ends no batch early. ``lease`` is None
-    where one server has all batches.
+    The deadline is on the monotonic clock: a change of the wall clock ends no batch early.
+
+    Attributes:
+        lease: None where one server has all batches, and for lines that have ended.
+        lines: a bit for each that this job runs; None for a job of the whole batch.
+        name: unique among the jobs of a server.
     """
 
     def __init__(self, batch: BatchRecord, log: BatchLog, wall_s: float, lease: Lease | None = None) -> None:
@@ -55,11 +59,17 @@ class OpenBatch:
         self.has_counts = batch.status is BatchStatus.VALIDATING
         self.deadline_s = time.monotonic() + batch.expires_at - wall_s
         self.task: asyncio.Task[None] | None = None
+        self.lines = None if lease is None else lease.lines
+        self.name = batch.id
+        if lease is not None and lease.lines is not None:
+            self.name = f"{batch.id}-{lease.parts[0]}"
+        # To the file store; the next one that runs the batch is another.
+        self.input_user = f"{self.name}-{0 if lease is None else lease.token}"
 
     @property
-    def input_user(self) -> str:
-        """To the file store; the next one that runs the batch is another."""
-        return f"{self.batch.id}-{0 if self.lease is None else self.lease.token}"
+    def num_unfinished(self) -> int:
+        """Lines of this job without a result."""
+        return self.counts().unfinished if self.lines is None else self.log.num_undone(self.lines)
 
     def counts(self) -> RequestCounts:
         return self.log.counts(self.batch.request_counts.total)

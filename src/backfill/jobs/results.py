@@ -87,6 +87,10 @@ class ResultTally:
         """A bit for each line that has a result: that of line i is bit i % 8 of byte i // 8."""
         return bytes(self._done)
 
+    def num_undone(self, lines: bytes) -> int:
+        """Of these lines, which are a bit each."""
+        return (int.from_bytes(lines, "little") & ~int.from_bytes(self._done, "little")).bit_count()
+
     def counts(self, total: int) -> RequestCounts:
         return RequestCounts(total, self.num_completed, self.num_failed)
 

@@ -17,12 +17,12 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from backfill.core.errors import ConfigError
 from backfill.jobs.blobs import FileStore, FolderStore
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.database import exclusive_schema, is_shared, open_database, shown_url, tie_to
+from backfill.jobs.database import exclusive_schema, open_database, shown_url, tie_to
 from backfill.jobs.database_results import DatabaseResults, FileResults, ResultStore
 from backfill.jobs.errors import Busy
 from backfill.jobs.leases import Leases, add_missing_leases
 from backfill.jobs.object_store import ObjectStore, open_file_store
-from backfill.jobs.private_files import make_private
+from backfill.jobs.private_files import make_private, write_durably
 from backfill.jobs.retry import is_temporary, reason_of, retry_delays_s
 from backfill.jobs.store import JobStore
 from backfill.jobs.threads import JobThreads, until_done
@@ -34,6 +34,7 @@ Result = TypeVar("Result")
 
 
 SUSPECTS_FOLDER = "suspects"
+_HOLDER_FILE = "holder"
 # A database or an object store that does not answer at the start is an error.
 OPEN_TIMEOUT_S = 25.0
 # A client that reads waits no longer for a database that hangs. A change waits: nobody else can know its end.
@@ -49,6 +50,7 @@ class JobStorage:
         blobs: the contents of files.
         results: of open batches.
         is_shared: other servers may use the database and the files too.
+        store_id: of the database and the files.
     """
 
     config: JobsConfig
@@ -58,6 +60,7 @@ class JobStorage:
     blobs: FileStore
     results: ResultStore
     is_shared: bool
+    store_id: str
 
     @classmethod
     async def open(cls, config: JobsConfig, threads: JobThreads, now: Callable[[], int]) -> JobStorage:
@@ -73,7 +76,9 @@ class JobStorage:
         engine = await _within(threads, threads.database.run(open_database, url, data_dir), database)
         blobs = open_file_store(config.batch_file_store, data_dir)
         try:
-            store = await _within(threads, threads.results.run(_tie, engine, blobs, config), blobs.shown)
+            store, store_id = await _within(
+                threads, threads.results.run(_tie, engine, blobs, config), blobs.shown
+            )
             storage = cls(
                 config,
                 threads,
@@ -81,7 +86,8 @@ class JobStorage:
                 store,
                 blobs,
                 _results_of(engine, blobs, store, data_dir),
-                is_shared(engine),
+                store.leases is not None,
+                store_id,
             )
             known = None
             if not storage.is_shared and isinstance(blobs, FolderStore):
@@ -154,23 +160,38 @@ def _note_late(reading: asyncio.Future[Any]) -> None:
         reading.exception()
 
 
-def _tie(engine: Engine, blobs: FolderStore | ObjectStore, config: JobsConfig) -> JobStore:
-    """Raises: ConfigError, OSError."""
+def _tie(engine: Engine, blobs: FolderStore | ObjectStore, config: JobsConfig) -> tuple[JobStore, str]:
+    """The records, and their id. Raises: ConfigError, OSError."""
+    is_shared = config.is_shared
     places: list[FolderStore | ObjectStore] = [blobs]
-    if not is_shared(engine) and blobs.is_given:
+    if not is_shared and blobs.is_given:
         places.append(FolderStore(config.data_dir))  # so that no second server opens the database
-    tie_to(engine, places)
-    if not is_shared(engine):
-        return JobStore(engine)
+    store_id = tie_to(engine, places)
+    if not is_shared:
+        return JobStore(engine), store_id
     with exclusive_schema(engine) as connection:
         add_missing_leases(connection)
-    return JobStore(engine, Leases(engine, uuid.uuid4().hex, config.batch_lease_timeout))
+    return JobStore(engine, _leases(engine, config)), store_id
+
+
+def _leases(engine: Engine, config: JobsConfig) -> Leases:
+    """Of this server. What the last one on its data folder held is released: that one has ended.
+
+    Raises: OSError.
+    """
+    path = config.data_dir / _HOLDER_FILE
+    last = path.read_text().strip() if path.exists() else ""
+    leases = Leases(engine, uuid.uuid4().hex, config.batch_lease_timeout)
+    write_durably(path, f"{leases.holder}\n".encode())
+    if last:
+        leases.release_all(last)
+    return leases
 
 
 def _results_of(
     engine: Engine, blobs: FolderStore | ObjectStore, store: JobStore, data_dir: Path
 ) -> ResultStore:
-    if isinstance(blobs, FolderStore) and not is_shared(engine):
+    if isinstance(blobs, FolderStore) and store.leases is None:
         return FileResults(blobs, data_dir / SUSPECTS_FOLDER)
     return DatabaseResults(engine, blobs, store.leases)
 

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Engine, RowMapping, Table, delete, func, inse
 
 from backfill.jobs.database import batches, files, lock_inputs, results, suspects
 from backfill.jobs.errors import Conflict, NotFound, TooMany
-from backfill.jobs.leases import Lease, Leases, add_lease, delete_lease, lock_lease
+from backfill.jobs.leases import WHOLE, Lease, Leases, add_lease, delete_lease, lock_lease
 from backfill.jobs.records import (
     OPEN_STATUSES,
     BatchRecord,
@@ -29,7 +29,7 @@ _OPEN = [status.value for status in OPEN_STATUSES]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claim:
-    """A batch that this server is to run. ``now_s`` is the database's time, in Unix seconds."""
+    """A batch that this server is to run, or lines of one. ``now_s`` is the database's Unix time."""
 
     batch: BatchRecord
     lease: Lease
@@ -144,13 +144,18 @@ class JobStore:
             return [_batch(row) for row in connection.execute(query).mappings()]
 
     def claim_batch(self, **options: Any) -> Claim | None:
-        """Claim an open batch that no server holds. ``options`` of ``Leases.claim``."""
+        """Claim an open batch that no server holds, or lines of one. ``options`` of ``Leases.claim``."""
         assert self.leases is not None
         claimed = self.leases.claim(**options)
         if claimed is None:
             return None
         lease, row = claimed
         return Claim(_batch(row), lease, row["now_s"])
+
+    def end_lines(self, lease: Lease) -> None:
+        """A lease of lines has ended; those without a result are for whoever ends the batch."""
+        assert self.leases is not None
+        self.leases.end_lines(lease)
 
     def num_queued_lines(self, owner: str) -> int:
         """Unfinished lines of an owner's open batches, of which servers that share the database run some."""
@@ -167,6 +172,7 @@ class JobStore:
         only_from: Collection[BatchStatus],
         new_files: Sequence[FileRecord] = (),
         lease: Lease | None = None,
+        parts: Sequence[bytes] = (),
     ) -> bool:
         """Apply ``changes`` (column values) and add files, if the batch has one of the statuses.
 
@@ -174,7 +180,8 @@ class JobStore:
         status already: an earlier attempt may have been committed without an answer.
 
         With ``lease`` the change is its holder's. Raises: LeaseLost. A batch that has ended has no lease, and
-        its results are in its files.
+        its results are in its files. ``parts`` of its lines are for any server to claim, and the lease is
+        released.
         """
         current = select(batches.c.status).where(batches.c.id == batch_id)
         statement = (
@@ -196,6 +203,9 @@ class JobStore:
                     for table in (results, suspects):
                         connection.execute(delete(table).where(table.c.batch_id == batch_id))
                     delete_lease(connection, batch_id)
+                elif parts and self.leases is not None and lease is not None:
+                    add_lease(connection, batch_id, parts, first=WHOLE + 1)
+                    self.leases.release_in(connection, lease)
                 return True
             connection.rollback()
             return False

@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from backfill.jobs.private_files import make_folder, write_durably
+from backfill.preparation.line_file import is_marked
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,15 @@ class Suspects:
         """Raises: OSError."""
         if self.store is not None:
             self.store.delete()
+
+
+def merged(saved: bytes | None, content: bytes, lines: bytes) -> bytes:
+    """``content``, with what was saved of other lines than ``lines``, which has a bit for each line."""
+    own = msgspec.json.decode(content, type=_Saved)
+    before = _Saved(own.name, {}) if saved is None else msgspec.json.decode(saved, type=_Saved)
+    others = {number: losses for number, losses in before.lines.items() if not is_marked(lines, number)}
+    found = {number: losses for number, losses in own.lines.items() if is_marked(lines, number)}
+    return msgspec.json.encode(_Saved(own.name, others | found))
 
 
 def sweep(folder: Path, names: Collection[str]) -> None:

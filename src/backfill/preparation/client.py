@@ -19,7 +19,6 @@ from backfill.preparation.messages import (
     PreparationSetup,
     PrepareBody,
     Result,
-    SplitLines,
 )
 from backfill.preparation.readers import LineNames, LineReaders, PreparedLines
 from backfill.preparation.supervisor import PreparationSupervisor
@@ -113,13 +112,6 @@ class PreparationClient:
     async def check_input(self, path: str, limits: InputLimits) -> InputReport:
         """Check an input file. Cancelling stops the reading. Raises: OSError, PreparationDied."""
         return await self.files.ask(CheckInput(path, limits), InputReport)
-
-    async def split_lines(self, wanted: SplitLines) -> bytes:
-        """The bits of the lines that are not a shard's. Cancelling stops the reading.
-
-        Raises: BadLine, OSError, PreparationDied; RequestError for a file with too many lines.
-        """
-        return await self.files.ask(wanted, bytes)
 
     def open_lines(self, selection: LineSelection) -> PreparedLines:
         """The lines of a file, prepared, in the order of ``setup``. Close it after use."""

@@ -120,6 +120,11 @@ def mark(bits: bytearray, number: int) -> None:
     bits[byte] |= 1 << bit
 
 
+def complement(lines: bytes) -> bytes:
+    """The bits of all other lines, as far as ``lines`` goes."""
+    return bytes(byte ^ 0xFF for byte in lines)
+
+
 def union(some: bytes, others: bytes) -> bytes:
     """The bits of lines in either."""
     num_bytes = max(len(some), len(others))

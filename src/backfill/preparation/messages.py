@@ -58,6 +58,7 @@ class InputLimits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         endpoint: every line's url must be this; None allows every batch endpoint.
         model_names: names that lines may use for the model; ``model_hint`` is added to the error for another.
+        divides: its lines are divided into parts, for several servers.
     """
 
     endpoint: str | None
@@ -65,6 +66,7 @@ class InputLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_lines: int
     max_line_bytes: int
     model_hint: str = ""
+    divides: bool = False
 
 
 class InputReport(msgspec.Struct, tag=True, frozen=True):
@@ -74,12 +76,14 @@ class InputReport(msgspec.Struct, tag=True, frozen=True):
         total: lines in the file.
         model: the model that the lines name; None if none does.
         warning: how many lines have fields without effect, and which; None if there are none.
+        parts: of its lines, where they were to be divided: a bit for each line, as in ``LineSelection``.
     """
 
     total: int
     model: str | None
     errors: list[LineError]
     warning: str | None = None
+    parts: list[bytes] = []
 
 
 class LineSelection(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,16 +165,7 @@ class ReadNames(msgspec.Struct, tag=True, frozen=True):
     max_lines: int
 
 
-class SplitLines(msgspec.Struct, tag=True, frozen=True):
-    """Its result is the bits of the lines of all shards but this one. A CancelCheck ends it early."""
-
-    path: str
-    max_line_bytes: int
-    num_shards: int
-    shard: int
-
-
-Work = PrepareBody | AnswerBody | CheckInput | IndexLines | TakeLines | ReadNames | SplitLines
+Work = PrepareBody | AnswerBody | CheckInput | IndexLines | TakeLines | ReadNames
 
 
 class Job(msgspec.Struct, tag=True, frozen=True):

@@ -26,6 +26,7 @@ from backfill.core.heap import freeze_heap
 from backfill.ipc.channel import Channel, open_channel
 from backfill.ipc.log_lines import log_format
 from backfill.models.config import ModelConfig
+from backfill.preparation.division import Division
 from backfill.preparation.line_file import LineFile
 from backfill.preparation.line_pool import LinePool
 from backfill.preparation.messages import (
@@ -53,13 +54,11 @@ from backfill.preparation.messages import (
     PutBackLine,
     ReadNames,
     Result,
-    SplitLines,
     TakeLines,
     ToPreparation,
     failure_of,
 )
 from backfill.preparation.resources import create_forecast, create_pool, typical_resources
-from backfill.preparation.sharding import FileSplit
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.preparer import RequestPreparer
 
@@ -113,6 +112,7 @@ class Preparation:
     ) -> None:
         self._channel = channel
         self._preparer = preparer
+        self._order = order
         self._prepare = self._in_time(preparer.prepare)
         self._bodies = ThreadPoolExecutor(_NUM_BODY_THREADS, "bodies")
         self._lines = ThreadPoolExecutor(1, "lines")
@@ -154,9 +154,6 @@ class Preparation:
             case CheckInput() as wanted:
                 self._wanted_checks.add(job.job_id)
                 self._begin(self._checks, job, partial(self._check, job.job_id, wanted))
-            case SplitLines() as wanted:
-                self._wanted_checks.add(job.job_id)
-                self._begin(self._checks, job, partial(self._split, job.job_id, wanted))
 
     def _change_lines(self, message: LineChange) -> None:
         """Runs in the thread of lines, which owns the pool."""
@@ -222,21 +219,15 @@ class Preparation:
             os._exit(1)
 
     def _check(self, job_id: int, wanted: CheckInput) -> InputReport:
+        division = None
+        if wanted.limits.divides:
+            model = ModelConfig.from_folder(self._preparer.model.folder)
+            division = Division(self._order, typical_resources(model))
+        check = InputCheck(Path(wanted.path), wanted.limits, self._preparer.line_check, division)
         try:
-            with closing(InputCheck(Path(wanted.path), wanted.limits, self._preparer.line_check)) as check:
+            with closing(check):
                 while job_id in self._wanted_checks and not check.advance():
                     pass
         finally:
             self._wanted_checks.discard(job_id)
         return check.report
-
-    def _split(self, job_id: int, wanted: SplitLines) -> bytes:
-        resources = typical_resources(ModelConfig.from_folder(self._preparer.model.folder))
-        try:
-            with closing(FileSplit(wanted, self._in_time(self._preparer.first_prompt), resources)) as split:
-                while not split.advance():
-                    if job_id not in self._wanted_checks:
-                        return b""  # nobody waits for it
-                return split.others()
-        finally:
-            self._wanted_checks.discard(job_id)

@@ -24,7 +24,6 @@ from backfill.preparation.messages import (
     Loaded,
     PreparationSetup,
     Result,
-    SplitLines,
     ToPreparation,
     Work,
     exception_of,
@@ -154,7 +153,7 @@ class PreparationSupervisor:
         try:
             result = await pending.done
         except asyncio.CancelledError:
-            if isinstance(work, CheckInput | SplitLines):
+            if isinstance(work, CheckInput):
                 self.send(CancelCheck(job.job_id))
             done = pending.done
             if done.done() and not done.cancelled() and done.exception() is None:

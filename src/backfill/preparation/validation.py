@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from backfill.core.errors import RequestError
+from backfill.preparation.division import Division
 from backfill.preparation.lines import BadLine, InputLine, LineError, check_target, parse_line, read_lines
 from backfill.preparation.messages import InputLimits, InputReport
 from backfill.protocol.body_check import BodyCheck, has_warning, warning_of
@@ -23,16 +24,22 @@ class InputCheck:
     """Checks a file in groups of lines, so that a caller can do other things between groups.
 
     It checks what needs no tokens. A prompt that is too long is found when its line runs. Memory is bounded,
-    except for 16 bytes and a set entry for each ``custom_id``.
+    except for 16 bytes and a set entry for each ``custom_id``, and for what ``division`` needs.
+
+    Args:
+        division: of the lines, for several servers.
     """
 
-    def __init__(self, path: Path, limits: InputLimits, body_check: BodyCheck) -> None:
+    def __init__(
+        self, path: Path, limits: InputLimits, body_check: BodyCheck, division: Division | None = None
+    ) -> None:
         # A large buffer makes few reads. Each read releases the interpreter's lock too briefly for another
         # thread to take it, and threads that wait for the lock start to wait again.
         self._file = path.open("rb", buffering=_GROUP_BYTES)
         self._lines = read_lines(self._file, limits.max_line_bytes)
         self._limits = limits
         self._body_check = body_check
+        self._division = division
         self._model_names = frozenset(limits.model_names)
         self._model_hint = limits.model_hint or f"This server has: {', '.join(sorted(limits.model_names))}."
         self._seen: set[bytes] = set()
@@ -48,7 +55,8 @@ class InputCheck:
         if self._num_warned:
             lines = "1 line has" if self._num_warned == 1 else f"{self._num_warned} lines have"
             warning = f"{lines} fields with no effect, first in {self._first_warning}"
-        return InputReport(self._total, self._model, self._errors, warning)
+        parts = [] if self._division is None or self._errors else self._division.parts()
+        return InputReport(self._total, self._model, self._errors, warning, parts)
 
     def advance(self, num_bytes: int = _GROUP_BYTES) -> bool:
         """Check the next lines, of ``num_bytes`` or a little more.
@@ -90,6 +98,8 @@ class InputCheck:
                 check(line)
             except BadLine as bad:
                 errors.append(bad.error)
+        if self._division is not None:
+            self._division.add(line)
         return errors
 
     def _check_custom_id(self, line: InputLine) -> None:

@@ -167,14 +167,6 @@ class RequestPreparer:
             warning=None if context.is_batch_line else warning_of(body),
         )
 
-    def first_prompt(self, endpoint: GenerationEndpoint, raw: bytes) -> tuple[list[int], GenerationBody]:
-        """The first prompt of a body, tokenized, and the body parsed. No engine is needed.
-
-        Raises: RequestError where it cannot be tokenized.
-        """
-        body = parse_generation(endpoint, raw)
-        return self._tokenized(body, most_tokens=None)[0], body
-
     def answer(self, endpoint: TextEndpoint, raw: bytes) -> bytes:
         """The JSON answer of ``/tokenize`` or ``/detokenize``. Raises: RequestError."""
         if endpoint == "/tokenize":

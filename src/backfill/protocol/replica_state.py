@@ -21,7 +21,8 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
         waiting_prompt_tokens: of online requests without a first token. None without a cost model.
         num_online, online_tokens: online choices that have not ended, and about their tokens.
         num_offline: offline choices that have not ended.
-        resources: fields of ``ResourceModel``, by which batches are divided; None until the engine was ready.
+        num_lines: of batches, that the engine has.
+        store: id of its files and batches; empty where it has none.
     """
 
     instance: str
@@ -39,4 +40,5 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     num_online: int = 0
     online_tokens: int = 0
     num_offline: int = 0
-    resources: tuple[float, float, float] | None = None
+    num_lines: int = 0
+    store: str = ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -21,7 +21,7 @@ from backfill.http.keys import ApiKeys
 from backfill.http.middleware import HttpMiddleware, RequestIdMiddleware
 from backfill.jobs.errors import Conflict, NotFound
 from backfill.jobs.manager import JobManager
-from backfill.protocol.responses import Json
+from backfill.protocol.responses import Json, error_body
 from backfill.router.config import engine_url
 from backfill.router.engines import Engine, EngineRefused, Engines
 from backfill.router.metrics import RouterMetrics
@@ -33,6 +33,10 @@ ADMIN = "admin"
 _GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 _FORWARDED_PATHS = frozenset({"/v1/models", "/tokenize", "/detokenize"})
 _MODEL_PREFIX = "/v1/models/"
+_NO_STORE = (
+    "This router has no files and batches: start it and its engines with the same --batch-database-url and "
+    "--batch-file-store, on PostgreSQL where they are on several machines."
+)
 _MAX_ADMIN_BYTES = 64 << 10
 
 
@@ -81,7 +85,10 @@ class ProxyMiddleware(HttpMiddleware):
 
 def create_router_app(state: RouterState) -> ASGIApp:
     status = build_status_router(lambda: _health(state), state.metrics.expose)
-    app = new_app("Backfill router", (status, _engine_routes(state)), state)
+    routers = [status, _engine_routes(state)]
+    if state.jobs is None:
+        routers.append(_no_batch_routes())
+    app = new_app("Backfill router", routers, state)
     app.add_middleware(ProxyMiddleware, state=state)
     add_checks(app, state.server_config, state.api_keys)
     app.add_middleware(RequestIdMiddleware, clock=state.clock)
@@ -97,6 +104,18 @@ def _health(state: RouterState) -> Response:
     if not any(engine.is_up for engine in state.engines.all):
         return unhealthy("no engine is up")
     return Response(status_code=200)
+
+
+def _no_batch_routes() -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+
+    async def refuse() -> Response:
+        return JSONResponse(error_body(_NO_STORE, "server_error"), 501, {"x-should-retry": "false"})
+
+    for name in ("files", "batches"):
+        for path in (f"/v1/{name}", f"/v1/{name}/{{rest:path}}"):
+            router.add_api_route(path, refuse, methods=["DELETE", "GET", "POST"])
+    return router
 
 
 def _engine_routes(state: RouterState) -> APIRouter:
@@ -170,7 +189,7 @@ def _engine_body(state: RouterState, engine: Engine) -> Json:
         "phase": None if known is None else known.phase,
         "models": [] if known is None else list(known.models),
         "num_in_flight": engine.num_in_flight,
-        "num_lines": 0 if replica is None else replica.num_lines,
+        "num_lines": 0 if replica is None else replica.num_batch_lines,
         "num_online": 0 if replica is None else replica.num_online,
         "predicted_wait_s": None if replica is None else replica.wait_s(state.clock.now_s()),
         "num_lost": state.engines.num_lost.get(engine.url, 0),

@@ -64,7 +64,7 @@ class RouterMetrics(Collector):
         in_flight = {engine.url: float(engine.num_in_flight) for engine in engines.all}
         replicas = engines.replicas.replicas
         ttfts = {replica.name: replica.ttft_s(_PROMPT_TOKENS, now_s) for replica in replicas}
-        lines = {replica.name: float(replica.num_lines) for replica in replicas}
+        lines = {replica.name: float(replica.num_batch_lines) for replica in replicas}
         corrections = {replica.name: replica.correction for replica in replicas}
         yield families.gauge_by("engine", "router_engine_up", "1 if the engine accepts requests", ups)
         yield families.counter_by("engine", "router_engine_losses", "How often it was lost", engines.num_lost)

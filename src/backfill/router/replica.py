@@ -112,7 +112,8 @@ class Replica:
     Attributes:
         name: unique in its ``ReplicaSet``.
         correction: measured over predicted TTFT, smoothed.
-        num_lines: offline lines that it was sent and that have not ended.
+        num_lines: offline requests that it was sent and that have not ended.
+        num_batch_lines: lines of batches that it has, as last reported.
         is_open: it may be sent requests; takes_lines: offline ones too.
     """
 
@@ -120,6 +121,7 @@ class Replica:
     report: ReplicaReport
     correction: float = 1.0
     num_lines: int = 0
+    num_batch_lines: int = 0
     is_open: bool = True
     takes_lines: bool = True
     _own: _OnlineWork = field(init=False)
@@ -175,7 +177,7 @@ class Replica:
 
     @property
     def line_room(self) -> int:
-        """Offline lines that it may be sent beside those that it has.
+        """Offline requests that it may be sent beside those that it has.
 
         Twice the requests of a step, so that lines wait in the engine as they would in one server, less the
         share of the KV cache and of the places that online requests have.
@@ -185,7 +187,7 @@ class Replica:
         report = self.report
         used = max(self.num_online / report.max_num_seqs, self.num_online_tokens / report.kv_tokens)
         most = max(1, int(2 * report.max_num_seqs * (1.0 - min(used, 1.0))))
-        return max(0, most - self.num_lines)
+        return max(0, most - self.num_lines - self.num_batch_lines)
 
     def begin(self, placement: Placement) -> None:
         """This and the next two are called by ``Placement``."""

@@ -17,8 +17,8 @@ from backfill.http.config import ServerConfig
 from backfill.http.keys import ApiKeys, KeyFileWatch
 from backfill.http.server import HttpServer, connection_limits, raise_open_files_limit
 from backfill.jobs.config import JobsConfig
+from backfill.jobs.manager import JobManager
 from backfill.router.app import RouterState, create_router_app
-from backfill.router.batches import RouterJobs
 from backfill.router.config import RouterConfig
 from backfill.router.engines import Engines
 from backfill.router.metrics import RouterMetrics
@@ -38,7 +38,7 @@ class RouterServer:
     Args:
         url: the router's address, shown to a process that finds the data folder locked.
         api_keys: None passes on clients' keys unchecked.
-        jobs_config: None switches the Batch API off.
+        jobs_config: of the store that the engines share; None switches the Batch API off.
         on_ready: called when the engines have joined.
         on_second_signal: called before the process ends at once.
     """
@@ -89,8 +89,13 @@ class RouterServer:
         """
         clock = WallClock()
         engines = self.engines = Engines(self._config, clock, self._tasks)
-        jobs: RouterJobs | None = None
+        jobs: JobManager | None = None
         try:
+            if self._jobs_config is not None:
+                # It answers for files and batches. Engines, which share the store, run the lines.
+                jobs = JobManager(self._jobs_config, None, url=self._url, tasks=self._tasks)
+                await jobs.start()
+                engines.store_id = jobs.store_id
             if not await self._unless_stopped(engines):
                 return False
             metrics = RouterMetrics(clock)
@@ -107,10 +112,7 @@ class RouterServer:
                 checks_keys=self._api_keys is not None,
             )
             state = RouterState(config, engines, proxy, metrics, clock, bodies, self._api_keys)
-            if self._jobs_config is not None:
-                jobs = RouterJobs(self._jobs_config, engines, metrics, self._url, self._tasks)
-                await jobs.start()
-                state.jobs = jobs.manager
+            state.jobs = jobs
             await self._serve(state, jobs, listener)
         finally:
             if jobs is not None:
@@ -132,7 +134,7 @@ class RouterServer:
                 task.cancel()
             await asyncio.gather(joining, stopping, return_exceptions=True)
 
-    async def _serve(self, state: RouterState, jobs: RouterJobs | None, listener: socket.socket) -> None:
+    async def _serve(self, state: RouterState, jobs: JobManager | None, listener: socket.socket) -> None:
         limits = connection_limits(self._server_config, raise_open_files_limit())
         http = HttpServer(create_router_app(state), limits, state.clock)
         http_task = asyncio.create_task(http.serve(sockets=[listener]))
@@ -153,7 +155,7 @@ class RouterServer:
             http.should_exit = True
             await http_task
 
-    async def _drain(self, state: RouterState, jobs: RouterJobs | None) -> None:
+    async def _drain(self, state: RouterState, jobs: JobManager | None) -> None:
         """Refuse new requests, leave batches for the next start, and let online requests end in time."""
         state.is_draining = True
         timeout_s = self._server_config.shutdown_timeout

@@ -1,0 +1,93 @@
+"""Divides the lines of a file into parts, for several servers to run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import pairwise
+
+import msgspec
+
+from backfill.blending.requests import TOKEN_BYTES, OrderName, PoolRequest
+from backfill.blending.resources import ResourceModel
+from backfill.blending.split import split_requests
+from backfill.preparation.line_file import mark
+from backfill.preparation.lines import InputLine
+
+MAX_PLANNED_BYTES = 256 << 20
+"""Of a file's prompts. One with more is divided in the order of its lines."""
+
+# Servers take part after part. Small ones end together, and each claim costs a reading of the file.
+_NUM_PARTS = 32
+_LEAST_LINES, _MOST_LINES = 4, 512
+_UNKNOWN_OUTPUT_TOKENS = 256  # of a line that names no limit
+
+
+class _Lengths(msgspec.Struct):
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+
+
+_lengths_decoder = msgspec.json.Decoder(_Lengths)
+
+
+class Division:
+    """Parts of equal expected work that cut few shared prefixes (BlendServe, section 6.1).
+
+    A prompt's text, four bytes at a time, stands for its tokens: prompts that begin alike have equal numbers
+    at their beginning, and a number is about a token. So the tree is built without a tokenizer.
+
+    Args:
+        order: of lines; parts follow the file with ``fcfs``.
+    """
+
+    def __init__(self, order: OrderName, resources: ResourceModel) -> None:
+        self._resources = resources
+        self._numbers: list[int] = []
+        self._num_bytes = MAX_PLANNED_BYTES + 1 if order == "fcfs" else 0
+        self._requests: list[PoolRequest] = []
+
+    def add(self, line: InputLine) -> None:
+        self._numbers.append(line.number)
+        if self._num_bytes <= MAX_PLANNED_BYTES:
+            self._requests.append(_pool_request(line))
+            self._num_bytes += len(line.body)
+        else:
+            self._requests.clear()
+
+    def parts(self) -> list[bytes]:
+        """Small parts, as ``parts_of``; none where there are too few lines to divide."""
+        num_lines = min(max(math.ceil(len(self._numbers) / _NUM_PARTS), _LEAST_LINES), _MOST_LINES)
+        num_parts = math.ceil(len(self._numbers) / num_lines)
+        return [] if num_parts < 2 else [part for part in self.parts_of(num_parts) if any(part)]
+
+    def parts_of(self, num_parts: int) -> list[bytes]:
+        """So many parts. Each has a bit for each line of the file, as in ``LineSelection``."""
+        if self._requests:
+            divided = split_requests(self._requests, num_parts, self._resources)
+        else:
+            cuts = [len(self._numbers) * part // num_parts for part in range(num_parts + 1)]
+            divided = [self._numbers[start:end] for start, end in pairwise(cuts)]
+        return [self._bits(part) for part in divided]
+
+    def _bits(self, numbers: Iterable[int]) -> bytes:
+        bits = bytearray(max(self._numbers, default=0) // 8 + 1)  # of all lines: those not set are others'
+        for number in numbers:
+            mark(bits, number)
+        return bytes(bits)
+
+
+def _pool_request(line: InputLine) -> PoolRequest:
+    try:
+        lengths = _lengths_decoder.decode(line.body)
+    except (msgspec.MsgspecError, RecursionError):
+        lengths = _Lengths()
+    prompt = bytes(lengths.messages) or bytes(lengths.prompt) or b"    "
+    asked = lengths.max_completion_tokens or lengths.max_tokens or _UNKNOWN_OUTPUT_TOKENS
+    return PoolRequest(
+        request_id=line.number,
+        prompt_token_ids=prompt + b" " * (-len(prompt) % TOKEN_BYTES),
+        max_output_tokens=max(1, asked),
+    )
