@@ -6,8 +6,10 @@ server is started again at once. At the end every line of every batch must have 
 online request a whole one, except streams that had begun when their engine died: these must end with an
 error.
 
-Usage: router_kills.py [--kills 20] [--model FOLDER] [--rate 4] [--seed 0]. The last line of output is a JSON
-object; the exit status is 1 if anything was lost or doubled.
+With --shares-store the servers lease lines from the router's store; else the router sends lines to them.
+
+Usage: router_kills.py [--kills 20] [--model FOLDER] [--rate 4] [--shares-store] [--seed 0]. The last line of
+output is a JSON object; the exit status is 1 if anything was lost or doubled.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=400, help="of each batch")
     parser.add_argument("--least-s", type=float, default=2.0, help="least seconds between two kills")
     parser.add_argument("--most-s", type=float, default=15.0)
+    parser.add_argument("--shares-store", action="store_true", help="servers lease the lines themselves")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
@@ -64,6 +67,7 @@ class Server:
 
     model: str
     folder: Path
+    batch_options: str
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
@@ -73,9 +77,7 @@ class Server:
 
     def start(self) -> None:
         data_dir = self.folder / str(self.port)
-        options = (
-            f"--port {self.port} --threads 1 --kv-gib 0.25 --data-dir {data_dir} {store_options(self.folder)}"
-        )
+        options = f"--port {self.port} --threads 1 --kv-gib 0.25 --data-dir {data_dir} {self.batch_options}"
         with Path(self.folder, f"server-{self.port}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [*_BACKFILL, "serve", self.model, *options.split()],
@@ -111,7 +113,9 @@ class Run:
         self._args = args
         self._folder = folder
         self._random = random.Random(args.seed)
-        self._servers = [Server(args.model, folder) for _ in range(2)]
+        self._store = store_options(folder) if args.shares_store else ""
+        batch_options = self._store or "--no-batch-api"
+        self._servers = [Server(args.model, folder, batch_options) for _ in range(2)]
         self._online: Counter[str] = Counter()
         self._lines: Counter[str] = Counter()
         self._num_batches = 0
@@ -124,7 +128,7 @@ class Run:
         port = free_port()
         urls = " ".join(server.url for server in self._servers)
         options = f"--engines {urls} --port {port} --retry-timeout 300 --engine-timeout 60"
-        options += f" --data-dir {self._folder}/router {store_options(self._folder)}"
+        options += f" --data-dir {self._folder}/router {self._store}"
         with Path(self._folder, "router.log").open("wb") as log:
             router = subprocess.Popen(
                 [*_BACKFILL, "router", *options.split()],
@@ -146,6 +150,7 @@ class Run:
             router.wait()
         return {
             "model": self._args.model,
+            "shares_store": self._args.shares_store,
             "kills": self._args.kills,
             "duration_s": round(took_s, 1),
             "batches": self._num_batches,

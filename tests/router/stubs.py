@@ -43,6 +43,7 @@ class StubEngine:
         num_left: requests that their client left.
         hangs: it does not show its state.
         status: of the answers to all requests, if it is not 200.
+        store: id of the store that it says it shares.
     """
 
     models: tuple[str, ...] = ("m",)
@@ -56,6 +57,7 @@ class StubEngine:
     runs: Counter[str] = field(default_factory=Counter)
     num_left: int = 0
     hangs: bool = False
+    store: str = ""
     instance: int = 0
     port: int = 0
     _runner: web.AppRunner | None = None
@@ -108,6 +110,7 @@ class StubEngine:
             kv_tokens=100_000,
             ttft_slo_s=1.0,
             prefill_tokens_per_s=1e5,
+            store=self.store,
         )
         return web.Response(body=msgspec.json.encode(state))
 

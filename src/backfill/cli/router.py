@@ -45,12 +45,11 @@ def router(
         data_dir=jobs.data_dir.expanduser(),
         max_line_bytes=server.max_body_bytes,
         max_file_bytes=max(jobs.batch_max_bytes, jobs.max_file_bytes),
-    )
+    ).for_several_servers()
     keys = ApiKeys(server.api_key, server.api_key_file) if server.asks_for_keys else None
     listener = bind(server.host, server.port)
     url = url_of(listener)
-    has_batches = jobs.batch_api and jobs.is_shared
-    if has_batches:
+    if jobs.batch_api:
         with interruptible(LOADING):
             check_storage(jobs, url)  # engines may be waited for
 
@@ -71,7 +70,7 @@ def router(
             config,
             url=url,
             api_keys=keys,
-            jobs_config=jobs if has_batches else None,
+            jobs_config=jobs if jobs.batch_api else None,
             on_ready=on_ready,
         )
         return await routing.run(listener)

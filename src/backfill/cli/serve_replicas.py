@@ -89,15 +89,16 @@ def serve_replicas(
     listener = bind(server.host, server.port)
     url = url_of(listener)
     is_on_ray = engine.executor == "ray"
-    if is_on_ray and not jobs.is_shared:
-        jobs = dataclasses.replace(jobs, batch_api=False)  # nodes share no folder that is known
+    # Nodes share no folder that is known: without a store that is named, the router sends lines to replicas.
+    shares_store = not is_on_ray or jobs.is_shared
     jobs = jobs.for_several_servers()
     if jobs.batch_api:
         with interruptible(LOADING):
             check_storage(jobs, url)
     # Actors listen beyond loopback, so they ask for a key in any case.
     engine_key = None if keys is None and not is_on_ray else secrets.token_urlsafe(32)
-    server_of = partial(_server_of, run_replica, model, server, jobs)
+    own_jobs = jobs if shares_store else dataclasses.replace(jobs, batch_api=False)
+    server_of = partial(_server_of, run_replica, model, server, own_jobs)
     replicas: Replicas
     if is_on_ray:
         assert engine_key is not None

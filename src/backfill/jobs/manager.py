@@ -74,7 +74,7 @@ class JobManager:
     another owner's files and batches.
 
     Args:
-        reader: of input files; without one this server runs no batch, and others on its database do.
+        reader: of input files.
         model_names: what lines may call the model.
         url: of the server, shown to a second server on the same folder.
         on_event: counts results.
@@ -85,9 +85,9 @@ class JobManager:
     def __init__(
         self,
         config: JobsConfig,
-        reader: InputReader | None,
+        reader: InputReader,
         *,
-        model_names: Sequence[str] = (),
+        model_names: Sequence[str],
         url: str = "",
         on_event: JobObserver | None = None,
         runner: LineRunner | None = None,
@@ -129,41 +129,37 @@ class JobManager:
         try:
             self._storage = await JobStorage.open(self.config, self._threads, self.now)
             self._uploads = Uploads(self._storage)
-            if self._reader is not None:
-                await self._start_running(self._reader)
+            self._driver = BatchDriver(
+                self._storage,
+                self._feeder,
+                self._reader,
+                model_names=self._model_names,
+                on_lines=self._count,
+                num_queued_lines=self._num_queued_lines,
+                on_validated=self._wake_claims,
+            )
+            batches = await self._storage.query_with_retries(self._storage.store.open_batches)
+            suspects = self.config.data_dir / SUSPECTS_FOLDER
+            await self._threads.results.run(sweep_suspects, suspects, {batch.id for batch in batches})
+            if self._storage.store.leases is None:
+                for batch in batches:
+                    logger.info("%s: resumed, %s", batch.id, batch.status.value)
+                    self._begin(batch)
+            else:
+                self._claims = BatchClaims(
+                    self._storage,
+                    self._storage.store.leases,
+                    self._jobs,
+                    begin=self._begin_claimed,
+                    capacity=lambda: self._capacity,
+                    model_names=self._model_names,
+                )
+                self._claiming = self._tasks.start(self._claims.run(), "batch-claims")
         except BaseException:
             self._lock.release()
             raise
         self._is_open = True
         self._sweeper = self._tasks.start(self._sweep(), "sweeper")
-
-    async def _start_running(self, reader: InputReader) -> None:
-        self._driver = BatchDriver(
-            self._storage,
-            self._feeder,
-            reader,
-            model_names=self._model_names,
-            on_lines=self._count,
-            num_queued_lines=self._num_queued_lines,
-            on_validated=self._wake_claims,
-        )
-        batches = await self._storage.query_with_retries(self._storage.store.open_batches)
-        suspects = self.config.data_dir / SUSPECTS_FOLDER
-        await self._threads.results.run(sweep_suspects, suspects, {batch.id for batch in batches})
-        if self._storage.store.leases is None:
-            for batch in batches:
-                logger.info("%s: resumed, %s", batch.id, batch.status.value)
-                self._begin(batch)
-            return
-        self._claims = BatchClaims(
-            self._storage,
-            self._storage.store.leases,
-            self._jobs,
-            begin=self._begin_claimed,
-            capacity=lambda: self._capacity,
-            model_names=self._model_names,
-        )
-        self._claiming = self._tasks.start(self._claims.run(), "batch-claims")
 
     async def pause(self) -> None:
         """Stop feeding at once. Lines in flight run again after the next start, or on another server.
@@ -215,6 +211,12 @@ class JobManager:
         self._set_capacity(self.config.max_in_flight or 2 * max_num_seqs)
         self._wake_claims()
 
+    def feed(self, capacity: int) -> None:
+        """Let so many lines be with the runner at once; with 0 no line starts. For a runner of one's own."""
+        if not self._is_paused and capacity != self._capacity:
+            self._set_capacity(capacity)
+            self._wake_claims()
+
     def engine_lost(self) -> None:
         self._service = None
         self._set_capacity(0)
@@ -242,6 +244,18 @@ class JobManager:
             num_lines_queued=sum(num_queued.values()),
             oldest_line_s=max(0.0, *ages) if ages else 0.0,
             least_slack_s=min((job.deadline_s - time.monotonic() for job in jobs), default=None),
+        )
+
+    async def store_snapshot(self) -> JobsSnapshot:
+        """As ``snapshot``, of the batches of all servers that share the database. Raises: Busy."""
+        batches = await self._storage.read(self._storage.store.open_batches)
+        now_s = self._wall()
+        waiting = [batch for batch in batches if batch.request_counts.unfinished]
+        return JobsSnapshot(
+            jobs_by_status=Counter(batch.status for batch in batches),
+            num_lines_queued=sum(batch.request_counts.unfinished for batch in waiting),
+            oldest_line_s=max((now_s - batch.created_at for batch in waiting), default=0.0),
+            least_slack_s=min((batch.expires_at - now_s for batch in batches), default=None),
         )
 
     # ---- Files ----
@@ -322,7 +336,7 @@ class JobManager:
         logger.info("%s: created for %s, window %s", batch.id, input_file_id, completion_window)
         if self._claims is not None:
             self._claims.wake()
-        elif self._reader is not None and not self._is_paused:  # else the next start begins it
+        elif not self._is_paused:  # else the next start begins it
             self._begin(batch)
         return batch
 

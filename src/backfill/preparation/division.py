@@ -52,7 +52,7 @@ class Division:
     def add(self, line: InputLine) -> None:
         self._numbers.append(line.number)
         if self._num_bytes <= MAX_PLANNED_BYTES:
-            self._requests.append(_pool_request(line))
+            self._requests.append(pool_request(line))
             self._num_bytes += len(line.body)
         else:
             self._requests.clear()
@@ -79,7 +79,8 @@ class Division:
         return bytes(bits)
 
 
-def _pool_request(line: InputLine) -> PoolRequest:
+def pool_request(line: InputLine, complete_by_s: float | None = None) -> PoolRequest:
+    """The line for a pool, by its text: see ``Division``."""
     try:
         lengths = _lengths_decoder.decode(line.body)
     except (msgspec.MsgspecError, RecursionError):
@@ -90,4 +91,5 @@ def _pool_request(line: InputLine) -> PoolRequest:
         request_id=line.number,
         prompt_token_ids=prompt + b" " * (-len(prompt) % TOKEN_BYTES),
         max_output_tokens=max(1, asked),
+        complete_by_s=complete_by_s,
     )

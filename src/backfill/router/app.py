@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -21,7 +21,7 @@ from backfill.http.keys import ApiKeys
 from backfill.http.middleware import HttpMiddleware, RequestIdMiddleware
 from backfill.jobs.errors import Conflict, NotFound
 from backfill.jobs.manager import JobManager
-from backfill.protocol.responses import Json, error_body
+from backfill.protocol.responses import Json
 from backfill.router.config import engine_url
 from backfill.router.engines import Engine, EngineRefused, Engines
 from backfill.router.metrics import RouterMetrics
@@ -33,10 +33,6 @@ ADMIN = "admin"
 _GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 _FORWARDED_PATHS = frozenset({"/v1/models", "/tokenize", "/detokenize"})
 _MODEL_PREFIX = "/v1/models/"
-_NO_STORE = (
-    "This router has no files and batches: start it and its engines with the same --batch-database-url and "
-    "--batch-file-store, on PostgreSQL where they are on several machines."
-)
 _MAX_ADMIN_BYTES = 64 << 10
 
 
@@ -85,10 +81,7 @@ class ProxyMiddleware(HttpMiddleware):
 
 def create_router_app(state: RouterState) -> ASGIApp:
     status = build_status_router(lambda: _health(state), state.metrics.expose)
-    routers = [status, _engine_routes(state)]
-    if state.jobs is None:
-        routers.append(_no_batch_routes())
-    app = new_app("Backfill router", routers, state)
+    app = new_app("Backfill router", (status, _engine_routes(state)), state)
     app.add_middleware(ProxyMiddleware, state=state)
     add_checks(app, state.server_config, state.api_keys)
     app.add_middleware(RequestIdMiddleware, clock=state.clock)
@@ -104,18 +97,6 @@ def _health(state: RouterState) -> Response:
     if not any(engine.is_up for engine in state.engines.all):
         return unhealthy("no engine is up")
     return Response(status_code=200)
-
-
-def _no_batch_routes() -> APIRouter:
-    router = APIRouter(include_in_schema=False)
-
-    async def refuse() -> Response:
-        return JSONResponse(error_body(_NO_STORE, "server_error"), 501, {"x-should-retry": "false"})
-
-    for name in ("files", "batches"):
-        for path in (f"/v1/{name}", f"/v1/{name}/{{rest:path}}"):
-            router.add_api_route(path, refuse, methods=["DELETE", "GET", "POST"])
-    return router
 
 
 def _engine_routes(state: RouterState) -> APIRouter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -115,8 +115,9 @@ class Engines:
 
     Attributes:
         replicas: those that are up, for the policy.
+        on_change: called when what is up, or its headroom for lines, may have changed.
         num_lost: how often each engine was lost.
-        store_id: of the job store that all engines must share; empty where the router has none.
+        store_id: of the router's job store; empty where it has none.
     """
 
     def __init__(self, config: RouterConfig, clock: Clock, tasks: TaskWatch) -> None:
@@ -134,6 +135,7 @@ class Engines:
             read_bufsize=1 << 18,
         )
         self.replicas = ReplicaSet(create_policy(config.policy), clock)
+        self.on_change: Callable[[], None] = lambda: None
         self.num_lost: dict[str, int] = {}
         self.store_id = ""
 
@@ -153,6 +155,10 @@ class Engines:
 
     def get(self, url: str) -> Engine | None:
         return self._engines.get(url)
+
+    def shares_store(self, engine: Engine) -> bool:
+        """It leases lines of batches from the router's store; to others the router sends lines."""
+        return bool(self.store_id) and engine.state is not None and engine.state.store == self.store_id
 
     @property
     def key_headers(self) -> dict[str, str]:
@@ -185,7 +191,6 @@ class Engines:
                 return engine
             state = await self._first_state(url, until_s)
             self._check_model(url, state)
-            self._check_store(url, state)
             engine = self._engines[url] = Engine(url)
             self._note(engine, state)
             logger.info("%s joins: %s", url, state.phase)
@@ -286,14 +291,6 @@ class Engines:
                 f"All engines must serve one model: {other.url} has {other_name}, and {url} has {name}{same}."
             )
 
-    def _check_store(self, url: str, state: ReplicaState) -> None:
-        """Raises: EngineRefused for an engine that would never run the lines of this router's batches."""
-        if self.store_id and state.store != self.store_id:
-            raise EngineRefused(
-                f"The engine {url} does not share the router's files and batches: start it with the router's "
-                "`batch_database_url` and `batch_file_store`, or the router with --no-batch-api."
-            )
-
     async def _watch(self, engine: Engine) -> None:
         """Look at an engine's state until it has left."""
         while True:
@@ -333,6 +330,7 @@ class Engines:
             if not engine.is_up:
                 logger.info("%s is up", engine.url)
         self._set_up(engine, is_up)
+        self.on_change()
 
     def _lose(self, engine: Engine, reason: str) -> None:
         """The engine cannot be reached: its requests run elsewhere, and its cache is taken for lost."""
@@ -342,6 +340,7 @@ class Engines:
             )
         self._forget(engine)
         self._set_up(engine, False)
+        self.on_change()
 
     def _forget(self, engine: Engine) -> None:
         if self.replicas.get(engine.url) is not None:

@@ -21,6 +21,7 @@ from backfill.jobs.manager import JobManager
 from backfill.router.app import RouterState, create_router_app
 from backfill.router.config import RouterConfig
 from backfill.router.engines import Engines
+from backfill.router.line_runner import start_jobs
 from backfill.router.metrics import RouterMetrics
 from backfill.router.proxy import Proxy
 
@@ -38,7 +39,7 @@ class RouterServer:
     Args:
         url: the router's address, shown to a process that finds the data folder locked.
         api_keys: None passes on clients' keys unchecked.
-        jobs_config: of the store that the engines share; None switches the Batch API off.
+        jobs_config: None switches the Batch API off.
         on_ready: called when the engines have joined.
         on_second_signal: called before the process ends at once.
     """
@@ -91,11 +92,6 @@ class RouterServer:
         engines = self.engines = Engines(self._config, clock, self._tasks)
         jobs: JobManager | None = None
         try:
-            if self._jobs_config is not None:
-                # It answers for files and batches. Engines, which share the store, run the lines.
-                jobs = JobManager(self._jobs_config, None, url=self._url, tasks=self._tasks)
-                await jobs.start()
-                engines.store_id = jobs.store_id
             if not await self._unless_stopped(engines):
                 return False
             metrics = RouterMetrics(clock)
@@ -112,7 +108,10 @@ class RouterServer:
                 checks_keys=self._api_keys is not None,
             )
             state = RouterState(config, engines, proxy, metrics, clock, bodies, self._api_keys)
-            state.jobs = jobs
+            if self._jobs_config is not None:
+                jobs = state.jobs = await start_jobs(
+                    self._jobs_config, engines, metrics, self._url, self._tasks
+                )
             await self._serve(state, jobs, listener)
         finally:
             if jobs is not None:

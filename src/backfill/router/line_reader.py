@@ -1,0 +1,167 @@
+"""Input files of batches, checked and read without a tokenizer, in threads of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from backfill.blending.pool import OfflinePool
+from backfill.blending.requests import OrderName
+from backfill.blending.resources import ResourceModel
+from backfill.jobs.feed import InputChanged, LineSource
+from backfill.preparation.division import MAX_PLANNED_BYTES, Division, pool_request
+from backfill.preparation.line_file import LineFile, is_marked, named
+from backfill.preparation.lines import BatchLine, parse_line, read_lines
+from backfill.preparation.messages import START, InputLimits, InputReport, LineSelection
+from backfill.preparation.validation import InputCheck
+from backfill.protocol.body_check import BodyCheck
+from backfill.protocol.generation import Generation
+from backfill.router.policy import RoutedRequest
+from backfill.router.requests import peek
+
+# Of an 8B model in bfloat16 on an A100. The order depends on their ratio alone.
+_RESOURCES = ResourceModel(token_s=5.1e-5, prompt_pair_s=1.7e-9, cached_token_s=6.4e-8)
+_KV_TOKENS = 100_000
+
+
+class RoutedLine(BatchLine, kw_only=True):
+    """A line with its body, for an engine to prepare.
+
+    Attributes:
+        path: of the API, as the line's url names it.
+        body: JSON.
+        owner: of its batch.
+    """
+
+    path: str = ""
+    body: bytes = b""
+    owner: str = ""
+
+    @property
+    def request(self) -> RoutedRequest:
+        return peek(self.body, {}, self.owner).request
+
+    def offline_body(self) -> bytes:
+        """The body of an offline request. The file's check has refused streams."""
+        body = msgspec.json.decode(self.body)
+        body.pop("stream", None)
+        body.pop("stream_options", None)
+        return msgspec.json.encode(body | {"service_tier": "flex"})
+
+
+class RoutedReader:
+    """An ``InputReader``. ``order``: of the lines of a lease."""
+
+    def __init__(self, order: OrderName) -> None:
+        self._order = order
+
+    async def check_input(self, path: str, limits: InputLimits) -> InputReport:
+        """Raises: OSError."""
+        division = Division(self._order, _RESOURCES) if limits.divides else None
+        with closing(InputCheck(Path(path), limits, BodyCheck(), division)) as check:
+            while not await asyncio.to_thread(check.advance):
+                pass
+            return await asyncio.to_thread(lambda: check.report)
+
+    def open_lines(self, selection: LineSelection) -> RoutedLines:
+        return RoutedLines(selection, self._order)
+
+    def open_names(self, selection: LineSelection) -> RoutedNames:
+        return RoutedNames(selection)
+
+
+class RoutedNames:
+    """A ``NameReader``."""
+
+    def __init__(self, selection: LineSelection) -> None:
+        self._file = LineFile(selection, _prepare_nothing)
+        self._position = START
+
+    async def read(self, max_lines: int) -> Sequence[BatchLine]:
+        found = await asyncio.to_thread(self._file.read_names, self._position, max_lines)
+        self._position = found.position
+        return found.lines
+
+
+class RoutedLines:
+    """A ``LineReader``: lines in the order of a pool, or of the file where they are too many to plan."""
+
+    def __init__(self, selection: LineSelection, order: OrderName) -> None:
+        self._selection = selection
+        self._order = order
+        self._offsets: dict[int, int] | None = None  # of the lines that are not read yet
+        self._pool = OfflinePool(order, _RESOURCES, kv_tokens=_KV_TOKENS)
+
+    async def read(self, max_lines: int) -> Sequence[tuple[LineSource, BatchLine]]:
+        """Raises: BadLine, InputChanged, OSError."""
+        if self._offsets is None:
+            self._offsets = await asyncio.to_thread(self._plan)
+        chosen = list[tuple[int, int]]()
+        while self._offsets and len(chosen) < max_lines:
+            planned = self._pool.take(now_s=time.monotonic())
+            number = next(iter(self._offsets)) if planned is None else planned.request_id
+            chosen.append((number, self._offsets.pop(number)))
+        lines = await asyncio.to_thread(self._read, chosen)
+        return [(self, line) for line in lines]
+
+    def end(self, number: int, num_output_tokens: int | None) -> None:
+        if num_output_tokens is None:
+            self._pool.cancel([number])
+        else:
+            self._pool.finish(number, num_output_tokens)
+
+    def note_progress(self, num_output_tokens: object) -> None:
+        """Answers of engines come whole."""
+
+    def close(self) -> None:
+        self._offsets = {}
+
+    def _plan(self) -> dict[int, int]:
+        """Where the selected lines are. Raises: BadLine, OSError."""
+        selection, offsets, requests = self._selection, dict[int, int](), []
+        num_bytes = MAX_PLANNED_BYTES + 1 if self._order == "fcfs" else 0
+        with Path(selection.path).open("rb") as file:
+            offset = 0
+            for number, data in read_lines(file, selection.max_line_bytes):
+                if not is_marked(selection.done, number):
+                    offsets[number] = offset
+                    if num_bytes <= MAX_PLANNED_BYTES:
+                        line = parse_line(number, data, selection.max_line_bytes)
+                        requests.append(pool_request(line, selection.complete_by_s))
+                        num_bytes += len(data)
+                offset = file.tell()
+        if num_bytes <= MAX_PLANNED_BYTES:
+            self._pool.add(requests)
+        return offsets
+
+    def _read(self, chosen: Sequence[tuple[int, int]]) -> list[RoutedLine]:
+        selection, lines = self._selection, []
+        with Path(selection.path).open("rb") as file:
+            for number, offset in chosen:
+                file.seek(offset)
+                # ``after`` is 0 for the first line alone, which may begin with a byte order mark.
+                found = next(read_lines(file, selection.max_line_bytes, after=number - 1), None)
+                if found is None:
+                    raise InputChanged("The input file has fewer lines than when it was checked.")
+                line = parse_line(number, found[1], selection.max_line_bytes)
+                lines.append(
+                    RoutedLine(
+                        number=number,
+                        custom_id=line.custom_id,
+                        num_bytes=len(found[1]),
+                        request_id=named(line).request_id,
+                        path=line.url,
+                        body=line.body,
+                        owner=selection.owner,
+                    )
+                )
+        return lines
+
+
+def _prepare_nothing(*_: object) -> Generation:
+    raise AssertionError("names alone are read")

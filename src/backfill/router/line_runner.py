@@ -1,0 +1,198 @@
+"""Lines of batches for engines that do not share the router's store: it leases them and sends them by HTTP.
+
+To the store the router is a server like others (``jobs/leases.py``) whose engine is all of these. A line is
+an offline request. Its result is recorded once, from an answer that came whole; where its engine was lost, it
+runs elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from backfill.api.errors import LOST_HEADER
+from backfill.api.metrics.jobs import JobMetrics
+from backfill.api.middleware import OWNER_HEADER
+from backfill.core.errors import EngineDead, StepFailed
+from backfill.engine.tasks import TaskWatch
+from backfill.jobs.config import JobsConfig
+from backfill.jobs.errors import Busy
+from backfill.jobs.lines import LineResult, completed, refused, unanswered
+from backfill.jobs.manager import JobManager, JobsSnapshot
+from backfill.preparation.lines import BatchLine, Refusal
+from backfill.protocol.service import TokenCount
+from backfill.router.engines import Engine, EngineLost, Engines
+from backfill.router.line_reader import RoutedLine, RoutedReader
+from backfill.router.metrics import RouterMetrics
+from backfill.router.policy import LinePlacement
+
+# Answers to a line itself. Others are of an engine that cannot run it now, or may not for this router.
+_REFUSALS = frozenset({400, 404, 413, 415, 422})
+_REFUSED_S = 0.5  # before an engine that refused a line is tried again
+# From this loss on, a line is said to be lost: one may be the engine's fault, two look like the line's.
+_SUSPICIOUS_LOSSES = 2
+_STORE_PERIOD_S = 1.0  # of the store's figures
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """``num_lost_too``: other requests that its engine lost with this one; None where it lost none."""
+
+    status: int
+    body: dict[str, object]
+    num_lost_too: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class EngineRunner:
+    """A ``LineRunner`` on engines that do not share the store."""
+
+    engines: Engines
+    metrics: RouterMetrics
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    @property
+    def capacity(self) -> int:
+        """Lines that all of them may have at once."""
+        return sum(2 * engine.state.max_num_seqs for engine in self._engines() if engine.state is not None)
+
+    def on_change(self) -> None:
+        """What is up, or its headroom for lines, may have changed."""
+        self._changed.set()
+
+    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+        """Raises: StepFailed where engines were lost over the line."""
+        assert isinstance(line, RoutedLine)
+        num_losses = 0
+        while True:
+            placement = await self._place(line)
+            try:
+                answer = await self._attempt(line, placement.replica.name)
+            finally:
+                placement.on_end(0.0)
+                self.on_change()
+            if answer is None:
+                continue
+            if answer.num_lost_too is not None:
+                num_losses += 1
+                if num_losses == _SUSPICIOUS_LOSSES:
+                    raise StepFailed(
+                        "The engine was lost while it ran the line.",
+                        num_lost=1 + answer.num_lost_too,
+                        num_others=answer.num_lost_too,
+                    )
+                continue
+            if answer.status == 200:
+                return completed(line, answer.body)
+            if answer.status in _REFUSALS:
+                line.refusal = Refusal(answer.status, answer.body)
+                return refused(line)
+            if answer.status == 500:
+                return unanswered(line, "internal_error")
+            self.metrics.retries["refused"] += 1
+            await asyncio.sleep(_REFUSED_S)
+
+    async def _place(self, line: RoutedLine) -> LinePlacement:
+        """Wait for an engine with headroom; lines that wait get theirs in turn."""
+        request = line.request
+        async with self._turn:
+            while True:
+                sharing = {engine.url for engine in self.engines.all if self.engines.shares_store(engine)}
+                placement = self.engines.replicas.place_line(request, sharing)
+                if placement is not None:
+                    return placement
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def _attempt(self, line: RoutedLine, url: str) -> _Answer | None:
+        """None where the engine was not reached."""
+        engine = self.engines.get(url)
+        if engine is None:  # it has left
+            return None
+        try:
+            with engine.attempt():
+                answer = await self._send(engine, line)
+        except EngineLost as error:
+            self.engines.note_failure(engine)
+            self.metrics.retries["lost" if error.was_reached else "unreachable"] += 1
+            return _Answer(503, {}, int(error.had_company)) if error.was_reached else None
+        if answer.num_lost_too is not None:
+            self.metrics.retries["lost"] += 1
+        return answer
+
+    async def _send(self, engine: Engine, line: RoutedLine) -> _Answer:
+        self.metrics.on_sent(engine.url, is_offline=True)
+        headers = {
+            **self.engines.key_headers,
+            "Content-Type": "application/json",
+            "x-request-id": line.request_id,
+        }
+        if line.owner:
+            headers[OWNER_HEADER] = line.owner
+        async with self.engines.session.post(
+            engine.url + line.path, data=line.offline_body(), headers=headers, allow_redirects=False
+        ) as response:
+            lost = response.headers.get(LOST_HEADER)
+            content = await response.read()
+            return _Answer(response.status, _json_of(content), None if lost is None else int(lost))
+
+    def _engines(self) -> list[Engine]:
+        return [
+            engine for engine in self.engines.all if engine.is_up and not self.engines.shares_store(engine)
+        ]
+
+
+async def start_jobs(
+    config: JobsConfig, engines: Engines, metrics: RouterMetrics, url: str, tasks: TaskWatch
+) -> JobManager:
+    """The Files and Batches API of a router, whose engines have joined. Raises: ConfigError."""
+    model = engines.model
+    if model is None:
+        raise EngineDead("No engine has joined.")
+    runner = EngineRunner(engines, metrics)
+    job_metrics = JobMetrics(model.models[0])
+    jobs = JobManager(
+        config,
+        RoutedReader(config.order),
+        model_names=model.models,
+        url=url,
+        on_event=job_metrics,
+        runner=runner,
+        tasks=tasks,
+    )
+    await jobs.start()
+    engines.store_id = jobs.store_id
+
+    def on_change() -> None:
+        jobs.feed(runner.capacity)
+        runner.on_change()
+
+    async def watch_store() -> None:
+        while True:
+            with suppress(Busy):  # the figures stay as they are
+                snapshot = await jobs.store_snapshot()
+                job_metrics.watch(partial(_itself, snapshot))
+            await asyncio.sleep(_STORE_PERIOD_S)
+
+    engines.on_change = on_change
+    on_change()
+    metrics.registry.register(job_metrics)
+    tasks.start(watch_store(), "batch-figures")
+    return jobs
+
+
+def _itself(snapshot: JobsSnapshot) -> JobsSnapshot:
+    return snapshot
+
+
+def _json_of(content: bytes) -> dict[str, object]:
+    try:
+        body = msgspec.json.decode(content)
+    except msgspec.DecodeError:
+        body = None
+    return body if isinstance(body, dict) else {"error": {"message": "The engine sent no JSON."}}
