@@ -8,7 +8,6 @@ from pathlib import Path
 
 from cyclopts import App
 
-from backfill.api.metrics.jobs import JobMetrics
 from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.registry import Metrics
 from backfill.bench.coserve_figures import CoserveFigures, policy_json
@@ -16,6 +15,7 @@ from backfill.cli.main import app
 from backfill.core.counters import ClassCounters
 from backfill.core.slo import SLO
 from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
+from backfill.http.job_metrics import JobMetrics
 from backfill.jobs.manager import JobsSnapshot
 from backfill.preparation.client import PreparationClient
 from backfill.preparation.messages import PreparationSetup

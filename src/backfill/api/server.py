@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from backfill.api.app import create_app
-from backfill.api.metrics.jobs import JobMetrics
 from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.registry import Metrics
 from backfill.api.metrics.requests import ObjectiveCounts
@@ -30,6 +29,7 @@ from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready, StepReport
 from backfill.engine.tasks import TaskWatch
 from backfill.http.config import ServerConfig
+from backfill.http.job_metrics import JobMetrics
 from backfill.http.keys import ApiKeys, KeyFileWatch
 from backfill.http.server import HttpServer, connection_limits, raise_open_files_limit
 from backfill.ipc.child import abandon_children

@@ -14,11 +14,11 @@ from functools import partial
 
 import msgspec
 
-from backfill.api.errors import LOST_HEADER
-from backfill.api.metrics.jobs import JobMetrics
-from backfill.api.middleware import OWNER_HEADER
 from backfill.core.errors import EngineDead, StepFailed
 from backfill.engine.tasks import TaskWatch
+from backfill.http.errors import LOST_HEADER
+from backfill.http.job_metrics import JobMetrics
+from backfill.http.middleware import OWNER_HEADER
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.errors import Busy
 from backfill.jobs.lines import LineResult, completed, refused, unanswered

@@ -8,12 +8,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
 from backfill.api.metrics.engine import EngineMetrics
-from backfill.api.metrics.jobs import JobMetrics
 from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.requests import RequestMetrics
 from backfill.api.metrics.server import HttpMetrics, ProcessMetrics
 from backfill.core.slo import SLO
 from backfill.execution.executor import ExecutorInfo
+from backfill.http.job_metrics import JobMetrics
 from backfill.preparation.client import PreparationClient
 
 # New name to old name, both without "_total". The old name is exposed too, with the same values.
