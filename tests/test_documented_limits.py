@@ -121,7 +121,7 @@ PROSE = [
     ("batch.md", f"or {suspects.MAX_ONLY_LINE_LOSSES} times as the only line"),
     ("batch.md", f"waits for it {manager.STOP_TIMEOUT_S:g} s"),
     ("batch.md", f"at most {feeder.MAX_BUFFERED_BYTES >> 20} MiB"),
-    ("batch.md", f"enough lines for {claims._LINES_AHEAD} times"),
+    ("batch.md", f"until they have {claims._LINES_AHEAD} times what they hand"),
     ("batch.md", f"answer within {storage.OPEN_TIMEOUT_S:g} s"),
     ("batch.md", f"died {supervisor._MAX_QUICK_DEATHS} times in a row"),
 ]
