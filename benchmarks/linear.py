@@ -3,8 +3,8 @@
 Each instruction set runs in a process of its own, in which oneDNN and MKL keep to it as well. Shapes are
 those of SmolLM2-135M, thirty weights of each, used in turn as a model's layers are. Ours and torch's
 alternate, and figures are medians. Torch computes in the faster of float32 and bfloat16, and its large
-products are the matrix rate; the read rate is that of a sum over 1 GiB. Prints a table, and one JSON object
-as the last line.
+products are the matrix rate; the read rate is that of a large matrix-vector product. Prints a table, and one
+JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from machine_limits import best_time, processor_name
+from machine_limits import fastest_dtype, measure_limits, processor_name
 
 from backfill.engine.environment import engine_environment
 from backfill.kernels.cpu import CpuKernels, available_isas
@@ -72,7 +72,7 @@ def measure_apart(isa: str) -> dict[str, object]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
-    limits, fastest = measure_limits(), fastest_of_torch()
+    limits, fastest = measure_limits(), fastest_dtype()
     figures = []
     for name in args.dtypes:
         dtype = getattr(torch, name)
@@ -124,24 +124,6 @@ def alternating_s(first: Callable[[], None], second: Callable[[], None], runs: i
             if number >= 0:
                 found.append(time.perf_counter() - started_at_s)
     return statistics.median(times[0]), statistics.median(times[1])
-
-
-def fastest_of_torch() -> torch.dtype:
-    """Without instructions for it, torch's bfloat16 is slower by tens."""
-    return min((torch.float32, torch.bfloat16), key=lambda dtype: product_s(256, dtype))
-
-
-def product_s(size: int, dtype: torch.dtype) -> float:
-    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    return best_time(lambda: torch.mm(a, b), 5)
-
-
-def measure_limits() -> dict[str, float]:
-    source = torch.ones(1 << 28)
-    return {
-        "matrix_gflop_s": 2e-9 * 2048**3 / product_s(2048, fastest_of_torch()),
-        "read_gb_s": 1e-9 * (1 << 30) / best_time(source.sum, 5),
-    }
 
 
 if __name__ == "__main__":

@@ -6,8 +6,12 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from backfill.models.config import OPT_POSITION_OFFSET, ModelConfig
+
+if TYPE_CHECKING:
+    import torch
 
 
 def processor_name() -> str:
@@ -21,10 +25,14 @@ def processor_name() -> str:
 
 
 def measure_limits() -> dict[str, float]:
-    """bf16 GFLOP/s of large products; GB/s of reading (a matrix-vector product) and copying memory."""
+    """GFLOP/s of torch's large products, in the faster of its types; GB/s of reading and copying memory.
+
+    Memory is read by a matrix-vector product.
+    """
     import torch
 
-    a, b = torch.randn(2048, 2048).bfloat16(), torch.randn(2048, 2048).bfloat16()
+    dtype = fastest_dtype()
+    a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
     matrix_s = best_time(lambda: torch.mm(a, b), 15)
     source = torch.zeros(256 << 20, dtype=torch.uint8)
     target = torch.zeros_like(source)
@@ -32,10 +40,21 @@ def measure_limits() -> dict[str, float]:
     rows, x = source.view(torch.float32).view(-1, 4096), torch.ones(4096)
     read_s = best_time(lambda: torch.mv(rows, x), 7)
     return {
-        "bf16_gflop_s": 2 * 2048**3 / matrix_s / 1e9,
+        "matrix_gflop_s": 2 * 2048**3 / matrix_s / 1e9,
         "read_gb_s": source.numel() / read_s / 1e9,
         "copy_gb_s": source.numel() / copy_s / 1e9,
     }
+
+
+def fastest_dtype() -> torch.dtype:
+    """float32, or bfloat16 where torch multiplies it faster; without instructions, that takes minutes."""
+    import torch
+
+    def seconds(dtype: torch.dtype) -> float:
+        a, b = torch.randn(512, 512).to(dtype), torch.randn(512, 512).to(dtype)
+        return best_time(lambda: torch.mm(a, b), 3)
+
+    return min((torch.float32, torch.bfloat16), key=seconds)
 
 
 def best_time(run: Callable[[], object], repeats: int) -> float:
@@ -57,12 +76,12 @@ def floor_of(
     output_len: int,
     stream_len: int,
 ) -> dict[str, float]:
-    """What the machine's limits allow: products at the bf16 rate, weights and KV read once a step.
+    """What the machine's limits allow: products at the matrix rate, weights and KV read once a step.
 
     The prefill gives an output's first token, so n tokens take n - 1 decode steps. The FLOPs of attention
     (under 3 % here) and all other operators are left out, so no engine reaches this.
     """
-    rate, read = machine["bf16_gflop_s"] * 1e9, machine["read_gb_s"] * 1e9
+    rate, read = machine["matrix_gflop_s"] * 1e9, machine["read_gb_s"] * 1e9
     embedding = config.vocab_size * (config.word_embed_proj_dim or config.hidden_size)
     weights = read_parameters(config)
     layers = weights - embedding

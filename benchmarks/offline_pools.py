@@ -211,7 +211,7 @@ def limits_s(
         (line.output_tokens - 1) * (prompt_words(line) + line.output_tokens / 2) for line in lines
     ) * (mean_prompt * len(lines) / sum(map(prompt_words, lines)))
     kv_bytes = config.kv_bytes_per_token(2) * reads
-    return flops / machine["bf16_gflop_s"] / 1e9, kv_bytes / machine["read_gb_s"] / 1e9
+    return flops / machine["matrix_gflop_s"] / 1e9, kv_bytes / machine["read_gb_s"] / 1e9
 
 
 def prompt_words(line: Line) -> int:

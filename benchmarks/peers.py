@@ -4,7 +4,8 @@ The work: 64 prompts of 256 random tokens, 128 new tokens each, greedy; one stre
 prompt of 256, prefill included; the time to the first token of such a prompt. Each engine is a process of its
 own. Engines run in turn for several rounds, and their order rotates by one each round, so that none always
 runs on a cool machine. Figures are medians over the rounds, with the least and the greatest. At the start of
-each round the machine's limits are measured with torch: bf16 matrix products, and reading and copying memory.
+each round the machine's limits are measured with torch: matrix products in the faster of its types, and
+reading and copying memory.
 
 A peer is the interpreter of its environment and a script that prints one JSON line with batch_tok_s,
 stream_tok_s and first_token_s:
@@ -335,7 +336,7 @@ def print_report(result: Mapping[str, Any]) -> None:
     print("rounds; " + ", ".join(f"{name} {versions}" for name, versions in result["versions"].items()))
     if machine:
         print(
-            f"limits: bf16 products {machine['bf16_gflop_s']:.0f} GFLOP/s, memory read "
+            f"limits: products {machine['matrix_gflop_s']:.0f} GFLOP/s, memory read "
             f"{machine['read_gb_s']:.1f} GB/s, copied {machine['copy_gb_s']:.1f} GB/s"
         )
     print(

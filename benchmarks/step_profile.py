@@ -9,7 +9,7 @@ Runs a batch of requests past their prefill and times the following steps, twice
 - by part: times every operator from outside (the wrappers add about 0.2 us a call).
 
 A floor is the longer of two times: weights and KV bytes at the measured read rate of memory, and FLOPs at the
-measured bf16 rate.
+measured matrix rate.
 
 Usage: step_profile.py [--seqs 64] [--context 256] [--steps 96]. The last line is a JSON object.
 """
@@ -62,7 +62,7 @@ def main() -> None:
     rows = {name: 1e3 * seconds for name, seconds in parts.items()}
     rows["other Python"] = 1e3 * step_s - sum(rows.values())
     print(f"{args.seqs} requests of {mean_context:.0f} tokens on average, {args.steps} steps")
-    print(f"limits: {limits['bf16_gflop_s']:.0f} bf16 GFLOP/s, {limits['read_gb_s']:.1f} GB/s read\n")
+    print(f"limits: {limits['matrix_gflop_s']:.0f} GFLOP/s, {limits['read_gb_s']:.1f} GB/s read\n")
     print_whole(whole)
     print(f"\n| part of a step of {1e3 * step_s:.2f} ms | ms | floor, ms |\n| --- | --- | --- |")
     for name, value in sorted(rows.items(), key=lambda row: -row[1]):
@@ -182,7 +182,7 @@ def floors_ms(config: ModelConfig, seqs: int, context: float, limits: dict[str, 
         "linear down": inner * hidden * config.num_layers,
         "lm_head": hidden * config.vocab_size,
     }
-    read, rate = limits["read_gb_s"] * 1e9, limits["bf16_gflop_s"] * 1e9
+    read, rate = limits["read_gb_s"] * 1e9, limits["matrix_gflop_s"] * 1e9
     floors = {name: 1e3 * max(2 * size / read, 2 * size * seqs / rate) for name, size in sizes.items()}
     floors["attention"] = 1e3 * seqs * context * config.kv_bytes_per_token(2) / read
     return floors

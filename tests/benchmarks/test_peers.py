@@ -16,8 +16,8 @@ from tests.models.tiny import save_tiny_model
 
 WORK = {"num_prompts": 4, "input_len": 32, "output_len": 8, "stream_len": 16}
 # So much arithmetic that only bytes take time, and the reverse.
-BYTES_BIND = {"bf16_gflop_s": 1e15, "read_gb_s": 1.0}
-PRODUCTS_BIND = {"bf16_gflop_s": 1.0, "read_gb_s": 1e15}
+BYTES_BIND = {"matrix_gflop_s": 1e15, "read_gb_s": 1.0}
+PRODUCTS_BIND = {"matrix_gflop_s": 1.0, "read_gb_s": 1e15}
 FIGURES = {"batch_tok_s": 100.0, "stream_tok_s": 10.0, "first_token_s": 0.5}
 
 

@@ -19,7 +19,10 @@ def test_floors_are_the_longer_of_bytes_and_products(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
     config = ModelConfig.from_folder(tmp_path)
     lm_head = config.hidden_size * config.vocab_size
-    even = {"read_gb_s": 1e-3, "bf16_gflop_s": 1e-2}  # a weight is read in 2 us and takes 0.2 us of products
+    even = {
+        "read_gb_s": 1e-3,
+        "matrix_gflop_s": 1e-2,
+    }  # a weight is read in 2 us and takes 0.2 us of products
     floors = step_profile.floors_ms(config, 5, 10.0, even)
     assert floors["lm_head"] == pytest.approx(2e-3 * lm_head)
     assert step_profile.floors_ms(config, 40, 10.0, even)["lm_head"] == pytest.approx(40 * 0.2e-3 * lm_head)
