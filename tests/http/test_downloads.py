@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backfill.http.downloads import DownloadResponse, parse_range
 from backfill.http.errors import error_response
-from backfill.jobs.blobs import CHUNK_BYTES, Download, LocalFile
+from backfill.jobs.blobs import CHUNK_BYTES, Download, StoredFile
 from backfill.jobs.errors import StorageFull, TooMany
 from backfill.jobs.threads import ThreadPool
 
@@ -40,10 +39,10 @@ def test_ranges(header: str, found: tuple[int, int] | None) -> None:
 
 
 def download(
-    path: Path, byte_range: str | None = None, *, leaves_after: int | None = None
+    byte_range: str | None = None, *, content: bytes = CONTENT, leaves_after: int | None = None
 ) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body; the client disconnects after ``leaves_after`` chunks."""
-    path.write_bytes(CONTENT if not path.exists() else path.read_bytes())
+    file = StoredFile(len(content), lambda start, size: content[start : start + size], lambda: None)
 
     async def run() -> list[Any]:
         messages: list[Any] = []
@@ -59,7 +58,7 @@ def download(
                 left.set()
             await asyncio.sleep(0)
 
-        opened = await Download.open(lambda: LocalFile(path), ThreadPool("downloads", 1))
+        opened = await Download.open(lambda: file, ThreadPool("downloads", 1))
         await DownloadResponse(opened, "a b.jsonl", byte_range)({"type": "http"}, receive, send)
         return messages
 
@@ -68,29 +67,28 @@ def download(
     return head["status"], headers, b"".join(message["body"] for message in rest)
 
 
-def test_a_whole_file(tmp_path: Path) -> None:
-    status, headers, body = download(tmp_path / "f")
+def test_a_whole_file() -> None:
+    status, headers, body = download()
     assert (status, body) == (200, CONTENT)
     assert headers["content-length"] == str(len(CONTENT))
     assert headers["content-type"] == "application/octet-stream"
     assert headers["content-disposition"] == "attachment; filename*=utf-8''a%20b.jsonl"
 
 
-def test_a_part_of_a_file(tmp_path: Path) -> None:
-    status, headers, body = download(tmp_path / "f", "bytes=250-259")
+def test_a_part_of_a_file() -> None:
+    status, headers, body = download("bytes=250-259")
     assert (status, body) == (206, CONTENT[250:260])
     assert (headers["content-range"], headers["content-length"]) == ("bytes 250-259/2560", "10")
 
 
-def test_a_range_beyond_the_file(tmp_path: Path) -> None:
-    status, headers, body = download(tmp_path / "f", "bytes=2560-")
+def test_a_range_beyond_the_file() -> None:
+    status, headers, body = download("bytes=2560-")
     assert (status, body) == (416, b"")
     assert headers["content-range"] == "bytes */2560"
 
 
-def test_no_more_is_read_for_a_client_that_has_left(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(bytes(5 * CHUNK_BYTES))
-    _, _, body = download(tmp_path / "f", leaves_after=2)
+def test_no_more_is_read_for_a_client_that_has_left() -> None:
+    _, _, body = download(content=bytes(5 * CHUNK_BYTES), leaves_after=2)
     assert len(body) == 2 * CHUNK_BYTES
 
 

@@ -11,7 +11,6 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from backfill.core.errors import ConfigError
-from backfill.jobs.blobs import FolderStore
 from backfill.jobs.errors import NotFound
 from backfill.jobs.object_store import ObjectStore, open_file_store
 from backfill.jobs.records import BatchStatus
@@ -130,7 +129,7 @@ async def test_an_aborted_upload_leaves_nothing(tmp_path: Path, memory: str) -> 
     await upload.abort()
     kept = await store_input(manager, b"y" * 3_000_000)
     assert list((tmp_path / "files").iterdir()) == []
-    store = ObjectStore(memory, FolderStore(tmp_path))
+    store = ObjectStore(memory, tmp_path)
     assert store.num_bytes() == 3_000_000
     assert await content_of(manager, await manager.get_file(OWNER, kept)) == b"y" * 3_000_000
     assert store.garbage() == [], "none is a day old"
@@ -166,6 +165,6 @@ async def test_a_store_that_cannot_be_reached(
 def test_places_are_folders_or_urls(tmp_path: Path) -> None:
     for place in (str(tmp_path), f"file://{tmp_path}"):
         store = open_file_store(place, tmp_path)
-        assert isinstance(store, FolderStore)
+        assert not store.is_remote
         assert (store.path("x"), store.is_given) == (tmp_path / "files" / "x", True)
     assert not open_file_store(None, tmp_path).is_given

@@ -6,9 +6,10 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Protocol
 
 from backfill.jobs.private_files import FILE_MODE, make_folder, sync_folder, write_durably
 from backfill.jobs.threads import ThreadPool
@@ -20,114 +21,52 @@ _PARTIAL = ".part"
 _ID_FILE = "store.id"
 
 
-class StoredFile(Protocol):
-    """A stored file, open for reading. Blocking. Raises: OSError."""
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A stored file, open for reading. Blocking. Raises: OSError.
 
-    @property
-    def num_bytes(self) -> int: ...
-
-    def read(self, start: int, num_bytes: int) -> bytes:
-        """Fewer bytes only at the end of the file."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class FileStore(Protocol):
-    """Keeps files by id: a file is there whole, or it is not. Blocking: run calls in threads.
-
-    It is also a ``database.FilePlace``. Raises: OSError from any method; FileNotFoundError where there is
-    no such file.
+    Attributes:
+        read: takes the first byte's position and a number of bytes. Fewer come only at the end of the file.
     """
 
-    @property
-    def copies_inputs(self) -> bool:
-        """``fetch`` copies files, so each has to be released."""
-        ...
-
-    @property
-    def shown(self) -> str: ...
-
-    @property
-    def is_given(self) -> bool: ...
-
-    @property
-    def to_give_up(self) -> str: ...
-
-    def read_id(self) -> str: ...
-
-    def write_id(self, store_id: str) -> None: ...
-
-    def holds_files(self) -> bool: ...
-
-    def create(self, file_id: str) -> FileIO:
-        """A new file, for ``commit`` or ``discard``, which close it."""
-        ...
-
-    def commit(self, file_id: str, file: FileIO) -> None:
-        """Store a file under its id, durably."""
-        ...
-
-    def discard(self, file_id: str, file: FileIO | None) -> None:
-        """Give a new file up. ``file`` is None where ``create`` was cancelled; it may have made the file."""
-        ...
-
-    def open(self, file_id: str) -> StoredFile: ...
-
-    def delete(self, file_id: str) -> None:
-        """One that is gone already is no error."""
-        ...
-
-    def fetch(self, file_id: str, user: str) -> Path:
-        """A path at which the file can be read until ``release``."""
-        ...
-
-    def release(self, user: str) -> None:
-        """The user's fetched file is not read any more."""
-        ...
-
-    def num_bytes(self) -> int:
-        """Of everything stored, unfinished results included."""
-        ...
-
-    def num_free_bytes(self) -> int:
-        """Bytes that this user may still write to the disk that new files and results go through."""
-        ...
-
-    def garbage(self) -> list[str]:
-        """Names of what may be left over: of files, and of unfinished ones, untouched for a day."""
-        ...
-
-    def delete_garbage(self, names: Iterable[str]) -> None:
-        """Delete those of ``garbage`` that no record names."""
-        ...
+    num_bytes: int
+    read: Callable[[int, int], bytes]
+    close: Callable[[], None]
 
 
-class FolderStore:
-    """Files in a folder. An upload is written under a partial name and renamed once it is synced.
+class FileStore:
+    """Keeps files by id in a folder: a file is there whole, or it is not. Blocking: run calls in threads.
 
-    Several servers may share the folder, on a file system that renames atomically.
+    An upload is written under a partial name and renamed once it is synced. Several servers may share the
+    folder, on a file system that renames atomically.
+
+    Raises: OSError from any method; FileNotFoundError where there is no such file.
 
     Args:
         root: holds the folder ``files``, and the id of the database.
         option: that names it.
+
+    Attributes:
+        is_remote: files are elsewhere. ``fetch`` copies them, so each has to be released, and none can be
+            appended to.
+        is_given: a user named the place, so what it holds may be of another program.
+        shown: the option and the place, for messages.
+        to_give_up: what a user deletes who gives the files up.
     """
 
-    copies_inputs = False
+    is_remote = False
 
     def __init__(self, root: Path, option: str = "data_dir") -> None:
         self._root = root
         self._folder = root / "files"
         self.is_given = option != "data_dir"
         self.shown = f"`{option}` {root}"
+        self.to_give_up = f"{self._folder} and {root / _ID_FILE}"
 
     # ---- The database that the files belong to ----
 
-    @property
-    def to_give_up(self) -> str:
-        return f"{self._folder} and {self._root / _ID_FILE}"
-
     def read_id(self) -> str:
+        """Empty where there is none."""
         try:
             return (self._root / _ID_FILE).read_text().strip()
         except FileNotFoundError:
@@ -146,31 +85,38 @@ class FolderStore:
         return self._folder / file_id
 
     def create(self, file_id: str) -> FileIO:
+        """A new file, for ``commit`` or ``discard``, which close it."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return FileIO(os.open(self._partial(file_id), flags, FILE_MODE), "wb")
 
     def commit(self, file_id: str, file: FileIO) -> None:
+        """Store a file under its id, durably."""
         with file:
             os.fsync(file.fileno())
         os.replace(self._partial(file_id), self.path(file_id))
         sync_folder(self._folder)
 
     def discard(self, file_id: str, file: FileIO | None) -> None:
+        """Give a new file up. ``file`` is None where ``create`` was cancelled; it may have made the file."""
         if file is not None:
             file.close()
         self._partial(file_id).unlink(missing_ok=True)
 
     def open(self, file_id: str) -> StoredFile:
-        return LocalFile(self.path(file_id))
+        file = FileIO(self.path(file_id), "rb")
+        read = partial(_read_at, file.fileno())
+        return StoredFile(os.fstat(file.fileno()).st_size, read, file.close)
 
     def delete(self, file_id: str) -> None:
+        """One that is gone already is no error."""
         self.path(file_id).unlink(missing_ok=True)
 
     def fetch(self, file_id: str, user: str) -> Path:
+        """A path at which the file can be read until ``release``."""
         return self.path(file_id)
 
     def release(self, user: str) -> None:
-        pass
+        """The user's fetched file is not read any more."""
 
     def size_or_delete(self, file_id: str) -> int:
         """Bytes of a file; 0 where there is none. An empty file is deleted."""
@@ -183,6 +129,7 @@ class FolderStore:
         return num_bytes
 
     def num_bytes(self) -> int:
+        """Of everything stored, unfinished results included."""
         num_bytes = 0
         for entry in os.scandir(self._folder):
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
@@ -190,6 +137,7 @@ class FolderStore:
         return num_bytes
 
     def num_free_bytes(self) -> int:
+        """Bytes that this user may still write to the disk that new files and results go through."""
         disk = os.statvfs(self._folder)
         return disk.f_bavail * disk.f_frsize
 
@@ -207,6 +155,7 @@ class FolderStore:
                 os.unlink(entry.path)
 
     def garbage(self) -> list[str]:
+        """Names of what may be left over: of files, and of unfinished ones, untouched for a day."""
         names, before_s = [], time.time() - GARBAGE_AGE_S
         for entry in os.scandir(self._folder):
             with contextlib.suppress(FileNotFoundError):
@@ -215,25 +164,12 @@ class FolderStore:
         return names
 
     def delete_garbage(self, names: Iterable[str]) -> None:
+        """Delete those of ``garbage`` that no record names."""
         for name in names:
             self.delete(name)
 
     def _partial(self, file_id: str) -> Path:
         return self._folder / (file_id + _PARTIAL)
-
-
-class LocalFile:
-    """A ``StoredFile`` of this machine."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = FileIO(path, "rb")
-        self.num_bytes = os.fstat(self._file.fileno()).st_size
-
-    def read(self, start: int, num_bytes: int) -> bytes:
-        return os.pread(self._file.fileno(), num_bytes, start)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class Download:
@@ -261,3 +197,7 @@ class Download:
 
     async def close(self) -> None:
         await self._threads.run(self._file.close)
+
+
+def _read_at(file: int, start: int, num_bytes: int) -> bytes:
+    return os.pread(file, num_bytes, start)

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sqlalchemy import (
     JSON,
@@ -35,6 +35,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from backfill.core.errors import ConfigError
+from backfill.jobs.blobs import FileStore
 from backfill.jobs.private_files import FILE_MODE
 
 _BUSY_TIMEOUT_MS = 5000
@@ -153,36 +154,6 @@ suspects = Table(
 )
 
 
-class FilePlace(Protocol):
-    """A place of files, which holds the id of the database that they belong to. Blocking.
-
-    Raises: OSError from any method.
-    """
-
-    @property
-    def shown(self) -> str:
-        """The option and the place, for messages."""
-        ...
-
-    @property
-    def is_given(self) -> bool:
-        """A user named it, so what it holds may be of another program."""
-        ...
-
-    @property
-    def to_give_up(self) -> str:
-        """What a user deletes who gives the files up."""
-        ...
-
-    def read_id(self) -> str:
-        """Empty where there is none."""
-        ...
-
-    def write_id(self, store_id: str) -> None: ...
-
-    def holds_files(self) -> bool: ...
-
-
 def is_postgresql(engine: Engine) -> bool:
     return engine.dialect.name == "postgresql"
 
@@ -290,7 +261,7 @@ def _lock(connection: Connection, number: int) -> None:
         lock_writes(connection)
 
 
-def tie_to(engine: Engine, places: Sequence[FilePlace]) -> str:
+def tie_to(engine: Engine, places: Sequence[FileStore]) -> str:
     """Bind the database to its places of files for good. To another database the files would be garbage.
 
     Returns: the id that they have from now on.

@@ -23,7 +23,7 @@ from sqlalchemy import Connection, Engine, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
-from backfill.jobs.blobs import FileStore, FolderStore
+from backfill.jobs.blobs import FileStore
 from backfill.jobs.database import batches, is_postgresql, results, suspects
 from backfill.jobs.leases import Lease, LeaseLost, Leases, lock_lease
 from backfill.jobs.lines import LineResult
@@ -87,7 +87,7 @@ class FileResults:
         losses: folder of the files that say which lines were lost.
     """
 
-    files: FolderStore
+    files: FileStore
     losses: Path
 
     def log_of(self, batch: BatchRecord, lease: Lease | None) -> ResultLog:

@@ -388,7 +388,7 @@ class JobManager:
 
     def _forget(self, name: str, task: asyncio.Task[None]) -> None:
         job = self._jobs.pop(name)
-        if self._storage.blobs.copies_inputs:
+        if self._storage.blobs.is_remote:
             self._tasks.start(
                 self._threads.results.run(self._storage.blobs.release, job.input_user), "release"
             )

@@ -11,12 +11,13 @@ import contextlib
 import errno
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from backfill.core.errors import ConfigError
-from backfill.jobs.blobs import GARBAGE_AGE_S, FolderStore, StoredFile
+from backfill.jobs.blobs import GARBAGE_AGE_S, FileStore, StoredFile
 
 # By the schemes of fsspec, of which the second is of this process alone. File systems that it also knows
 # promise less than an object store.
@@ -24,37 +25,39 @@ _SCHEMES = ("s3", "memory")
 _S3_CONFIG = {"connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 2, "mode": "standard"}}
 
 
-def open_file_store(place: str | None, data_dir: Path) -> FolderStore | ObjectStore:
+def open_file_store(place: str | None, data_dir: Path) -> FileStore:
     """The store of ``--batch-file-store``. Nothing is read yet. Raises: ConfigError."""
     if place is None:
-        return FolderStore(data_dir)
+        return FileStore(data_dir)
     scheme, separator, rest = place.partition("://")
     if not separator or scheme == "file":
         folder = Path(rest if separator else place).expanduser()
         if not folder.is_absolute():
             folder = Path.cwd() / folder
-        return FolderStore(folder, "batch_file_store")
+        return FileStore(folder, "batch_file_store")
     if scheme not in _SCHEMES or not rest.strip("/"):
         raise ConfigError(
             f"must be a folder or s3://BUCKET/PREFIX, got {place!r:.200}.", field="batch_file_store"
         )
-    return ObjectStore(place, FolderStore(data_dir))
+    return ObjectStore(place, data_dir)
 
 
-class ObjectStore:
-    """Files as objects under a prefix. A ``FileStore``.
+class ObjectStore(FileStore):
+    """Files as objects under a prefix.
+
+    Its folder, of this server alone, has new files until they are committed, and copies of inputs that are
+    being read.
 
     Args:
         url: fsspec's, with the bucket and the prefix.
-        staging: files of this server alone, for new files and for inputs that are being read.
 
     Raises: ConfigError where the package of the scheme is missing.
     """
 
-    is_given = True
-    copies_inputs = True
+    is_remote = True
 
-    def __init__(self, url: str, staging: FolderStore) -> None:
+    def __init__(self, url: str, data_dir: Path) -> None:
+        super().__init__(data_dir)
         scheme = url.partition("://")[0]
         options: dict[str, Any] = {"config_kwargs": _S3_CONFIG} if scheme == "s3" else {}
         try:
@@ -65,48 +68,44 @@ class ObjectStore:
             raise ConfigError(
                 f"`batch_file_store` {url} cannot be used ({error}). For S3: pip install 'backfill[s3]'."
             ) from error
+        self.is_given = True
         self.shown = f"`batch_file_store` {url}"
         self.to_give_up = f"all objects under {url}"
         self._filesystem: Any = filesystem
-        self._root = root.rstrip("/")
-        self._staging = staging
+        self._prefix = root.rstrip("/")
 
     # ---- The database that the files belong to ----
 
     def read_id(self) -> str:
         try:
             with _as_os_errors():
-                content: bytes = self._filesystem.cat_file(f"{self._root}/store.id")
+                content: bytes = self._filesystem.cat_file(f"{self._prefix}/store.id")
         except FileNotFoundError:
             return ""
         return content.decode().strip()
 
     def write_id(self, store_id: str) -> None:
         with _as_os_errors():
-            self._filesystem.pipe_file(f"{self._root}/store.id", f"{store_id}\n".encode())
+            self._filesystem.pipe_file(f"{self._prefix}/store.id", f"{store_id}\n".encode())
 
     def holds_files(self) -> bool:
         return bool(self._objects())
 
     # ---- Files ----
 
-    def create(self, file_id: str) -> FileIO:
-        return self._staging.create(file_id)
-
     def commit(self, file_id: str, file: FileIO) -> None:
-        self._staging.commit(file_id, file)
-        path = self._staging.path(file_id)
+        super().commit(file_id, file)
         try:
             with _as_os_errors():
-                self._filesystem.put_file(str(path), self._object(file_id))
+                self._filesystem.put_file(str(self.path(file_id)), self._object(file_id))
         finally:
-            self._staging.delete(file_id)
-
-    def discard(self, file_id: str, file: FileIO | None) -> None:
-        self._staging.discard(file_id, file)
+            super().delete(file_id)
 
     def open(self, file_id: str) -> StoredFile:
-        return _Object(self._filesystem, self._object(file_id))
+        path = self._object(file_id)
+        with _as_os_errors():
+            num_bytes = int(self._filesystem.info(path)["size"])
+        return StoredFile(num_bytes, partial(self._read, path), lambda: None)
 
     def delete(self, file_id: str) -> None:
         with contextlib.suppress(FileNotFoundError), _as_os_errors():
@@ -114,7 +113,7 @@ class ObjectStore:
 
     def fetch(self, file_id: str, user: str) -> Path:
         """Copies the file, for each user once."""
-        path = self._staging.path(user)
+        path = self.path(user)
         if not path.exists():
             partial = path.with_suffix(".part")
             try:
@@ -126,55 +125,35 @@ class ObjectStore:
         return path
 
     def release(self, user: str) -> None:
-        self._staging.delete(user)
+        super().delete(user)
 
     def num_bytes(self) -> int:
         return sum(int(found["size"] or 0) for found in self._objects().values())
-
-    def num_free_bytes(self) -> int:
-        return self._staging.num_free_bytes()
 
     def garbage(self) -> list[str]:
         before_s = time.time() - GARBAGE_AGE_S
         return [name for name, found in self._objects().items() if _changed_at_s(found) < before_s]
 
-    def delete_garbage(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.delete(name)
-
     def open_folder(self, known: Iterable[str] | None) -> None:
         """Make the staging folder, and empty it. Objects may be other servers'."""
-        self._staging.open_folder(())
+        super().open_folder(())
+
+    def _read(self, path: str, start: int, num_bytes: int) -> bytes:
+        with _as_os_errors():
+            content: bytes = self._filesystem.cat_file(path, start=start, end=start + num_bytes)
+        return content
 
     def _object(self, file_id: str) -> str:
-        return f"{self._root}/files/{file_id}"
+        return f"{self._prefix}/files/{file_id}"
 
     def _objects(self) -> dict[str, dict[str, Any]]:
         """By name, what the store says of each."""
         with _as_os_errors():
             try:
-                found: list[dict[str, Any]] = self._filesystem.ls(f"{self._root}/files", detail=True)
+                found: list[dict[str, Any]] = self._filesystem.ls(f"{self._prefix}/files", detail=True)
             except FileNotFoundError:
                 return {}
         return {each["name"].rsplit("/", 1)[-1]: each for each in found if each["type"] == "file"}
-
-
-class _Object:
-    """A ``StoredFile`` in an object store."""
-
-    def __init__(self, filesystem: Any, path: str) -> None:
-        self._filesystem = filesystem
-        self._path = path
-        with _as_os_errors():
-            self.num_bytes = int(filesystem.info(path)["size"])
-
-    def read(self, start: int, num_bytes: int) -> bytes:
-        with _as_os_errors():
-            content: bytes = self._filesystem.cat_file(self._path, start=start, end=start + num_bytes)
-        return content
-
-    def close(self) -> None:
-        pass
 
 
 def _changed_at_s(found: dict[str, Any]) -> float:

@@ -17,17 +17,8 @@ FILE_MODE = 0o600
 FOLDER_MODE = 0o700
 
 # What a server writes into its data folder. Other files in it are not changed.
-_OWN_FILES = (
-    "jobs.db",
-    "jobs.db-wal",
-    "jobs.db-shm",
-    "jobs.db-journal",
-    "server.lock",
-    "store.id",
-    "store.id.part",
-    "config.json",
-    "config.json.part",
-)
+_DATABASE = ("jobs.db", "jobs.db-wal", "jobs.db-shm", "jobs.db-journal")
+_OWN_FILES = (*_DATABASE, "server.lock", "store.id", "store.id.part", "config.json", "config.json.part")
 _OWN_FOLDERS = ("files", "suspects")
 
 

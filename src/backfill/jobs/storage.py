@@ -15,13 +15,13 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from backfill.core.errors import ConfigError
-from backfill.jobs.blobs import FileStore, FolderStore
+from backfill.jobs.blobs import FileStore
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.database import exclusive_schema, open_database, shown_url, tie_to
 from backfill.jobs.database_results import DatabaseResults, FileResults, ResultStore
 from backfill.jobs.errors import Busy
 from backfill.jobs.leases import Leases, add_missing_leases
-from backfill.jobs.object_store import ObjectStore, open_file_store
+from backfill.jobs.object_store import open_file_store
 from backfill.jobs.private_files import make_private, write_durably
 from backfill.jobs.retry import is_temporary, reason_of, retry_delays_s
 from backfill.jobs.store import JobStore
@@ -90,7 +90,7 @@ class JobStorage:
                 store_id,
             )
             known = None
-            if not storage.is_shared and isinstance(blobs, FolderStore):
+            if not storage.is_shared and not blobs.is_remote:
                 known = await storage.query_with_retries(store.blob_ids)
             await threads.results.run(blobs.open_folder, known)
         except OSError as error:
@@ -160,12 +160,12 @@ def _note_late(reading: asyncio.Future[Any]) -> None:
         reading.exception()
 
 
-def _tie(engine: Engine, blobs: FolderStore | ObjectStore, config: JobsConfig) -> tuple[JobStore, str]:
+def _tie(engine: Engine, blobs: FileStore, config: JobsConfig) -> tuple[JobStore, str]:
     """The records, and their id. Raises: ConfigError, OSError."""
     is_shared = config.is_shared
-    places: list[FolderStore | ObjectStore] = [blobs]
+    places = [blobs]
     if not is_shared and blobs.is_given:
-        places.append(FolderStore(config.data_dir))  # so that no second server opens the database
+        places.append(FileStore(config.data_dir))  # so that no second server opens the database
     store_id = tie_to(engine, places)
     if not is_shared:
         return JobStore(engine), store_id
@@ -188,10 +188,8 @@ def _leases(engine: Engine, config: JobsConfig) -> Leases:
     return leases
 
 
-def _results_of(
-    engine: Engine, blobs: FolderStore | ObjectStore, store: JobStore, data_dir: Path
-) -> ResultStore:
-    if isinstance(blobs, FolderStore) and store.leases is None:
+def _results_of(engine: Engine, blobs: FileStore, store: JobStore, data_dir: Path) -> ResultStore:
+    if store.leases is None and not blobs.is_remote:
         return FileResults(blobs, data_dir / SUSPECTS_FOLDER)
     return DatabaseResults(engine, blobs, store.leases)
 
