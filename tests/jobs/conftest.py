@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,14 @@ def postgres() -> Iterator[PostgresServer]:
 def database_url(postgres: PostgresServer) -> str:
     """Of a PostgreSQL database without tables."""
     return postgres.new_schema()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
+def each_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of a SQLite database without tables, and in another run of the test of a PostgreSQL one."""
+    if request.param == "postgresql":
+        return str(request.getfixturevalue("database_url"))
+    return f"sqlite:///{tmp_path / 'empty.db'}"
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])

@@ -18,19 +18,26 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from sqlalchemy import Column, Engine, Float, Integer, MetaData, Table, event, insert, select, update
+from sqlalchemy import Column, Engine, Float, Integer, MetaData, Table, delete, event, insert, select, update
 
-from backfill.jobs.database import batches, files, leases, open_database, results, suspects
+from backfill.jobs.database import open_database
 from backfill.jobs.database_results import DatabaseResults
-from backfill.jobs.leases import Lease, LeaseLost, Leases, add_missing_leases, database_clock
+from backfill.jobs.leases import Lease, LeaseLost, Leases, database_clock
 from backfill.jobs.lines import completed
 from backfill.jobs.object_store import open_file_store
-from backfill.jobs.records import OPEN_STATUSES, BatchRecord, BatchStatus, FileRecord
+from backfill.jobs.records import (
+    OPEN_STATUSES,
+    BatchRecord,
+    BatchStatus,
+    FileRecord,
+    LeasedPart,
+    RecordedResult,
+    SavedLosses,
+)
 from backfill.jobs.results import ResultsLost
 from backfill.jobs.store import JobStore
 from backfill.jobs.suspects import Losses, Suspects
 from backfill.preparation.lines import BatchLine
-from tests.postgres import PostgresServer
 
 DURATION_S = 10.0
 clock = Table("clock", MetaData(), Column("id", Integer, primary_key=True), Column("now_s", Float))
@@ -48,7 +55,7 @@ class Server:
         self.all: list[Lease] = []  # ever claimed
 
     def claim(self, **options: object) -> str | None:
-        claimed = self.store.claim_batch(model_names=["m"], **options)
+        claimed = self.leases.claim(model_names=["m"], **options)
         if claimed is None:
             return None
         lease, batch = claimed.lease, claimed.batch
@@ -111,18 +118,29 @@ def set_clock(engine: Engine, now_s: float) -> None:
         connection.execute(update(clock).values(now_s=now_s))
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def engine(request: pytest.FixtureRequest, tmp_path: Path, postgres: PostgresServer) -> Iterator[Engine]:
-    url = postgres.new_schema() if request.param == "postgresql" else None
-    opened = open_database(url, tmp_path)
-    if url is None:
+@pytest.fixture
+def engine(each_url: str, tmp_path: Path) -> Iterator[Engine]:
+    opened = open_database(each_url, tmp_path)
+    if opened.dialect.name == "sqlite":
         event.listen(opened, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=OFF"))
         opened.dispose()
-    with opened.begin() as connection:
+    yield with_clock(opened)
+    opened.dispose()
+
+
+@pytest.fixture
+def shared(database_url: str, tmp_path: Path) -> Iterator[Engine]:
+    """PostgreSQL, where several threads act at once."""
+    opened = open_database(database_url, tmp_path)
+    yield with_clock(opened)
+    opened.dispose()
+
+
+def with_clock(engine: Engine) -> Engine:
+    with engine.begin() as connection:
         clock.metadata.create_all(connection)
         connection.execute(insert(clock), {"id": 1, "now_s": 0.0})
-    yield opened
-    opened.dispose()
+    return engine
 
 
 def servers(engine: Engine, folder: Path, num_servers: int = 2) -> list[Server]:
@@ -141,8 +159,8 @@ class LeaseMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         with self.engine.begin() as connection:
-            for table in (leases, batches, results, files):
-                connection.execute(table.delete())
+            for kind in (LeasedPart, BatchRecord, RecordedResult, FileRecord):
+                connection.execute(delete(kind))
         self.now_s = 0.0
         set_clock(self.engine, 0.0)
         self.batches = [add_batch(self.engine, number) for number in range(2)]
@@ -220,7 +238,7 @@ class LeaseMachine(RuleBasedStateMachine):
             assert record.request_counts.completed == self.recorded[batch]
             assert record.usage.input_tokens == 2 * self.recorded[batch]
         with self.engine.connect() as connection:
-            assert len(connection.execute(select(results.c.number)).all()) == sum(self.recorded.values())
+            assert len(connection.execute(select(RecordedResult.number)).all()) == sum(self.recorded.values())
 
 
 def test_at_most_one_server_holds_a_batch_and_only_it_records(engine: Engine, tmp_path: Path) -> None:
@@ -237,12 +255,8 @@ def test_at_most_one_server_holds_a_batch_and_only_it_records(engine: Engine, tm
     )
 
 
-def test_claims_at_the_same_time_take_different_batches(postgres: PostgresServer, tmp_path: Path) -> None:
-    engine = open_database(postgres.new_schema(), tmp_path)
-    with engine.begin() as connection:
-        clock.metadata.create_all(connection)
-        connection.execute(insert(clock), {"id": 1, "now_s": 0.0})
-    made = [add_batch(engine, number) for number in range(24)]
+def test_claims_at_the_same_time_take_different_batches(shared: Engine, tmp_path: Path) -> None:
+    made = [add_batch(shared, number) for number in range(24)]
     all_ready = threading.Barrier(6)
 
     def claim_all(server: Server) -> list[str]:
@@ -253,46 +267,37 @@ def test_claims_at_the_same_time_take_different_batches(postgres: PostgresServer
         return found
 
     with ThreadPoolExecutor(6) as threads:
-        claimed = list(threads.map(claim_all, servers(engine, tmp_path, 6)))
+        claimed = list(threads.map(claim_all, servers(shared, tmp_path, 6)))
     assert sorted(batch for found in claimed for batch in found) == sorted(made)
-    engine.dispose()
 
 
-def test_a_claim_waits_for_a_write_that_has_begun(postgres: PostgresServer, tmp_path: Path) -> None:
-    engine = open_database(postgres.new_schema(), tmp_path)
-    short, long = (Leases(engine, name, duration_s) for name, duration_s in (("a", 0.05), ("b", 1000.0)))
-    batch = add_batch_of(engine)
+def test_a_claim_waits_for_a_write_that_has_begun(shared: Engine) -> None:
+    short, long = (Leases(shared, name, duration_s) for name, duration_s in (("a", 0.05), ("b", 1000.0)))
+    batch = add_batch(shared, 1)
     first = short.claim(model_names=["m"])
     assert first is not None
-    with engine.begin() as writing, ThreadPoolExecutor(1) as threads:
-        short.hold(writing, first[0])
+    with shared.begin() as writing, ThreadPoolExecutor(1) as threads:
+        short.hold(writing, first.lease)
         time.sleep(0.1)  # the lease has ended
         assert long.claim(model_names=["m"]) is None, "its row is locked"
-        renewing = threads.submit(short.renew, [first[0]])
+        renewing = threads.submit(short.renew, [first.lease])
         writing.commit()
-        assert renewing.result().held == [first[0]]
+        assert renewing.result().held == [first.lease]
     time.sleep(0.1)
     second = long.claim(model_names=["m"])
     assert second is not None
-    with pytest.raises(LeaseLost, match=batch), engine.begin() as writing:
-        short.hold(writing, first[0])
-    engine.dispose()
-
-
-def add_batch_of(engine: Engine) -> str:
-    """A batch on the database's own clock."""
-    with engine.begin() as connection:
-        clock.metadata.create_all(connection)
-        connection.execute(insert(clock), {"id": 1, "now_s": 0.0})
-    return add_batch(engine, 1)
+    with pytest.raises(LeaseLost, match=batch), shared.begin() as writing:
+        short.hold(writing, first.lease)
 
 
 def test_which_batches_a_server_claims(engine: Engine, tmp_path: Path) -> None:
     first, second, third = (add_batch(engine, number) for number in range(3))
     (server,) = servers(engine, tmp_path, 1)
     with engine.begin() as connection:
-        connection.execute(update(batches).where(batches.c.id == first).values(model="another"))
-        connection.execute(update(batches).where(batches.c.id == third).values(status="cancelling"))
+        connection.execute(update(BatchRecord).where(BatchRecord.id == first).values(model="another"))
+        connection.execute(
+            update(BatchRecord).where(BatchRecord.id == third).values(status=BatchStatus.CANCELLING)
+        )
     assert server.claim(only_over=True) == third, "to end it takes no engine"
     assert server.claim(only_over=True) is None
     assert server.claim() == second
@@ -306,7 +311,7 @@ def test_a_batch_that_has_ended_has_no_lease_and_no_rows(engine: Engine, tmp_pat
     first, second = servers(engine, tmp_path)
     first.claim()
     assert first.record(first.held[batch], 1)
-    ended = {"status": "completed", "completed_at": 5}
+    ended = {"status": BatchStatus.COMPLETED, "completed_at": 5}
     set_clock(engine, 20.0)
     second.claim()
     in_progress = [BatchStatus.IN_PROGRESS]
@@ -316,7 +321,11 @@ def test_a_batch_that_has_ended_has_no_lease_and_no_rows(engine: Engine, tmp_pat
     assert second.store.change_batch(batch, ended, only_from=in_progress, lease=lease)
     assert second.store.change_batch(batch, ended, only_from=in_progress, lease=lease), "the answer was lost"
     with engine.connect() as connection:
-        assert connection.execute(select(leases)).all() == connection.execute(select(results)).all() == []
+        assert (
+            connection.execute(select(LeasedPart.part)).all()
+            == connection.execute(select(RecordedResult.number)).all()
+            == []
+        )
     assert not second.record(second.held[batch], 2)
     assert second.claim() is None
 
@@ -331,21 +340,9 @@ def test_results_that_vanish_from_the_database_are_noticed(engine: Engine, tmp_p
     log.open()
     log.check_intact()
     with engine.begin() as connection:
-        connection.execute(results.delete().where(results.c.number == 1))
+        connection.execute(delete(RecordedResult).where(RecordedResult.number == 1))
     with pytest.raises(ResultsLost):
         log.check_intact()
-
-
-def test_batches_of_an_earlier_version_get_leases(engine: Engine, tmp_path: Path) -> None:
-    batch = add_batch(engine, 1)
-    (server,) = servers(engine, tmp_path, 1)
-    with engine.begin() as connection:
-        connection.execute(leases.delete())
-    assert server.claim() is None
-    for _ in range(2):
-        with engine.begin() as connection:
-            add_missing_leases(connection)
-    assert server.claim() == batch
 
 
 def test_which_lines_were_lost_is_known_to_the_server_that_goes_on(engine: Engine, tmp_path: Path) -> None:
@@ -363,26 +360,10 @@ def test_which_lines_were_lost_is_known_to_the_server_that_goes_on(engine: Engin
     before.note_lost(8, is_lone=True, is_only_line=True)
     before.save(before.encode())  # too late
     assert len(second.suspects(batch_id)) == 1
-    changes = {"status": BatchStatus.FAILED.value}
+    changes = {"status": BatchStatus.FAILED}
     assert second.store.change_batch(batch_id, changes, only_from=OPEN_STATUSES, lease=second.held[batch_id])
     with engine.connect() as connection:
-        assert connection.execute(select(suspects)).all() == []
-
-
-def test_a_database_of_an_earlier_version_gets_the_table_of_lost_lines(
-    engine: Engine, tmp_path: Path
-) -> None:
-    batch_id = add_batch(engine, 1)
-    suspects.drop(engine)
-    opened = open_database(engine.url.render_as_string(hide_password=False), tmp_path)
-    (server,) = servers(opened, tmp_path, 1)
-    assert server.claim() == batch_id
-    before = server.suspects(batch_id)
-    assert len(before) == 0
-    before.note_lost(7, is_lone=True, is_only_line=True)
-    before.save(before.encode())
-    assert server.suspects(batch_id).of(7) == Losses(1, 1, 1)
-    opened.dispose()
+        assert connection.execute(select(SavedLosses.losses)).all() == []
 
 
 def test_the_database_clock_is_in_seconds(engine: Engine) -> None:

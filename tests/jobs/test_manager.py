@@ -221,7 +221,7 @@ async def test_an_interrupted_cancellation_is_ended_at_the_next_start(tmp_path: 
     await asyncio.to_thread(
         manager._storage.store.change_batch,
         batch.id,
-        {"status": "cancelling", "cancelling_at": batch.created_at},
+        {"status": BatchStatus.CANCELLING, "cancelling_at": batch.created_at},
         only_from=[BatchStatus.IN_PROGRESS],
     )
     await manager.stop()
@@ -326,7 +326,7 @@ async def test_tasks_that_an_exception_ends_are_counted(
             await asyncio.sleep(0.01)
     assert tasks.failures == {"batch-driver": 1, "sweeper": 1}
     assert f"{batch.id}: stays as it is" in caplog.text
-    assert "a bug" in caplog.text
+    assert "ValueError: a bug" in caplog.text
     await manager.stop()
 
 

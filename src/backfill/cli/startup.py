@@ -95,7 +95,7 @@ def served_model(model: str, folder: Path, names: tuple[str, ...]) -> ServedMode
 def configure_logging(level: str, program: str) -> None:
     """Log to standard error; each line names ``program``."""
     logging.basicConfig(level=level.upper(), format=log_format(program), stream=sys.stderr)
-    for noisy in ("httpx", "huggingface_hub", "filelock", "asyncio"):
+    for noisy in ("alembic", "httpx", "huggingface_hub", "filelock", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     logging.getLogger("python_multipart").setLevel(logging.ERROR)  # warns of every malformed body
 

@@ -88,7 +88,7 @@ def batch_body(batch: BatchRecord) -> Json:
         "cancelled_at": batch.cancelled_at,
         "request_counts": asdict(batch.request_counts),
         "usage": _usage_body(batch.usage),
-        "metadata": batch.metadata,
+        "metadata": batch.user_metadata,
     }
 
 

@@ -10,12 +10,11 @@ from collections.abc import Callable, Collection, Mapping
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from backfill.jobs.leases import Leases
+from backfill.jobs.leases import Claim, Leases
 from backfill.jobs.open_batch import OpenBatch
 from backfill.jobs.records import BatchStatus
 from backfill.jobs.retry import is_temporary, reason_of
 from backfill.jobs.storage import JobStorage
-from backfill.jobs.store import Claim
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +131,7 @@ class BatchClaims:
         while True:
             max_lines = self._max_lines()
             claimed = await self._storage.threads.database.run(
-                self._storage.store.claim_batch,
+                self._leases.claim,
                 only_over=max_lines <= 0,
                 takes_over=time.monotonic() >= self._takes_over_from_s,
                 model_names=self._model_names,

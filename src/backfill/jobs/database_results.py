@@ -13,22 +13,30 @@ import contextlib
 import errno
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from sqlalchemy import Connection, Engine, delete, func, insert, select, update
+from sqlalchemy import Connection, Engine, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from backfill.jobs.blobs import FileStore
-from backfill.jobs.database import batches, is_postgresql, results, suspects
+from backfill.jobs.database import is_postgresql
 from backfill.jobs.leases import Lease, LeaseLost, Leases, lock_lease
 from backfill.jobs.lines import LineResult
 from backfill.jobs.private_files import write_all
-from backfill.jobs.records import BatchRecord, LineOutcome, RequestCounts, TokenUsage, new_file_id
+from backfill.jobs.records import (
+    BatchRecord,
+    LineOutcome,
+    RecordedResult,
+    SavedLosses,
+    TokenUsage,
+    new_file_id,
+)
 from backfill.jobs.results import ResultLog, ResultsLost, ResultTally
 from backfill.jobs.retry import is_temporary, reason_of
 from backfill.jobs.suspects import LossFile, LossStore, merged
@@ -36,31 +44,10 @@ from backfill.jobs.suspects import LossFile, LossStore, merged
 logger = logging.getLogger(__name__)
 
 _ROWS_PER_READ = 200
-_WRITE_BYTES = 1 << 20
+_TOKENS = ("input_tokens", "cached_tokens", "output_tokens")
 
 # By column of the batch: the id of the file, and its bytes.
 Published = dict[str, tuple[str, int]]
-
-
-class BatchLog(Protocol):
-    """The results of one batch; ``ResultLog`` where they are in files."""
-
-    num_completed: int
-    num_failed: int
-    usage: TokenUsage
-
-    @property
-    def done(self) -> bytes: ...
-
-    def counts(self, total: int) -> RequestCounts: ...
-
-    def num_undone(self, lines: bytes) -> int: ...
-
-    def open(self) -> None: ...
-
-    def append(self, results: Sequence[LineResult]) -> None: ...
-
-    def check_intact(self) -> None: ...
 
 
 class ResultStore(Protocol):
@@ -126,12 +113,10 @@ class DatabaseResults:
         """Under new ids: a server that lost the batch meanwhile can replace no file that another one made."""
         found: Published = {}
         for column, is_completed in (("output_file_id", True), ("error_file_id", False)):
-            file_id, num_bytes = new_file_id(), 0
+            file_id = new_file_id()
             file = self.files.create(file_id)
             try:
-                for data in self._contents(batch.id, is_completed):
-                    write_all(file.fileno(), data)
-                    num_bytes += len(data)
+                num_bytes = self._copy(batch.id, is_completed, file.fileno())
             except BaseException:
                 self.files.discard(file_id, file)
                 raise
@@ -142,23 +127,21 @@ class DatabaseResults:
                 self.files.discard(file_id, file)
         return found
 
-    def _contents(self, batch_id: str, is_completed: bool) -> Iterator[bytearray]:
-        """The lines of one file, in pieces."""
+    def _copy(self, batch_id: str, is_completed: bool, file: int) -> int:
+        """Write the lines of one file. Returns: their bytes."""
         query = (
-            select(results.c.line)
-            .where(results.c.batch_id == batch_id, results.c.is_completed.is_(is_completed))
-            .order_by(results.c.number)
+            select(RecordedResult.line)
+            .where(RecordedResult.batch_id == batch_id, RecordedResult.is_completed.is_(is_completed))
+            .order_by(RecordedResult.number)
+            .execution_options(yield_per=_ROWS_PER_READ)
         )
-        data = bytearray()
+        num_bytes = 0
         with _as_os_errors(), self.engine.connect() as connection:
-            options = {"stream_results": True, "yield_per": _ROWS_PER_READ}
-            for line in connection.execute(query, execution_options=options).scalars():
-                data += line
-                if len(data) >= _WRITE_BYTES:
-                    yield data
-                    data = bytearray()
-        if data:
-            yield data
+            for lines in connection.scalars(query).partitions():
+                data = b"".join(lines)
+                write_all(file, data)
+                num_bytes += len(data)
+        return num_bytes
 
 
 class DatabaseResultLog(ResultTally):
@@ -177,13 +160,13 @@ class DatabaseResultLog(ResultTally):
 
     def open(self) -> None:
         """Read which lines are done. Raises: LeaseLost, OSError where the database does not answer."""
-        query = select(results).where(results.c.batch_id == self._batch_id)
-        names = ("number", "is_completed", "input_tokens", "cached_tokens", "output_tokens")
-        query = query.with_only_columns(*(results.c[name] for name in names))
+        tokens = RecordedResult.input_tokens, RecordedResult.cached_tokens, RecordedResult.output_tokens
+        query = select(RecordedResult.number, RecordedResult.is_completed, *tokens)
+        query = query.where(RecordedResult.batch_id == self._batch_id)
         with _as_os_errors(), self._engine.begin() as connection:
             self._hold(connection)  # waits for a write of an earlier holder
-            for row in connection.execute(query):
-                self._note(row.number, row.is_completed, TokenUsage(*row[2:]))
+            for number, is_completed, *usage in connection.execute(query):
+                self._note(number, is_completed, TokenUsage(*usage))
 
     def append(self, results_of_lines: Sequence[LineResult]) -> None:
         """Record a group, whole or not at all.
@@ -193,20 +176,26 @@ class DatabaseResultLog(ResultTally):
         """
         rows = [self._row(result) for result in results_of_lines]
         dialect = postgresql if is_postgresql(self._engine) else sqlite
-        add = dialect.insert(results).on_conflict_do_nothing().returning(results.c.number)
+        add = dialect.insert(RecordedResult).on_conflict_do_nothing().returning(RecordedResult.number)
+        more = Counter[str]()
         with _as_os_errors(), self._engine.begin() as connection:
             self._hold(connection)
-            added = set(connection.execute(add, rows).scalars())
-            more = _sums(row for row in rows if row["number"] in added)
-            changes = {name: batches.c[name] + number for name, number in more.items()}
-            if changes:
-                connection.execute(update(batches).where(batches.c.id == self._batch_id).values(**changes))
+            added = set(connection.scalars(add, rows))
+            for row in rows:
+                if row["number"] in added:
+                    more["num_completed" if row["is_completed"] else "num_failed"] += 1
+                    more.update({name: row[name] for name in _TOKENS})
+            if more:
+                changes = {name: getattr(BatchRecord, name) + number for name, number in more.items()}
+                connection.execute(
+                    update(BatchRecord).where(BatchRecord.id == self._batch_id).values(changes)
+                )
         for result in results_of_lines:
             self._note(result.line.number, result.outcome is LineOutcome.COMPLETED, result.usage)
 
     def check_intact(self) -> None:
         """Raise ResultsLost unless every result is still in the database."""
-        query = select(func.count()).where(results.c.batch_id == self._batch_id)
+        query = select(func.count()).where(RecordedResult.batch_id == self._batch_id)
         with _as_os_errors(), self._engine.begin() as connection:
             self._hold(connection)
             num_found = connection.execute(query).scalar_one()
@@ -217,14 +206,11 @@ class DatabaseResultLog(ResultTally):
 
     def _row(self, result: LineResult) -> dict[str, Any]:
         is_completed = result.outcome is LineOutcome.COMPLETED
-        usage = result.usage if is_completed else TokenUsage()
         return {
             "batch_id": self._batch_id,
             "number": result.line.number,
             "is_completed": is_completed,
-            "input_tokens": usage.input_tokens,
-            "cached_tokens": usage.cached_tokens,
-            "output_tokens": usage.output_tokens,
+            **asdict(result.usage if is_completed else TokenUsage()),
             "line": result.encode(self.line_id(result.line.number)),
         }
 
@@ -244,42 +230,29 @@ class LossRow:
     hold: Callable[[Connection], None]
 
     def read(self) -> bytes | None:
-        with _as_os_errors(), self.engine.connect() as connection:
-            return self._read(connection)
+        with _as_os_errors(), Session(self.engine) as session:
+            return self._saved(session)
 
     def write(self, content: bytes) -> None:
         """Another server that has the batch now counts losses of its own: nothing is written then."""
         try:
-            with _as_os_errors(), self.engine.begin() as connection:
-                lock_lease(connection, self.batch_id)  # other servers may write of other lines
-                self.hold(connection)
+            with _as_os_errors(), Session(self.engine) as session, session.begin():
+                lock_lease(session.connection(), self.batch_id)  # other servers may write of other lines
+                self.hold(session.connection())
                 if self.lines is not None:
-                    content = merged(self._read(connection), content, self.lines)
-                self._delete(connection)
-                row = {"batch_id": self.batch_id, "losses": content}
-                connection.execute(insert(suspects), row)
+                    content = merged(self._saved(session), content, self.lines)
+                session.merge(SavedLosses(batch_id=self.batch_id, losses=content))
         except LeaseLost as error:
             logger.warning("lost lines are not saved: %s", error)
 
     def delete(self) -> None:
         """The transaction that ends the batch deletes the row."""
 
-    def _read(self, connection: Connection) -> bytes | None:
-        query = select(suspects.c.losses).where(suspects.c.batch_id == self.batch_id)
-        return connection.execute(query).scalar()
-
-    def _delete(self, connection: Connection) -> None:
-        connection.execute(delete(suspects).where(suspects.c.batch_id == self.batch_id))
+    def _saved(self, session: Session) -> bytes | None:
+        return session.scalar(select(SavedLosses.losses).where(SavedLosses.batch_id == self.batch_id))
 
 
-def _sums(rows: Iterable[dict[str, Any]]) -> Counter[str]:
-    """What results add to the columns of their batch."""
-    sums = Counter[str]()
-    for row in rows:
-        sums["num_completed" if row["is_completed"] else "num_failed"] += 1
-        for name in ("input_tokens", "cached_tokens", "output_tokens"):
-            sums[name] += row[name]
-    return sums
+BatchLog = ResultLog | DatabaseResultLog
 
 
 def _name_of(batch: BatchRecord) -> str:

@@ -35,7 +35,6 @@ from backfill.jobs.records import (
 from backfill.jobs.results import ForeignResults, ResultsLost
 from backfill.jobs.retry import append_with_retries, retry_delays_s
 from backfill.jobs.storage import JobStorage
-from backfill.jobs.store import counts_changes
 from backfill.jobs.suspects import Suspects
 from backfill.preparation.line_file import complement, union
 from backfill.preparation.lines import BadLine, LineError
@@ -140,14 +139,12 @@ class BatchDriver:
         found = report.errors or await self._queue_errors(job, report.total)
         if found:
             logger.info("%s: failed validation: %s", job.batch.id, found[0].message)
-            errors = [dataclasses.asdict(error) for error in found]
-            await self._change(
-                job, BatchStatus.FAILED, {"failed_at": stamp, "errors": errors}, [BatchStatus.VALIDATING]
-            )
+            changes = {"failed_at": stamp, "errors": found}
+            await self._change(job, BatchStatus.FAILED, changes, [BatchStatus.VALIDATING])
             return False
         model = report.model or self.model_names[0]
         counts = RequestCounts(total=report.total)
-        changes = {"in_progress_at": stamp, "model": model, **counts_changes(counts, TokenUsage())}
+        changes = {"in_progress_at": stamp, "model": model, "request_counts": counts, "usage": TokenUsage()}
         logger.info("%s: %d lines", job.batch.id, report.total)
         job.batch = dataclasses.replace(job.batch, request_counts=counts)
         is_begun = await self._change(
@@ -238,8 +235,9 @@ class BatchDriver:
     async def _end_lines(self, job: OpenBatch) -> None:
         """Give lines without a result, if there are any, back to whoever ends the batch."""
         lease, job.lease = job.lease, None  # not renewed any more
-        assert lease is not None, "lines are leased"
-        await self.storage.query_with_retries(self.storage.store.end_lines, lease)
+        leases = self.storage.store.leases
+        assert lease is not None and leases is not None, "lines are leased"
+        await self.storage.query_with_retries(leases.end_lines, lease)
 
     async def _finish(self, job: OpenBatch) -> None:
         """From FINALIZING or CANCELLING to the end: every line gets its result, the files become readable."""
@@ -276,7 +274,7 @@ class BatchDriver:
         with contextlib.suppress(ForeignResults):
             await self.storage.threads.results.run(log.open)
             job.log = log
-        changes = {"failed_at": self._timestamp(job), "errors": [dataclasses.asdict(reason)]}
+        changes = {"failed_at": self._timestamp(job), "errors": [reason]}
         await self._end(job, BatchStatus.FAILED, changes, OPEN_STATUSES)
 
     async def _end(
@@ -305,7 +303,7 @@ class BatchDriver:
         await self.storage.threads.results.run(self._suspects_of(job).delete)
         counts = job.counts()
         found = {column: file_id for column, (file_id, _) in published.items()}
-        changes = {**changes, **found, **counts_changes(counts, job.log.usage)}
+        changes = {**changes, **found, "request_counts": counts, "usage": job.log.usage}
         try:
             await self._change(job, status, changes, only_from, records)
         except LeaseLost:
@@ -354,7 +352,7 @@ class BatchDriver:
         parts: Sequence[bytes] = (),
     ) -> bool:
         """Compare and set the status, with retries. Returns: whether it is set."""
-        row = {"status": status.value, **changes}
+        row = {"status": status, **changes}
         if not await self.storage.query_with_retries(
             self.storage.store.change_batch,
             job.batch.id,
@@ -365,8 +363,7 @@ class BatchDriver:
             parts=parts,
         ):
             return False
-        stamps = {name: value for name, value in changes.items() if name.endswith("_at")}
-        job.batch = dataclasses.replace(job.batch, status=status, **stamps)
+        job.batch = dataclasses.replace(job.batch, **row)
         return True
 
 

@@ -18,7 +18,7 @@ from backfill.jobs.claims import BatchClaims
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.errors import Conflict, NotFound, TooMany
 from backfill.jobs.feeder import Feeder, LineRunner
-from backfill.jobs.leases import Lease
+from backfill.jobs.leases import Claim, Lease
 from backfill.jobs.lifecycle import BatchDriver
 from backfill.jobs.lines import LineResult, ServiceRunner
 from backfill.jobs.open_batch import InputReader, OpenBatch
@@ -34,7 +34,6 @@ from backfill.jobs.records import (
     new_file_id,
 )
 from backfill.jobs.storage import SUSPECTS_FOLDER, JobStorage
-from backfill.jobs.store import Claim
 from backfill.jobs.suspects import sweep as sweep_suspects
 from backfill.jobs.threads import JobThreads
 from backfill.jobs.uploads import Upload, Uploads
@@ -330,7 +329,7 @@ class JobManager:
             output_retention_s=int(
                 self.config.retention_s if output_expires_after_s is None else output_expires_after_s
             ),
-            metadata=metadata,
+            user_metadata=metadata,
         )
         await self._storage.query(self._storage.store.add_batch, batch, self.config.batch_max_open)
         logger.info("%s: created for %s, window %s", batch.id, input_file_id, completion_window)
@@ -362,7 +361,7 @@ class JobManager:
             else:
                 raise Conflict(f"The batch {batch_id} is {batch.status.value} and cannot be cancelled.")
             stamp = max(self.now(), batch.last_timestamp)
-            changes = {"status": to.value, **dict.fromkeys(stamps, stamp)}
+            changes = {"status": to, **dict.fromkeys(stamps, stamp)}
             if await self._storage.query(
                 self._storage.store.change_batch,
                 batch_id,

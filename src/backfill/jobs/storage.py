@@ -17,10 +17,10 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from backfill.core.errors import ConfigError
 from backfill.jobs.blobs import FileStore
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.database import exclusive_schema, open_database, shown_url, tie_to
+from backfill.jobs.database import open_database, shown_url, tie_to
 from backfill.jobs.database_results import DatabaseResults, FileResults, ResultStore
 from backfill.jobs.errors import Busy
-from backfill.jobs.leases import Leases, add_missing_leases
+from backfill.jobs.leases import Leases
 from backfill.jobs.object_store import open_file_store
 from backfill.jobs.private_files import make_private, write_durably
 from backfill.jobs.retry import is_temporary, reason_of, retry_delays_s
@@ -49,7 +49,6 @@ class JobStorage:
     Attributes:
         blobs: the contents of files.
         results: of open batches.
-        is_shared: other servers may use the database and the files too.
         store_id: of the database and the files.
     """
 
@@ -59,8 +58,12 @@ class JobStorage:
     store: JobStore
     blobs: FileStore
     results: ResultStore
-    is_shared: bool
     store_id: str
+
+    @property
+    def is_shared(self) -> bool:
+        """Other servers may use the database and the files too."""
+        return self.store.leases is not None
 
     @classmethod
     async def open(cls, config: JobsConfig, threads: JobThreads, now: Callable[[], int]) -> JobStorage:
@@ -86,7 +89,6 @@ class JobStorage:
                 store,
                 blobs,
                 _results_of(engine, blobs, store, data_dir),
-                store.leases is not None,
                 store_id,
             )
             known = None
@@ -162,16 +164,11 @@ def _note_late(reading: asyncio.Future[Any]) -> None:
 
 def _tie(engine: Engine, blobs: FileStore, config: JobsConfig) -> tuple[JobStore, str]:
     """The records, and their id. Raises: ConfigError, OSError."""
-    is_shared = config.is_shared
     places = [blobs]
-    if not is_shared and blobs.is_given:
+    if not config.is_shared and blobs.is_given:
         places.append(FileStore(config.data_dir))  # so that no second server opens the database
     store_id = tie_to(engine, places)
-    if not is_shared:
-        return JobStore(engine), store_id
-    with exclusive_schema(engine) as connection:
-        add_missing_leases(connection)
-    return JobStore(engine, _leases(engine, config)), store_id
+    return JobStore(engine, _leases(engine, config) if config.is_shared else None), store_id
 
 
 def _leases(engine: Engine, config: JobsConfig) -> Leases:
