@@ -1,11 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.jobs.doubles import DEFAULT_LIMITS
+from backfill.jobs.manager import JobManager
+from tests.jobs.doubles import DEFAULT_LIMITS, Start, started
 from tests.postgres import PostgresServer
 
 
@@ -41,3 +43,23 @@ def each_database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     if request.param == "postgresql":
         url = request.getfixturevalue("database_url")
         monkeypatch.setitem(DEFAULT_LIMITS, "batch_database_url", url)
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    """Starts managers on one folder. They are stopped at the end of the test at the latest."""
+    managers = []
+
+    async def begin(runner: Any = None, *, folder: Path = tmp_path, **options: Any) -> JobManager:
+        managers.append(await started(folder, runner, **options))
+        return managers[-1]
+
+    yield begin
+    for manager in managers:
+        await manager.stop()
+
+
+@pytest.fixture
+async def manager(start: Start) -> JobManager:
+    """It answers every line once an engine is ready."""
+    return await start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from tests.api.servers import TIMEOUT_S
 OWNER = "owner"
 RESOURCES = ResourceModel(token_s=5.1e-5, prompt_pair_s=1.7e-9, cached_token_s=6.4e-8)
 URL = "/v1/completions"
+Start = Callable[..., Awaitable[JobManager]]  # the fixture ``start``
 # Of every manager. The fixture ``each_database`` changes it.
 DEFAULT_LIMITS: dict[str, Any] = {"batch_min_free_gib": 0}  # no test depends on the free space of the disk
 

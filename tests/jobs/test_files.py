@@ -11,11 +11,13 @@ import pytest
 from backfill.core.config import GIB
 from backfill.core.errors import ConfigError, RequestError
 from backfill.jobs.errors import Conflict, NotFound, TooLarge
+from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchStatus
 from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
+    Start,
     check_accounts,
     create,
     ended,
@@ -23,7 +25,6 @@ from tests.jobs.doubles import (
     input_of,
     make_manager,
     ready,
-    started,
     store_input,
     submit,
 )
@@ -31,8 +32,7 @@ from tests.jobs.doubles import (
 pytestmark = pytest.mark.anyio
 
 
-async def test_an_input_file_is_kept_while_its_batch_runs(tmp_path: Path) -> None:
-    manager = await started(tmp_path)
+async def test_an_input_file_is_kept_while_its_batch_runs(manager: JobManager) -> None:
     batch = await submit(manager, input_of(5))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
     with pytest.raises(Conflict):
@@ -43,21 +43,19 @@ async def test_an_input_file_is_kept_while_its_batch_runs(tmp_path: Path) -> Non
     with pytest.raises(NotFound):
         await manager.get_file(OWNER, batch.input_file_id)
     await check_accounts(manager, batch, 5)
-    await manager.stop()
 
 
-async def test_an_input_removed_from_the_disk_fails_its_batch(tmp_path: Path) -> None:
-    manager = await started(tmp_path)
+async def test_an_input_removed_from_the_disk_fails_its_batch(tmp_path: Path, start: Start) -> None:
+    manager = await start()
     batch = await submit(manager, input_of(5))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
     await manager.stop()
     (tmp_path / "files" / batch.input_file_id).unlink()
-    manager = await started(tmp_path)
+    manager = await start()
     ready(manager)
     batch = await ended(manager, batch.id)
     assert batch.status is BatchStatus.FAILED
     assert [error.code for error in batch.errors] == ["file_not_found"]
-    await manager.stop()
 
 
 async def test_one_server_for_one_folder(tmp_path: Path) -> None:
@@ -72,8 +70,7 @@ async def test_one_server_for_one_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("each_database")
-async def test_other_owners_see_nothing(tmp_path: Path) -> None:
-    manager = await started(tmp_path)
+async def test_other_owners_see_nothing(manager: JobManager) -> None:
     batch = await submit(manager, input_of(1))
     for attempt in (
         manager.get_file("other", batch.input_file_id),
@@ -84,7 +81,6 @@ async def test_other_owners_see_nothing(tmp_path: Path) -> None:
         with pytest.raises(NotFound):
             await attempt
     assert (await manager.list_batches("other", limit=10, after=None)).items == []
-    await manager.stop()
 
 
 @pytest.mark.usefixtures("each_database")
@@ -103,17 +99,16 @@ async def test_limits_of_storage(tmp_path: Path) -> None:
     await manager.stop()
 
 
-async def test_expired_files_are_deleted_at_the_next_sweep(tmp_path: Path) -> None:
+async def test_expired_files_are_deleted_at_the_next_sweep(tmp_path: Path, start: Start) -> None:
     wall = [1_000_000.0]
-    manager = await started(tmp_path, wall=lambda: wall[0])
+    manager = await start(wall=lambda: wall[0])
     file_id = await store_input(manager, b"x")
     await manager.stop()
     (tmp_path / "files" / "file-left.part").write_bytes(b"an upload a crash cut")
     wall[0] += 31 * 24 * 3600
-    manager = await started(tmp_path, wall=lambda: wall[0])
+    manager = await start(wall=lambda: wall[0])
     async with asyncio.timeout(TIMEOUT_S):
         while list((tmp_path / "files").iterdir()):
             await asyncio.sleep(0.01)
     with pytest.raises(NotFound):
         await manager.get_file(OWNER, file_id)
-    await manager.stop()

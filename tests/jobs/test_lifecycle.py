@@ -25,6 +25,7 @@ from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
+    Start,
     check_accounts,
     check_completed,
     ended,
@@ -34,7 +35,6 @@ from tests.jobs.doubles import (
     ready,
     results_of,
     run_batch,
-    started,
     store_input,
     submit,
 )
@@ -74,10 +74,10 @@ def cut(path: Path) -> None:
 
 @pytest.mark.parametrize("harm", [remove, move_away, cut])
 async def test_results_that_vanish_while_their_batch_runs_fail_it(
-    tmp_path: Path, harm: Any, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, start: Start, harm: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = InstantRunner()
-    manager = await started(tmp_path, runner)
+    manager = await start(runner)
     batch = await half_done(manager, runner)
     harm(tmp_path / "files" / batch.output_blob)
     runner.release()
@@ -90,13 +90,11 @@ async def test_results_that_vanish_while_their_batch_runs_fail_it(
     assert any(batch.id in text and batch.output_blob in text for text in caplog.messages)
     output, _ = await results_of(manager, batch)
     assert len(output) == batch.request_counts.completed, "remaining results can be read and are counted"
-    await manager.stop()
 
 
 async def test_results_that_vanish_once_every_line_has_one_fail_their_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, manager: JobManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = await started(tmp_path)
     run_lines = BatchDriver._run_lines
 
     async def and_remove(driver: BatchDriver, job: Any) -> None:
@@ -108,16 +106,14 @@ async def test_results_that_vanish_once_every_line_has_one_fail_their_batch(
     batch = await run_batch(manager, input_of(5))
     assert (batch.status, batch.request_counts.completed) == (BatchStatus.FAILED, 0)
     assert [error.code for error in batch.errors] == ["results_lost"]
-    await manager.stop()
 
 
 @pytest.mark.parametrize(
     "error", [OSError(errno.EMFILE, "Too many open files"), NotReady("No process can be started.")]
 )
 async def test_a_temporary_error_only_delays_a_batch(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    manager: JobManager, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = await started(tmp_path)
     real_open, num_failures = ResultLog.open, 0
 
     def refuse(log: ResultLog) -> None:
@@ -132,13 +128,10 @@ async def test_a_temporary_error_only_delays_a_batch(
     batch = await run_batch(manager, input_of(9))
     assert num_failures == 8
     await check_completed(manager, batch, 9)
-    await manager.stop()
 
 
 @pytest.mark.usefixtures("each_database")
-async def test_a_lasting_error_fails_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = await started(tmp_path)
-
+async def test_a_lasting_error_fails_a_batch(manager: JobManager, monkeypatch: pytest.MonkeyPatch) -> None:
     async def stumble(driver: BatchDriver, job: Any) -> None:
         raise ZeroDivisionError
 
@@ -148,7 +141,6 @@ async def test_a_lasting_error_fails_a_batch(tmp_path: Path, monkeypatch: pytest
     assert batch.status is BatchStatus.FAILED
     assert [error.code for error in batch.errors] == ["internal_error"]
     await manager.delete_file(OWNER, batch.input_file_id)
-    await manager.stop()
 
 
 @pytest.mark.parametrize(
@@ -160,26 +152,25 @@ async def test_a_lasting_error_fails_a_batch(tmp_path: Path, monkeypatch: pytest
     ],
 )
 async def test_files_that_were_changed_between_starts_fail_their_batch(
-    tmp_path: Path, name: str, content: bytes, code: str
+    tmp_path: Path, start: Start, name: str, content: bytes, code: str
 ) -> None:
     runner = InstantRunner()
-    manager = await started(tmp_path, runner)
+    manager = await start(runner)
     batch = await half_done(manager, runner)
     await manager.stop()
     (tmp_path / "files" / getattr(batch, name)).write_bytes(content)
-    manager = await started(tmp_path)
+    manager = await start()
     other = await submit(manager, input_of(50))
     ready(manager)
     batch = await ended(manager, batch.id)
     assert (batch.status, [error.code for error in batch.errors]) == (BatchStatus.FAILED, [code])
     assert (await ended(manager, other.id)).status is BatchStatus.COMPLETED, "other batches go on"
-    await manager.stop()
 
 
-async def test_open_batches_take_no_descriptors(tmp_path: Path) -> None:
+async def test_open_batches_take_no_descriptors(start: Start) -> None:
     runner = InstantRunner()
     runner.hold()
-    manager = await started(tmp_path, runner, num_in_flight=40)
+    manager = await start(runner, num_in_flight=40)
     ready(manager)
     before = len(os.listdir("/proc/self/fd"))
     batches = [await submit(manager, input_of(4)) for _ in range(30)]
@@ -197,13 +188,11 @@ async def test_open_batches_take_no_descriptors(tmp_path: Path) -> None:
     for batch in batches[:-1]:
         last = await ended(manager, batch.id)
         await check_completed(manager, last, 4)
-    await manager.stop()
 
 
 @pytest.mark.usefixtures("each_database")
 @pytest.mark.parametrize("status", [BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.COMPLETED])
-async def test_a_commit_whose_answer_is_lost_counts_once(tmp_path: Path, status: BatchStatus) -> None:
-    manager = await started(tmp_path)
+async def test_a_commit_whose_answer_is_lost_counts_once(manager: JobManager, status: BatchStatus) -> None:
     real_change, num_lost = manager._storage.store.change_batch, 0
 
     def change(batch_id: str, row: Any, **options: Any) -> bool:
@@ -221,11 +210,10 @@ async def test_a_commit_whose_answer_is_lost_counts_once(tmp_path: Path, status:
         while num_lost == 0:  # the record may be read before the answer is lost
             await asyncio.sleep(0.001)
     await check_completed(manager, batch, 5)
-    await manager.stop()
 
 
-async def test_files_are_not_swept_away_for_an_empty_database(tmp_path: Path) -> None:
-    manager = await started(tmp_path)
+async def test_files_are_not_swept_away_for_an_empty_database(tmp_path: Path, start: Start) -> None:
+    manager = await start()
     file_id = await store_input(manager, input_of(3))
     await manager.stop()
     for path in tmp_path.glob("jobs.db*"):
@@ -240,9 +228,9 @@ def test_a_database_url_with_a_bad_port_is_refused(tmp_path: Path) -> None:
         open_database("postgresql://host:port/name", tmp_path)
 
 
-async def test_a_folder_among_the_files_is_left_alone(tmp_path: Path) -> None:
+async def test_a_folder_among_the_files_is_left_alone(tmp_path: Path, start: Start) -> None:
     (tmp_path / "files" / "lost+found").mkdir(parents=True)
-    manager = await started(tmp_path)
+    manager = await start()
     await manager.stop()
     assert (tmp_path / "files" / "lost+found").is_dir()
 
@@ -263,9 +251,11 @@ async def test_concurrent_uploads_share_the_free_storage(tmp_path: Path) -> None
     await manager.stop()
 
 
-async def test_a_paused_manager_answers_and_leaves_batches_to_the_next_start(tmp_path: Path) -> None:
+async def test_a_paused_manager_answers_and_leaves_batches_to_the_next_start(
+    tmp_path: Path, start: Start
+) -> None:
     runner = InstantRunner()
-    manager = await started(tmp_path, runner)
+    manager = await start(runner)
     ready(manager)
     upload = await manager.begin_upload(OWNER)
     await upload.write(input_of(3))
@@ -278,14 +268,13 @@ async def test_a_paused_manager_answers_and_leaves_batches_to_the_next_start(tmp
     await asyncio.sleep(0.02)
     assert not runner.runs
     await manager.stop()
-    manager = await started(tmp_path, runner)
+    manager = await start(runner)
     ready(manager)
     assert (await ended(manager, batch.id)).status is BatchStatus.COMPLETED
-    await manager.stop()
 
 
 async def test_lines_that_never_ran_are_named_without_their_bodies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_bytes: list[int] = []
     real_append = ResultLog.append
@@ -295,8 +284,7 @@ async def test_lines_that_never_ran_are_named_without_their_bodies(
         real_append(log, results)
 
     monkeypatch.setattr(ResultLog, "append", append)
-    manager = await started(tmp_path)
+    manager = await start()
     batch = await run_batch(manager, input_of(2500), window_s=0)
     await check_accounts(manager, batch, 2500)
     assert sum(num_bytes) == 0
-    await manager.stop()

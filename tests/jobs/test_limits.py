@@ -19,6 +19,7 @@ from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
+    Start,
     check_accounts,
     create,
     ended,
@@ -26,7 +27,6 @@ from tests.jobs.doubles import (
     input_of,
     ready,
     run_batch,
-    started,
     store_input,
     submit,
 )
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.usefixtures("each_database")
-async def test_open_batches_of_one_owner_are_limited(tmp_path: Path) -> None:
-    manager = await started(tmp_path, limits={"batch_max_open": 5})
+async def test_open_batches_of_one_owner_are_limited(start: Start) -> None:
+    manager = await start(limits={"batch_max_open": 5})
     file_id = await store_input(manager, input_of(3))
     made = await asyncio.gather(*(create(manager, file_id) for _ in range(20)), return_exceptions=True)
     refused = [error for error in made if isinstance(error, TooMany)]
@@ -51,11 +51,10 @@ async def test_open_batches_of_one_owner_are_limited(tmp_path: Path) -> None:
         if isinstance(batch, BatchRecord):
             await ended(manager, batch.id)
     await create(manager, file_id)
-    await manager.stop()
 
 
-async def test_unfinished_lines_of_one_owner_are_limited(tmp_path: Path) -> None:
-    manager = await started(tmp_path, limits={"batch_max_queued_lines": 25})
+async def test_unfinished_lines_of_one_owner_are_limited(start: Start) -> None:
+    manager = await start(limits={"batch_max_queued_lines": 25})
     file_id = await store_input(manager, input_of(10))
     batches = await asyncio.gather(*(create(manager, file_id) for _ in range(4)))
     await until_validated(manager, batches)
@@ -70,7 +69,6 @@ async def test_unfinished_lines_of_one_owner_are_limited(tmp_path: Path) -> None
         if batch not in failed:
             assert (await ended(manager, batch.id)).status is BatchStatus.COMPLETED
     assert (await ended(manager, (await create(manager, file_id)).id)).status is BatchStatus.COMPLETED
-    await manager.stop()
 
 
 async def until_validated(manager: JobManager, batches: list[BatchRecord]) -> None:
@@ -80,8 +78,8 @@ async def until_validated(manager: JobManager, batches: list[BatchRecord]) -> No
                 await asyncio.sleep(0.002)
 
 
-async def test_a_full_queue_refuses_and_an_input_longer_than_it_fails(tmp_path: Path) -> None:
-    manager = await started(tmp_path, limits={"batch_max_queued_lines": 10})
+async def test_a_full_queue_refuses_and_an_input_longer_than_it_fails(start: Start) -> None:
+    manager = await start(limits={"batch_max_queued_lines": 10})
     long = await run_batch(manager, input_of(11))
     assert [error.code for error in long.errors] == ["too_many_tasks"]
     batch = await submit(manager, input_of(10))
@@ -91,12 +89,11 @@ async def test_a_full_queue_refuses_and_an_input_longer_than_it_fails(tmp_path: 
     await manager.cancel_batch(OWNER, batch.id)
     await ended(manager, batch.id)
     await submit(manager, input_of(1))
-    await manager.stop()
 
 
-async def test_what_a_batch_had_done_before_a_restart_is_not_queued(tmp_path: Path) -> None:
+async def test_what_a_batch_had_done_before_a_restart_is_not_queued(start: Start) -> None:
     runner = InstantRunner()
-    manager = await started(tmp_path, runner, limits={"batch_max_queued_lines": 20})
+    manager = await start(runner, limits={"batch_max_queued_lines": 20})
     batch = await submit(manager, input_of(20))
     ready(manager)
     async with asyncio.timeout(TIMEOUT_S):
@@ -108,15 +105,14 @@ async def test_what_a_batch_had_done_before_a_restart_is_not_queued(tmp_path: Pa
     other = await create(manager, file_id)  # validated by the next start
     await manager.stop()
     runner = InstantRunner()
-    manager = await started(tmp_path, runner, limits={"batch_max_queued_lines": 20})
+    manager = await start(runner, limits={"batch_max_queued_lines": 20})
     ready(manager)
     for made in (batch, other):
         assert (await ended(manager, made.id)).status is BatchStatus.COMPLETED
-    await manager.stop()
 
 
-async def test_bytes_of_one_owner_are_limited(tmp_path: Path) -> None:
-    manager = await started(tmp_path, limits={"batch_max_owner_gib": 100 / GIB})
+async def test_bytes_of_one_owner_are_limited(start: Start) -> None:
+    manager = await start(limits={"batch_max_owner_gib": 100 / GIB})
     first = await store_input(manager, b"x" * 60)
     with pytest.raises(TooLarge, match="limited to 100 bytes together"):
         await store_input(manager, b"x" * 41)
@@ -131,22 +127,20 @@ async def test_bytes_of_one_owner_are_limited(tmp_path: Path) -> None:
     await other.finish(filename="a", purpose="user_data", expires_after_s=None)
     await manager.delete_file(OWNER, first)
     await store_input(manager, b"x" * 100)
-    await manager.stop()
 
 
-async def test_results_are_written_though_their_owner_is_at_the_limit(tmp_path: Path) -> None:
+async def test_results_are_written_though_their_owner_is_at_the_limit(start: Start) -> None:
     content = input_of(10)
-    manager = await started(tmp_path, limits={"batch_max_owner_gib": len(content) / GIB})
+    manager = await start(limits={"batch_max_owner_gib": len(content) / GIB})
     ready(manager)
     batch = await run_batch(manager, content)
     await check_accounts(manager, batch, 10)
-    await manager.stop()
 
 
 async def test_the_rest_of_the_disk_is_kept_for_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = await started(tmp_path, limits={"batch_min_free_gib": 1000 / GIB})
+    manager = await start(limits={"batch_min_free_gib": 1000 / GIB})
     num_free = 5000
     real = os.statvfs(tmp_path)
 
@@ -170,7 +164,6 @@ async def test_the_rest_of_the_disk_is_kept_for_results(
         await create(manager, file_id)
     ready(manager)
     await check_accounts(manager, await ended(manager, batch.id), 10)
-    await manager.stop()
 
 
 @pytest.mark.parametrize(
@@ -189,8 +182,8 @@ def test_limits_out_of_range_are_refused(field: str, value: int) -> None:
         config.validate()
 
 
-async def test_open_uploads_are_limited_for_each_owner_and_for_all(tmp_path: Path) -> None:
-    manager = await started(tmp_path, limits={"batch_max_uploads": 8, "batch_max_bytes": 100})
+async def test_open_uploads_are_limited_for_each_owner_and_for_all(start: Start) -> None:
+    manager = await start(limits={"batch_max_uploads": 8, "batch_max_bytes": 100})
     uploads = [await manager.begin_upload(f"owner {number // 2}") for number in range(8)]
     with pytest.raises(TooManyUploads, match="2 of your uploads"):
         await manager.begin_upload("owner 0")
@@ -208,4 +201,3 @@ async def test_open_uploads_are_limited_for_each_owner_and_for_all(tmp_path: Pat
         await manager.begin_upload("one more")
     for upload in uploads[3:]:
         await upload.abort()
-    await manager.stop()

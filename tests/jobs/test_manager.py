@@ -33,6 +33,7 @@ from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
     InThreadReader,
+    Start,
     check_accounts,
     check_completed,
     ended,
@@ -43,7 +44,6 @@ from tests.jobs.doubles import (
     ready,
     results_of,
     run_batch,
-    started,
     submit,
 )
 from tests.jobs.feeder_doubles import until
@@ -52,9 +52,9 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.usefixtures("each_database")
-async def test_a_batch_runs_every_line_once(tmp_path: Path) -> None:
+async def test_a_batch_runs_every_line_once(start: Start) -> None:
     runner = InstantRunner()
-    manager = await started(tmp_path, runner)
+    manager = await start(runner)
     batch = await submit(manager, input_of(50))
     assert batch.status is BatchStatus.VALIDATING
     await asyncio.sleep(0.05)
@@ -65,12 +65,11 @@ async def test_a_batch_runs_every_line_once(tmp_path: Path) -> None:
     assert batch.model == "m"
     assert set(runner.runs.values()) == {1}
     await check_accounts(manager, batch, 50)
-    await manager.stop()
 
 
-async def test_lines_know_the_end_of_their_window(tmp_path: Path) -> None:
+async def test_lines_know_the_end_of_their_window(start: Start) -> None:
     wall_s, reader = 1_000_000.0, InThreadReader()
-    manager = await started(tmp_path, reader=reader, wall=lambda: wall_s)
+    manager = await start(reader=reader, wall=lambda: wall_s)
     ready(manager)
     for window_s in (3600, 7200):
         before_s = time.monotonic()
@@ -78,13 +77,12 @@ async def test_lines_know_the_end_of_their_window(tmp_path: Path) -> None:
         complete_by_s = reader.selections[-1].complete_by_s
         assert complete_by_s is not None
         assert before_s <= complete_by_s - window_s <= time.monotonic()
-    await manager.stop()
 
 
 @pytest.mark.usefixtures("each_database")
-async def test_a_bad_input_fails_before_a_line_runs(tmp_path: Path) -> None:
+async def test_a_bad_input_fails_before_a_line_runs(start: Start) -> None:
     runner = InstantRunner()
-    manager = await started(tmp_path, runner)
+    manager = await start(runner)
     ready(manager)
     batch = await run_batch(manager, input_of(3) + b"{\n")
     assert batch.status is BatchStatus.FAILED
@@ -92,13 +90,12 @@ async def test_a_bad_input_fails_before_a_line_runs(tmp_path: Path) -> None:
     assert batch.failed_at is not None
     assert not runner.runs
     assert (batch.output_file_id, batch.error_file_id) == (None, None)
-    await manager.stop()
 
 
-async def test_owners_share_the_engine_evenly_and_the_earlier_deadline_goes_first(tmp_path: Path) -> None:
+async def test_owners_share_the_engine_evenly_and_the_earlier_deadline_goes_first(start: Start) -> None:
     runner, reader = InstantRunner(), InThreadReader()
     runner.hold()
-    manager = await started(tmp_path, runner, num_in_flight=6, reader=reader)
+    manager = await start(runner, num_in_flight=6, reader=reader)
     batches = []
     for name, owner, window_s in (
         ("late", "a", 7200),
@@ -118,12 +115,11 @@ async def test_owners_share_the_engine_evenly_and_the_earlier_deadline_goes_firs
     runner.release()
     for owner, batch_id in batches:
         assert (await ended(manager, batch_id, owner)).status is BatchStatus.COMPLETED
-    await manager.stop()
 
 
-async def test_with_many_open_batches_each_owner_and_deadline_gets_its_turn(tmp_path: Path) -> None:
+async def test_with_many_open_batches_each_owner_and_deadline_gets_its_turn(start: Start) -> None:
     runner, reader = InstantRunner(), InThreadReader()
-    manager = await started(tmp_path, runner, num_in_flight=4, reader=reader)
+    manager = await start(runner, num_in_flight=4, reader=reader)
     for number in range(70):
         content = b"".join(input_line(i, custom_id=f"{number} {i}") for i in range(2))
         await submit(manager, content, window_s=7200)
@@ -138,15 +134,16 @@ async def test_with_many_open_batches_each_owner_and_deadline_gets_its_turn(tmp_
     for owner, batch in batches:
         assert (await ended(manager, batch.id, owner)).status is BatchStatus.COMPLETED
     assert {"urgent", "other"} <= set(list(runner.runs)[:4])
-    await manager.stop()
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_no_line_is_lost_or_answered_twice_over_restarts(tmp_path: Path, seed: int) -> None:
+async def test_no_line_is_lost_or_answered_twice_over_restarts(
+    tmp_path: Path, start: Start, seed: int
+) -> None:
     chooser = random.Random(seed)
     batch_id = None
     for attempt in range(13):
-        manager = await started(tmp_path, num_in_flight=chooser.choice([1, 3, 8]))
+        manager = await start(num_in_flight=chooser.choice([1, 3, 8]))
         ready(manager)
         if batch_id is None:
             batch_id = (await submit(manager, input_of(120))).id
@@ -176,9 +173,9 @@ def has_ended(folder: Path) -> bool:
 
 
 @pytest.mark.usefixtures("each_database")
-async def test_cancelling_keeps_finished_lines(tmp_path: Path) -> None:
+async def test_cancelling_keeps_finished_lines(start: Start) -> None:
     runner = InstantRunner()
-    manager = await started(tmp_path, runner)
+    manager = await start(runner)
     ready(manager)
     runner.hold()
     batch = await submit(manager, input_of(2500))
@@ -191,13 +188,11 @@ async def test_cancelling_keeps_finished_lines(tmp_path: Path) -> None:
     _, errors = await results_of(manager, batch)
     assert {line["error"]["code"] for line in errors} == {"batch_cancelled"}
     assert (await manager.cancel_batch(OWNER, batch.id)).status is BatchStatus.CANCELLED
-    await manager.stop()
 
 
 @pytest.mark.usefixtures("each_database")
 @pytest.mark.parametrize("seed", range(12))
-async def test_a_cancellation_that_races_completion_has_one_winner(tmp_path: Path, seed: int) -> None:
-    manager = await started(tmp_path)
+async def test_a_cancellation_that_races_completion_has_one_winner(manager: JobManager, seed: int) -> None:
     ready(manager)
     batch = await submit(manager, input_of(5))
     await asyncio.sleep(random.Random(seed).random() * 0.03)
@@ -210,12 +205,11 @@ async def test_a_cancellation_that_races_completion_has_one_winner(tmp_path: Pat
     assert batch.status in expected
     if batch.request_counts.total:
         await check_accounts(manager, batch, 5)
-    await manager.stop()
 
 
-async def test_an_interrupted_cancellation_is_ended_at_the_next_start(tmp_path: Path) -> None:
+async def test_an_interrupted_cancellation_is_ended_at_the_next_start(start: Start) -> None:
     runner = InstantRunner()
-    manager = await started(tmp_path, runner)
+    manager = await start(runner)
     batch = await submit(manager, input_of(10))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
     await asyncio.to_thread(
@@ -225,18 +219,17 @@ async def test_an_interrupted_cancellation_is_ended_at_the_next_start(tmp_path: 
         only_from=[BatchStatus.IN_PROGRESS],
     )
     await manager.stop()
-    manager = await started(tmp_path, runner)
+    manager = await start(runner)
     batch = await ended(manager, batch.id)
     assert batch.status is BatchStatus.CANCELLED
     await check_accounts(manager, batch, 10)
-    await manager.stop()
 
 
 @pytest.mark.usefixtures("each_database")
-async def test_a_window_that_ends_keeps_finished_lines(tmp_path: Path) -> None:
+async def test_a_window_that_ends_keeps_finished_lines(start: Start) -> None:
     runner = InstantRunner()
     runner.hold()
-    manager = await started(tmp_path, runner)
+    manager = await start(runner)
     ready(manager)
     batch = await submit(manager, input_of(20), window_s=0)
     batch = await ended(manager, batch.id)
@@ -245,12 +238,11 @@ async def test_a_window_that_ends_keeps_finished_lines(tmp_path: Path) -> None:
     await check_accounts(manager, batch, 20)
     _, errors = await results_of(manager, batch)
     assert {line["error"]["code"] for line in errors} == {"batch_expired"}
-    await manager.stop()
 
 
-async def test_a_changed_clock_ends_nothing_early_and_timestamps_stay_ordered(tmp_path: Path) -> None:
+async def test_a_changed_clock_ends_nothing_early_and_timestamps_stay_ordered(start: Start) -> None:
     wall = [1_000_000.0]
-    manager = await started(tmp_path, wall=lambda: wall[0])
+    manager = await start(wall=lambda: wall[0])
     batch = await submit(manager, input_of(5))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
     wall[0] += 1_000_000  # past the window
@@ -262,13 +254,11 @@ async def test_a_changed_clock_ends_nothing_early_and_timestamps_stay_ordered(tm
     stamps = [batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at]
     assert None not in stamps
     assert stamps == sorted(stamps)  # type: ignore[type-var]
-    await manager.stop()
 
 
 async def test_a_full_disk_delays_results_and_loses_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    manager: JobManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = await started(tmp_path)
     num_refused = 0
     real_write = os.write
 
@@ -286,14 +276,13 @@ async def test_a_full_disk_delays_results_and_loses_none(
     batch = await run_batch(manager, input_of(30))
     assert num_refused == 3
     await check_completed(manager, batch, 30)
-    await manager.stop()
 
 
 async def test_a_locked_database_delays_the_end_and_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("backfill.jobs.database._BUSY_TIMEOUT_MS", 1)
-    manager = await started(tmp_path)
+    manager = await start()
     batch = await submit(manager, input_of(30))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
     other = sqlite3.connect(tmp_path / "jobs.db")
@@ -307,11 +296,10 @@ async def test_a_locked_database_delays_the_end_and_loses_nothing(
     other.close()
     batch = await ended(manager, batch.id)
     await check_completed(manager, batch, 30)
-    await manager.stop()
 
 
 async def test_tasks_that_an_exception_ends_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail(driver: BatchDriver, job: OpenBatch) -> None:
         raise ValueError("a bug")
@@ -319,7 +307,7 @@ async def test_tasks_that_an_exception_ends_are_counted(
     monkeypatch.setattr(BatchDriver, "drive", fail)
     monkeypatch.setattr(manager_module, "SWEEP_INTERVAL_S", None)
     tasks = TaskWatch()
-    manager = await started(tmp_path, tasks=tasks)
+    manager = await start(tasks=tasks)
     batch = await submit(manager, input_of(1))
     async with asyncio.timeout(TIMEOUT_S):
         while tasks.failures.total() < 2:
@@ -327,7 +315,6 @@ async def test_tasks_that_an_exception_ends_are_counted(
     assert tasks.failures == {"batch-driver": 1, "sweeper": 1}
     assert f"{batch.id}: stays as it is" in caplog.text
     assert "ValueError: a bug" in caplog.text
-    await manager.stop()
 
 
 class DyingEngine(InstantRunner):
@@ -364,14 +351,14 @@ async def test_a_line_that_ends_the_engine_is_given_up_in_time(tmp_path: Path) -
     await manager.stop()
 
 
-async def test_observers_get_every_line_and_snapshots_count_the_rest(tmp_path: Path) -> None:
+async def test_observers_get_every_line_and_snapshots_count_the_rest(start: Start) -> None:
     seen: list[tuple[LineOutcome, int, TokenUsage]] = []
 
     class Observer:
         def on_lines(self, outcome: LineOutcome, num_lines: int, usage: TokenUsage) -> None:
             seen.append((outcome, num_lines, usage))
 
-    manager = await started(tmp_path, on_event=Observer())
+    manager = await start(on_event=Observer())
     batch = await submit(manager, input_of(7))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
     async with asyncio.timeout(TIMEOUT_S):  # the database knows it first
@@ -386,7 +373,6 @@ async def test_observers_get_every_line_and_snapshots_count_the_rest(tmp_path: P
     assert sum(num_lines for outcome, num_lines, _ in seen if outcome is LineOutcome.COMPLETED) == 7
     assert sum(usage.input_tokens for _, _, usage in seen) == 14
     assert manager.snapshot().num_lines_queued == 0
-    await manager.stop()
 
 
 class Counting(InstantRunner):
@@ -400,12 +386,12 @@ class Counting(InstantRunner):
 
 @pytest.mark.parametrize("order", ["blend", "fcfs"])
 async def test_the_order_says_whether_progress_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str
+    start: Start, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
     monkeypatch.setattr(feeder_module, "PROGRESS_PERIOD_S", 0.001)
     runner, reader = Counting(), InThreadReader()
     runner.hold()
-    manager = await started(tmp_path, runner, reader=reader, limits={"order": order})
+    manager = await start(runner, reader=reader, limits={"order": order})
     ready(manager)
     batch = await submit(manager, input_of(3))
     await until(lambda: len(runner.held) == 3)
@@ -416,4 +402,3 @@ async def test_the_order_says_whether_progress_is_reported(
         assert not reader.opened[0].progress
     runner.release()
     await ended(manager, batch.id)
-    await manager.stop()

@@ -21,11 +21,11 @@ from backfill.jobs.records import Record
 from tests.jobs.doubles import (
     DEFAULT_LIMITS,
     InstantRunner,
+    Start,
     check_completed,
     ended,
     input_of,
     ready,
-    started,
     submit,
 )
 from tests.jobs.test_shared_store import hold_after
@@ -115,9 +115,9 @@ def test_tables_without_a_version_are_adopted(each_url: str, tmp_path: Path, is_
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("each_database")
-async def test_a_batch_goes_on_in_a_database_that_had_no_version(tmp_path: Path) -> None:
+async def test_a_batch_goes_on_in_a_database_that_had_no_version(tmp_path: Path, start: Start) -> None:
     runner = InstantRunner()
-    manager = await started(tmp_path, runner)
+    manager = await start(runner)
     ready(manager)
     batch = await submit(manager, input_of(60))
     await hold_after(manager, runner, batch, 6)
@@ -125,11 +125,10 @@ async def test_a_batch_goes_on_in_a_database_that_had_no_version(tmp_path: Path)
     num_before = runner.runs.total()
     runner.release()
     without_a_version(DEFAULT_LIMITS.get("batch_database_url") or f"sqlite:///{tmp_path / 'jobs.db'}")
-    manager = await started(tmp_path, runner)
+    manager = await start(runner)
     ready(manager)
     await check_completed(manager, await ended(manager, batch.id), 60)
     assert 6 <= num_before <= runner.runs.total() <= 60 + 4, "at most what was in flight runs again"
-    await manager.stop()
 
 
 def without_a_version(url: str) -> None:

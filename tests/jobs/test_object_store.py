@@ -17,6 +17,7 @@ from backfill.jobs.records import BatchStatus
 from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
+    Start,
     check_accounts,
     check_completed,
     content_of,
@@ -26,7 +27,6 @@ from tests.jobs.doubles import (
     make_manager,
     ready,
     run_batch,
-    started,
     store_input,
     submit,
 )
@@ -90,17 +90,19 @@ async def test_servers_on_s3_share_files_and_go_on_with_each_others_batches(
         assert list((folder / "files").iterdir()) == [], "copies of inputs are deleted"
 
 
-async def test_one_server_on_an_object_store_resumes_after_a_restart(tmp_path: Path, memory: str) -> None:
+async def test_one_server_on_an_object_store_resumes_after_a_restart(
+    tmp_path: Path, start: Start, memory: str
+) -> None:
     limits = {"batch_file_store": memory}
     runner = InstantRunner()
-    manager = await started(tmp_path, runner, limits=limits)
+    manager = await start(runner, limits=limits)
     ready(manager)
     batch = await submit(manager, input_of(60))
     await hold_after(manager, runner, batch, 6)
     await manager.stop()
     num_before = runner.runs.total()
     runner.release()
-    manager = await started(tmp_path, runner, limits=limits)
+    manager = await start(runner, limits=limits)
     assert list((tmp_path / "files").iterdir()) == []
     ready(manager)
     await check_completed(manager, await ended(manager, batch.id), 60)
@@ -109,21 +111,19 @@ async def test_one_server_on_an_object_store_resumes_after_a_restart(tmp_path: P
     expired = await run_batch(manager, input_of(20), window_s=0)
     assert expired.status is BatchStatus.EXPIRED
     await check_accounts(manager, expired, 20)
-    await manager.stop()
 
 
-async def test_an_input_removed_from_the_bucket_fails_its_batch(tmp_path: Path, memory: str) -> None:
-    manager = await started(tmp_path, limits={"batch_file_store": memory})
+async def test_an_input_removed_from_the_bucket_fails_its_batch(start: Start, memory: str) -> None:
+    manager = await start(limits={"batch_file_store": memory})
     file_id = await store_input(manager, input_of(5))
     fsspec.filesystem("memory").rm(f"{memory.removeprefix('memory:/')}/files/{file_id}")
     batch = await create(manager, file_id)
     batch = await ended(manager, batch.id)
     assert [error.code for error in batch.errors] == ["file_not_found"]
-    await manager.stop()
 
 
-async def test_an_aborted_upload_leaves_nothing(tmp_path: Path, memory: str) -> None:
-    manager = await started(tmp_path, limits={"batch_file_store": memory})
+async def test_an_aborted_upload_leaves_nothing(tmp_path: Path, start: Start, memory: str) -> None:
+    manager = await start(limits={"batch_file_store": memory})
     upload = await manager.begin_upload(OWNER)
     await upload.write(b"x" * 100)
     await upload.abort()
@@ -136,7 +136,6 @@ async def test_an_aborted_upload_leaves_nothing(tmp_path: Path, memory: str) -> 
     store.delete_garbage([kept])
     store.delete_garbage([kept])
     assert not store.holds_files()
-    await manager.stop()
 
 
 @pytest.mark.parametrize(

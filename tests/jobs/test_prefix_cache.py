@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +15,12 @@ from tests.api.in_process import ScriptedEngine
 from tests.api.test_fields import make_tokenizer
 from tests.jobs.doubles import (
     InThreadReader,
+    Start,
     ended,
     input_line,
     ready,
     results_of,
     run_batch,
-    started,
     submit,
 )
 from tests.protocol.test_preparer import make_preparer
@@ -49,9 +48,9 @@ def line(index: int, **fields: Any) -> bytes:
 
 
 async def test_lines_have_the_owner_of_their_batch_and_their_own_salts(
-    tmp_path: Path, engine: ScriptedEngine
+    start: Start, engine: ScriptedEngine
 ) -> None:
-    manager = await started(tmp_path, **doubles(engine))
+    manager = await start(**doubles(engine))
     ready(manager)
     found = {}
     for owner in ("alice", "bob", ""):
@@ -63,30 +62,27 @@ async def test_lines_have_the_owner_of_their_batch_and_their_own_salts(
     assert {owner: sorted(pairs) for owner, pairs in found.items()} == {
         owner: [(owner, ""), (owner, ""), (owner, "salt")] for owner in found
     }
-    await manager.stop()
 
 
-async def test_cached_tokens_of_lines_add_up_to_the_batchs(tmp_path: Path, engine: ScriptedEngine) -> None:
+async def test_cached_tokens_of_lines_add_up_to_the_batchs(start: Start, engine: ScriptedEngine) -> None:
     engine.num_cached_tokens = 32
-    manager = await started(tmp_path, **doubles(engine))
+    manager = await start(**doubles(engine))
     ready(manager)
     batch = await run_batch(manager, line(0) + line(1) + line(2))
     output, _ = await results_of(manager, batch)
     usages = [each["response"]["body"]["usage"] for each in output]
     assert [usage["prompt_tokens_details"] for usage in usages] == [{"cached_tokens": 32}] * 3
     assert (batch.usage.input_tokens, batch.usage.cached_tokens, batch.usage.output_tokens) == (120, 96, 6)
-    await manager.stop()
 
 
 @pytest.mark.parametrize("salt", ["", "s" * 257, 5])
 async def test_a_bad_salt_fails_the_batch_and_is_named(
-    tmp_path: Path, engine: ScriptedEngine, salt: object
+    start: Start, engine: ScriptedEngine, salt: object
 ) -> None:
-    manager = await started(tmp_path, **doubles(engine))
+    manager = await start(**doubles(engine))
     ready(manager)
     batch = await run_batch(manager, line(0) + line(1, cache_salt=salt))
     assert batch.status is BatchStatus.FAILED
     (error,) = batch.errors
     assert (error.code, error.line, error.param) == ("invalid_value", 2, "cache_salt")
     assert not engine.requests
-    await manager.stop()

@@ -14,11 +14,11 @@ from backfill.core.errors import ConfigError
 from backfill.jobs.private_files import make_private, write_durably
 from tests.jobs.doubles import (
     InstantRunner,
+    Start,
     input_of,
     make_manager,
     ready,
     run_batch,
-    started,
     submit,
 )
 
@@ -55,16 +55,15 @@ async def test_only_the_servers_user_may_read_the_data_folder(tmp_path: Path) ->
         os.umask(umask)
 
 
-async def test_looser_modes_are_restricted_at_the_start(tmp_path: Path) -> None:
+async def test_looser_modes_are_restricted_at_the_start(tmp_path: Path, start: Start) -> None:
     folder = tmp_path / "data"
-    manager = await started(folder)
+    manager = await start(folder=folder)
     await submit(manager, input_of(5))
     await manager.stop()
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
-    manager = await started(folder)
+    manager = await start(folder=folder)
     assert_private(folder)
-    await manager.stop()
 
 
 def test_other_files_are_not_changed(tmp_path: Path) -> None:
