@@ -315,7 +315,7 @@ def test_a_client_that_leaves_during_its_body_logs_no_error(server: RunningServe
         (("--kv-restore", "never"), "--kv-restore must be"),
         (("--victims", "first"), "--victims must be"),
         (("--host-kv-gib", "-1"), "--host-kv-gib must be"),
-        (("--host-kv-gib", "inf"), "--host-kv-gib must be a finite number of at least 0, got inf"),
+        (("--host-kv-gib", "inf"), "--host-kv-gib must be finite and at least 0, got inf"),
         (("--host-kv-gib", "1", "--checkpointing", "none"), "--host-kv-gib 1 is of no use"),
         (("--host-kv-gib", "0", "--checkpointing", "eager"), "--checkpointing eager needs a pool"),
     ],

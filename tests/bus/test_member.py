@@ -419,7 +419,7 @@ def test_a_start_that_fails_leaves_the_bus(shared: EngineConfig, tmp_path: Path)
         ({"offload_bus": "", "offload_bus_gib_per_s": 1.0}, "`offload_bus` must be a name or a path, got ''"),
         (
             {"offload_bus": "left", "offload_bus_gib_per_s": 0.0},
-            r"`offload_bus_gib_per_s` must be a finite number from 0\.001, got 0",
+            r"`offload_bus_gib_per_s` must be at least 0\.001, got 0",
         ),
         (
             {"offload_bus": "left", "offload_bus_gib_per_s": 1.0, "offload_interval": "none"},

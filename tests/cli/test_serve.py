@@ -72,7 +72,7 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             ("--offload-interval", "0"),
             "--offload-interval must be none, auto or a whole number of at least 1",
         ),
-        (("--device-memory", "0"), "--device-memory must be a finite number above 0"),
+        (("--device-memory", "0"), "--device-memory must be above 0"),
         (
             ("--device-memory", "0.01"),
             "--device-memory 0.010 GiB is too small with --offload-interval none",

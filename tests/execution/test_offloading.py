@@ -258,7 +258,7 @@ def test_an_interval_may_be_text_as_on_the_command_line() -> None:
 
 @pytest.mark.parametrize("gib", [0.0, -1.0, float("nan"), float("inf")])
 def test_other_limits_are_refused(gib: float) -> None:
-    with pytest.raises(ConfigError, match="`device_memory` must be a finite number above 0"):
+    with pytest.raises(ConfigError, match=r"`device_memory` must be .*above 0"):
         EngineConfig(device_memory=gib).validate()
 
 

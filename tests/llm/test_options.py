@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from backfill import LLM, AsyncLLM, BackfillError
+from backfill import LLM, AsyncLLM, BackfillError, InvalidOption
 from backfill.core.config import EngineConfig
 from backfill.core.options import options_of
-from backfill.llm.options import parse_engine_options
 from tests.test_docs import options as command_options
 
 
@@ -24,50 +23,15 @@ def test_unknown_keywords_are_a_type_error_that_names_them(kind: type[LLM | Asyn
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"kv_gib": -1.0}, "^kv_gib must be a finite number above 0"),
+        ({"kv_gib": -1.0}, "^kv_gib must be above 0"),
         ({"kv_gib": "1"}, "^kv_gib must be a number or None, got '1'"),
-        ({"max_num_seqs": 0}, "^max_num_seqs must be at least 1"),
-        ({"max_num_seqs": True}, "^max_num_seqs must be a whole number"),
-        ({"max_model_len": "long"}, "^max_model_len must be a number such as 4096 or 4k"),
-        (
-            {"max_num_seqs": 8, "max_num_batched_tokens": 4},
-            r"^max_num_batched_tokens \(4\).*max_num_seqs \(8\)",
-        ),
-        ({"policy": "best"}, "^policy must be slo"),
-        ({"dtype": "int8"}, "^dtype must be"),
-        (
-            {"host_kv_gib": 0, "checkpointing": "eager"},
-            "^checkpointing eager needs a pool, and host_kv_gib is 0",
-        ),
-        ({"checkpointing": "lazy"}, "^checkpointing must be adaptive, eager, swap, none or module:Class"),
-        ({"checkpointing": "a.b"}, "^checkpointing must be"),
-        ({"checkpointing": "../a:B"}, "^checkpointing must be"),
-        ({"checkpointing": "a:B()"}, "^checkpointing must be"),
-        ({"checkpointing": 5}, "^checkpointing must be"),
-        ({"host_kv_gib": 0, "checkpointing": "a:B"}, "^checkpointing a:B needs a pool, and host_kv_gib is 0"),
-        ({"checkpoint_from": -0.1}, "^checkpoint_from must be at least 0 and below 1, got -0.1"),
-        ({"checkpoint_all_from": 1.1}, "^checkpoint_all_from must be above 0 and at most 1, got 1.1"),
-        ({"checkpoint_from": 0.9}, r"^checkpoint_from \(0.9\) must be below checkpoint_all_from \(0.9\)"),
-        (
-            {"checkpoint_from": 0.4, "checkpointing": "eager"},
-            "^checkpoint_from 0.4 is of no use with checkpointing eager",
-        ),
-        (
-            {"checkpoint_all_from": 1, "host_kv_gib": 0},
-            "^checkpoint_all_from 1 is of no use with checkpointing none",
-        ),
-        ({"max_stop_s": 0}, "^max_stop_s must be a number of seconds above 0, got 0"),
-        ({"max_stop_s": float("inf")}, "^max_stop_s must be"),
-        ({"safepoints": 1}, "^safepoints must be true or false"),
-        ({"engine_hang_timeout": -1}, "^engine_hang_timeout must be"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, r"^max_num_batched_tokens \(4\).*max_num_seqs"),
+        ({"host_kv_gib": 0, "checkpointing": "eager"}, "^checkpointing eager needs .* and host_kv_gib is 0"),
         ({"generation_config": "none"}, "^generation_config must be auto or vllm"),
         ({"log_level": "LOUD"}, "^log_level must be"),
         ({"seed": "x"}, "^seed must be a whole number, got 'x'"),
         ({"chat_template": "{{ messages"}, "^chat_template, line 1"),
-        (
-            {"chat_template": "/nowhere/a.jinja"},
-            "^chat_template /nowhere/a.jinja cannot be read",
-        ),
+        ({"chat_template": "/nowhere/a.jinja"}, "^chat_template /nowhere/a.jinja cannot be read"),
     ],
 )
 def test_values_that_cannot_be_are_value_errors_in_the_callers_words(
@@ -75,7 +39,7 @@ def test_values_that_cannot_be_are_value_errors_in_the_callers_words(
 ) -> None:
     with pytest.raises(ValueError, match=message) as refusal:
         LLM("nothing is looked up", **keywords)
-    assert isinstance(refusal.value, BackfillError)
+    assert isinstance(refusal.value, InvalidOption)
 
 
 def test_replicas_are_no_option_of_one_engine() -> None:
@@ -101,11 +65,3 @@ def test_help_names_every_option() -> None:
         parameters = inspect.signature(kind).parameters
         assert {"model", "seed", *options_of(EngineConfig)} <= set(parameters)
         assert all(each.kind is not each.VAR_KEYWORD for each in parameters.values())
-
-
-def test_an_engine_without_online_requests_needs_no_profile_and_keeps_what_it_preempts() -> None:
-    offline = parse_engine_options({"max_model_len": 64}, "LLM").for_offline_work()
-    assert (offline.scheduler.policy, offline.scheduler.checkpointing) == ("priority", "adaptive")
-    assert offline.max_model_len == 64
-    frugal = parse_engine_options({"host_kv_gib": 0}, "LLM").for_offline_work()
-    assert frugal.scheduler.checkpointing == "none"

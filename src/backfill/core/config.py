@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from backfill.core.errors import ConfigError
-from backfill.core.options import check_types, internal, with_options
+from backfill.core.options import bounded, check_types, internal, with_options
 from backfill.core.slo import SLO
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -81,22 +80,22 @@ class SchedulerConfig:
             unidirectional.
     """
 
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_prefill_chunk_tokens: int = 2048
+    max_num_seqs: int = bounded(256, least=1)
+    max_num_batched_tokens: int = bounded(2048, least=1)
+    max_prefill_chunk_tokens: int = bounded(2048, least=1)
     policy: PolicyName = "priority"
-    ttft_slo: float | None = None
-    tpot_slo: float | None = None
-    min_ttft_slo: float | None = None
-    min_tpot_slo: float | None = None
+    ttft_slo: float | None = bounded(None, above=0)
+    tpot_slo: float | None = bounded(None, above=0)
+    min_ttft_slo: float | None = bounded(None, above=0)
+    min_tpot_slo: float | None = bounded(None, above=0)
     kept_slo: SLO | None = internal(None)  # noqa: RUF009  # a field
-    promote_before: float = 3600.0
+    promote_before: float = bounded(3600.0, least=0)
     safepoints: bool = True
     preemption: PreemptionMode = "suspend"
-    max_stop_s: float = 0.005
+    max_stop_s: float = bounded(0.005, above=0)
     checkpointing: CheckpointingName | str | None = None
-    checkpoint_from: float = 0.5
-    checkpoint_all_from: float = 0.9
+    checkpoint_from: float = bounded(0.5, least=0, below=1)
+    checkpoint_all_from: float = bounded(0.9, above=0, most=1)
     kv_restore: RestoreMode = "background"
     victims: VictimOrder = "least-lost"
     prefix_caching: bool = True
@@ -118,37 +117,21 @@ class SchedulerConfig:
     def validate(self) -> None:
         """Raises: ConfigError for the first field out of range."""
         check_types(self)
-        for field, seconds, floor_field, floor_s in (
-            ("ttft_slo", self.ttft_slo, "min_ttft_slo", self.min_ttft_slo),
-            ("tpot_slo", self.tpot_slo, "min_tpot_slo", self.min_tpot_slo),
-        ):
-            for name, value in ((field, seconds), (floor_field, floor_s)):
-                if value is not None:
-                    _check(name, value, 0.0 < value < math.inf, "a number of seconds above 0")
+        for name in ("ttft_slo", "tpot_slo"):
+            seconds, floor_s = getattr(self, name), getattr(self, f"min_{name}")
             if seconds is not None and floor_s is not None and seconds < floor_s:
-                raise ConfigError(f"`{field}` {seconds:g} must be at least `{floor_field}` {floor_s:g}.")
-        is_valid = 0.0 <= self.promote_before < math.inf
-        _check("promote_before", self.promote_before, is_valid, "a number of seconds of at least 0")
-        _check("max_stop_s", self.max_stop_s, 0.0 < self.max_stop_s < math.inf, "a number of seconds above 0")
-        at_least("max_num_seqs", self.max_num_seqs, 1)
-        at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        at_least("max_prefill_chunk_tokens", self.max_prefill_chunk_tokens, 1)
+                raise ConfigError(f"`{name}` {seconds:g} must be at least `min_{name}` {floor_s:g}.")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"`max_num_batched_tokens` ({self.max_num_batched_tokens}) must be at least `max_num_seqs` "
                 f"({self.max_num_seqs}): each decoding request takes one token of a step."
             )
-        self._validate_checkpointing()
-
-    def _validate_checkpointing(self) -> None:
         asked, names = self.checkpointing, get_args(CheckpointingName)
         if asked is not None and asked not in names and not _CLASS_PATH.fullmatch(asked):
             raise ConfigError(
                 f"must be {', '.join(names)} or module:Class, got {asked!r:.80}.", field="checkpointing"
             )
         first, all_from = self.checkpoint_from, self.checkpoint_all_from
-        _check("checkpoint_from", first, 0.0 <= first < 1.0, "at least 0 and below 1")
-        _check("checkpoint_all_from", all_from, 0.0 < all_from <= 1.0, "above 0 and at most 1")
         if first >= all_from:
             raise ConfigError(
                 f"`checkpoint_from` ({first:g}) must be below `checkpoint_all_from` ({all_from:g})."
@@ -230,21 +213,21 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
     max_model_len: int | str | None = None
     block_size: int = 16
-    kv_gib: float | None = None
-    host_kv_gib: float | None = None
-    gpu_memory_utilization: float = 0.9
-    device_memory: float | None = None
+    kv_gib: float | None = bounded(None, above=0)
+    host_kv_gib: float | None = bounded(None, least=0)
+    gpu_memory_utilization: float = bounded(0.9, above=0, most=1)
+    device_memory: float | None = bounded(None, above=0)
     offload_interval: int | str = "none"
-    min_offload_interval: int | None = None
+    min_offload_interval: int | None = bounded(None, least=1)
     offload_bus: str | None = None
-    offload_bus_gib_per_s: float | None = None
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
+    offload_bus_gib_per_s: float | None = bounded(None, least=0.001)
+    tensor_parallel_size: int = bounded(1, least=1)
+    pipeline_parallel_size: int = bounded(1, least=1)
     executor: Literal["process", "ray"] = "process"
-    threads: int | None = None
-    num_micro_batches: int = 1
+    threads: int | None = bounded(None, least=1)
+    num_micro_batches: int = bounded(1, least=1, most=2)
     profile: str | Path | None = None
-    engine_hang_timeout: float | None = None
+    engine_hang_timeout: float | None = bounded(None, least=0)
     scheduler: SchedulerConfig = _DEFAULT_SCHEDULER
 
     @property
@@ -263,7 +246,7 @@ class EngineConfig:
 
     @property
     def kv_bytes(self) -> int | None:
-        return None if self.kv_gib is None else int(self.kv_gib * GIB)
+        return None if self.kv_gib is None else max(1, int(self.kv_gib * GIB))
 
     @property
     def host_kv_bytes(self) -> int | None:
@@ -271,7 +254,7 @@ class EngineConfig:
 
     @property
     def device_memory_bytes(self) -> int | None:
-        return None if self.device_memory is None else int(self.device_memory * GIB)
+        return None if self.device_memory is None else max(1, int(self.device_memory * GIB))
 
     @property
     def offload_every(self) -> int | None:
@@ -309,25 +292,12 @@ class EngineConfig:
         check_types(self)
         if self.block_size not in (8, 16, 32, 64):
             raise ConfigError(f"must be 8, 16, 32 or 64, got {self.block_size}.", field="block_size")
-        if (gib := self.kv_gib) is not None:
-            _check("kv_gib", gib, 1 / GIB <= gib < math.inf, "a finite number above 0")
-        if (gib := self.host_kv_gib) is not None:
-            _check("host_kv_gib", gib, 0.0 <= gib < math.inf, "a finite number of at least 0")
-        share = self.gpu_memory_utilization
-        _check("gpu_memory_utilization", share, 0.0 < share <= 1.0, "above 0 and at most 1")
-        if (gib := self.device_memory) is not None:
-            _check("device_memory", gib, 1 / GIB <= gib < math.inf, "a finite number above 0")
         _ = self.offload_every
         self._validate_intervals()
         self._validate_bus()
         self._validate_ranks()
         if self.max_model_tokens is not None:
             at_least("max_model_len", self.max_model_tokens, 1)
-        if self.threads is not None:
-            at_least("threads", self.threads, 1)
-        _check("num_micro_batches", self.num_micro_batches, self.num_micro_batches in (1, 2), "1 or 2")
-        if (seconds := self.engine_hang_timeout) is not None:
-            _check("engine_hang_timeout", seconds, 0.0 <= seconds < math.inf, "a number of at least 0")
         asked = self.scheduler.checkpointing
         if self.host_kv_gib == 0 and asked not in (None, "none"):
             raise ConfigError(f"`checkpointing` {asked} needs a pool, and `host_kv_gib` is 0.")
@@ -342,10 +312,7 @@ class EngineConfig:
 
     def _validate_intervals(self) -> None:
         least, largest = self.min_offload_interval, self.offload_every
-        if least is None:
-            return
-        at_least("min_offload_interval", least, 1)
-        if self.offload_interval == "auto":
+        if least is None or self.offload_interval == "auto":
             return
         if largest is None or largest <= least:
             raise ConfigError(
@@ -361,16 +328,11 @@ class EngineConfig:
             return
         if not name or "\0" in name or name in (".", ".."):
             raise ConfigError(f"must be a name or a path, got {name!r}.", field="offload_bus")
-        _check(
-            "offload_bus_gib_per_s", gib_per_s, 0.001 <= gib_per_s < math.inf, "a finite number from 0.001"
-        )
         if self.offload_interval == "none":
             raise ConfigError("`offload_bus` is of no use with `offload_interval` none.")
 
     def _validate_ranks(self) -> None:
         sizes = {name: getattr(self, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
-        for name, size in sizes.items():
-            at_least(name, size, 1)
         split = next((f"`{name}` {size}" for name, size in sizes.items() if size > 1), None)
         if split is None:
             return
@@ -410,12 +372,8 @@ class EngineConfig:
 
 def at_least(field: str, value: float, low: float) -> None:
     """Raises: ConfigError for a value that is less."""
-    _check(field, value, value >= low, f"at least {low:g}")
-
-
-def _check(field: str, value: float, is_valid: bool, allowed: str) -> None:
-    if not is_valid:
-        raise ConfigError(f"must be {allowed}, got {value:g}.", field=field)
+    if value < low:
+        raise ConfigError(f"must be at least {low:g}, got {value:g}.", field=field)
 
 
 def check_log_level(level: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import re
 import types
 import typing
@@ -41,12 +42,34 @@ class Dataclass(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """A range of numbers: ``least`` and ``most`` are in it, ``above``, ``below`` and infinity are not."""
+
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+    below: float = math.inf
+
+    def __contains__(self, value: float) -> bool:
+        return self.least <= value <= self.most and self.above < value < self.below
+
+    def __str__(self) -> str:
+        if -math.inf < self.least and self.most < math.inf:
+            return f"between {self.least} and {self.most}"
+        lower = f"above {self.above}" if -math.inf < self.above else f"at least {self.least}"
+        if self.most < math.inf:
+            return f"{lower} and at most {self.most}"
+        return f"{lower} and below {self.below}" if self.below < math.inf else lower
+
+
+@dataclass(frozen=True, slots=True)
 class Option:
     """One field.
 
     Attributes:
         kind: the field's type.
         default: ``MISSING`` where a value must be given.
+        bounds: of a number; None for any.
         is_secret: the value may not be shown.
     """
 
@@ -55,6 +78,7 @@ class Option:
     default: object
     help: str
     is_secret: bool
+    bounds: Bounds | None = None
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -62,11 +86,14 @@ class Option:
         return tuple(value for kind in alternatives(self.kind) for value in _literals(kind))
 
     def check(self, value: object) -> None:
-        """Raises: ConfigError for a value of another type, or not of the choices."""
-        if _is_of(self.kind, value):
+        """Raises: ConfigError for a value of another type, not of the choices, or out of bounds."""
+        if not _is_of(self.kind, value):
+            *others, last = self.choices or [_name_of(kind) for kind in alternatives(self.kind)]
+            allowed = f"{', '.join(others)} or {last}" if others else last
+        elif self.bounds is None or not isinstance(value, int | float) or value in self.bounds:
             return
-        *others, last = self.choices or [_name_of(kind) for kind in alternatives(self.kind)]
-        allowed = f"{', '.join(others)} or {last}" if others else last
+        else:
+            allowed = str(self.bounds) if math.isfinite(value) else f"finite and {self.bounds}"
         got = "" if self.is_secret else f", got {value!r:.80}"
         raise ConfigError(f"must be {allowed}{got}.", field=self.name)
 
@@ -74,6 +101,20 @@ class Option:
 def internal(default: Default) -> Default:
     """A field that is no option."""
     field: Default = dataclasses.field(default=default, metadata={"is_internal": True})
+    return field
+
+
+def bounded(
+    default: Default,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
+) -> Default:
+    """A number in a range (``Bounds``)."""
+    bounds = Bounds(least, above, most, below)
+    field: Default = dataclasses.field(default=default, metadata={"bounds": bounds})
     return field
 
 
@@ -97,7 +138,9 @@ def options_of(config: Dataclass | type[Dataclass]) -> dict[str, Option]:
             found |= options_of(default)
         else:
             name, is_secret = field.name, "is_secret" in field.metadata
-            found[name] = Option(name, kinds[name], default, help_texts.get(name, ""), is_secret)
+            found[name] = Option(
+                name, kinds[name], default, help_texts.get(name, ""), is_secret, field.metadata.get("bounds")
+            )
     return found
 
 
@@ -114,7 +157,7 @@ def with_options(config: Config | type[Config], values: Mapping[str, object]) ->
 
 
 def check_types(config: Dataclass) -> None:
-    """Raises: ConfigError for the first field with a value of another type, or not of its choices."""
+    """Raises: ConfigError for the first field with a value that ``Option.check`` refuses."""
     for option in options_of(config).values():
         option.check(option.default)
 
