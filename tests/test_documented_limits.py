@@ -13,7 +13,7 @@ import backfill
 from backfill.api import server
 from backfill.cli.run_batch import run_batch
 from backfill.cli.serve import serve
-from backfill.core import cache_salt
+from backfill.core import request
 from backfill.core.config import SchedulerConfig
 from backfill.costs import copy_profiler, profiler
 from backfill.costs.hardware import hardware_profile_names, load_hardware_profile
@@ -27,7 +27,7 @@ from backfill.jobs.config import JobsConfig
 from backfill.kvcache import protection
 from backfill.preparation import process as preparation_process
 from backfill.preparation import supervisor as preparation_supervisor
-from backfill.protocol import body_shape, chat, generation_fields
+from backfill.protocol import chat, generation_fields, parsing
 from backfill.scheduling import builder, planner
 from backfill.simulation.scenarios import VARIANTS
 from tests.test_docs import ROOT
@@ -57,7 +57,7 @@ OPERATIONS = [
     ("JSON bodies of `flex`", f"1/{bodies._OFFLINE_PART} of"),
     (
         "objects and arrays",
-        f"{body_shape.MAX_CONTAINERS:,}; {body_shape.MAX_KEYS:,}; {body_shape.MAX_ITEMS:,} ",
+        f"{parsing.MAX_CONTAINERS:,}; {parsing.MAX_KEYS:,}; {parsing.MAX_ITEMS:,} ",
     ),
     ("messages;", f"{chat.MAX_MESSAGES:,}; {chat.MAX_PARTS:,} "),
     (
@@ -66,7 +66,7 @@ OPERATIONS = [
         f"{generation_fields.MAX_STOP_TOKENS}; {generation_fields.MAX_LOGIT_BIASES} ",
     ),
     ("choices × `max_tokens`", f"({SERVER.max_response_tokens:,})"),
-    ("length of a `cache_salt`", f"{cache_salt.MAX_CACHE_SALT_CHARS} characters"),
+    ("length of a `cache_salt`", f"{request.MAX_CACHE_SALT_CHARS} characters"),
     ("characters of a", f"{tokenizer.MAX_CHARS:,} "),
     ("a step raises", f"After {process._MAX_FAILED_STEPS} failed steps"),
     ("the engine process dies", f"after {supervisor._RESTART_DELAY_S:g} s; "),
@@ -99,7 +99,7 @@ BATCH = [
 PROSE = [
     ("operations.md", f"from 1 to {errors.MAX_RETRY_AFTER_S} s"),
     ("operations.md", f"at the latest {server._BODIES_WITHIN_S:g} s"),
-    ("operations.md", f"a salt of 1 to {cache_salt.MAX_CACHE_SALT_CHARS} characters"),
+    ("operations.md", f"a salt of 1 to {request.MAX_CACHE_SALT_CHARS} characters"),
     ("kv-cache.md", f"at most {builder._MAX_PREFIX_WAITS} steps more than"),
     ("kv-cache.md", f"at {planner._MAX_PASSED_OVER:,} waiting requests more than it can hold"),
     ("kv-cache.md", f"at most {builder._MAX_LOOKED_UP} of those that wait"),
@@ -168,8 +168,8 @@ def test_exit_statuses_are_those_of_the_help() -> None:
 
 
 def test_codes_of_batch_errors() -> None:
-    sources = ("preparation/lines", "preparation/validation", "protocol/body_check", "protocol/unsupported")
-    sources += ("execution/executor", "jobs/lifecycle")
+    sources = ("preparation/lines", "preparation/validation", "protocol/body_check")
+    sources += ("protocol/generation_fields", "execution/executor", "jobs/lifecycle")
     package = Path(backfill.__file__).parent
     found = set()
     for source in sources:

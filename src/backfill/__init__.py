@@ -6,14 +6,13 @@ from __future__ import annotations
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from backfill.core.errors import BackfillError, EngineDead, RequestLost
+    from backfill.core.errors import BackfillError, EngineDead, InvalidOption, InvalidRequest, RequestLost
+    from backfill.core.sampling import RequestOutputKind, SamplingParams
     from backfill.core.slo import SLO
     from backfill.llm.async_llm import AsyncLLM
-    from backfill.llm.errors import InvalidOption, InvalidRequest
     from backfill.llm.llm import LLM
     from backfill.llm.offload import offload
     from backfill.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from backfill.llm.sampling_params import RequestOutputKind, SamplingParams
 
     __version__: str
 
@@ -23,16 +22,16 @@ _HOMES = {
     "BackfillError": "backfill.core.errors",
     "CompletionOutput": "backfill.llm.outputs",
     "EngineDead": "backfill.core.errors",
-    "InvalidOption": "backfill.llm.errors",
-    "InvalidRequest": "backfill.llm.errors",
+    "InvalidOption": "backfill.core.errors",
+    "InvalidRequest": "backfill.core.errors",
     "LLM": "backfill.llm.llm",
     "Logprob": "backfill.llm.outputs",
     "RequestLost": "backfill.core.errors",
     "RequestMetrics": "backfill.llm.outputs",
     "RequestOutput": "backfill.llm.outputs",
-    "RequestOutputKind": "backfill.llm.sampling_params",
+    "RequestOutputKind": "backfill.core.sampling",
     "SLO": "backfill.core.slo",
-    "SamplingParams": "backfill.llm.sampling_params",
+    "SamplingParams": "backfill.core.sampling",
     "offload": "backfill.llm.offload",
 }
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from backfill.core.block import block_index, pack_block_ref
-from backfill.core.request import FinishReason, RequestStatus
+from backfill.core.errors import RequestError
+from backfill.core.request import MAX_CACHE_SALT_CHARS, FinishReason, RequestStatus, check_cache_salt
 from tests.builders import make_request
 
 
@@ -55,3 +56,25 @@ def test_a_block_reference_is_an_index_and_a_direction() -> None:
     forward, reverse = pack_block_ref(5), pack_block_ref(5, reverse=True)
     assert (forward, reverse) == (10, 11)
     assert block_index(forward) == block_index(reverse) == 5
+
+
+@pytest.mark.parametrize("salt", ["a", " ", "\0", "é" * MAX_CACHE_SALT_CHARS, "\U0001f9c2"])
+def test_any_short_text_is_a_salt(salt: str) -> None:
+    check_cache_salt(salt)
+
+
+@pytest.mark.parametrize(
+    ("salt", "problem"),
+    [
+        ("", "cache_salt must have 1 to 256 characters, got 0."),
+        ("secret" * 50, "cache_salt must have 1 to 256 characters, got 300."),
+        ("secret\ud800", "cache_salt must be valid Unicode, got half of a surrogate pair."),
+        (b"secret", "cache_salt must be a string, got a value of type bytes."),
+        (5, "cache_salt must be a string, got a value of type int."),
+        (None, "cache_salt must be a string, got a value of type NoneType."),
+    ],
+)
+def test_anything_else_is_refused_without_being_repeated(salt: object, problem: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        check_cache_salt(salt)
+    assert (str(refused.value), refused.value.param) == (problem, "cache_salt")

@@ -1,84 +1,100 @@
 from __future__ import annotations
 
-import math
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
-from backfill.core.config import EngineConfig, SchedulerConfig
-from backfill.core.errors import ConfigError, RequestError
-from backfill.core.sampling import SamplingParams
+from backfill import InvalidRequest, RequestOutputKind, SamplingParams
+from backfill.models.generation_config import GenerationDefaults
 
 
 @pytest.mark.parametrize(
-    ("values", "param"),
+    ("field", "value", "allowed"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"min_tokens": 11}, "min_tokens"),
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": math.nan}, "temperature"),
-        ({"temperature": 1e9}, "temperature"),
-        ({"top_k": -2}, "top_k"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"min_p": -0.5}, "min_p"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty"),
-        ({"repetition_penalty": math.inf}, "repetition_penalty"),
-        ({"presence_penalty": 2.5}, "presence_penalty"),
-        ({"frequency_penalty": -2.5}, "frequency_penalty"),
-        ({"seed": 2**63}, "seed"),
-        ({"stop_token_ids": (50,)}, "stop_token_ids"),
-        ({"logit_bias": ((-1, 1.0),)}, "logit_bias"),
-        ({"logit_bias": ((1, 101.0),)}, "logit_bias"),
-        ({"num_logprobs": 21}, "top_logprobs"),
+        ("n", 0, "at least 1"),
+        ("n", "2", "an integer"),
+        ("max_tokens", 0, "at least 1"),
+        ("max_tokens", True, "an integer or None"),
+        ("min_tokens", 17, "between 0 and 16"),
+        ("temperature", -0.1, "between 0 and 2"),
+        ("temperature", float("nan"), "between 0 and 2"),
+        ("temperature", None, "a number"),
+        ("top_k", -2, "between 0"),
+        ("top_p", 0.0, "above 0 and at most 1"),
+        ("top_p", 1.1, "above 0 and at most 1"),
+        ("min_p", 1.5, "between 0 and 1"),
+        ("repetition_penalty", 0, "above 0"),
+        ("repetition_penalty", float("inf"), "above 0"),
+        ("presence_penalty", 3, "between -2 and 2"),
+        ("frequency_penalty", -3, "between -2 and 2"),
+        ("seed", 2**63, "between"),
+        ("seed", 1.5, "an integer or None"),
+        ("stop", ["a", ""], "empty"),
+        ("stop", [1], "a string or a list of strings"),
+        ("stop_token_ids", [-1], "between 0"),
+        ("stop_token_ids", ["a"], "a list of token ids"),
+        ("stop_token_ids", 5, "a list of token ids"),
+        ("logit_bias", {"5": 1.0}, "a dict of numbers by token id"),
+        ("logit_bias", {5: 101.0}, "between -100 and 100"),
+        ("logit_bias", {-1: 1.0}, "between 0"),
+        ("logprobs", 21, "between 0 and 20"),
+        ("ignore_eos", 1, "True or False"),
+        ("output_kind", "delta", "a RequestOutputKind"),
     ],
 )
-def test_each_field_out_of_range_is_named(values: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestError, match=param) as caught:
-        SamplingParams(**{"max_tokens": 10, **values}).validate(vocab_size=50)
-    assert caught.value.param == param
+def test_what_is_out_of_range_is_refused_by_name(field: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field} must.*{allowed}") as refusal:
+        SamplingParams(**{field: value})
+    assert isinstance(refusal.value, InvalidRequest) and refusal.value.param == field
 
 
-def test_the_edges_of_every_range_are_allowed() -> None:
-    SamplingParams(
-        max_tokens=1,
-        min_tokens=1,
-        temperature=2.0,
-        top_p=1.0,
-        min_p=1.0,
-        repetition_penalty=0.01,
-        presence_penalty=-2.0,
-        frequency_penalty=2.0,
-        seed=-(2**63),
-        stop_token_ids=(49,),
-        logit_bias=((0, -100.0),),
-        num_logprobs=20,
-    ).validate(vocab_size=50)
+def test_an_unknown_field_is_a_type_error_that_names_it() -> None:
+    with pytest.raises(TypeError, match="max_token'"):
+        SamplingParams(max_token=5)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    ("config", "option"),
-    [
-        (EngineConfig(model_dir="", block_size=12), "`block_size`"),
-        (EngineConfig(model_dir="", kv_gib=0), "`kv_gib`"),
-        (EngineConfig(model_dir="", gpu_memory_utilization=0.0), "`gpu_memory_utilization`"),
-        (EngineConfig(model_dir="", max_model_len=0), "`max_model_len`"),
-        (EngineConfig(model_dir="", threads=0), "`threads`"),
-        (EngineConfig(model_dir="", scheduler=SchedulerConfig(max_num_seqs=0)), "`max_num_seqs`"),
-        (EngineConfig(model_dir="", scheduler=SchedulerConfig(ttft_slo=0.0)), "`ttft_slo`"),
-        (EngineConfig(model_dir="", scheduler=SchedulerConfig(tpot_slo=float("nan"))), "`tpot_slo`"),
-        (EngineConfig(model_dir="", scheduler=SchedulerConfig(promote_before=-1.0)), "`promote_before`"),
-        (
-            EngineConfig(model_dir="", scheduler=SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=8)),
-            "`max_num_batched_tokens`",
-        ),
-        (
-            EngineConfig(model_dir="", scheduler=SchedulerConfig(max_prefill_chunk_tokens=0)),
-            "`max_prefill_chunk_tokens`",
-        ),
-    ],
+EVERY_FIELD = SamplingParams(
+    n=2,
+    max_tokens=np.int64(7),  # type: ignore[arg-type]  # numbers of numpy's are numbers
+    min_tokens=7,
+    temperature=np.float32(2),  # type: ignore[arg-type]
+    top_k=-1,
+    top_p=1,
+    min_p=1,
+    repetition_penalty=0.01,
+    presence_penalty=-2,
+    frequency_penalty=2,
+    seed=2**63 - 1,
+    stop="a",
+    stop_token_ids=[49],
+    include_stop_str_in_output=True,
+    ignore_eos=True,
+    logit_bias={0: -100},
+    logprobs=20,
+    skip_special_tokens=False,
+    output_kind=RequestOutputKind.DELTA,
 )
-def test_each_option_out_of_range_is_named(config: EngineConfig, option: str) -> None:
-    with pytest.raises(ConfigError, match=option):
-        config.validate()
+
+
+def test_an_engine_gets_one_for_each_output_with_nothing_left_open() -> None:
+    first, second = choices = EVERY_FIELD.choices(max_tokens=9, seed=77)
+    assert (first.seed, second.seed) == (2**63 - 1, -(2**63)), "seeds wrap around"
+    assert (first.n, first.max_tokens, first.top_k, first.stop_strings) == (1, 9, 0, ("a",))
+    assert first.logit_bias == {0: -100.0}
+    sent = msgspec.msgpack.encode(choices)
+    assert msgspec.msgpack.decode(sent, type=list[SamplingParams]) == choices
+    assert [each.seed for each in SamplingParams(n=2).choices(max_tokens=5, seed=9)] == [9, 10]
+
+
+def test_tokens_outside_the_vocabulary_are_refused() -> None:
+    EVERY_FIELD.check_token_ids(vocab_size=50)
+    for field, value in (("stop_token_ids", [50]), ("logit_bias", {50: 1.0})):
+        with pytest.raises(InvalidRequest, match=f"^{field} must name tokens between 0 and 49, got 50"):
+            SamplingParams(**{field: value}).check_token_ids(vocab_size=50)
+
+
+def test_a_model_recommends_some_fields() -> None:
+    defaults = GenerationDefaults(temperature=0.6, top_k=20, eos_token_ids=(2,))
+    assert SamplingParams(**defaults.recommended) == SamplingParams(temperature=0.6, top_k=20)

@@ -186,7 +186,7 @@ def test_stats_count_by_class() -> None:
 
 
 def test_messages_are_equal_after_encoding_and_decoding() -> None:
-    sampling = SamplingParams(max_tokens=3, logit_bias=((4, 1.5),), stop_token_ids=(1, 2), num_logprobs=2)
+    sampling = SamplingParams(max_tokens=3, logit_bias={4: 1.5}, stop_token_ids=(1, 2), logprobs=2)
     request = Request(
         request_id=RequestId("r"),
         prompt_token_ids=[1, 2],

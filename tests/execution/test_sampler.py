@@ -40,7 +40,7 @@ def kept_tokens(logits: torch.Tensor, num_draws: int = 400, **sampling: Any) -> 
 
 def test_greedy_takes_the_most_likely_token() -> None:
     logits = make_logits(3)
-    states = [make_state(temperature=0.0), make_state(temperature=0.0, num_logprobs=1), make_state(top_k=1)]
+    states = [make_state(temperature=0.0), make_state(temperature=0.0, logprobs=1), make_state(top_k=1)]
     assert sample_ids(logits, *states) == logits.argmax(-1).tolist()
 
 
@@ -132,9 +132,9 @@ def test_uniform_numbers_are_uniform_and_streams_differ() -> None:
 
 def test_bias_moves_logits() -> None:
     logits = make_logits()
-    assert sample_ids(logits, make_state(temperature=0.0, logit_bias=((77, 100.0),))) == [77]
+    assert sample_ids(logits, make_state(temperature=0.0, logit_bias={77: 100.0})) == [77]
     best = int(make_logits().argmax())
-    assert sample_ids(make_logits(), make_state(temperature=0.0, logit_bias=((best, -100.0),))) != [best]
+    assert sample_ids(make_logits(), make_state(temperature=0.0, logit_bias={best: -100.0})) != [best]
 
 
 def test_penalties_follow_their_formulas() -> None:
@@ -165,7 +165,7 @@ def test_end_tokens_are_impossible_before_min_tokens() -> None:
 def test_logprobs_are_of_the_raw_distribution() -> None:
     logits = make_logits()
     expected = logits[0].log_softmax(-1)
-    state = make_state(temperature=0.1, top_k=5, logit_bias=((77, 100.0),), num_logprobs=3)
+    state = make_state(temperature=0.1, top_k=5, logit_bias={77: 100.0}, logprobs=3)
     ((token_id, logprobs),) = Sampler([END]).sample(logits.clone(), [state])
     assert logprobs is not None
     assert token_id == 77

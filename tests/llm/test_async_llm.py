@@ -17,7 +17,7 @@ from backfill import SLO, AsyncLLM, EngineDead, RequestOutput, RequestOutputKind
 from backfill.core.request import Request
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready
-from backfill.llm import local_engine
+from backfill.llm import engine
 from tests.api.servers import TIMEOUT_S
 from tests.builders import flat_cost, make_info, make_profile
 
@@ -265,7 +265,7 @@ def test_shutdown_while_the_model_is_resolved_starts_no_engine(
         assert may_find.wait(TIMEOUT_S)
         return small_model
 
-    monkeypatch.setattr(local_engine, "resolve_model", find_slowly)
+    monkeypatch.setattr(engine, "resolve_model", find_slowly)
 
     async def shut_down_early() -> None:
         llm = AsyncLLM(str(small_model))

@@ -68,6 +68,7 @@ class ScriptedGenerator:
     def __init__(self, deltas: list[tuple[int, TextDelta]], error: Exception | None = None) -> None:
         self.deltas = deltas
         self.error = error
+        self.tokenizer = TOKENIZER
 
     async def stream(self, *_: object, **options: object) -> AsyncGenerator[tuple[int, TextDelta], None]:
         for numbered in self.deltas:
@@ -78,7 +79,7 @@ class ScriptedGenerator:
 
 def outputs_of(generator: Any, request: PreparedRequest) -> list[RequestOutput]:
     async def run() -> list[RequestOutput]:
-        return [output async for output in run_request(request, generator, TOKENIZER, AbortHandle())]
+        return [output async for output in run_request(request, generator, AbortHandle())]
 
     return asyncio.run(run())
 

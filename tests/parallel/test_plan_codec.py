@@ -47,7 +47,7 @@ SAMPLING = st.builds(
     max_tokens=st.integers(1, 9),
     temperature=st.floats(0, 2),
     stop_token_ids=st.lists(NUMBERS, max_size=2).map(tuple),
-    logit_bias=st.lists(st.tuples(NUMBERS, st.floats(-9, 9)), max_size=2).map(tuple),
+    logit_bias=st.dictionaries(NUMBERS, st.floats(-9, 9), max_size=2),
 )
 ADMITTED = st.builds(AdmittedRequest, IDS, st.lists(NUMBERS, min_size=1, max_size=4).map(tuple), SAMPLING)
 SAMPLED = st.lists(st.builds(SampledToken, IDS, NUMBERS), max_size=4)

@@ -29,7 +29,7 @@ def requests() -> list[Request]:
     prompts[2][:16] = prompts[0][:16]
     sampling = [
         {},
-        {"temperature": 0.9, "top_p": 0.9, "seed": 3, "num_logprobs": 2},
+        {"temperature": 0.9, "top_p": 0.9, "seed": 3, "logprobs": 2},
         {"frequency_penalty": 0.7, "min_tokens": 3},
         {"temperature": 1.0, "seed": 11, "presence_penalty": 0.5},
     ]

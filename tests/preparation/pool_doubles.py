@@ -39,7 +39,6 @@ def prepare(endpoint: GenerationEndpoint, raw: bytes, context: RequestContext) -
         owner=context.owner,
         complete_by_s=context.complete_by_s,
         cache_salt=body.pop("salt", ""),
-        stop=tuple(body.pop("stop", ())),
     )
     sampling = SamplingParams(**{"max_tokens": 4, **body})
     generation.request.samplings[:] = [sampling] * num_choices

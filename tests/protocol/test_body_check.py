@@ -13,12 +13,14 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestError
+from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
-from backfill.protocol.body_check import has_warning, refuse_unknown_fields, warning_of
+from backfill.protocol.body_check import bounded_max_tokens, has_warning, refuse_unknown_fields, warning_of
 from backfill.protocol.generation import GenerationBody, GenerationEndpoint, parse_generation
 from backfill.protocol.generation_fields import SERVICE_TIERS
+from backfill.protocol.options import MAX_RESPONSE_TOKENS
 from backfill.protocol.preparer import EngineFacts, RequestContext, RequestPreparer, ServedModel
 from tests.builders import make_info
 
@@ -169,3 +171,27 @@ def test_a_line_is_refused_for_what_the_run_would_refuse_it_for(
     before = refusal_of(lambda: preparer.line_check.check(parse_generation(endpoint, raw)))
     assert before == at_the_run
     assert (before is not None) == is_refused
+
+
+@pytest.mark.parametrize(
+    ("sampling", "num_prompts", "max_tokens"),
+    [
+        ({"max_tokens": 100, "n": 128, "logprobs": 20}, 1, 100),
+        ({"max_tokens": MAX_RESPONSE_TOKENS}, 1, MAX_RESPONSE_TOKENS),
+        ({"max_tokens": None}, 1, 8192),
+        ({"max_tokens": None, "n": 64, "logprobs": 20}, 2, 390),
+    ],
+)
+def test_max_tokens_are_bounded_by_the_size_of_the_response(
+    sampling: dict[str, Any], num_prompts: int, max_tokens: int
+) -> None:
+    params = SamplingParams(**sampling)
+    assert bounded_max_tokens(params, 8192, num_prompts, MAX_RESPONSE_TOKENS) == max_tokens
+
+
+def test_a_response_that_would_be_too_large_is_refused_with_what_is_allowed() -> None:
+    with pytest.raises(RequestError, match=r"max_tokens may be 390 at most") as refused:
+        bounded_max_tokens(SamplingParams(max_tokens=1000, n=128, logprobs=20), 8192, 1, MAX_RESPONSE_TOKENS)
+    assert refused.value.param == "max_tokens"
+    with pytest.raises(RequestError):
+        bounded_max_tokens(SamplingParams(max_tokens=None, n=5), 8, 1, most=4)

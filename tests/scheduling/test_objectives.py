@@ -136,7 +136,7 @@ def test_the_servers_own_objective_may_not_be_below_its_floor() -> None:
         with pytest.raises(ConfigError, match=f"^`{name}` 0.1 must be at least `min_{name}` 0.2"):
             below.validate()
         for wrong in (0.0, -1.0, float("inf"), float("nan")):
-            with pytest.raises(ConfigError, match=f"`min_{name}` must be a number of seconds above 0"):
+            with pytest.raises(ConfigError, match=f"`min_{name}` must be .*above 0"):
                 SchedulerConfig(**{f"min_{name}": wrong}).validate()  # type: ignore[arg-type]
 
 

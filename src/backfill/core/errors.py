@@ -2,12 +2,14 @@
 
 BackfillError
 ├── ConfigError            an option or a configuration value is out of range
+│   └── InvalidOption      likewise, of the library: also a ValueError
 ├── ModelError             the model cannot be used
 │   ├── ModelNotFound      no such folder, file, hub id or known name
 │   ├── UnsupportedModel   readable, but of an architecture or feature that is not implemented
 │   └── CorruptModel       a file is truncated, damaged or does not fit its config
 ├── InsufficientMemory     the machine cannot hold what was asked for
 ├── RequestError           a request that can never be served as it stands
+│   └── InvalidRequest     likewise, of the library: also a ValueError
 ├── ExecutorDead           a process that holds a part of the model has ended; the engine must start again
 ├── NotReady               what the request needs is not there now; it may be sent again
 ├── RequestAborted         its caller aborted it
@@ -36,6 +38,10 @@ class ConfigError(BackfillError):
 
     def __init__(self, reason: str, *, field: str | None = None) -> None:
         super().__init__(reason if field is None else f"`{field}` {reason}")
+
+
+class InvalidOption(ConfigError, ValueError):
+    """An option of the engine is out of range; the message names it."""
 
 
 class ModelError(BackfillError):
@@ -75,6 +81,10 @@ class RequestError(BackfillError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+class InvalidRequest(RequestError, ValueError):
+    """A prompt or a sampling parameter that can never be served; ``param`` names it."""
 
 
 class NotReady(BackfillError):

@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType, Protocol, TypeAlias
 
+from backfill.core.errors import RequestError
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
+
+MAX_CACHE_SALT_CHARS = 256
 
 RequestId = NewType("RequestId", str)
 OrderKey: TypeAlias = tuple[int, float, int]
@@ -105,6 +108,7 @@ class Request:
     # Stored, not derived: a step reads each of them for every running request.
     priority_level: PriorityLevel = field(init=False)
     num_tokens: int = field(init=False)  # of prompt and output
+    max_tokens: int = field(init=False)  # of the output
     order_key: OrderKey = field(init=False)  # smaller is more urgent among requests of one priority level
 
     def __post_init__(self) -> None:
@@ -113,6 +117,8 @@ class Request:
             PriorityLevel.ONLINE if self.service_class is ServiceClass.ONLINE else PriorityLevel.OFFLINE
         )
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+        assert self.sampling.max_tokens is not None, f"{self.request_id} has no limit of tokens"
+        self.max_tokens = self.sampling.max_tokens
         self.enqueue(0)
 
     @property
@@ -172,3 +178,16 @@ class Request:
 
 
 order_key: Callable[[HasOrderKey], OrderKey] = operator.attrgetter("order_key")
+
+
+def check_cache_salt(salt: object) -> None:
+    """Raise RequestError, without the salt, unless it is text of 1 to ``MAX_CACHE_SALT_CHARS`` characters."""
+    if not isinstance(salt, str):
+        problem = f"be a string, got a value of type {type(salt).__name__}"
+    elif not 1 <= len(salt) <= MAX_CACHE_SALT_CHARS:
+        problem = f"have 1 to {MAX_CACHE_SALT_CHARS} characters, got {len(salt)}"
+    elif any("\ud800" <= char <= "\udfff" for char in salt):
+        problem = "be valid Unicode, got half of a surrogate pair"
+    else:
+        return
+    raise RequestError(f"cache_salt must {problem}.", param="cache_salt")

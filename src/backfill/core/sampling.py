@@ -1,59 +1,115 @@
-"""How the next token of a request is chosen, as validated plain data."""
+"""How the tokens of an output are chosen, and when it ends: vLLM's names and defaults."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import inf, nextafter
+from numbers import Integral, Real
+from operator import attrgetter
+from types import NoneType
 
-from backfill.core.errors import RequestError
+from backfill.core.errors import InvalidRequest
+from backfill.core.options import Bounds, Option, alternatives, bounded, options_of
 
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 100
 _LEAST_TEMPERATURE = 1e-5  # below it, scaled logits overflow, and the draw would be greedy anyway
 _INT32_MAX = 2**31 - 1
+_INT64_MAX = 2**63 - 1
+
+
+class RequestOutputKind(Enum):
+    """What each ``RequestOutput`` of a stream contains."""
+
+    CUMULATIVE = 0  # the whole output so far of every choice
+    DELTA = 1  # what is new since the previous output
+    FINAL_ONLY = 2  # one output, at the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling of one request; every field is resolved (no "default" left to fill in).
+    """Sampling of one prompt, checked by the constructor.
 
     Applied in this order: logit bias, penalties, suppression of end tokens before ``min_tokens``,
     temperature, top-k, top-p over what top-k left, min-p relative to the most likely token.
 
     Attributes:
-        max_tokens: tokens to generate at most, >= 1.
-        min_tokens: end tokens cannot be sampled before this many tokens exist.
-        temperature: 0 (or below 1e-5) is greedy: the other shaping parameters but bias and penalties
-            then have no effect.
-        top_k: keep the k most likely tokens; 0 keeps all.
+        n: outputs for each prompt.
+        max_tokens: most tokens of one output; fewer if the context ends. None: as many as the context holds.
+        min_tokens: neither end tokens nor stop strings end an output before it has this many.
+        temperature: 0 (or below 1e-5) is greedy: the other shaping parameters but bias and penalties then
+            have no effect.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the fewest most likely tokens whose probabilities sum to at least this, in (0, 1].
         min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1].
-        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens seen in
-            prompt or output (CTRL, arXiv 1909.05858).
-        presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logits of output tokens
-            once, and once for each occurrence.
-        seed: selects the random stream. Token i of a request depends on the seed and i alone, so a
-            request preempted and resumed, or batched with others, draws the same numbers.
+        repetition_penalty: above 0; divides positive and multiplies negative logits of tokens of prompt and
+            output (CTRL, arXiv 1909.05858), so more than 1 makes them less likely.
+        presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logits of output tokens once,
+            and once for each occurrence.
+        seed: the same seed gives the same output: token i depends on the seed and i alone, also in a request
+            that is preempted, or batched with others. None: of the ``seed`` of the ``LLM``, or random.
+        stop: strings that end the output, which does not contain them.
         stop_token_ids: tokens that end the output, besides the model's own.
+        include_stop_str_in_output: the output's text contains the stop string or the end token's text.
         ignore_eos: the model's end tokens do not end the output.
-        logit_bias: (token id, bias added to its logit) pairs, bias in [-100, 100].
-        num_logprobs: return the log probability of each sampled token and of this many most likely
-            ones, from the logits before any shaping; None returns none.
+        logit_bias: added to the logits of these token ids, in [-100, 100].
+        logprobs: return the log probability of each token and of this many most likely ones, 0 to 20, from
+            the logits before any shaping.
+        skip_special_tokens: leave special tokens out of the text.
+        output_kind: what a stream of ``AsyncLLM`` yields.
+    Raises: InvalidRequest, a ValueError, naming the first field that is wrong.
     """
 
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    n: int = bounded(1, least=1)
+    max_tokens: int | None = bounded(16, least=1)
+    min_tokens: int = bounded(0, least=0, most=_INT32_MAX)
+    temperature: float = bounded(1.0, least=0, most=2)
+    top_k: int = bounded(0, least=0, most=_INT32_MAX)
+    top_p: float = bounded(1.0, above=0, most=1)
+    min_p: float = bounded(0.0, least=0, most=1)
+    repetition_penalty: float = bounded(1.0, above=0, most=100)
+    presence_penalty: float = bounded(0.0, least=-2, most=2)
+    frequency_penalty: float = bounded(0.0, least=-2, most=2)
+    seed: int | None = bounded(None, least=-_INT64_MAX - 1, most=_INT64_MAX)
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    num_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = bounded(None, least=0, most=MAX_LOGPROBS)
+    skip_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        if self.top_k == -1:
+            self._set("top_k", 0)
+        for number, value in zip(_NUMBERS, _numbers_of(self), strict=True):
+            is_usual = type(value) is number.kind and number.low <= value <= number.high
+            if not is_usual and value is not number.default:
+                self._set(number.name, number.checked(value))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _wrong("min_tokens", f"between 0 and {self.max_tokens}", self.min_tokens)
+        for name, value in zip(_SWITCHES, _switches_of(self), strict=True):
+            if value is not True and value is not False:
+                raise _wrong(name, "True or False", value)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise _wrong("output_kind", "a RequestOutputKind", self.output_kind)
+        if self.stop is not None:
+            self._set("stop", _checked_stop(self.stop))
+        if self.stop_token_ids is not None:
+            if not _is_list(self.stop_token_ids) or not _are_integers(self.stop_token_ids):
+                raise _wrong("stop_token_ids", "a list of token ids", self.stop_token_ids)
+            self._set("stop_token_ids", tuple(map(int, self.stop_token_ids)) or None)
+        if self.logit_bias is not None:
+            self._set("logit_bias", _checked_biases(self.logit_bias))
+        if self.stop_token_ids or self.logit_bias:
+            self.check_token_ids(_INT32_MAX)  # of any vocabulary
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.stop or ())
 
     @property
     def is_greedy(self) -> bool:
@@ -63,47 +119,102 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    def validate(self, vocab_size: int) -> None:
-        """Raise RequestError naming the first field out of range and what it allows."""
-        _check_int("max_tokens", self.max_tokens, 1, None)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_float("temperature", self.temperature, 0.0, 2.0)
-        _check_int("top_k", self.top_k, 0, _INT32_MAX)
-        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_int("seed", self.seed, -(2**63), 2**63 - 1)
-        for token_id in self.stop_token_ids:
-            _check_token("stop_token_ids", token_id, vocab_size)
-        for token_id, bias in self.logit_bias:
-            _check_token("logit_bias", token_id, vocab_size)
-            _check_float("logit_bias", bias, -100.0, 100.0)
-        if self.num_logprobs is not None:
-            _check_int("top_logprobs", self.num_logprobs, 0, MAX_LOGPROBS)
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raises: InvalidRequest for a token outside the vocabulary."""
+        for name, token_ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            for token_id in token_ids or ():
+                if not 0 <= token_id < vocab_size:
+                    allowed = f"must name tokens between 0 and {vocab_size - 1}, got {token_id}."
+                    raise InvalidRequest(f"{name} {allowed}", param=name)
+
+    def choices(self, max_tokens: int, seed: int) -> list[SamplingParams]:
+        """The sampling of each of the ``n`` outputs, complete: an engine gets no other.
+
+        Choices differ in their seeds, and the same seed gives them again.
+
+        Args:
+            max_tokens: of each output.
+            seed: where this sets none.
+        """
+        seed = seed if self.seed is None else self.seed
+        seeds = ((seed + choice + 2**63) % 2**64 - 2**63 for choice in range(self.n))
+        return [replace(self, n=1, max_tokens=max_tokens, seed=each) for each in seeds]
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
 
-def choice_seed(seed: int, choice: int) -> int:
-    """Seed of one of a request's choices: choices differ, and the same seed reproduces them."""
-    return (seed + choice + 2**63) % 2**64 - 2**63
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """What a field may be; numbers of numpy become Python's."""
+
+    name: str
+    default: object
+    kind: type[Any]  # int or float
+    is_optional: bool
+    bounds: Bounds
+    low: float  # of the bounds
+    high: float
+
+    def checked(self, value: object) -> float | None:
+        """Raises: InvalidRequest."""
+        if value is None and self.is_optional:
+            return None
+        if type(value) is not self.kind:
+            if isinstance(value, bool) or not isinstance(value, Integral if self.kind is int else Real):
+                allowed = "an integer" if self.kind is int else "a number"
+                raise _wrong(self.name, f"{allowed} or None" if self.is_optional else allowed, value)
+            value = self.kind(value)
+        if value not in self.bounds:
+            raise _wrong(self.name, str(self.bounds), value)
+        return value
 
 
-def _check_int(param: str, value: int, low: int, high: int | None) -> None:
-    if value < low or (high is not None and value > high):
-        allowed = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{param} must be {allowed}, got {value}.", param=param)
+def _number(option: Option, bounds: Bounds) -> _Number:
+    kinds = alternatives(option.kind)
+    kind = int if int in kinds else float
+    low = max(bounds.least, nextafter(bounds.above, inf))
+    high = min(bounds.most, nextafter(bounds.below, -inf))
+    return _Number(option.name, option.default, kind, NoneType in kinds, bounds, low, high)
 
 
-def _check_float(param: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    too_low = value <= low if open_low else value < low
-    if not math.isfinite(value) or too_low or value > high:
-        allowed = f"above {low:g} and at most {high:g}" if open_low else f"between {low:g} and {high:g}"
-        raise RequestError(f"{param} must be {allowed}, got {value}.", param=param)
+_OPTIONS = options_of(SamplingParams)
+_NUMBERS = [_number(option, option.bounds) for option in _OPTIONS.values() if option.bounds is not None]
+_SWITCHES = [option.name for option in _OPTIONS.values() if option.kind is bool]
+# The constructor runs several times for each request, here and in other processes.
+_numbers_of = attrgetter(*(number.name for number in _NUMBERS))
+_switches_of = attrgetter(*_SWITCHES)
 
 
-def _check_token(param: str, token_id: int, vocab_size: int) -> None:
-    if not 0 <= token_id < vocab_size:
-        raise RequestError(
-            f"{param} must name tokens between 0 and {vocab_size - 1}, got {token_id}.", param=param
-        )
+def _checked_stop(stop: str | Sequence[str]) -> tuple[str, ...] | None:
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not _is_list(strings) or not all(isinstance(each, str) for each in strings):
+        raise _wrong("stop", "a string or a list of strings", stop)
+    if "" in strings:
+        raise InvalidRequest("stop must not hold an empty string.", param="stop")
+    return tuple(strings) or None
+
+
+def _checked_biases(biases: Mapping[int, float]) -> dict[int, float]:
+    if not isinstance(biases, Mapping) or not _are_integers(biases):
+        raise _wrong("logit_bias", "a dict of numbers by token id", biases)
+    checked = {}
+    for token_id, bias in biases.items():
+        if isinstance(bias, bool) or not isinstance(bias, Real):
+            raise _wrong("logit_bias", "a number for each token", bias)
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            raise _wrong("logit_bias", f"between {-MAX_LOGIT_BIAS} and {MAX_LOGIT_BIAS}", bias)
+        checked[int(token_id)] = float(bias)
+    return checked
+
+
+def _are_integers(values: Iterable[object]) -> bool:
+    return all(isinstance(value, Integral) and not isinstance(value, bool) for value in values)
+
+
+def _is_list(values: object) -> bool:
+    return isinstance(values, Sequence) and not isinstance(values, str | bytes)
+
+
+def _wrong(name: str, allowed: str, value: object) -> InvalidRequest:
+    return InvalidRequest(f"{name} must be {allowed}, got {value!r:.80}.", param=name)

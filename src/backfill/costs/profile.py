@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from backfill.core.errors import ConfigError
-from backfill.core.json_file import load_json, save_json
-from backfill.core.measured_on import MeasuredOn
+from backfill.core.measured_on import MeasuredOn, load_json, save_json
 from backfill.costs.model import CostModel, NonNegative
 
 FORMAT_VERSION = 4

@@ -87,7 +87,7 @@ class ExecutorInfo:
             raise RequestError(
                 f"Prompt token ids must be between 0 and {self.vocab_size - 1}.", param="prompt"
             )
-
+        assert sampling.max_tokens is not None
         num_prompt_tokens = len(prompt_token_ids)
         if num_prompt_tokens >= self.max_model_len:
             raise RequestError(
@@ -104,7 +104,7 @@ class ExecutorInfo:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        sampling.validate(self.vocab_size)
+        sampling.check_token_ids(self.vocab_size)
 
 
 class Executor(Protocol):

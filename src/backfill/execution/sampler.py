@@ -29,6 +29,7 @@ class RequestState:
         self.sampling: SamplingParams = sampling
         self.num_prompt_tokens = len(admitted.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens
+        assert sampling.max_tokens is not None
         self._tokens = np.empty(self.num_prompt_tokens + sampling.max_tokens, dtype=np.int64)
         self._tokens[: self.num_tokens] = admitted.prompt_token_ids
         self.is_plain_greedy = (
@@ -36,7 +37,7 @@ class RequestState:
             and not sampling.has_penalties
             and not sampling.logit_bias
             and sampling.min_tokens == 0
-            and sampling.num_logprobs is None
+            and sampling.logprobs is None
         )
 
     @property
@@ -69,7 +70,7 @@ class Sampler:
         if all(state.is_plain_greedy for state in states):
             return [(token_id, None) for token_id in _most_likely(logits)]
         logits = logits.float()
-        logged = [row for row, state in enumerate(states) if state.sampling.num_logprobs is not None]
+        logged = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
         raw_logprobs = dict(zip(logged, logits[logged].log_softmax(-1), strict=True)) if logged else {}
         for row, state in enumerate(states):
             self._shape(logits[row], state)
@@ -91,12 +92,12 @@ class Sampler:
         """Apply bias, penalties and suppression to one row ``[vocab]`` in place."""
         sampling = state.sampling
         if sampling.logit_bias:
-            ids, biases = zip(*sampling.logit_bias, strict=True)
-            logits[list(ids)] += torch.tensor(biases, device=logits.device)
+            biases = torch.tensor(list(sampling.logit_bias.values()), device=logits.device)
+            logits[list(sampling.logit_bias)] += biases
         if sampling.has_penalties:
             _penalise(logits, state)
         if state.num_output_tokens < sampling.min_tokens:
-            suppressed = [*self._end_token_ids, *sampling.stop_token_ids]
+            suppressed = [*self._end_token_ids, *(sampling.stop_token_ids or ())]
             logits[suppressed] = float("-inf")
 
 
@@ -137,7 +138,7 @@ def _draw(logits: Tensor, rows: Sequence[int], states: Sequence[RequestState]) -
     is_filtered = [p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params]
     temperature = torch.tensor([p.temperature for p in params], device=logits.device)
     uniform = torch.tensor(
-        [uniform_at(states[row].sampling.seed, states[row].num_output_tokens) for row in rows],
+        [uniform_at(states[row].sampling.seed or 0, states[row].num_output_tokens) for row in rows],
         dtype=torch.float64,
         device=logits.device,
     )
@@ -242,7 +243,7 @@ def _mix(z: int) -> int:
 
 def _token_logprobs(logprobs: Tensor, token_id: int, state: RequestState) -> TokenLogprobs:
     """The entries of ``logprobs [vocab]`` that the request asked for."""
-    num_logprobs = state.sampling.num_logprobs
+    num_logprobs = state.sampling.logprobs
     assert num_logprobs is not None
     values, ids = logprobs.topk(num_logprobs)
     return TokenLogprobs(

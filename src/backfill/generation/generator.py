@@ -28,7 +28,7 @@ class GenerationRequest:
 
     Attributes:
         prompts: token ids, one list a prompt.
-        samplings: one a choice; the choices of the first prompt come first.
+        samplings: one a choice, complete (``SamplingParams.choices``); those of the first prompt come first.
         slo: None for the engine's default, and for offline requests.
         complete_by_s: end of an offline request's completion window, on the monotonic clock.
         owner, cache_salt: who shares cached prefixes with it (``core.request.Request``). Never logged.
@@ -37,9 +37,6 @@ class GenerationRequest:
 
     prompts: list[list[int]]
     samplings: list[SamplingParams]
-    stop: tuple[str, ...] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
     service_class: ServiceClass = ServiceClass.ONLINE
     priority: int = 0
     slo: SLO | None = None
@@ -98,7 +95,7 @@ class TextGenerator:
         self,
         request: GenerationRequest,
         *,
-        arrived_at_s: float,
+        arrived_at_s: float | None = None,
         group: Hashable | None = None,
         on_first_token: Callable[[int], None] | None = None,
         on_choice_end: Callable[[int], None] | None = None,
@@ -109,8 +106,8 @@ class TextGenerator:
         Closing the iterator aborts the request.
 
         Args:
-            arrived_at_s: when the client's request came in, on the monotonic clock; its latency counts from
-                then.
+            arrived_at_s: when the client's request came in, on the monotonic clock; None for now. Its latency
+                counts from then.
             group: names the request to ``EngineClient.interrupt_group``; None for a name of its own.
             on_first_token: called with a choice's index when the engine reports its first token, which may
                 not have been yielded yet.
@@ -121,10 +118,10 @@ class TextGenerator:
         Raises: RequestLost when the engine lost it, BackfillError when it refuses it.
         """
         group = object() if group is None else group
+        arrived_at_s = self.clock.now_s() if arrived_at_s is None else arrived_at_s
         return merge(
             [
                 self._stream_choice(
-                    request,
                     Request(
                         # Clients choose response ids and may repeat them; the engine's are unique and short.
                         request_id=RequestId(str(next(self._request_numbers))),
@@ -150,7 +147,6 @@ class TextGenerator:
 
     async def _stream_choice(
         self,
-        text: GenerationRequest,
         request: Request,
         group: Hashable,
         on_first_token: Callable[[], None] | None,
@@ -158,10 +154,11 @@ class TextGenerator:
         on_begin: Callable[[Timeline], None] | None,
     ) -> AsyncGenerator[TextDelta, None]:
         """``on_begin`` takes over the timeline's arrivals and its end."""
+        sampling = request.sampling
         detokenizer = IncrementalDetokenizer(
-            self.tokenizer, request.prompt_token_ids, skip_special_tokens=text.skip_special_tokens
+            self.tokenizer, request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
         )
-        stops = StopStrings(text.stop, include_in_output=text.include_stop_str_in_output)
+        stops = StopStrings(sampling.stop_strings, include_in_output=sampling.include_stop_str_in_output)
         timeline = Timeline(request, self.observer, self.clock)
         if on_begin is not None:
             on_begin(timeline)
@@ -173,7 +170,7 @@ class TextGenerator:
                         raise BackfillError(output.message or "The engine failed.")
                     timeline.count_token(output)
                     waited_s = 0.0 if on_begin is not None else timeline.arrive().seconds
-                    delta = _delta(text, output, detokenizer, stops, timeline, waited_s)
+                    delta = _delta(output, detokenizer, stops, timeline, waited_s)
                     if delta.finish_reason is not None:
                         timeline.record.finish_reason = delta.finish_reason
                     yield delta
@@ -188,7 +185,6 @@ class TextGenerator:
 
 
 def _delta(
-    text: GenerationRequest,
     output: TokenOutput,
     detokenizer: IncrementalDetokenizer,
     stops: StopStrings,
@@ -197,7 +193,7 @@ def _delta(
 ) -> TextDelta:
     assert output.token_id is not None
     is_end_token = output.finish_reason is FinishReason.STOP
-    hides_token = is_end_token and not text.include_stop_str_in_output
+    hides_token = is_end_token and not timeline.request.sampling.include_stop_str_in_output
     shown = "" if hides_token else detokenizer.push(output.token_id)
     finish_reason = output.finish_reason
     stop_reason: int | str | None = output.stop_token_id

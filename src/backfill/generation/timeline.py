@@ -69,7 +69,7 @@ class Timeline:
             service_class=request.service_class,
             slo=request.slo,
             num_prompt_tokens=request.num_prompt_tokens,
-            max_tokens=request.sampling.max_tokens,
+            max_tokens=request.max_tokens,
             arrived_at_s=request.arrived_at_s,
         )
         self._observer = observer

@@ -256,7 +256,7 @@ class SharedLastBlocks(LastBlocks):
         """The last token that its request may sample needs no slot, and all before it have theirs."""
         request = self._owners[block]
         num_written = (len(table.blocks) - 1) * self._block_size + block.num_slots
-        return num_written >= request.num_prompt_tokens + request.sampling.max_tokens - 1
+        return num_written >= request.num_prompt_tokens + request.max_tokens - 1
 
     def end_copies(self) -> None:
         """See ``LastBlocks``. Ends that copies alone kept are free."""

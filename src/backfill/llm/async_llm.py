@@ -10,14 +10,15 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from backfill.core.errors import InvalidRequest
 from backfill.core.request import ServiceClass
+from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 from backfill.llm.base import BaseLLM
-from backfill.llm.errors import InvalidRequest, in_library_terms
 from backfill.llm.inputs import Conversation, Prompt, PromptInput, parse_conversation, parse_prompt
+from backfill.llm.options import in_library_terms
 from backfill.llm.outputs import RequestOutput
-from backfill.llm.request import AbortHandle, PreparedRequest, Preparer
-from backfill.llm.sampling_params import SamplingParams
+from backfill.llm.request import AbortHandle, PreparedRequest, Preparer, run_request
 
 # Longer texts are tokenized in a thread, so that the loop can serve other requests.
 _MAX_INLINE_CHARS = 4096
@@ -50,12 +51,12 @@ class AsyncLLM(BaseLLM):
     async def get_tokenizer(self) -> Any:
         """The ``transformers`` tokenizer."""
         await self.start()
-        return self._engine.loaded.tokenizer.wrapped
+        return self._engine.generator.tokenizer.wrapped
 
     async def get_default_sampling_params(self) -> SamplingParams:
         """Sampling of requests without ``sampling_params``: the model's recommendation, and 16 tokens."""
         await self.start()
-        return self._engine.loaded.default_params
+        return self._engine.default_params
 
     async def shutdown(self) -> None:
         """End the engine. Requests in flight and later ones raise EngineDead."""
@@ -128,13 +129,13 @@ class AsyncLLM(BaseLLM):
         """
 
         def prompt_of(preparer: Preparer) -> PromptInput:
-            text = preparer.render_chat(
+            return preparer.render_chat(
                 parse_conversation(messages),
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
+                cache_salt=cache_salt,
             )
-            return PromptInput(text=text, cache_salt=cache_salt)
 
         return self._stream(
             prompt_of,
@@ -143,7 +144,6 @@ class AsyncLLM(BaseLLM):
             service_class=service_class,
             priority=priority,
             slo=slo,
-            add_special_tokens=False,  # the template writes them
         )
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
@@ -162,7 +162,6 @@ class AsyncLLM(BaseLLM):
         service_class: str,
         priority: int,
         slo: SLO | None,
-        add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         request_id = f"request-{next(self._request_numbers)}" if request_id is None else request_id
         if request_id in self._handles:
@@ -177,18 +176,17 @@ class AsyncLLM(BaseLLM):
                 def prepare() -> PreparedRequest:
                     return self._engine.preparer.prepare(
                         prompt,
-                        self._engine.loaded.default_params if params is None else params,
+                        self._engine.default_params if params is None else params,
                         request_id=request_id,
                         seed=seed,
                         service_class=_service_class(service_class),
                         priority=priority,
                         slo=slo,
-                        add_special_tokens=add_special_tokens,
                     )
 
                 is_long = prompt.text is not None and len(prompt.text) > _MAX_INLINE_CHARS
                 request = await asyncio.to_thread(prepare) if is_long else prepare()
-            async with aclosing(self._engine.run(request, handle)) as outputs:
+            async with aclosing(run_request(request, self._engine.generator, handle)) as outputs:
                 async for output in outputs:
                     yield output
         finally:

@@ -11,9 +11,13 @@ from backfill.core.config import check_log_level
 from backfill.core.errors import ConfigError
 from backfill.core.options import options_of
 from backfill.execution.executor import ExecutorInfo
-from backfill.llm.errors import in_library_terms
-from backfill.llm.local_engine import LocalEngine
-from backfill.llm.options import LLMOptions, parse_engine_options, signature_with_options, template_text
+from backfill.llm.engine import LocalEngine
+from backfill.llm.options import (
+    in_library_terms,
+    parse_engine_options,
+    signature_with_options,
+    template_text,
+)
 from backfill.models.resolve import DEFAULT_MODEL
 from backfill.protocol.options import RequestOptions
 
@@ -54,17 +58,16 @@ class BaseLLM(ABC):
                 raise ConfigError(f"must be a whole number, got {seed!r:.80}.", field="seed")
             options_of(RequestOptions)["generation_config"].check(generation_config)
             engine.validate()
-            options = LLMOptions(
-                model=str(model),
-                revision=revision,
-                engine_config=dataclasses.replace(engine.with_checkpointing(), seed=seed),
-                chat_template=template_text(chat_template),
-                uses_generation_config=generation_config == "auto",
-                seed=seed,
-                log_level=log_level.upper(),
-            )
+            template = template_text(chat_template)
         self._max_num_seqs = engine.scheduler.max_num_seqs
-        self._engine = LocalEngine(options)
+        self._engine = LocalEngine(
+            model=str(model),
+            revision=revision,
+            config=dataclasses.replace(engine.with_checkpointing(), seed=seed),
+            chat_template=template,
+            uses_generation_config=generation_config == "auto",
+            log_level=log_level.upper(),
+        )
         self._open()
 
     __signature__ = signature_with_options(__init__)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
 
-from backfill.llm.errors import InvalidRequest, in_library_terms
+from backfill.core.errors import InvalidRequest
+from backfill.llm.options import in_library_terms
 
 
 class TextPrompt(TypedDict):
@@ -38,6 +39,7 @@ class PromptInput:
     text: str | None = None
     token_ids: list[int] | None = None
     cache_salt: str | None = None
+    add_special_tokens: bool = True
 
 
 def parse_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PromptInput]:

@@ -12,8 +12,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from backfill.core.request import ServiceClass
+from backfill.core.sampling import RequestOutputKind, SamplingParams
 from backfill.llm.base import BaseLLM
-from backfill.llm.errors import in_library_terms
+from backfill.llm.engine import LocalEngine
 from backfill.llm.inputs import (
     Conversation,
     Prompt,
@@ -22,12 +23,11 @@ from backfill.llm.inputs import (
     parse_conversations,
     parse_prompts,
 )
-from backfill.llm.local_engine import LocalEngine
 from backfill.llm.loop_thread import LoopThread
+from backfill.llm.options import in_library_terms
 from backfill.llm.outputs import RequestOutput
 from backfill.llm.progress import GenerationBar, UseTqdm
-from backfill.llm.request import AbortHandle, PreparedRequest
-from backfill.llm.sampling_params import RequestOutputKind, SamplingParams
+from backfill.llm.request import AbortHandle, PreparedRequest, run_request
 
 # Requests in flight, as a multiple of a step's requests, so that the engine never waits for the next.
 _STEPS_AHEAD = 2
@@ -60,11 +60,11 @@ class LLM(BaseLLM):
 
     def get_tokenizer(self) -> Any:
         """The ``transformers`` tokenizer."""
-        return self._engine.loaded.tokenizer.wrapped
+        return self._engine.generator.tokenizer.wrapped
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Sampling of calls without ``sampling_params``: the model's recommendation, and 16 tokens."""
-        return self._engine.loaded.default_params
+        return self._engine.default_params
 
     def close(self) -> None:
         """End the engine. Calls in other threads and later calls raise EngineDead."""
@@ -101,7 +101,7 @@ class LLM(BaseLLM):
         Raises: InvalidRequest, a ValueError, for a prompt that can never be served; RequestLost, such as
             EngineDead, if the engine lost a request.
         """
-        return self._run(parse_prompts(prompts), sampling_params, use_tqdm, priority, add_special_tokens=True)
+        return self._run(parse_prompts(prompts), sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -123,20 +123,20 @@ class LLM(BaseLLM):
             cache_salt: one for all conversations, or one for each; only requests of the same salt share
                 cached prefixes.
         """
+        conversations = parse_conversations(messages)
+        salts: list[str | None] = one_each(cache_salt, len(conversations), "cache_salt")
         with in_library_terms():
-            texts = [
+            prompts = [
                 self._engine.preparer.render_chat(
                     conversation,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     chat_template_kwargs=chat_template_kwargs,
+                    cache_salt=salt,
                 )
-                for conversation in parse_conversations(messages)
+                for conversation, salt in zip(conversations, salts, strict=True)
             ]
-        salts: list[str | None] = one_each(cache_salt, len(texts), "cache_salt")
-        prompts = [PromptInput(text, cache_salt=salt) for text, salt in zip(texts, salts, strict=True)]
-        # The template writes the special tokens.
-        return self._run(prompts, sampling_params, use_tqdm, priority, add_special_tokens=False)
+        return self._run(prompts, sampling_params, use_tqdm, priority)
 
     def _run(
         self,
@@ -144,8 +144,6 @@ class LLM(BaseLLM):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: UseTqdm,
         priority: Sequence[int] | None,
-        *,
-        add_special_tokens: bool,
     ) -> list[RequestOutput]:
         self._engine.check_usable()  # before the loop, which has ended or belongs to the parent otherwise
         self._loop.run(self._engine.start())  # restarts an engine that has died
@@ -164,7 +162,6 @@ class LLM(BaseLLM):
                         service_class=ServiceClass.OFFLINE,
                         priority=priorities[index],
                         output_kind=RequestOutputKind.FINAL_ONLY,
-                        add_special_tokens=add_special_tokens,
                     )
                 )
         return self._collect(requests, use_tqdm)
@@ -200,7 +197,7 @@ async def _run_all(
 
     async def run_waiting() -> None:
         for number, request in waiting:
-            async with aclosing(engine.run(request, AbortHandle())) as outputs:
+            async with aclosing(run_request(request, engine.generator, AbortHandle())) as outputs:
                 async for output in outputs:
                     on_output((number, output))
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from backfill.core.config import GIB
 from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.execution.offloading import LayerStreamer
 from backfill.execution.weight_links import WeightLink
-from backfill.llm.errors import in_library_terms
-from backfill.llm.offload_guards import ConversionGuard, RunningThread, refuse_copy, refuse_state
 from backfill.llm.offloaded_layers import ALLOWED, ModuleLayers, MovedOthers, pack
+from backfill.llm.options import in_library_terms
 from backfill.models.movable import allocate_buffers
 from backfill.offloading.interval import num_device_layers
 
@@ -63,7 +63,7 @@ class OffloadedModel:
         self._model = model
         self._layers = ModuleLayers(layers)
         self.device = _device(device, [*others, *self._layers.parameters(0)])
-        self._running = RunningThread()
+        self._running = _RunningThread()
         self._streamer: LayerStreamer | None = None
         self._link: WeightLink | None = None
         # Memory that is made in inference mode could not be used outside of it.
@@ -80,7 +80,7 @@ class OffloadedModel:
                 self._end()
                 self._restore()
                 raise
-        self._hooks = [model.register_state_dict_pre_hook(refuse_state)]  # type: ignore[no-untyped-call]
+        self._hooks = [model.register_state_dict_pre_hook(_refuse_state)]  # type: ignore[no-untyped-call]
         for index, layer in enumerate(layers):
             # They hold this handle, so that it lives as long as the model.
             self._hooks.append(layer.register_forward_pre_hook(functools.partial(self._before, index)))
@@ -88,7 +88,7 @@ class OffloadedModel:
         for module in {model, *_callers(model, layers)}:
             # Also where a pass raises, or leaves the last layers out.
             self._hooks.append(module.register_forward_hook(self._running.leave, always_call=True))
-        self._guard = ConversionGuard(model)
+        self._guard = _ConversionGuard(model)
         _offloaded.add(model)
 
     @property
@@ -146,7 +146,7 @@ class OffloadedModel:
         self.remove()
 
     def __reduce__(self) -> NoReturn:
-        refuse_copy()
+        _refuse_copy()
 
     def _check_offloaded(self) -> None:
         if self._model not in _offloaded:
@@ -257,3 +257,66 @@ def _check_interval(interval: int, num_layers: int) -> None:
             f"must be a whole number from 1 to {num_layers}, the model's layers, got {interval!r:.80}.",
             field="interval",
         )
+
+
+class _RunningThread:
+    """The thread that runs a pass: two would take each other's layers away."""
+
+    def __init__(self) -> None:
+        self._thread: int | None = None
+        self._lock = threading.Lock()
+
+    def enter(self) -> None:
+        """Raises: RuntimeError if another thread runs a pass."""
+        own = threading.get_ident()
+        with self._lock:
+            if self._thread not in (None, own):
+                raise RuntimeError("another thread runs the model; offloaded layers serve one at a time")
+            self._thread = own
+
+    def leave(self, *_: object) -> None:
+        with self._lock:
+            if self._thread == threading.get_ident():
+                self._thread = None
+
+    def __reduce__(self) -> NoReturn:
+        _refuse_copy()
+
+
+def _refuse_copy() -> NoReturn:
+    """For what a copy of the model, or a pickle, comes to by the model's hooks."""
+    raise RuntimeError("a model with offloaded layers cannot be copied; call `remove` of its handle first")
+
+
+def _refuse_state(*_: object) -> NoReturn:
+    """A hook of ``state_dict``."""
+    raise RuntimeError("the state of a model with offloaded layers is incomplete; call `remove` first")
+
+
+class _ConversionGuard:
+    """Refuses what converts or moves a model's weights, such as ``half``, from now on.
+
+    What leaves their types and devices as they are goes on: a pipeline calls ``to`` with the same device.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        for module in self._modules:  # torch has no hook for it
+            module.__dict__["_apply"] = functools.partial(_apply_if_alike, module)
+
+    def remove(self) -> None:
+        for module in self._modules:
+            module.__dict__.pop("_apply", None)
+
+
+def _apply_if_alike(module: nn.Module, function: Callable[[Tensor], Tensor], *options: Any) -> nn.Module:
+    """``Module._apply``. Raises: RuntimeError before anything is changed."""
+    for dtype, device in {(each.dtype, each.device) for each in module.parameters()}:
+        converted = function(torch.empty(0, dtype=dtype, device=device))
+        if (converted.dtype, converted.device) != (dtype, device):
+            raise RuntimeError(
+                f"the weights of offloaded layers stay {dtype} on {device}; call `remove` of the handle, "
+                "convert the model, and call `offload` again"
+            )
+    applied: nn.Module = type(module)._apply(module, function, *options)  # type: ignore[no-untyped-call]
+    return applied

@@ -1,35 +1,17 @@
-"""Keywords of ``LLM`` and ``AsyncLLM``."""
+"""Keywords of ``LLM`` and ``AsyncLLM``, and errors that name them."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from backfill.core.config import EngineConfig
-from backfill.core.options import options_of, with_options
+from backfill.core.errors import BackfillError, ConfigError, InvalidOption, InvalidRequest, RequestError
+from backfill.core.options import options_of, spell, with_options
 from backfill.protocol.options import check_template, read_template
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LLMOptions:
-    """What an ``LLM`` is made from, checked as far as can be without the model.
-
-    Attributes:
-        engine_config: complete but for the model's folder.
-        chat_template: Jinja source that replaces the model's own.
-        seed: of the random weights of ``load_format="dummy"``, and of requests that bring none.
-    """
-
-    model: str
-    revision: str | None
-    engine_config: EngineConfig
-    chat_template: str | None
-    uses_generation_config: bool
-    seed: int
-    log_level: str
 
 
 def parse_engine_options(keywords: Mapping[str, object], callee: str) -> EngineConfig:
@@ -72,3 +54,26 @@ def template_text(given: str | Path | None) -> str | None:
         check_template(given)
         return given
     return read_template(None if given is None else Path(given).expanduser())
+
+
+@contextmanager
+def in_library_terms(where: str = "") -> Iterator[None]:
+    """Errors of the layers below become this one's, and options are named as keywords.
+
+    Args:
+        where: goes before what is wrong with a request.
+    """
+    try:
+        yield
+    except RequestError as error:
+        raise InvalidRequest(where + str(error), param=error.param, code=error.code) from None
+    except ConfigError as error:
+        raise InvalidOption(with_keywords(str(error))) from None
+    except BackfillError as error:
+        error.args = (with_keywords(str(error)),)
+        raise
+
+
+def with_keywords(message: str) -> str:
+    """A message of the layers below, with options named as keywords."""
+    return spell(message, lambda name: name)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, replace
 
 from backfill.core.plan import TokenLogprobs
-from backfill.generation.generator import TextDelta
+from backfill.generation.generator import GenerationRequest, TextDelta
 from backfill.generation.tokenizer import Tokenizer
 
 
@@ -22,7 +23,7 @@ class Logprob:
     decoded_token: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CompletionOutput:
     """One of a prompt's ``n`` outputs.
 
@@ -47,7 +48,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestMetrics:
     """When a request's tokens arrived in this process. Instants are ``time.monotonic()``, in seconds.
 
@@ -87,49 +88,81 @@ class RequestOutput:
     num_cached_tokens: int | None = None
 
 
-@dataclass(slots=True)
-class OutputSoFar:
-    """One output as it grows."""
+class OutputsSoFar:
+    """A request's outputs as they grow."""
 
-    index: int
-    logprobs: list[dict[int, Logprob]] | None  # None if not requested
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float = 0.0
-    num_cached_tokens: int | None = None  # None before the first token
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    def __init__(
+        self, request_id: str, prompt: str | None, generation: GenerationRequest, arrived_at_s: float
+    ) -> None:
+        self._request_id = request_id
+        self._prompt = prompt
+        self._prompt_token_ids = generation.prompts[0]
+        self._outputs = [
+            CompletionOutput(
+                index=index,
+                text="",
+                token_ids=[],
+                cumulative_logprob=None if sampling.logprobs is None else 0.0,
+                logprobs=None if sampling.logprobs is None else [],
+            )
+            for index, sampling in enumerate(generation.samplings)
+        ]
+        self._metrics = RequestMetrics(arrival_time=arrived_at_s)
+        self._num_cached_tokens: dict[int, int] = {}  # by index, of outputs that have a token
 
-    def add(self, delta: TextDelta, tokenizer: Tokenizer) -> None:
-        self.text += delta.text
-        self.token_ids.append(delta.token_id)
-        self.num_cached_tokens = delta.num_cached_tokens
-        if delta.logprobs is not None and self.logprobs is not None:
-            self.logprobs.append(logprobs_by_token(delta.token_id, delta.logprobs, tokenizer))
-            self.cumulative_logprob += delta.logprobs.logprob
+    def add(self, index: int, delta: TextDelta, tokenizer: Tokenizer) -> None:
+        output, metrics = self._outputs[index], self._metrics
+        output.text += delta.text
+        output.token_ids.append(delta.token_id)
+        if output.logprobs is not None and delta.logprobs is not None:
+            output.logprobs.append(_logprobs_by_token(delta.token_id, delta.logprobs, tokenizer))
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + delta.logprobs.logprob
         if delta.finish_reason is not None:
-            self.finish_reason, self.stop_reason = delta.finish_reason.value, delta.stop_reason
+            output.finish_reason, output.stop_reason = delta.finish_reason.value, delta.stop_reason
+        metrics.last_token_time = time.monotonic()
+        if metrics.first_token_time is None:
+            metrics.first_token_time = metrics.arrival_time + delta.waited_s
+        if index in self._num_cached_tokens:
+            metrics.max_token_gap = max(metrics.max_token_gap or 0.0, delta.waited_s)
+        self._num_cached_tokens[index] = delta.num_cached_tokens
 
-    def completion(self) -> CompletionOutput:
-        return CompletionOutput(
-            index=self.index,
-            text=self.text,
-            token_ids=list(self.token_ids),
-            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+    def abort(self) -> None:
+        for output in self._outputs:
+            output.finish_reason = output.finish_reason or "abort"
+
+    def all(self) -> RequestOutput:
+        return self._with(self._outputs)
+
+    def take_delta(self, index: int) -> RequestOutput:
+        """What one output has gained since the previous call for it."""
+        output = self._outputs[index]
+        taken = self._with([output])
+        output.text, output.token_ids = "", []
+        if output.logprobs is not None:
+            output.logprobs = []
+        return taken
+
+    def _with(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        return RequestOutput(
+            request_id=self._request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=[
+                replace(
+                    each,
+                    token_ids=list(each.token_ids),
+                    logprobs=None if each.logprobs is None else list(each.logprobs),
+                )
+                for each in outputs
+            ],
+            finished=all(each.finished for each in self._outputs),
+            # The least of all outputs: others may find what one of them computed.
+            num_cached_tokens=min(self._num_cached_tokens.values(), default=None),
+            metrics=replace(self._metrics),
         )
 
-    def forget_tokens(self) -> None:
-        """Start the next delta."""
-        self.text = ""
-        self.token_ids.clear()
-        if self.logprobs is not None:
-            self.logprobs.clear()
 
-
-def logprobs_by_token(token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+def _logprobs_by_token(token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
     """Log probabilities by token id: the sampled token, then the most likely ones."""
     ranks = {other: rank for rank, (other, _) in enumerate(logprobs.top, start=1)}
     entries = [(token_id, logprobs.logprob), *logprobs.top]

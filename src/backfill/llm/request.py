@@ -9,19 +9,17 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from backfill.core.cache_salt import check_cache_salt
 from backfill.core.config import SchedulerConfig
-from backfill.core.errors import RequestAborted
-from backfill.core.request import ServiceClass
+from backfill.core.errors import InvalidRequest, RequestAborted
+from backfill.core.request import ServiceClass, check_cache_salt
+from backfill.core.sampling import RequestOutputKind, SamplingParams
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
 from backfill.execution.executor import ExecutorInfo
-from backfill.generation.generator import GenerationRequest, TextDelta, TextGenerator
+from backfill.generation.generator import GenerationRequest, TextGenerator
 from backfill.generation.tokenizer import Tokenizer
-from backfill.llm.errors import InvalidRequest
 from backfill.llm.inputs import PromptInput
-from backfill.llm.outputs import OutputSoFar, RequestMetrics, RequestOutput
-from backfill.llm.sampling_params import RequestOutputKind, SamplingParams
+from backfill.llm.outputs import OutputsSoFar, RequestOutput
 from backfill.scheduling.objectives import impossible_objectives, objectives_below_floor
 
 _MAX_PRIORITY = 2**31 - 1
@@ -67,18 +65,21 @@ class Preparer:
         add_generation_prompt: bool,
         continue_final_message: bool,
         chat_template_kwargs: Mapping[str, Any] | None,
-    ) -> str:
+        cache_salt: str | None,
+    ) -> PromptInput:
         if continue_final_message and messages[-1]["role"] != "assistant":
             raise InvalidRequest(
                 "continue_final_message needs a last message of role assistant.",
                 param="continue_final_message",
             )
-        return self.tokenizer.render_chat(
+        text = self.tokenizer.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=chat_template_kwargs,
         )
+        # The template writes the special tokens.
+        return PromptInput(text=text, cache_salt=cache_salt, add_special_tokens=False)
 
     def prepare(
         self,
@@ -91,7 +92,6 @@ class Preparer:
         priority: int = 0,
         slo: SLO | None = None,
         output_kind: RequestOutputKind | None = None,
-        add_special_tokens: bool = True,
     ) -> PreparedRequest:
         """
         Args:
@@ -111,10 +111,14 @@ class Preparer:
         if token_ids is None:
             assert prompt.text is not None
             token_ids = self.tokenizer.encode(
-                prompt.text, add_special_tokens=add_special_tokens, most_tokens=self.info.max_model_len
+                prompt.text,
+                add_special_tokens=prompt.add_special_tokens,
+                most_tokens=self.info.max_model_len,
             )
         self._check_slo(slo, service_class, len(token_ids))
-        choices = params.choices(max(1, self.info.max_model_len - len(token_ids)), seed)
+        left = max(1, self.info.max_model_len - len(token_ids))
+        max_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
+        choices = params.choices(max_tokens, seed)
         self.info.check_request(token_ids, choices[0])  # the others differ in their seeds alone
         return PreparedRequest(
             request_id=request_id,
@@ -122,9 +126,6 @@ class Preparer:
             generation=GenerationRequest(
                 prompts=[token_ids],
                 samplings=choices,
-                stop=params.stop_strings,
-                include_stop_str_in_output=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
                 service_class=service_class,
                 priority=priority,
                 slo=slo,
@@ -171,7 +172,7 @@ class AbortHandle:
 
 
 async def run_request(
-    request: PreparedRequest, generator: TextGenerator, tokenizer: Tokenizer, handle: AbortHandle
+    request: PreparedRequest, generator: TextGenerator, handle: AbortHandle
 ) -> AsyncGenerator[RequestOutput, None]:
     """Yield outputs of the request's ``output_kind``; the last one is finished.
 
@@ -180,81 +181,22 @@ async def run_request(
 
     Raises: RequestLost if the engine lost the request.
     """
-    outputs = _Outputs(request, tokenizer)
-    kind = request.output_kind
+    kind, arrived_at_s = request.output_kind, request.arrived_at_s
+    outputs = OutputsSoFar(request.request_id, request.prompt, request.generation, arrived_at_s)
     try:
         handle.check()
-        stream = generator.stream(request.generation, arrived_at_s=request.arrived_at_s, group=handle)
+        stream = generator.stream(request.generation, arrived_at_s=arrived_at_s, group=handle)
         async with aclosing(stream) as deltas:
             async for index, delta in deltas:
                 handle.check()  # it may have been aborted before the client had all choices
-                outputs.add(index, delta)
+                outputs.add(index, delta, generator.tokenizer)
                 if kind is RequestOutputKind.CUMULATIVE:
-                    yield outputs.so_far()
+                    yield outputs.all()
                 elif kind is RequestOutputKind.DELTA:
                     yield outputs.take_delta(index)
     except RequestAborted:
         outputs.abort()
-        yield outputs.so_far()
+        yield outputs.all()
         return
     if kind is RequestOutputKind.FINAL_ONLY:
-        yield outputs.so_far()
-
-
-class _Outputs:
-    """A request's outputs as they grow."""
-
-    def __init__(self, request: PreparedRequest, tokenizer: Tokenizer) -> None:
-        self._request = request
-        self._tokenizer = tokenizer
-        self._outputs = [
-            OutputSoFar(index, None if sampling.num_logprobs is None else [])
-            for index, sampling in enumerate(request.generation.samplings)
-        ]
-        self._first_token_at_s: float | None = None
-        self._last_token_at_s: float | None = None
-        self._max_gap_s: float | None = None
-        self._begun: set[int] = set()
-
-    def add(self, index: int, delta: TextDelta) -> None:
-        self._outputs[index].add(delta, self._tokenizer)
-        self._last_token_at_s = time.monotonic()
-        if self._first_token_at_s is None:
-            self._first_token_at_s = self._request.arrived_at_s + delta.waited_s
-        if index in self._begun:
-            self._max_gap_s = max(self._max_gap_s or 0.0, delta.waited_s)
-        self._begun.add(index)
-
-    def abort(self) -> None:
-        for output in self._outputs:
-            output.finish_reason = output.finish_reason or "abort"
-
-    def so_far(self) -> RequestOutput:
-        return self._with(self._outputs)
-
-    def take_delta(self, index: int) -> RequestOutput:
-        """What one output has gained since the previous call for it."""
-        taken = self._with(self._outputs[index : index + 1])
-        self._outputs[index].forget_tokens()
-        return taken
-
-    def _num_cached_tokens(self) -> int | None:
-        """The least of all outputs: others may find what one of them computed."""
-        found = [each.num_cached_tokens for each in self._outputs if each.num_cached_tokens is not None]
-        return min(found, default=None)
-
-    def _with(self, outputs: list[OutputSoFar]) -> RequestOutput:
-        return RequestOutput(
-            request_id=self._request.request_id,
-            prompt=self._request.prompt,
-            prompt_token_ids=self._request.generation.prompts[0],
-            outputs=[output.completion() for output in outputs],
-            finished=all(output.finish_reason is not None for output in self._outputs),
-            num_cached_tokens=self._num_cached_tokens(),
-            metrics=RequestMetrics(
-                arrival_time=self._request.arrived_at_s,
-                first_token_time=self._first_token_at_s,
-                last_token_time=self._last_token_at_s,
-                max_token_gap=self._max_gap_s,
-            ),
-        )
+        yield outputs.all()

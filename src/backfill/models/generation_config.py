@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from backfill.models.config import ModelConfig
 from backfill.models.fields import Fields
@@ -41,6 +43,13 @@ class GenerationDefaults:
             repetition_penalty=fields.optional_number("repetition_penalty", minimum=0.0),
             eos_token_ids=fields.token_ids("eos_token_id"),
         )
+
+    @property
+    def recommended(self) -> dict[str, Any]:
+        """What is recommended, as keywords of ``SamplingParams``."""
+        fields = dataclasses.asdict(self)
+        del fields["eos_token_ids"]
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def end_token_ids(

@@ -15,8 +15,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from backfill.core.errors import ConfigError
-from backfill.core.json_file import load_json, save_json
-from backfill.core.measured_on import MeasuredOn
+from backfill.core.measured_on import MeasuredOn, load_json, save_json
 from backfill.offloading.interval import NUM_STAGING_BUFFERS, LayerTimes, offloaded_layers, step_time_s
 
 FORMAT_VERSION = 1

@@ -293,6 +293,7 @@ class LinePool:
         """Of several prompts or choices, the first one stands for all."""
         request = generation.request
         sampling = request.samplings[0]
+        assert sampling.max_tokens is not None
         token_ids = array("I")
         owner = request.owner if self.scope == "owner" else ""
         if owner or request.cache_salt:  # requests of two namespaces share no KV
@@ -306,7 +307,7 @@ class LinePool:
         line.num_prompt_tokens = len(request.prompts[0])
         line.num_more_tokens = request.num_prompt_tokens - line.num_prompt_tokens
         line.num_choices = request.num_choices
-        runs_on = sampling.ignore_eos and not request.stop and not sampling.stop_token_ids
+        runs_on = sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids
         is_known = runs_on or sampling.min_tokens == sampling.max_tokens
         return PoolRequest(
             request_id=line.request_id,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from backfill.core.errors import RequestError
+from backfill.core.sampling import SamplingParams
 from backfill.execution.executor import ExecutorInfo
-from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.generation import GenerationBody
 from backfill.protocol.generation_fields import GenerationFields
-from backfill.protocol.options import MAX_RESPONSE_TOKENS, bounded_max_tokens
+from backfill.protocol.options import MAX_RESPONSE_TOKENS
 
 # A warning becomes a header, so its length is bounded.
 _MAX_NAMED_FIELDS = 5
@@ -78,17 +78,13 @@ class BodyCheck:
     def _check_sampling(self, body: GenerationBody) -> None:
         prompts = body.token_prompts
         max_model_len = sys.maxsize if self.info is None else self.info.max_model_len
-        max_tokens = bounded_max_tokens(
-            body.requested_max_tokens,
-            max(1, max_model_len - max(map(len, prompts), default=1)),
-            num_choices=body.num_prompts * body.num_choices,
-            num_logprobs=body.num_logprobs,
-            most=self.max_response_tokens,
-        )
-        sampling = body.sampling(
-            GenerationDefaults(), max_tokens=max_tokens, num_logprobs=body.num_logprobs, choice=0
-        )
-        sampling.validate(sys.maxsize if self.info is None else self.info.vocab_size)
+        left = max(1, max_model_len - max(map(len, prompts), default=1))
+        sampling = body.sampling({})
+        max_tokens = bounded_max_tokens(sampling, left, body.num_prompts, self.max_response_tokens)
+        if max_tokens != sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=max_tokens)
+        if self.info is not None:
+            sampling.check_token_ids(self.info.vocab_size)
         if max_tokens >= max_model_len:
             raise RequestError(
                 f"This model's maximum context length is {max_model_len} tokens, prompt included, and "
@@ -99,6 +95,26 @@ class BodyCheck:
         if self.info is not None:
             for prompt in prompts:
                 self.info.check_request(prompt, sampling)
+
+
+def bounded_max_tokens(sampling: SamplingParams, left: int, num_prompts: int, most: int) -> int:
+    """``max_tokens`` of each choice, so that choices x max_tokens x (1 + logprobs) is at most ``most``.
+
+    Args:
+        left: tokens that the context has left, taken where ``sampling`` has no limit as far as is allowed.
+    Raises: RequestError if more are asked for, or if not even one token is allowed.
+    """
+    num_choices, num_logprobs = num_prompts * sampling.n, sampling.logprobs or 0
+    allowed = most // (num_choices * (1 + num_logprobs))
+    requested = sampling.max_tokens
+    if allowed < 1 or (requested is not None and requested > allowed):
+        raise RequestError(
+            f"The response would be too large: choices x max_tokens x (1 + logprobs) may be at most {most}. "
+            f"With {num_choices} choices and {num_logprobs} logprobs, "
+            f"max_tokens may be {allowed} at most.",
+            param="max_tokens",
+        )
+    return min(left, allowed) if requested is None else requested
 
 
 def _has_empty_slo(body: GenerationFields) -> bool:

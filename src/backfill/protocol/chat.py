@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from backfill.core.errors import RequestError
+from backfill.core.sampling import MAX_LOGPROBS
 from backfill.protocol.generation_fields import GenerationFields
 from backfill.protocol.parsing import FailFastList, StrictModel
 
@@ -79,8 +80,15 @@ class ChatCompletionRequest(GenerationFields, ConversationFields):
         if not self.messages:
             raise RequestError("messages must have at least one message.", param="messages")
         check_conversation(self.messages, self.continue_final_message)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs is None:
+            return
+        if not self.logprobs:
             raise RequestError("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
+        if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}.",
+                param="top_logprobs",
+            )
 
 
 def check_conversation(messages: Sequence[ChatMessage], continue_final_message: bool) -> None:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import random
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, NoReturn
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, model_validator
 
-from backfill.core.cache_salt import check_cache_salt
 from backfill.core.errors import RequestError
-from backfill.core.request import ServiceClass
-from backfill.core.sampling import SamplingParams, choice_seed
-from backfill.models.generation_config import GenerationDefaults
+from backfill.core.request import ServiceClass, check_cache_salt
+from backfill.core.sampling import SamplingParams
 from backfill.protocol.objectives import SLO_HEADERS, Number, Objective, SloFields
 from backfill.protocol.parsing import FailFastList, StrictModel
-from backfill.protocol.unsupported import (
-    IGNORED_FIELDS,
-    IGNORED_STREAM_OPTIONS,
-    UNSUPPORTED_FIELDS,
-    refuse_unsupported,
-)
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -30,10 +22,65 @@ MAX_PRIORITY = 2**31 - 1
 MAX_REQUEST_ID_CHARS = 128
 # All but flex are online.
 SERVICE_TIERS = ("auto", "default", "fast", "flex", "priority", "scale", "standard")
+# Not implemented, and they would change the answer, so a request that sets one is refused.
+UNSUPPORTED_FIELDS = frozenset(
+    {
+        "allowed_token_ids",
+        "audio",
+        "bad_words",
+        "chat_template",
+        "documents",
+        "echo",
+        "function_call",
+        "functions",
+        "guided_choice",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "logits_processors",
+        "modalities",
+        "moderation",
+        "prediction",
+        "prompt_embeds",
+        "prompt_logprobs",
+        "reasoning_effort",
+        "return_tokens_as_token_ids",
+        "structural_tag",
+        "structured_outputs",
+        "suffix",
+        "tools",
+        "use_beam_search",
+        "web_search_options",
+    }
+)
+
+# Not implemented, and they would not change the answer: accepted without a warning.
+IGNORED_FIELDS = frozenset(
+    {
+        "guided_decoding_backend",
+        "guided_whitespace_pattern",
+        "include_reasoning",
+        "kv_transfer_params",
+        "length_penalty",
+        "media_io_kwargs",
+        "metadata",
+        "mm_processor_kwargs",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "session_id",
+        "spaces_between_special_tokens",
+        "store",
+        "tool_choice",
+        "verbosity",
+        "vllm_xargs",
+    }
+)
+IGNORED_STREAM_OPTIONS = frozenset({"include_obfuscation"})
 PRIORITY_HEADER = "x-vllm-priority"
 REQUEST_HEADERS = (*SLO_HEADERS.values(), PRIORITY_HEADER)
-
-Value = TypeVar("Value")
 
 
 def _check_num_biases(value: object) -> object:
@@ -122,6 +169,16 @@ class GenerationFields(BaseModel):
         return 1 if self.n is None else self.n
 
     @property
+    @abstractmethod
+    def requested_max_tokens(self) -> int | None:
+        """``SamplingParams.max_tokens``."""
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """``SamplingParams.logprobs``."""
+
+    @property
     def service_class(self) -> ServiceClass:
         return ServiceClass.OFFLINE if self.service_tier == "flex" else ServiceClass.ONLINE
 
@@ -131,12 +188,6 @@ class GenerationFields(BaseModel):
         fields = {} if self.slo is None else self.slo.as_dict()
         in_body = {field: Objective(seconds, f"slo.{field}") for field, seconds in fields.items()}
         return {**self._header_objectives, **in_body}
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def apply_headers(self, headers: Mapping[str, str]) -> None:
         """Take objectives and priority from headers where the body has none. Raises: RequestError."""
@@ -169,10 +220,8 @@ class GenerationFields(BaseModel):
             )
         self._check_service_tier()
         self._check_slo()
-        if len(self.stop_strings) > MAX_STOP_STRINGS or "" in self.stop_strings:
-            raise RequestError(
-                f"stop must be at most {MAX_STOP_STRINGS} strings, none of them empty.", param="stop"
-            )
+        if isinstance(self.stop, list) and len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop must be at most {MAX_STOP_STRINGS} strings.", param="stop")
         if len(self.stop_token_ids or ()) > MAX_STOP_TOKENS:
             raise RequestError(
                 f"stop_token_ids must be at most {MAX_STOP_TOKENS} tokens.", param="stop_token_ids"
@@ -196,8 +245,6 @@ class GenerationFields(BaseModel):
                 f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {self.priority}.",
                 param="priority",
             )
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise RequestError("seed must fit 64 signed bits.", param="seed")
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
             raise RequestError(
                 f"truncate_prompt_tokens must be at least 1, got {self.truncate_prompt_tokens}.",
@@ -230,40 +277,36 @@ class GenerationFields(BaseModel):
         """The prompt's last ``truncate_prompt_tokens`` tokens, or all."""
         return token_ids if self.truncate_prompt_tokens is None else token_ids[-self.truncate_prompt_tokens :]
 
-    def sampling(
-        self, defaults: GenerationDefaults, *, max_tokens: int, num_logprobs: int | None, choice: int
-    ) -> SamplingParams:
-        """Sampling of one choice. Absent fields come from the model's generation config."""
-        seed = random.getrandbits(63) if self.seed is None else self.seed
-        top_k = _first(self.top_k, defaults.top_k, 0)
+    def sampling(self, recommended: Mapping[str, Any]) -> SamplingParams:
+        """The sampling that the body asks for. Absent fields are as the model's authors recommend.
+
+        Raises: RequestError naming the first field that is out of range.
+        """
+        given = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_FIELDS}
         return SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=_first(self.min_tokens, None, 0),
-            temperature=_first(self.temperature, defaults.temperature, 1.0),
-            top_k=0 if top_k == -1 else top_k,
-            top_p=_first(self.top_p, defaults.top_p, 1.0),
-            min_p=_first(self.min_p, defaults.min_p, 0.0),
-            repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty, 1.0),
-            presence_penalty=_first(self.presence_penalty, None, 0.0),
-            frequency_penalty=_first(self.frequency_penalty, None, 0.0),
-            seed=choice_seed(seed, choice),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            logit_bias=_token_biases(self.logit_bias),
-            num_logprobs=num_logprobs,
+            **{
+                **recommended,
+                **{name: value for name, value in given.items() if value is not None},
+                "max_tokens": self.requested_max_tokens,
+                "logprobs": self.num_logprobs,
+                "logit_bias": _token_biases(self.logit_bias),
+            }
         )
 
 
-def _first(requested: Value | None, default: Value | None, fallback: Value) -> Value:
-    if requested is not None:
-        return requested
-    return fallback if default is None else default
+# Those of ``SamplingParams`` that a body has under the same name and with the same meaning.
+_SAMPLING_FIELDS = SamplingParams.__dataclass_fields__.keys() & GenerationFields.model_fields.keys()
 
 
-def _token_biases(biases: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
-    parsed = []
+def refuse_unsupported(name: str) -> NoReturn:
+    """Raise RequestError for a field that is not implemented."""
+    raise RequestError(f"{name} is not supported by this server.", param=name, code="unsupported_parameter")
+
+
+def _token_biases(biases: Mapping[str, float] | None) -> dict[int, float]:
+    parsed = {}
     for key, bias in (biases or {}).items():
         if not key.isascii() or not key.isdigit() or str(int(key[:20])) != key:
             raise RequestError(f"logit_bias keys must be token ids, got {key[:40]!r}.", param="logit_bias")
-        parsed.append((int(key), bias))
-    return tuple(parsed)
+        parsed[int(key)] = bias
+    return parsed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from backfill.execution.executor import ExecutorInfo
 from backfill.generation.generator import GenerationRequest
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
-from backfill.protocol.body_check import BodyCheck, refuse_unknown_fields, warning_of
+from backfill.protocol.body_check import BodyCheck, bounded_max_tokens, refuse_unknown_fields, warning_of
 from backfill.protocol.chat import (
     ChatCompletionRequest,
     ChatMessage,
@@ -32,7 +33,7 @@ from backfill.protocol.chat import (
 )
 from backfill.protocol.generation import Generation, GenerationBody, GenerationEndpoint, parse_generation
 from backfill.protocol.objectives import Objective
-from backfill.protocol.options import MAX_RESPONSE_TOKENS, bounded_max_tokens
+from backfill.protocol.options import MAX_RESPONSE_TOKENS
 from backfill.protocol.parsing import parse_body
 from backfill.scheduling.objectives import impossible_objectives, objectives_below_floor
 
@@ -142,9 +143,6 @@ class RequestPreparer:
             request=GenerationRequest(
                 prompts=prompts,
                 samplings=samplings,
-                stop=body.stop_strings,
-                include_stop_str_in_output=bool(body.include_stop_str_in_output),
-                skip_special_tokens=body.skip_special_tokens is not False,
                 service_class=body.service_class,
                 priority=body.priority or 0,
                 slo=slo,
@@ -226,21 +224,12 @@ class RequestPreparer:
     def _samplings(self, body: GenerationBody, prompts: list[list[int]]) -> list[SamplingParams]:
         """The sampling of every choice. Raises: RequestError for a request the engine can never serve."""
         info = self.engine.info
+        sampling = body.sampling(self.defaults.recommended)
         samplings = []
         for prompt in prompts:
-            max_tokens = bounded_max_tokens(
-                body.requested_max_tokens,
-                max(1, info.max_model_len - len(prompt)),
-                num_choices=len(prompts) * body.num_choices,
-                num_logprobs=body.num_logprobs,
-                most=self.max_response_tokens,
-            )
-            choices = [
-                body.sampling(
-                    self.defaults, max_tokens=max_tokens, num_logprobs=body.num_logprobs, choice=choice
-                )
-                for choice in range(body.num_choices)
-            ]
+            left = max(1, info.max_model_len - len(prompt))
+            max_tokens = bounded_max_tokens(sampling, left, len(prompts), self.max_response_tokens)
+            choices = sampling.choices(max_tokens, seed=random.getrandbits(62))
             info.check_request(prompt, choices[0])  # the others differ in their seeds alone
             samplings += choices
         return samplings

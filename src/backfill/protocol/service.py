@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from backfill.generation.generator import TextDelta, TextGenerator
+from backfill.generation.generator import TextGenerator
 from backfill.generation.timeline import Deliveries
 from backfill.generation.tokenizer import Tokenizer
 from backfill.protocol.generation import Generation
@@ -46,7 +46,13 @@ class CompletionService:
             count: counts its tokens as they come; for a caller that looks now and then.
         """
         response = Response(generation, self._shapes[generation.endpoint])
-        async with self._deltas(generation, arrived_at_s, on_choice_end, on_first_token) as deltas:
+        stream = self._generator.stream(
+            generation.request,
+            arrived_at_s=arrived_at_s,
+            on_first_token=on_first_token,
+            on_choice_end=on_choice_end,
+        )
+        async with aclosing(stream) as deltas:
             async for index, delta in deltas:
                 response.add(index, delta)
                 if count is not None:
@@ -72,10 +78,15 @@ class CompletionService:
         """
         response = Response(generation, self._shapes[generation.endpoint])
         deliveries = Deliveries(stalled_s)
+        stream = self._generator.stream(
+            generation.request,
+            arrived_at_s=arrived_at_s,
+            on_first_token=on_first_token,
+            on_choice_end=on_choice_end,
+            deliveries=deliveries,
+        )
         try:
-            async with self._deltas(
-                generation, arrived_at_s, on_choice_end, on_first_token, deliveries
-            ) as deltas:
+            async with aclosing(stream) as deltas:
                 async for index, delta in deltas:
                     response.count_wait(deliveries.wait(index))  # so far, for a chunk that reports it
                     yield response.chunks(index, delta)
@@ -86,21 +97,3 @@ class CompletionService:
             deliveries.close()
         if generation.includes_usage:
             yield [response.usage_chunk()]
-
-    def _deltas(
-        self,
-        generation: Generation,
-        arrived_at_s: float | None,
-        on_choice_end: Callable[[int], None] | None,
-        on_first_token: Callable[[int], None] | None,
-        deliveries: Deliveries | None = None,
-    ) -> aclosing[AsyncGenerator[tuple[int, TextDelta], None]]:
-        return aclosing(
-            self._generator.stream(
-                generation.request,
-                arrived_at_s=self._generator.clock.now_s() if arrived_at_s is None else arrived_at_s,
-                on_first_token=on_first_token,
-                on_choice_end=on_choice_end,
-                deliveries=deliveries,
-            )
-        )

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backfill.core.errors import ConfigError
-from backfill.llm.errors import in_library_terms
-from backfill.llm.options import parse_engine_options
+from backfill.llm.options import in_library_terms, parse_engine_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

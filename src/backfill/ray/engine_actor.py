@@ -9,11 +9,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from backfill.core.errors import BackfillError, RequestLost
+from backfill.core.errors import BackfillError, InvalidRequest, RequestLost
+from backfill.core.sampling import RequestOutputKind, SamplingParams
 from backfill.llm.async_llm import AsyncLLM
-from backfill.llm.errors import InvalidRequest
 from backfill.llm.outputs import RequestOutput
-from backfill.llm.sampling_params import RequestOutputKind, SamplingParams
 
 INPUTS = ("messages", "prompt", "prompt_token_ids")
 ERROR_COLUMN = "__inference_error__"

@@ -149,7 +149,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. The caller has checked that it fits the pool alone."""
-        max_tokens = request.num_prompt_tokens + request.sampling.max_tokens
+        max_tokens = request.num_prompt_tokens + request.max_tokens
         assert self.kv.blocks_for(max_tokens) <= self.kv.num_blocks, (
             f"{request.request_id}: {max_tokens} tokens cannot fit {self.kv.num_blocks} blocks"
         )
@@ -319,9 +319,9 @@ class Scheduler:
             request.append(token_id)
             sampling, stop_token_id = request.sampling, None
             if (
-                len(request.output_token_ids) >= sampling.max_tokens
+                len(request.output_token_ids) >= request.max_tokens
                 or token_id in end_token_ids
-                or token_id in sampling.stop_token_ids
+                or token_id in (sampling.stop_token_ids or ())
             ):
                 reason, stop_token_id = self._finish_reason(request, token_id)
                 if reason is not None:
@@ -358,10 +358,10 @@ class Scheduler:
         """Why the request's output ends with this token, and the requested stop token that ended it."""
         sampling = request.sampling
         if len(request.output_token_ids) >= sampling.min_tokens:
-            if token_id in sampling.stop_token_ids:
+            if token_id in (sampling.stop_token_ids or ()):
                 return FinishReason.STOP, token_id
             if not sampling.ignore_eos and token_id in self._end_token_ids:
                 return FinishReason.STOP, None
-        if len(request.output_token_ids) >= sampling.max_tokens:
+        if len(request.output_token_ids) >= request.max_tokens:
             return FinishReason.LENGTH, None
         return None, None

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from backfill.core.errors import RequestError
-from backfill.protocol.body_shape import MAX_CONTAINERS, MAX_ITEMS, MAX_KEYS, check_shape
 from backfill.protocol.chat import ChatCompletionRequest
-from backfill.protocol.parsing import parse_body
+from backfill.protocol.parsing import MAX_CONTAINERS, MAX_ITEMS, MAX_KEYS, check_shape, parse_body
 
 
 def test_brackets_within_strings_are_text() -> None:

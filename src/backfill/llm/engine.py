@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
 import random
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from backfill.core.config import EngineConfig
 from backfill.core.errors import EngineDead, RequestAborted
+from backfill.core.sampling import SamplingParams
 from backfill.costs.profile import CostProfile
 from backfill.engine.client import EngineClient
 from backfill.engine.options import check_profile
@@ -20,12 +19,9 @@ from backfill.execution.executor import ExecutorInfo
 from backfill.generation.generator import TextGenerator
 from backfill.generation.timeline import Observer
 from backfill.generation.tokenizer import Tokenizer
-from backfill.llm.errors import in_library_terms, with_keywords
-from backfill.llm.options import LLMOptions
-from backfill.llm.outputs import RequestOutput
+from backfill.llm.options import in_library_terms, with_keywords
 from backfill.llm.progress import FetchLines
-from backfill.llm.request import AbortHandle, PreparedRequest, Preparer, run_request
-from backfill.llm.sampling_params import SamplingParams
+from backfill.llm.request import AbortHandle, Preparer
 from backfill.models.config import ModelConfig
 from backfill.models.generation_config import GenerationDefaults
 from backfill.models.resolve import resolve_model
@@ -34,40 +30,34 @@ from backfill.scheduling.objectives import check_server_slo
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """What a restarted engine shares with the one before."""
-
-    tokenizer: Tokenizer
-    generator: TextGenerator
-    default_params: SamplingParams
-
-
+@dataclass(eq=False, kw_only=True)
 class LocalEngine:
     """An engine process with tokenizer and preparer, started when first needed. One event loop owns it.
 
     The next request restarts an engine that has died. In a fork of the process that created it, only
     ``check_usable``, ``close`` and ``abandon`` may be called.
+
+    Attributes:
+        config: complete but for the model's folder.
+        chat_template: Jinja source that replaces the model's own.
+        generator, default_params, preparer: from ``start`` on.
     """
 
-    def __init__(self, options: LLMOptions) -> None:
-        self._options = options
-        self.client: EngineClient | None = None
-        self._loaded: LoadedModel | None = None
-        self._preparer: Preparer | None = None
-        self._starting = asyncio.Lock()
-        self._is_closed = False
-        self._pid = os.getpid()
-
-    @property
-    def loaded(self) -> LoadedModel:
-        assert self._loaded is not None, "started before"
-        return self._loaded
-
-    @property
-    def preparer(self) -> Preparer:
-        assert self._preparer is not None, "started before"
-        return self._preparer
+    model: str
+    revision: str | None
+    config: EngineConfig
+    chat_template: str | None
+    uses_generation_config: bool
+    log_level: str
+    client: EngineClient | None = field(default=None, init=False)
+    generator: TextGenerator = field(init=False)
+    default_params: SamplingParams = field(init=False)
+    preparer: Preparer = field(init=False)
+    _loading: asyncio.Future[tuple[TextGenerator, SamplingParams]] | None = field(default=None, init=False)
+    _was_ready: bool = field(default=False, init=False)
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _is_closed: bool = field(default=False, init=False)
+    _pid: int = field(default_factory=os.getpid, init=False)
 
     @property
     def info(self) -> ExecutorInfo | None:
@@ -111,9 +101,6 @@ class LocalEngine:
         if self.client is not None:
             self.client.interrupt_group(handle, RequestAborted("The request was aborted."))
 
-    def run(self, request: PreparedRequest, handle: AbortHandle) -> AsyncGenerator[RequestOutput, None]:
-        return run_request(request, self.loaded.generator, self.loaded.tokenizer, handle)
-
     def check_usable(self) -> None:
         """Raises: EngineDead after ``close``, and in a fork of the process that created it."""
         if os.getpid() != self._pid:
@@ -126,51 +113,48 @@ class LocalEngine:
 
     async def _start(self) -> None:
         if self.client is None:
-            config = await asyncio.to_thread(_find_model, self._options)
+            config = await asyncio.to_thread(self._find_model)
             self.check_usable()  # it may have been closed during a download
-            self.client = EngineClient(config, on_profile=self._on_profile, log_level=self._options.log_level)
-        elif self._loaded is not None:
+            self.client = EngineClient(config, on_profile=self._on_profile, log_level=self.log_level)
+        elif self._was_ready:
             logger.warning("the engine has died and is restarted")
         client = self.client
-        # While the engine starts, which takes about as long.
-        loading = asyncio.ensure_future(asyncio.to_thread(self._load, client))
+        if self._loading is None:  # while the engine starts, which takes about as long
+            self._loading = asyncio.ensure_future(asyncio.to_thread(self._load, client))
         try:
             ready = await client.start()
-            if self._loaded is None:
-                for warning in check_server_slo(self._options.engine_config.scheduler, ready.profile):
+            if not self._was_ready:
+                for warning in check_server_slo(self.config.scheduler, ready.profile):
                     logger.warning(with_keywords(warning))
-            self._loaded = await loading
+            self.generator, self.default_params = await self._loading
             self.check_usable()
         except BaseException:
-            loading.cancel()
+            if not self._was_ready:
+                self._loading.cancel()
+                self._loading = None
             await client.stop()
             raise
-        seeds = random.Random(self._options.seed)
-        self._preparer = Preparer(
-            self._loaded.tokenizer, ready.info, ready.profile, client.config.scheduler, seeds
-        )
+        tokenizer, seeds = self.generator.tokenizer, random.Random(self.config.seed)
+        self.preparer = Preparer(tokenizer, ready.info, ready.profile, client.config.scheduler, seeds)
+        self._was_ready = True
 
     def _on_profile(self, profile: CostProfile) -> None:
-        if self._preparer is not None:
-            self._preparer.profile = profile
+        if self._was_ready:
+            self.preparer.profile = profile
 
-    def _load(self, client: EngineClient) -> LoadedModel:
+    def _find_model(self) -> EngineConfig:
+        """The configuration with the model's folder. Downloads it if needed. Raises: BackfillError."""
+        folder = resolve_model(self.model, revision=self.revision, progress=FetchLines(self.model))
+        ModelConfig.from_folder(folder)  # refuses a model before the engine starts
+        config = replace(self.config, model_dir=str(folder))
+        check_profile(config)
+        return config
+
+    def _load(self, client: EngineClient) -> tuple[TextGenerator, SamplingParams]:
         """Load the tokenizer and the sampling defaults. Raises: ModelError."""
-        if self._loaded is not None:
-            return self._loaded
         folder = Path(client.config.model_dir)
-        tokenizer = Tokenizer.from_folder(folder, chat_template=self._options.chat_template)
-        from_model = self._options.uses_generation_config
-        defaults = GenerationDefaults.from_folder(folder) if from_model else GenerationDefaults()
-        return LoadedModel(
-            tokenizer, TextGenerator(client, tokenizer, Observer()), SamplingParams.recommended(defaults)
-        )
-
-
-def _find_model(options: LLMOptions) -> EngineConfig:
-    """The configuration with the model's folder. Downloads the model if needed. Raises: BackfillError."""
-    folder = resolve_model(options.model, revision=options.revision, progress=FetchLines(options.model))
-    ModelConfig.from_folder(folder)  # refuses a model before the engine starts
-    config = dataclasses.replace(options.engine_config, model_dir=str(folder))
-    check_profile(config)
-    return config
+        tokenizer = Tokenizer.from_folder(folder, chat_template=self.chat_template)
+        defaults = GenerationDefaults()
+        if self.uses_generation_config:
+            defaults = GenerationDefaults.from_folder(folder)
+        return TextGenerator(client, tokenizer, Observer()), SamplingParams(**defaults.recommended)
