@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Hashable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,65 +18,21 @@ from tests.api.test_fields import OK, make_tokenizer
 from tests.protocol.builders import make_generation
 
 
-class EndedTokens:
-    """An engine's client where every request ends with its first token."""
-
-    def __init__(self) -> None:
-        self.groups: list[Hashable] = []
-
-    async def generate(
-        self, request: Request, *, group: Hashable, **callbacks: object
-    ) -> AsyncGenerator[TokenOutput, None]:
-        self.groups.append(group)
-        yield TokenOutput(request.request_id, 7, finish_reason=FinishReason.STOP)
-
-
-class NoText:
-    """A tokenizer that decodes to empty text."""
-
-    is_byte_level = True
-
-    def decode(self, token_ids: Sequence[int], **options: object) -> str:
-        return ""
-
-
-def test_the_choices_of_one_request_are_one_group_and_no_other_request_is_in_it() -> None:
-    client: Any = EndedTokens()
-    tokenizer: Any = NoText()
-    generator = TextGenerator(client, tokenizer, Observer())
-
-    async def run() -> None:
-        for _ in range(2):  # a client may send both with the same id
-            async for _ in generator.stream(make_generation(num_choices=3).request, arrived_at_s=0.0):
-                pass
-
-    asyncio.run(run())
-    first, second = (set(client.groups[at : at + 3]) for at in (0, 3))
-    assert len(client.groups) == 6
-    assert len(first) == len(second) == 1
-    assert None not in first
-    assert first != second
-
-
 class ScriptedTokens:
     """An engine's client that yields the outputs of its script."""
 
     def __init__(self, script: Sequence[dict[str, Any]]) -> None:
         self.script = script
         self.requests: list[Request] = []
+        self.groups: list[Hashable] = []
 
-    async def generate(self, request: Request, **_: object) -> AsyncGenerator[TokenOutput, None]:
+    async def generate(
+        self, request: Request, *, group: Hashable, **_: object
+    ) -> AsyncGenerator[TokenOutput, None]:
         self.requests.append(request)
+        self.groups.append(group)
         for output in self.script:
             yield TokenOutput(**{"request_id": request.request_id, "token_id": OK, **output})
-
-
-class Records(Observer):
-    def __init__(self) -> None:
-        self.finished: list[RequestRecord] = []
-
-    def on_finished(self, record: RequestRecord) -> None:
-        self.finished.append(record)
 
 
 def run_script(
@@ -83,28 +40,44 @@ def run_script(
 ) -> tuple[list[TextDelta], RequestRecord, Request]:
     """The deltas of a request whose engine outputs are ``script``. ``fields``: of the GenerationRequest."""
     client: Any = ScriptedTokens(script)
-    records = Records()
-    generator = TextGenerator(client, make_tokenizer(), records)
+    observer = Mock(Observer)
+    generator = TextGenerator(client, make_tokenizer(), observer)
 
     async def run() -> list[TextDelta]:
-        stream = generator.stream(make_generation(**fields).request, arrived_at_s=0.0)
         found = []
         with contextlib.suppress(BackfillError):
-            async for _, delta in stream:
+            async for _, delta in generator.stream(make_generation(**fields).request):
                 found.append(delta)
         return found
 
     arrived = asyncio.run(run())
-    (record,), (request,) = records.finished, client.requests
+    (record,), (request,) = observer.on_finished.call_args.args, client.requests
     return arrived, record, request
 
 
+LAST = [{"finish_reason": FinishReason.STOP}]
+
+
+def test_the_choices_of_one_request_are_one_group_and_no_other_request_is_in_it() -> None:
+    client: Any = ScriptedTokens(LAST)
+    generator = TextGenerator(client, make_tokenizer(), Observer())
+
+    async def run() -> None:
+        for _ in range(2):  # a client may send both with the same id
+            async for _ in generator.stream(make_generation(num_choices=3).request):
+                pass
+
+    asyncio.run(run())
+    first, second = (set(client.groups[at : at + 3]) for at in (0, 3))
+    assert len(client.groups) == 6 and len(first) == len(second) == 1
+    assert None not in first and first != second
+
+
 def test_an_engine_request_carries_owner_and_salt() -> None:
-    last = [{"finish_reason": FinishReason.STOP}]
-    request = run_script(last, owner="alice", cache_salt="salt")[2]
+    request = run_script(LAST, owner="alice", cache_salt="salt")[2]
     assert (request.owner, request.cache_salt) == ("alice", "salt")
     assert "alice" not in repr(request) and "salt'" not in repr(request)
-    plain = run_script(last)[2]
+    plain = run_script(LAST)[2]
     assert (plain.owner, plain.cache_salt) == ("", "")
 
 
@@ -150,26 +123,24 @@ def test_streams_interleave_and_keep_their_order() -> None:
     assert joined == ["ab", "c", "def"]
 
 
-@pytest.mark.parametrize("error", [EngineDead("gone"), ValueError("bug")])
-def test_an_error_in_one_stream_closes_all_and_is_raised(error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (EngineDead("gone"), EngineDead),
+        (ValueError("bug"), ValueError),
+        (asyncio.CancelledError(), EngineDead),
+    ],
+)
+def test_an_error_in_one_stream_closes_all_and_is_raised(error: BaseException, raised: type) -> None:
     closed: list[str] = []
 
     async def run() -> None:
         async for _ in merge([deltas([], closed), deltas(["x"], closed, error)]):
             pass
 
-    with pytest.raises(type(error)):
+    with pytest.raises(raised):
         asyncio.run(asyncio.wait_for(run(), 60))
     assert sorted(closed) == ["", "x"]
-
-
-def test_a_cancelled_stream_does_not_leave_the_others_waiting() -> None:
-    async def run() -> None:
-        async for _ in merge([deltas([], []), deltas(["x"], [], asyncio.CancelledError())]):
-            pass
-
-    with pytest.raises(EngineDead):
-        asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_closing_early_closes_every_stream() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from backfill import LLM, AsyncLLM
+from backfill.core.request import Request
 from tests.api.servers import SMALL_MODEL, quick_profile
 
 
@@ -33,3 +35,16 @@ def async_llm(runner: asyncio.Runner, small_model: Path) -> Iterator[AsyncLLM]:
     runner.run(llm.start())
     yield llm
     runner.run(llm.shutdown())
+
+
+def requests_to(llm: LLM | AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """The requests that reach the engine's client from now on."""
+    client, requests = llm._engine.client, []
+    generate = client.generate
+
+    def note(request: Request, **options: Any) -> Any:
+        requests.append(request)
+        return generate(request, **options)
+
+    monkeypatch.setattr(client, "generate", note)
+    return requests

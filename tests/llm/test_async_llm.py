@@ -8,18 +8,19 @@ import random
 import threading
 from collections.abc import Coroutine
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
 
 from backfill import SLO, AsyncLLM, EngineDead, RequestOutput, RequestOutputKind, SamplingParams
-from backfill.core.request import Request
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready
 from backfill.llm import engine
 from tests.api.servers import TIMEOUT_S
 from tests.builders import flat_cost, make_info, make_profile
+from tests.llm.conftest import requests_to
 
 PROMPT = [1000, 2000, 3000]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -85,40 +86,21 @@ def test_both_classes_together_give_what_each_gives_alone(async_llm: AsyncLLM, r
     assert [outputs[-1].outputs[0].token_ids for outputs in run(both())] == [alone] * 4
 
 
-def test_the_class_and_the_objectives_reach_the_engine(
+def test_what_a_request_asks_for_reaches_the_engine(
     async_llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, sent = async_llm._engine.client, []
-    generate = client.generate
-
-    def note(request: Request, **options: Any) -> Any:
-        sent.append((request.service_class.value, request.priority, request.slo))
-        return generate(request, **options)
-
-    monkeypatch.setattr(client, "generate", note)
-    slo = SLO(ttft_s=50.0, tpot_s=40.0)
-    run(collect(async_llm.generate(PROMPT, GREEDY)))
+    sent = requests_to(async_llm, monkeypatch)
+    slo, messages = SLO(ttft_s=50.0, tpot_s=40.0), [{"role": "user", "content": "Hello"}]
+    run(collect(async_llm.generate({"prompt_token_ids": PROMPT, "cache_salt": "a"}, GREEDY)))
     run(collect(async_llm.generate(PROMPT, GREEDY, service_class="offline", priority=3)))
     run(collect(async_llm.generate(PROMPT, GREEDY, slo=slo)))
-    assert sent == [("online", 0, None), ("offline", 3, None), ("online", 0, slo)]
-
-
-def test_a_salt_reaches_the_engine(async_llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, salts = async_llm._engine.client, []
-    generate = client.generate
-
-    def note(request: Request, **options: Any) -> Any:
-        salts.append(request.cache_salt)
-        return generate(request, **options)
-
-    monkeypatch.setattr(client, "generate", note)
-    messages = [{"role": "user", "content": "Hello"}]
-    run(collect(async_llm.generate({"prompt_token_ids": PROMPT, "cache_salt": "a"}, GREEDY)))
     run(collect(async_llm.chat(messages, GREEDY, cache_salt="b")))
-    run(collect(async_llm.chat(messages, GREEDY)))
-    assert salts == ["a", "b", ""]
-    with pytest.raises(ValueError, match=r"^cache_salt must have 1 to 256 characters"):
-        run(collect(async_llm.chat(messages, GREEDY, cache_salt="")))
+    assert [(each.service_class.value, each.priority, each.slo, each.cache_salt) for each in sent] == [
+        ("online", 0, None, "a"),
+        ("offline", 3, None, ""),
+        ("online", 0, slo, ""),
+        ("online", 0, None, "b"),
+    ]
 
 
 def test_chat_and_prompts_of_text(async_llm: AsyncLLM, run: Run) -> None:
@@ -134,33 +116,28 @@ def test_seeds_follow_the_order_of_requests_however_long_they_take_to_prepare(
     async_llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preparer = async_llm._engine.preparer
-    prepare = preparer.prepare
-    prompts = {"long": "word " * 1000, "short": "word"}
-    seeds: dict[str, Any] = {}
-    is_short_prepared = threading.Event()
+    prepare, is_short_prepared = preparer.prepare, threading.Event()
+    seeds: dict[str, int | None] = {}
 
-    def note(*args: Any, **fields: Any) -> Any:
-        name = fields["request_id"]
-        if name == "long":
+    def prepare_the_long_one_last(*args: Any, request_id: str, **fields: Any) -> Any:
+        if request_id == "long":
             is_short_prepared.wait(TIMEOUT_S)
-        prepared = prepare(*args, **fields)
-        seeds[name] = prepared.generation.samplings[0].seed
-        if name == "short":
+        prepared = prepare(*args, request_id=request_id, **fields)
+        seeds[request_id] = prepared.generation.samplings[0].seed
+        if request_id == "short":
             is_short_prepared.set()
         return prepared
 
-    async def generate(*names: str) -> None:
+    async def both() -> None:
         params = SamplingParams(max_tokens=1)
-        await asyncio.gather(*(collect(async_llm.generate(prompts[name], params, name)) for name in names))
+        long = async_llm.generate("word " * 1000, params, "long")
+        await asyncio.gather(collect(long), collect(async_llm.generate("word", params, "short")))
 
-    monkeypatch.setattr(preparer, "prepare", note)
+    monkeypatch.setattr(preparer, "prepare", prepare_the_long_one_last)
     monkeypatch.setattr(preparer, "seeds", random.Random(1))
-    run(generate("long", "short"))
-    at_once = dict(seeds)
-    monkeypatch.setattr(preparer, "seeds", random.Random(1))
-    for name in prompts:
-        run(generate(name))
-    assert at_once == seeds
+    run(both())
+    drawn = random.Random(1)
+    assert [seeds["long"], seeds["short"]] == [drawn.getrandbits(62) for _ in range(2)]
 
 
 @pytest.mark.parametrize("num_outputs", [1, 3])
@@ -307,22 +284,26 @@ def test_the_end_of_the_block_ends_the_requests(async_llm: AsyncLLM, small_model
     assert isinstance(asyncio.run(asyncio.wait_for(end_early(), TIMEOUT_S)), EngineDead)
 
 
-@pytest.mark.parametrize("objective", ["ttft_slo", "tpot_slo"])
-def test_objectives_of_the_engine_that_cannot_be_met_are_named_as_keywords(
-    async_llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch, objective: str
-) -> None:
+@pytest.fixture
+def unstarted(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The model of engines that are ready at once, with steps of 0.1 s."""
     ready = Ready(make_info(), SLO(1.0, 1.0), make_profile(flat_cost(0.1)))
     monkeypatch.setattr(EngineClient, "start", AsyncMock(return_value=ready))
+    return Path(async_llm._engine.client.config.model_dir)
+
+
+@pytest.mark.parametrize("objective", ["ttft_slo", "tpot_slo"])
+def test_objectives_of_the_engine_that_cannot_be_met_are_named_as_keywords(
+    unstarted: Path, run: Run, objective: str
+) -> None:
     with pytest.raises(ValueError, match=f"^{objective} 1e-09: one request alone needs 0.1 s on this device"):
-        run(AsyncLLM(async_llm._engine.client.config.model_dir, **{objective: 1e-9}).start())
+        run(AsyncLLM(str(unstarted), **{objective: 1e-9}).start())
 
 
 def test_objectives_that_may_be_missed_are_warned_of_once(
-    async_llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    unstarted: Path, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ready = Ready(make_info(), SLO(1.0, 1.0), make_profile(flat_cost(0.1)))
-    monkeypatch.setattr(EngineClient, "start", AsyncMock(return_value=ready))
-    llm = AsyncLLM(async_llm._engine.client.config.model_dir, ttft_slo=0.09)
+    llm = AsyncLLM(str(unstarted), ttft_slo=0.09)
     for _ in range(2):
         run(llm.start())
     assert caplog.text.count("ttft_slo 0.09: one request alone needs 0.1 s, by a") == 1

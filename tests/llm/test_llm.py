@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from backfill import LLM, EngineDead, RequestOutput, SamplingParams
-from backfill.core.request import Request
 from tests.api.servers import TIMEOUT_S, wait_until
+from tests.llm.conftest import requests_to
 
 PROMPTS = ["Gravity is", "def fibonacci(n):", "The capital of France is"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -141,11 +142,6 @@ def test_metrics_are_in_order(llm: LLM) -> None:
         (["a", [10**6]], {}, r"^prompts\[1\]: Prompt token ids must be between"),
         ("a", {"sampling_params": {"max_tokens": 5}}, "^sampling_params must be SamplingParams"),
         (["a", "b"], {"sampling_params": [GREEDY]}, "^sampling_params must be one for each of 2 prompts"),
-        (
-            "a",
-            {"sampling_params": SamplingParams(stop_token_ids=[10**6])},
-            "^stop_token_ids must name tokens",
-        ),
         ("a", {"sampling_params": SamplingParams(logit_bias={10**6: 1})}, "^logit_bias must name tokens"),
         ("a", {"priority": [1.5]}, "^priority must be an integer"),
         (5, {}, "^prompts must be one prompt or a list"),
@@ -162,24 +158,14 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(
 def test_salts_of_prompts_and_conversations_reach_the_engine(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    salts: list[str] = []
-    client = llm._engine.client
-    run = client.generate
-
-    def note(request: Request, **options: Any) -> Any:
-        assert request.owner == ""
-        salts.append(request.cache_salt)
-        return run(request, **options)
-
-    monkeypatch.setattr(client, "generate", note)
-    params = SamplingParams(max_tokens=1)
+    sent = requests_to(llm, monkeypatch)
+    params, conversation = SamplingParams(max_tokens=1), [{"role": "user", "content": "a"}]
     generate(llm, ["a", {"prompt": "a", "cache_salt": "s"}], params)
-    assert sorted(salts) == ["", "s"]
-    conversation = [{"role": "user", "content": "a"}]
+    assert sorted(each.cache_salt for each in sent) == ["", "s"]
     for given, expected in ((None, ["", ""]), ("s", ["s", "s"]), (["s", None], ["", "s"])):
-        salts.clear()
+        sent.clear()
         llm.chat([conversation] * 2, params, use_tqdm=False, cache_salt=given)
-        assert sorted(salts) == expected
+        assert sorted(each.cache_salt for each in sent) == expected
     with pytest.raises(ValueError, match=r"^cache_salt must be a string, got a value of type int"):
         llm.chat(conversation, params, cache_salt=5)  # type: ignore[arg-type]
 
@@ -195,23 +181,10 @@ def test_the_bar_counts_prompts_on_standard_error(llm: LLM, capfd: pytest.Captur
     assert "3/3" in shown.err and "toks/s" in shown.err and not shown.out
     generate(llm, PROMPTS, SamplingParams(max_tokens=2))
     assert capfd.readouterr().err == ""
-    made: list[dict[str, Any]] = []
-
-    class Bar:
-        def __init__(self, **fields: Any) -> None:
-            made.append(fields)
-
-        def set_postfix_str(self, text: str, refresh: bool) -> None:
-            pass
-
-        def update(self, count: int) -> None:
-            pass
-
-        def close(self) -> None:
-            made.append({})
-
-    llm.generate(PROMPTS, SamplingParams(max_tokens=2), use_tqdm=Bar)
-    assert [fields.get("total") for fields in made] == [3, None]
+    bar = Mock()
+    llm.generate(PROMPTS, SamplingParams(max_tokens=2), use_tqdm=bar)
+    assert bar.call_args.kwargs["total"] == bar.return_value.update.call_count == 3
+    bar.return_value.close.assert_called_once_with()
 
 
 def test_it_works_inside_a_running_loop(llm: LLM) -> None:
@@ -229,7 +202,7 @@ def test_ctrl_c_aborts_the_requests_and_leaves_the_engine(llm: LLM) -> None:
         pytest.raises(KeyboardInterrupt),
     ):
         generate(llm, [[1000]] * 64, LONG)
-    wait_idle(llm)
+    wait_until(lambda: not llm._engine.client.num_in_flight, "the end of the requests with the engine")
     assert len(generate(llm, PROMPTS, GREEDY)) == 3
 
 
@@ -319,7 +292,3 @@ def when_busy(llm: LLM, act: Any) -> Iterator[None]:
     finally:
         is_over.set()
         watcher.join()
-
-
-def wait_idle(llm: LLM) -> None:
-    wait_until(lambda: not llm._engine.client.num_in_flight, "the end of the requests with the engine")
