@@ -13,7 +13,7 @@ from backfill.http.bodies import json_body
 from backfill.http.openapi import answers, takes_json
 from backfill.http.streaming import EventStream, WholeResponse
 from backfill.protocol.chat import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
-from backfill.protocol.completion import CompletionRequest
+from backfill.protocol.generation import CompletionRequest
 from backfill.protocol.generation import GenerationEndpoint
 from backfill.protocol.preparer import RequestPreparer, TextEndpoint
 from backfill.protocol.responses import Json

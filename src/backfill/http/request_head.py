@@ -19,7 +19,7 @@ from backfill.core.errors import RequestError
 from backfill.http.config import ServerConfig
 from backfill.http.errors import Forbidden, error_response
 from backfill.http.middleware import HttpMiddleware
-from backfill.protocol.objectives import SLO_HEADERS
+from backfill.protocol.generation_fields import SLO_HEADERS
 
 _SLO_NAMES = frozenset(SLO_HEADERS.values())
 _SLO_PREFIX = "x-slo-"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from backfill.core.errors import RequestError
 from backfill.protocol.generation import GenerationEndpoint
@@ -29,6 +29,15 @@ _WINDOW = re.compile(r"([1-9][0-9]{0,8})([mhd])", re.ASCII)
 _DEFAULT_FILENAME = "upload"  # OpenAI's client gives this name to bytes without one
 
 
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARS)],
+        Annotated[str, Field(max_length=MAX_METADATA_VALUE_CHARS)],
+    ],
+    Field(max_length=MAX_METADATA_PAIRS),
+]
+
+
 class ExpiresAfter(BaseModel):
     model_config = StrictModel
     anchor: Literal["created_at"]
@@ -40,19 +49,14 @@ class CreateBatchRequest(BaseModel):
 
     model_config = StrictModel
     input_file_id: str
-    endpoint: str
+    endpoint: GenerationEndpoint
     completion_window: str
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
     def check(self) -> None:
         """Raise RequestError naming the first field that is not allowed."""
-        if self.endpoint not in BATCH_ENDPOINTS:
-            raise RequestError(
-                f"endpoint must be {' or '.join(BATCH_ENDPOINTS)}, got {self.endpoint!r}.", param="endpoint"
-            )
         parse_window_s(self.completion_window)
-        _check_metadata(self.metadata or {})
         if self.output_expires_after is not None:
             check_expiry_s(self.output_expires_after.seconds, "output_expires_after")
 
@@ -100,15 +104,3 @@ def clean_filename(filename: str, purpose: str) -> str:
     if purpose == "batch" and "." in name and not name.lower().endswith(".jsonl"):
         raise RequestError("Invalid file format for Batch API. Must be .jsonl", param="file")
     return name
-
-
-def _check_metadata(metadata: dict[str, str]) -> None:
-    if len(metadata) > MAX_METADATA_PAIRS:
-        raise RequestError(f"metadata must have at most {MAX_METADATA_PAIRS} pairs.", param="metadata")
-    for key, value in metadata.items():
-        if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
-            raise RequestError(
-                f"metadata keys must be at most {MAX_METADATA_KEY_CHARS} characters and values at most "
-                f"{MAX_METADATA_VALUE_CHARS}.",
-                param="metadata",
-            )

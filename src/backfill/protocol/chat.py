@@ -57,7 +57,7 @@ class ChatCompletionRequest(GenerationFields, ConversationFields):
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
     def requested_max_tokens(self) -> int | None:
@@ -80,15 +80,8 @@ class ChatCompletionRequest(GenerationFields, ConversationFields):
         if not self.messages:
             raise RequestError("messages must have at least one message.", param="messages")
         check_conversation(self.messages, self.continue_final_message)
-        if self.top_logprobs is None:
-            return
-        if not self.logprobs:
+        if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
-        if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-            raise RequestError(
-                f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {self.top_logprobs}.",
-                param="top_logprobs",
-            )
 
 
 def check_conversation(messages: Sequence[ChatMessage], continue_final_message: bool) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, NoReturn
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass, check_cache_salt
 from backfill.core.sampling import SamplingParams
-from backfill.protocol.objectives import SLO_HEADERS, Number, Objective, SloFields
 from backfill.protocol.parsing import FailFastList, StrictModel
 
 MAX_CHOICES = 128
@@ -79,8 +80,50 @@ IGNORED_FIELDS = frozenset(
     }
 )
 IGNORED_STREAM_OPTIONS = frozenset({"include_obfuscation"})
+SLO_HEADERS = {"ttft": "x-slo-ttft-ms", "tpot": "x-slo-tpot-ms"}  # by the field of ``slo``
 PRIORITY_HEADER = "x-vllm-priority"
 REQUEST_HEADERS = (*SLO_HEADERS.values(), PRIORITY_HEADER)
+
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class SloFields(BaseModel):
+    """The body's ``slo``, in seconds; the server's objectives stand in for absent ones."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    ttft: Number | None = None
+    tpot: Number | None = None
+
+    def as_dict(self) -> dict[str, float]:
+        """The objectives that are set."""
+        return self.model_dump(exclude_none=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """One objective of a request, with the name and the unit that the client used."""
+
+    seconds: float
+    name: str
+    unit: Literal["s", "ms"] = "s"
+
+    @classmethod
+    def from_header(cls, name: str, text: str) -> Objective:
+        """Raises: RequestError for a header that is no positive number of milliseconds."""
+        try:
+            value = math.nan if "_" in text else float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value > 0):
+            raise RequestError(
+                f"{name} must be a number of milliseconds above 0, got {text[:40]!r}.", param=name
+            )
+        return cls(value / 1000, name, "ms")
+
+    def show(self, seconds: float) -> str:
+        """A time in the client's unit, such as ``0.5 s``."""
+        return f"{seconds * (1000 if self.unit == 'ms' else 1):g} {self.unit}"
 
 
 def _check_num_biases(value: object) -> object:
@@ -120,14 +163,14 @@ class GenerationFields(BaseModel):
     frequency_penalty: Number | None = None
     logit_bias: LogitBias | None = None
     seed: int | None = None
-    n: int | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: int | None = None
-    stop: str | FailFastList[str] | None = None
-    stop_token_ids: FailFastList[int] | None = None
+    stop: str | Annotated[FailFastList[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[FailFastList[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -212,20 +255,12 @@ class GenerationFields(BaseModel):
 
     def check(self) -> None:
         """Raise RequestError for the first field, or combination of fields, that cannot be served."""
-        if not 1 <= self.num_choices <= MAX_CHOICES:
-            raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {self.n}.", param="n")
         if self.best_of not in (None, 1) and self.best_of != self.num_choices:
             raise RequestError(
                 "best_of other than 1 is not supported.", param="best_of", code="unsupported_parameter"
             )
         self._check_service_tier()
         self._check_slo()
-        if isinstance(self.stop, list) and len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(f"stop must be at most {MAX_STOP_STRINGS} strings.", param="stop")
-        if len(self.stop_token_ids or ()) > MAX_STOP_TOKENS:
-            raise RequestError(
-                f"stop_token_ids must be at most {MAX_STOP_TOKENS} tokens.", param="stop_token_ids"
-            )
         request_id = self.request_id
         if request_id is not None and not (
             request_id.isascii() and request_id.isprintable() and 0 < len(request_id) <= MAX_REQUEST_ID_CHARS
@@ -244,11 +279,6 @@ class GenerationFields(BaseModel):
             raise RequestError(
                 f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {self.priority}.",
                 param="priority",
-            )
-        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
-            raise RequestError(
-                f"truncate_prompt_tokens must be at least 1, got {self.truncate_prompt_tokens}.",
-                param="truncate_prompt_tokens",
             )
 
     def _check_service_tier(self) -> None:

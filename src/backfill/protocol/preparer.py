@@ -32,7 +32,7 @@ from backfill.protocol.chat import (
     TokenizeRequest,
 )
 from backfill.protocol.generation import Generation, GenerationBody, GenerationEndpoint, parse_generation
-from backfill.protocol.objectives import Objective
+from backfill.protocol.generation_fields import Objective
 from backfill.protocol.options import MAX_RESPONSE_TOKENS
 from backfill.protocol.parsing import parse_body
 from backfill.scheduling.objectives import impossible_objectives, objectives_below_floor

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from backfill.protocol.objectives import SLO_HEADERS
+from backfill.protocol.generation_fields import SLO_HEADERS
 from backfill.router.policy import RoutedRequest
 from backfill.router.prefixes import BYTES_PER_TOKEN, text_keys
 
