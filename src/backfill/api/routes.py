@@ -13,8 +13,7 @@ from backfill.http.bodies import json_body
 from backfill.http.openapi import answers, takes_json
 from backfill.http.streaming import EventStream, WholeResponse
 from backfill.protocol.chat import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
-from backfill.protocol.generation import CompletionRequest
-from backfill.protocol.generation import GenerationEndpoint
+from backfill.protocol.generation import CompletionRequest, GenerationEndpoint
 from backfill.protocol.preparer import RequestPreparer, TextEndpoint
 from backfill.protocol.responses import Json
 
@@ -94,7 +93,7 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
     service = state.ready_service()
     opened = await open_request(state, endpoint, request)
     generation = opened.generation
-    arguments = generation, opened.arrived_at_s, opened.on_choice_end, opened.on_first_token
+    arguments = generation, opened.arrived_at_s, opened
     if generation.streams:
         return EventStream(
             service.run_stream(*arguments, stalled_s=request.state.client_stalls.total_s),

@@ -9,6 +9,7 @@ from math import inf, nextafter
 from numbers import Integral, Real
 from operator import attrgetter
 from types import NoneType
+from typing import Any
 
 from backfill.core.errors import InvalidRequest
 from backfill.core.options import Bounds, Option, alternatives, bounded, options_of
@@ -156,18 +157,17 @@ class _Number:
     low: float  # of the bounds
     high: float
 
-    def checked(self, value: object) -> float | None:
+    def checked(self, value: Any) -> float | None:
         """Raises: InvalidRequest."""
         if value is None and self.is_optional:
             return None
-        if type(value) is not self.kind:
-            if isinstance(value, bool) or not isinstance(value, Integral if self.kind is int else Real):
-                allowed = "an integer" if self.kind is int else "a number"
-                raise _wrong(self.name, f"{allowed} or None" if self.is_optional else allowed, value)
-            value = self.kind(value)
-        if value not in self.bounds:
+        if isinstance(value, bool) or not isinstance(value, Integral if self.kind is int else Real):
+            allowed = "an integer" if self.kind is int else "a number"
+            raise _wrong(self.name, f"{allowed} or None" if self.is_optional else allowed, value)
+        number: float = self.kind(value)
+        if number not in self.bounds:
             raise _wrong(self.name, str(self.bounds), value)
-        return value
+        return number
 
 
 def _number(option: Option, bounds: Bounds) -> _Number:
@@ -198,7 +198,7 @@ def _checked_stop(stop: str | Sequence[str]) -> tuple[str, ...] | None:
 def _checked_biases(biases: Mapping[int, float]) -> dict[int, float]:
     if not isinstance(biases, Mapping) or not _are_integers(biases):
         raise _wrong("logit_bias", "a dict of numbers by token id", biases)
-    checked = {}
+    checked: dict[int, float] = {}
     for token_id, bias in biases.items():
         if isinstance(bias, bool) or not isinstance(bias, Real):
             raise _wrong("logit_bias", "a number for each token", bias)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Hashable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import BackfillError, EngineDead
@@ -81,6 +82,13 @@ class TextDelta:
     num_cached_tokens: int = 0
 
 
+class ChoiceListener(Protocol):
+    """Hears of a choice what the engine reports, which may not have been yielded yet."""
+
+    def on_first_token(self, choice: int) -> None: ...
+    def on_choice_end(self, choice: int) -> None: ...
+
+
 @dataclass(eq=False)
 class TextGenerator:
     """Runs requests on an engine and turns their tokens into text."""
@@ -97,8 +105,7 @@ class TextGenerator:
         *,
         arrived_at_s: float | None = None,
         group: Hashable | None = None,
-        on_first_token: Callable[[int], None] | None = None,
-        on_choice_end: Callable[[int], None] | None = None,
+        listener: ChoiceListener | None = None,
         deliveries: Deliveries | None = None,
     ) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """Yield one delta for each token, with the index of its choice; a choice's last has a finish reason.
@@ -109,67 +116,60 @@ class TextGenerator:
             arrived_at_s: when the client's request came in, on the monotonic clock; None for now. Its latency
                 counts from then.
             group: names the request to ``EngineClient.interrupt_group``; None for a name of its own.
-            on_first_token: called with a choice's index when the engine reports its first token, which may
-                not have been yielded yet.
-            on_choice_end: called with a choice's index when the engine has finished it; its deltas may not
-                have been yielded yet.
             deliveries: where the caller tells when it has written a token, and at last that there are no
                 more; None if a token has arrived when it is yielded.
         Raises: RequestLost when the engine lost it, BackfillError when it refuses it.
         """
         group = object() if group is None else group
         arrived_at_s = self.clock.now_s() if arrived_at_s is None else arrived_at_s
-        return merge(
-            [
-                self._stream_choice(
-                    Request(
-                        # Clients choose response ids and may repeat them; the engine's are unique and short.
-                        request_id=RequestId(str(next(self._request_numbers))),
-                        prompt_token_ids=request.prompt_of(choice),
-                        sampling=sampling,
-                        service_class=request.service_class,
-                        slo=request.slo,
-                        complete_by_s=request.complete_by_s,
-                        priority=request.priority,
-                        owner=request.owner,
-                        cache_salt=request.cache_salt,
-                        num_reused_tokens=request.num_reused_tokens,
-                        arrived_at_s=arrived_at_s,
-                    ),
-                    group,
-                    None if on_first_token is None else partial(on_first_token, choice),
-                    None if on_choice_end is None else partial(on_choice_end, choice),
-                    None if deliveries is None else partial(deliveries.add, choice),
-                )
-                for choice, sampling in enumerate(request.samplings)
-            ]
-        )
+        streams = []
+        for choice, sampling in enumerate(request.samplings):
+            engine_request = Request(
+                # Clients choose response ids and may repeat them; the engine's are unique and short.
+                request_id=RequestId(str(next(self._request_numbers))),
+                prompt_token_ids=request.prompt_of(choice),
+                sampling=sampling,
+                service_class=request.service_class,
+                slo=request.slo,
+                complete_by_s=request.complete_by_s,
+                priority=request.priority,
+                owner=request.owner,
+                cache_salt=request.cache_salt,
+                num_reused_tokens=request.num_reused_tokens,
+                arrived_at_s=arrived_at_s,
+            )
+            tokens = self.client.generate(
+                engine_request,
+                group=group,
+                on_first_token=None if listener is None else partial(listener.on_first_token, choice),
+                on_end=None if listener is None else partial(listener.on_choice_end, choice),
+            )
+            timeline = Timeline(engine_request, self.observer, self.clock)
+            streams.append(self._stream_choice(choice, tokens, timeline, deliveries))
+        return merge(streams)
 
     async def _stream_choice(
         self,
-        request: Request,
-        group: Hashable,
-        on_first_token: Callable[[], None] | None,
-        on_end: Callable[[], None] | None,
-        on_begin: Callable[[Timeline], None] | None,
+        choice: int,
+        tokens: AsyncGenerator[TokenOutput, None],
+        timeline: Timeline,
+        deliveries: Deliveries | None,
     ) -> AsyncGenerator[TextDelta, None]:
-        """``on_begin`` takes over the timeline's arrivals and its end."""
-        sampling = request.sampling
+        """``deliveries`` takes over the timeline's arrivals and its end."""
+        request, sampling = timeline.request, timeline.request.sampling
         detokenizer = IncrementalDetokenizer(
             self.tokenizer, request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
         )
         stops = StopStrings(sampling.stop_strings, include_in_output=sampling.include_stop_str_in_output)
-        timeline = Timeline(request, self.observer, self.clock)
-        if on_begin is not None:
-            on_begin(timeline)
-        tokens = self.client.generate(request, group=group, on_first_token=on_first_token, on_end=on_end)
+        if deliveries is not None:
+            deliveries.add(choice, timeline)
         try:
             async with aclosing(tokens):
                 async for output in tokens:
                     if output.token_id is None:
                         raise BackfillError(output.message or "The engine failed.")
                     timeline.count_token(output)
-                    waited_s = 0.0 if on_begin is not None else timeline.arrive().seconds
+                    waited_s = timeline.arrive().seconds if deliveries is None else 0.0
                     delta = _delta(output, detokenizer, stops, timeline, waited_s)
                     if delta.finish_reason is not None:
                         timeline.record.finish_reason = delta.finish_reason
@@ -180,7 +180,7 @@ class TextGenerator:
             timeline.record.finish_reason = FinishReason.ERROR
             raise
         finally:
-            if on_begin is None:
+            if deliveries is None:
                 timeline.close()
 
 

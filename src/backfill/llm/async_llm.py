@@ -14,7 +14,7 @@ from backfill.core.errors import InvalidRequest
 from backfill.core.request import ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
-from backfill.llm.base import BaseLLM
+from backfill.llm.engine import BaseLLM
 from backfill.llm.inputs import Conversation, Prompt, PromptInput, parse_conversation, parse_prompt
 from backfill.llm.options import in_library_terms
 from backfill.llm.outputs import RequestOutput

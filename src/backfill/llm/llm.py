@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, closing
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from backfill.core.request import ServiceClass
 from backfill.core.sampling import RequestOutputKind, SamplingParams
-from backfill.llm.base import BaseLLM
-from backfill.llm.engine import LocalEngine
+from backfill.llm.engine import BaseLLM, LocalEngine
 from backfill.llm.inputs import (
     Conversation,
     Prompt,
@@ -23,11 +24,12 @@ from backfill.llm.inputs import (
     parse_conversations,
     parse_prompts,
 )
-from backfill.llm.loop_thread import LoopThread
 from backfill.llm.options import in_library_terms
 from backfill.llm.outputs import RequestOutput
 from backfill.llm.progress import GenerationBar, UseTqdm
 from backfill.llm.request import AbortHandle, PreparedRequest, run_request
+
+Result = TypeVar("Result")
 
 # Requests in flight, as a multiple of a step's requests, so that the engine never waits for the next.
 _STEPS_AHEAD = 2
@@ -161,7 +163,6 @@ class LLM(BaseLLM):
                         seed=self._engine.preparer.next_seed(),
                         service_class=ServiceClass.OFFLINE,
                         priority=priorities[index],
-                        output_kind=RequestOutputKind.FINAL_ONLY,
                     )
                 )
         return self._collect(requests, use_tqdm)
@@ -197,7 +198,8 @@ async def _run_all(
 
     async def run_waiting() -> None:
         for number, request in waiting:
-            async with aclosing(run_request(request, engine.generator, AbortHandle())) as outputs:
+            stream = run_request(request, engine.generator, AbortHandle(), RequestOutputKind.FINAL_ONLY)
+            async with aclosing(stream) as outputs:
                 async for output in outputs:
                     on_output((number, output))
 
@@ -218,3 +220,48 @@ def _end(engine: LocalEngine, loop: LoopThread, pid: int) -> None:
     else:
         loop.run(engine.close())
     loop.close()
+
+
+class LoopThread:
+    """Runs coroutines for other threads until it is closed. It does not keep the interpreter alive."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = _new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Start a coroutine; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine and return its result. KeyboardInterrupt in this thread cancels it."""
+        future = self.submit(coroutine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    @property
+    def is_current(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def close(self) -> None:
+        """Stop the loop, which must be idle. Waits for its end, unless called in the loop's thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if not self.is_current:
+            self._thread.join()
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

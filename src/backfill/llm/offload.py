@@ -63,7 +63,9 @@ class OffloadedModel:
         self._model = model
         self._layers = ModuleLayers(layers)
         self.device = _device(device, [*others, *self._layers.parameters(0)])
-        self._running = _RunningThread()
+        # The thread that runs a pass: two would take each other's layers away.
+        self._running: int | None = None
+        self._running_lock = threading.Lock()
         self._streamer: LayerStreamer | None = None
         self._link: WeightLink | None = None
         # Memory that is made in inference mode could not be used outside of it.
@@ -87,8 +89,9 @@ class OffloadedModel:
             self._hooks.append(layer.register_forward_hook(functools.partial(self._after, index)))
         for module in {model, *_callers(model, layers)}:
             # Also where a pass raises, or leaves the last layers out.
-            self._hooks.append(module.register_forward_hook(self._running.leave, always_call=True))
-        self._guard = _ConversionGuard(model)
+            self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        for module in model.modules():  # torch has no hook for what converts or moves weights
+            module.__dict__["_apply"] = functools.partial(_apply_if_alike, module)
         _offloaded.add(model)
 
     @property
@@ -134,7 +137,8 @@ class OffloadedModel:
             self._restore()
         for hook in self._hooks:
             hook.remove()
-        self._guard.remove()
+        for module in self._model.modules():
+            module.__dict__.pop("_apply", None)
         _offloaded.discard(self._model)
 
     def __enter__(self) -> Self:
@@ -146,7 +150,10 @@ class OffloadedModel:
         self.remove()
 
     def __reduce__(self) -> NoReturn:
-        _refuse_copy()
+        """Copies and pickles of the model come to it by its hooks."""
+        raise RuntimeError(
+            "a model with offloaded layers cannot be copied; call `remove` of its handle first"
+        )
 
     def _check_offloaded(self) -> None:
         if self._model not in _offloaded:
@@ -192,12 +199,21 @@ class OffloadedModel:
             )
         if self._streamer is None:
             raise RuntimeError("the model has no weights since an error; call `remove` of its handle")
-        self._running.enter()
+        own = threading.get_ident()
+        with self._running_lock:
+            if self._running not in (None, own):
+                raise RuntimeError("another thread runs the model; offloaded layers serve one at a time")
+            self._running = own
         self._streamer.before(index)
 
     def _after(self, index: int, *_: object) -> None:
         if self._streamer is not None:
             self._streamer.after(index)
+
+    def _leave(self, *_: object) -> None:
+        with self._running_lock:
+            if self._running == threading.get_ident():
+                self._running = None
 
 
 def _decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -259,58 +275,16 @@ def _check_interval(interval: int, num_layers: int) -> None:
         )
 
 
-class _RunningThread:
-    """The thread that runs a pass: two would take each other's layers away."""
-
-    def __init__(self) -> None:
-        self._thread: int | None = None
-        self._lock = threading.Lock()
-
-    def enter(self) -> None:
-        """Raises: RuntimeError if another thread runs a pass."""
-        own = threading.get_ident()
-        with self._lock:
-            if self._thread not in (None, own):
-                raise RuntimeError("another thread runs the model; offloaded layers serve one at a time")
-            self._thread = own
-
-    def leave(self, *_: object) -> None:
-        with self._lock:
-            if self._thread == threading.get_ident():
-                self._thread = None
-
-    def __reduce__(self) -> NoReturn:
-        _refuse_copy()
-
-
-def _refuse_copy() -> NoReturn:
-    """For what a copy of the model, or a pickle, comes to by the model's hooks."""
-    raise RuntimeError("a model with offloaded layers cannot be copied; call `remove` of its handle first")
-
-
 def _refuse_state(*_: object) -> NoReturn:
     """A hook of ``state_dict``."""
     raise RuntimeError("the state of a model with offloaded layers is incomplete; call `remove` first")
 
 
-class _ConversionGuard:
-    """Refuses what converts or moves a model's weights, such as ``half``, from now on.
-
-    What leaves their types and devices as they are goes on: a pipeline calls ``to`` with the same device.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.modules())
-        for module in self._modules:  # torch has no hook for it
-            module.__dict__["_apply"] = functools.partial(_apply_if_alike, module)
-
-    def remove(self) -> None:
-        for module in self._modules:
-            module.__dict__.pop("_apply", None)
-
-
 def _apply_if_alike(module: nn.Module, function: Callable[[Tensor], Tensor], *options: Any) -> nn.Module:
-    """``Module._apply``. Raises: RuntimeError before anything is changed."""
+    """``Module._apply``, for functions that leave types and devices as they are.
+
+    A pipeline calls ``to`` with the same device. Raises: RuntimeError before anything is changed.
+    """
     for dtype, device in {(each.dtype, each.device) for each in module.parameters()}:
         converted = function(torch.empty(0, dtype=dtype, device=device))
         if (converted.dtype, converted.device) != (dtype, device):

@@ -6,20 +6,21 @@ import random
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import InvalidRequest, RequestAborted
+from backfill.core.plan import TokenLogprobs
 from backfill.core.request import ServiceClass, check_cache_salt
 from backfill.core.sampling import RequestOutputKind, SamplingParams
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
 from backfill.execution.executor import ExecutorInfo
-from backfill.generation.generator import GenerationRequest, TextGenerator
+from backfill.generation.generator import GenerationRequest, TextDelta, TextGenerator
 from backfill.generation.tokenizer import Tokenizer
 from backfill.llm.inputs import PromptInput
-from backfill.llm.outputs import OutputsSoFar, RequestOutput
+from backfill.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from backfill.scheduling.objectives import impossible_objectives, objectives_below_floor
 
 _MAX_PRIORITY = 2**31 - 1
@@ -37,7 +38,6 @@ class PreparedRequest:
     request_id: str
     prompt: str | None
     generation: GenerationRequest
-    output_kind: RequestOutputKind
     arrived_at_s: float = field(default_factory=time.monotonic)
 
 
@@ -91,13 +91,8 @@ class Preparer:
         service_class: ServiceClass,
         priority: int = 0,
         slo: SLO | None = None,
-        output_kind: RequestOutputKind | None = None,
     ) -> PreparedRequest:
-        """
-        Args:
-            seed: used if ``params`` sets none.
-            output_kind: overrides that of ``params``; None keeps it.
-        """
+        """``seed`` is used if ``params`` sets none."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(
                 f"sampling_params must be SamplingParams, got {params!r:.80}.", param="sampling_params"
@@ -131,7 +126,6 @@ class Preparer:
                 slo=slo,
                 cache_salt=prompt.cache_salt or "",
             ),
-            output_kind=output_kind or params.output_kind,
         )
 
     def _check_slo(self, slo: SLO | None, service_class: ServiceClass, num_prompt_tokens: int) -> None:
@@ -172,20 +166,23 @@ class AbortHandle:
 
 
 async def run_request(
-    request: PreparedRequest, generator: TextGenerator, handle: AbortHandle
+    request: PreparedRequest,
+    generator: TextGenerator,
+    handle: AbortHandle,
+    kind: RequestOutputKind | None = None,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield outputs of the request's ``output_kind``; the last one is finished.
+    """Yield outputs of this kind, else of the kind that the request's sampling names; the last is finished.
 
     Closing the iterator aborts the request. When the handle is aborted, unfinished outputs end with finish
     reason "abort".
 
     Raises: RequestLost if the engine lost the request.
     """
-    kind, arrived_at_s = request.output_kind, request.arrived_at_s
-    outputs = OutputsSoFar(request.request_id, request.prompt, request.generation, arrived_at_s)
+    kind = kind or request.generation.samplings[0].output_kind
+    outputs = OutputsSoFar(request)
     try:
         handle.check()
-        stream = generator.stream(request.generation, arrived_at_s=arrived_at_s, group=handle)
+        stream = generator.stream(request.generation, arrived_at_s=request.arrived_at_s, group=handle)
         async with aclosing(stream) as deltas:
             async for index, delta in deltas:
                 handle.check()  # it may have been aborted before the client had all choices
@@ -200,3 +197,80 @@ async def run_request(
         return
     if kind is RequestOutputKind.FINAL_ONLY:
         yield outputs.all()
+
+
+class OutputsSoFar:
+    """A request's outputs as they grow."""
+
+    def __init__(self, request: PreparedRequest) -> None:
+        self._request = request
+        self._outputs = [
+            CompletionOutput(
+                index=index,
+                text="",
+                token_ids=[],
+                cumulative_logprob=None if sampling.logprobs is None else 0.0,
+                logprobs=None if sampling.logprobs is None else [],
+            )
+            for index, sampling in enumerate(request.generation.samplings)
+        ]
+        self._metrics = RequestMetrics(arrival_time=request.arrived_at_s)
+        self._num_cached_tokens: dict[int, int] = {}  # by index, of outputs that have a token
+
+    def add(self, index: int, delta: TextDelta, tokenizer: Tokenizer) -> None:
+        output, metrics = self._outputs[index], self._metrics
+        output.text += delta.text
+        output.token_ids.append(delta.token_id)
+        if output.logprobs is not None and delta.logprobs is not None:
+            output.logprobs.append(_logprobs_by_token(delta.token_id, delta.logprobs, tokenizer))
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + delta.logprobs.logprob
+        if delta.finish_reason is not None:
+            output.finish_reason, output.stop_reason = delta.finish_reason.value, delta.stop_reason
+        metrics.last_token_time = time.monotonic()
+        if metrics.first_token_time is None:
+            metrics.first_token_time = metrics.arrival_time + delta.waited_s
+        if index in self._num_cached_tokens:
+            metrics.max_token_gap = max(metrics.max_token_gap or 0.0, delta.waited_s)
+        self._num_cached_tokens[index] = delta.num_cached_tokens
+
+    def abort(self) -> None:
+        for output in self._outputs:
+            output.finish_reason = output.finish_reason or "abort"
+
+    def all(self) -> RequestOutput:
+        return self._with(self._outputs)
+
+    def take_delta(self, index: int) -> RequestOutput:
+        """What one output has gained since the previous call for it."""
+        output = self._outputs[index]
+        taken = self._with([output])
+        output.text, output.token_ids = "", []
+        if output.logprobs is not None:
+            output.logprobs = []
+        return taken
+
+    def _with(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        return RequestOutput(
+            request_id=self._request.request_id,
+            prompt=self._request.prompt,
+            prompt_token_ids=self._request.generation.prompts[0],
+            outputs=[
+                replace(
+                    each,
+                    token_ids=list(each.token_ids),
+                    logprobs=None if each.logprobs is None else list(each.logprobs),
+                )
+                for each in outputs
+            ],
+            finished=all(each.finished for each in self._outputs),
+            # The least of all outputs: others may find what one of them computed.
+            num_cached_tokens=min(self._num_cached_tokens.values(), default=None),
+            metrics=replace(self._metrics),
+        )
+
+
+def _logprobs_by_token(token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """Log probabilities by token id: the sampled token, then the most likely ones."""
+    ranks = {other: rank for rank, (other, _) in enumerate(logprobs.top, start=1)}
+    entries = [(token_id, logprobs.logprob), *logprobs.top]
+    return {each: Logprob(logprob, ranks.get(each), tokenizer.token_text(each)) for each, logprob in entries}

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from backfill.generation.generator import TextGenerator
+from backfill.generation.generator import ChoiceListener, TextGenerator
 from backfill.generation.timeline import Deliveries
 from backfill.generation.tokenizer import Tokenizer
 from backfill.protocol.generation import Generation
@@ -34,24 +34,17 @@ class CompletionService:
         self,
         generation: Generation,
         arrived_at_s: float | None = None,
-        on_choice_end: Callable[[int], None] | None = None,
-        on_first_token: Callable[[int], None] | None = None,
+        listener: ChoiceListener | None = None,
         count: TokenCount | None = None,
     ) -> Json:
         """The response body, for ``EncodedBody``, once every choice has ended.
 
         Args:
             arrived_at_s: when the request came in, on the monotonic clock; None for now.
-            on_choice_end, on_first_token: see ``TextGenerator.stream``.
             count: counts its tokens as they come; for a caller that looks now and then.
         """
         response = Response(generation, self._shapes[generation.endpoint])
-        stream = self._generator.stream(
-            generation.request,
-            arrived_at_s=arrived_at_s,
-            on_first_token=on_first_token,
-            on_choice_end=on_choice_end,
-        )
+        stream = self._generator.stream(generation.request, arrived_at_s=arrived_at_s, listener=listener)
         async with aclosing(stream) as deltas:
             async for index, delta in deltas:
                 response.add(index, delta)
@@ -63,8 +56,7 @@ class CompletionService:
         self,
         generation: Generation,
         arrived_at_s: float | None = None,
-        on_choice_end: Callable[[int], None] | None = None,
-        on_first_token: Callable[[int], None] | None = None,
+        listener: ChoiceListener | None = None,
         stalled_s: Callable[[], float] = lambda: 0.0,
     ) -> AsyncGenerator[list[Json], None]:
         """Yield lists of chunks as tokens come; the chunks of one list belong into one write.
@@ -74,16 +66,11 @@ class CompletionService:
 
         Args:
             stalled_s: total seconds in which the client has kept the caller from writing.
-            others: as for ``run_whole``.
         """
         response = Response(generation, self._shapes[generation.endpoint])
         deliveries = Deliveries(stalled_s)
         stream = self._generator.stream(
-            generation.request,
-            arrived_at_s=arrived_at_s,
-            on_first_token=on_first_token,
-            on_choice_end=on_choice_end,
-            deliveries=deliveries,
+            generation.request, arrived_at_s=arrived_at_s, listener=listener, deliveries=deliveries
         )
         try:
             async with aclosing(stream) as deltas:
