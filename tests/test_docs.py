@@ -153,7 +153,11 @@ def test_every_option_and_figure_of_coserving_is_documented() -> None:
         assert f"`{figure}`" in section, figure
 
 
-DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "experiments").rglob("*.md")),
+)
 # In backticks, and not in the repository: what a command writes or reads.
 ELSEWHERE = {"SCENARIO.png", "config.json", "files/", "suspects/"}
 
@@ -178,7 +182,7 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 def test_files_in_documents_exist() -> None:
     """Names are from the root, the package, or the folder of the benchmarks; published CSVs are elsewhere."""
-    folders = (ROOT, ROOT / "src" / "backfill", ROOT / "benchmarks")
+    folders = (ROOT, ROOT / "src" / "backfill", ROOT / "benchmarks", ROOT / "experiments")
     path = r"(?<![\w/.-])((?:[\w.-]+/)*[\w-]+\.(?:py|md|json|png|h|cpp)|(?:[\w.-]+/)+)(?![\w/.-])"
     num_found = 0
     for document in DOCUMENTS:

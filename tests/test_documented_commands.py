@@ -21,7 +21,7 @@ from backfill.cli.main import app
 from experiments.__main__ import app as studies
 from tests.api.servers import MODEL, SMALL_MODEL, TIMEOUT_S, HeldPort, RunningServer, ending, quick_profile
 from tests.installed import write_blocker
-from tests.test_docs import ROOT, commands, parse
+from tests.test_docs import DOCUMENTS, ROOT, commands, parse
 
 _BACKFILL = ".venv/bin/backfill"
 _EXPERIMENTS = ".venv/bin/python -m experiments"
@@ -67,7 +67,7 @@ _BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 def printed_commands() -> Iterator[tuple[str, str]]:
     """Name of the document and the command on one line, without its comment: of code blocks, and inline."""
-    for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for document in DOCUMENTS:
         text = document.read_text()
         lines = [
             line for block in _BLOCK.findall(text) for line in re.sub(r"\\\n\s*", "", block).splitlines()

@@ -1,4 +1,4 @@
-"""The README's snippets run as printed."""
+"""The snippets of the README and of docs/api.md run as printed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from tests.api.servers import RunningServer, wait_until
 
-README = (Path(__file__).parent.parent.parent / "README.md").read_text()
-# Snippets that call a server; the library's are in tests/llm/test_documents.py.
-SNIPPETS = [each for each in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "http://" in each]
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
 
 
 def run_snippet(snippet: str, server: RunningServer) -> None:
-    exec(compile(snippet.replace("http://127.0.0.1:8000", server.url), "README.md", "exec"), {})
+    exec(compile(snippet.replace("http://127.0.0.1:8000", server.url), "api.md", "exec"), {})
 
 
 def test_the_first_snippet_prints_an_answer(
