@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from backfill.ray.config import ProcessorConfig
-from backfill.ray.processor import Processor, build_processor
+from backfill.ray.processor import Processor, ProcessorConfig, build_processor
 
 __all__ = ["Processor", "ProcessorConfig", "build_processor"]
