@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +9,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
+
+from backfill.ipc.python_process import name_process
 
 Incoming = TypeVar("Incoming")
 Outgoing = TypeVar("Outgoing")
@@ -60,9 +60,7 @@ def open_channel(
     Args:
         name: shown by ``ps`` and ``top``; at most 15 characters.
     """
-    if sys.platform.startswith("linux"):
-        set_name = 15
-        ctypes.CDLL(None).prctl(set_name, name.encode(), 0, 0, 0)
+    name_process(name)
     with zmq.Context() as context:
         commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         for socket in (commands, reports):

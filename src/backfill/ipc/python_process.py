@@ -27,6 +27,7 @@ _BOOTSTRAP = (
 )
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _REAP_S = 2.0  # a process closes its end of the sentinel a moment before it can be reaped
+_SET_PARENT_DEATH_SIGNAL, _SET_NAME = 1, 15  # of prctl
 _MAX_LAST_WORDS = 4096  # bytes: a pipe takes so many at once
 
 
@@ -164,13 +165,21 @@ def run_child() -> None:
     for number in _PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
-    if sys.platform.startswith("linux"):
-        set_parent_death_signal = 1
-        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
-        if os.getppid() != int(sys.argv[-1]):  # the parent ended before the request took effect
-            os._exit(1)
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[-1]):  # the parent ended before the request took effect
+        os._exit(1)
     target, args = pickle.load(sys.stdin.buffer)
     target(*args)
+
+
+def name_process(name: str) -> None:
+    """As ``ps`` and ``top`` show it; at most 15 characters."""
+    _prctl(_SET_NAME, name.encode())
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def say_last_words(message: str) -> None:
