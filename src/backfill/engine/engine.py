@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from backfill.core.clock import Clock
@@ -45,7 +45,6 @@ class Engine:
         policy: makes a policy instead of that of the configuration.
         bus: decides the offloading interval with the other engines on a bus; None without one.
         record_check: compares steps with the performance record; None if no interval was chosen by one.
-        check: raises ExecutorDead if the executor can run no more steps; None if it always can.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class Engine:
         policy: PolicyFactory | None = None,
         bus: BusMember | None = None,
         record_check: RecordCheck | None = None,
-        check: Callable[[], None] | None = None,
     ) -> None:
         info = executor.info
         cost = profile.cost if profile is not None else None
@@ -99,7 +97,6 @@ class Engine:
         self._refiner = refiner
         self._bus = bus
         self._record_check = record_check
-        self._check = check
         self._is_stalled = False
         self._arrived: deque[Request] = deque()
         # The oldest first; replaced and not changed, because another thread reads it.
@@ -157,8 +154,7 @@ class Engine:
 
     def check(self) -> None:
         """Raises: ExecutorDead if no step can run any more. Steps raise it, but an engine may be idle."""
-        if self._check is not None:
-            self._check()
+        self._steps.check()
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         self._is_stalled = False

@@ -53,7 +53,6 @@ def load_engine(config: EngineConfig) -> Engine:
     from backfill.execution.profile import create_refiner, load_or_measure_profile
     from backfill.execution.torch_executor import TorchExecutor
     from backfill.parallel.create import create_executor
-    from backfill.parallel.executor import ParallelExecutor
 
     is_recorded = config.offload_interval == "auto"
     logger.info("loading the model in %s", config.model_dir)
@@ -65,7 +64,6 @@ def load_engine(config: EngineConfig) -> Engine:
         if bus is not None:
             bus.file.close()
         raise
-    check = executor.check if isinstance(executor, ParallelExecutor) else None
     member: BusMember | None = None
     if bus is not None and isinstance(executor, TorchExecutor) and executor.streamer is not None:
         streamer, info = executor.streamer, executor.info
@@ -91,7 +89,6 @@ def load_engine(config: EngineConfig) -> Engine:
         refiner,
         bus=member,
         record_check=create_record_check(config) if is_recorded else None,
-        check=check,
     )
 
 

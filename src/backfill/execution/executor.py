@@ -173,6 +173,10 @@ class PipelinedExecutor(Executor, Protocol):
         """Let ``wait`` return, now or when it is called next. May be called from another thread."""
         return None  # noqa: RET501 -- an empty body would make it abstract
 
+    def check(self) -> None:
+        """Raises: ExecutorDead if no step can run any more. Steps raise it too, but none may be in flight."""
+        return None  # noqa: RET501 -- as above
+
     def run(self, plan: StepPlan) -> StepOutcome:
         """``submit`` and ``collect``, with no other step in flight."""
         self.submit(plan)
