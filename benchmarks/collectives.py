@@ -21,9 +21,11 @@ from typing import Literal, get_args
 import torch
 
 from backfill.execution.collectives import SafepointGroup
-from backfill.parallel.connect import connect_by_memory, connect_by_torch
+from backfill.parallel.load import connect_by_memory, connect_by_torch
 from backfill.parallel.rank import RankContext
-from backfill.parallel.shared_memory import StopWords, create_memory
+from backfill.parallel.shared_memory import create_memory
+from backfill.parallel.shared_state import SharedState
+from backfill.parallel.sockets import Address
 from backfill.parallel.stage_links import RowShape
 
 Kind = Literal["shared-memory", "gloo"]
@@ -40,9 +42,9 @@ def measure(
 
     Raises: RuntimeError if a rank ends with an error.
     """
-    memory_fd, stop = create_memory(0), StopWords()
+    memory_fd, state = create_memory(0), SharedState(num_ranks)
     with socket.create_server(("127.0.0.1", 0)) as store:
-        fds, environment = [memory_fd, stop.fd, store.fileno()], {**os.environ, "OMP_NUM_THREADS": "1"}
+        fds, environment = [memory_fd, state.fd, store.fileno()], {**os.environ, "OMP_NUM_THREADS": "1"}
         setup = {
             "kind": kind,
             "num_ranks": num_ranks,
@@ -78,9 +80,15 @@ def run_rank(setup: dict[str, object]) -> None:
     """Measure as one of the ranks. Rank 0 prints what it has found."""
     torch.set_num_threads(1)
     rank, size = int(str(setup["rank"])), int(str(setup["num_ranks"]))
-    memory_fd, stop_fd, store_fd = setup["fds"]  # type: ignore[misc]
+    memory_fd, state_fd, store_fd = setup["fds"]  # type: ignore[misc]
     context = RankContext(
-        rank, size, 1, StopWords(stop_fd), int(str(setup["port"])), store_fd if rank == 0 else None, memory_fd
+        rank,
+        size,
+        1,
+        SharedState(size, state_fd),
+        memory_fd,
+        Address("127.0.0.1", int(str(setup["port"]))),
+        store_fd if rank == 0 else None,
     )
     shape = RowShape(1, 1, torch.float32)
     links = (

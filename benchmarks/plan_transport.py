@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from functools import partial
 
 from idle_ranks import BLOCK_SIZE, load_idle_rank
 
@@ -54,10 +55,10 @@ def main() -> None:
 def created(num_ranks: int, executor: str) -> ParallelExecutor:
     if executor == "process":
         return ParallelExecutor(EngineConfig(tensor_parallel_size=num_ranks), 1, load_idle_rank)
-    from backfill.parallel.ray_stages import plan_stages, starter
+    from backfill.parallel.ray_stages import plan_stages, start_stages
 
     config = EngineConfig(executor="ray", pipeline_parallel_size=num_ranks, threads=num_ranks)
-    return ParallelExecutor(config, 1, load_idle_rank, start=starter(plan_stages(config)))
+    return ParallelExecutor(config, 1, load_idle_rank, start=partial(start_stages, plan_stages(config)))
 
 
 def step_times(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from backfill.engine.messages import (
     AbortRequests,
     AddRequest,
     FromEngine,
-    StepReport,
     Stop,
     ToEngine,
     TokenOutput,
@@ -27,23 +26,22 @@ from tests.builders import ScriptedExecutor, make_info, make_profile, make_reque
 
 
 class ScriptedChannel:
-    """Gives its commands, then Stop once the engine has no work."""
+    """Gives its commands, then Stop once ``until`` says so of all that was sent."""
 
-    def __init__(self, engine: Engine, *commands: ToEngine) -> None:
+    def __init__(self, *commands: ToEngine, until: Callable[[Sequence[FromEngine]], bool]) -> None:
         self.sent: list[FromEngine] = []
-        self._engine = engine
-        self._commands = [*commands, Stop()]
+        self._until = until
+        self._commands: list[ToEngine] = [*commands, Stop()]
 
     def send(self, message: FromEngine) -> None:
         self.sent.append(message)
 
     def receive(self) -> ToEngine | None:
-        if not self._commands:
-            return None
-        if len(self._commands) == 1:
-            while self._engine.has_unfinished:
-                time.sleep(0.001)
-        return self._commands.pop(0)
+        until_s = time.monotonic() + 60.0
+        while len(self._commands) == 1 and not self._until(self.sent):
+            assert time.monotonic() < until_s, "the engine has fallen silent"
+            time.sleep(0.001)
+        return self._commands.pop(0) if self._commands else None
 
     def close(self) -> None:
         pass
@@ -99,7 +97,7 @@ def test_options_without_effect_are_named_at_the_start(
         info = make_info(num_host_blocks=4)
         return Engine(config.scheduler, ScriptedExecutor(info), VirtualClock(), make_profile())
 
-    channel: Any = ScriptedChannel(load(config))
+    channel: Any = ScriptedChannel(until=lambda _: True)
     _serve(config, channel, load)
     assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == expected
 
@@ -108,9 +106,9 @@ def test_objectives_and_windows_reach_the_engine() -> None:
     slo = SLO(0.5, 0.1)
     engine = RecordingEngine()
     channel: Any = ScriptedChannel(
-        engine,
         add("a", service_class=ServiceClass.ONLINE, slo=slo),
         add("b", service_class=ServiceClass.OFFLINE, complete_by_s=77.0),
+        until=lambda _: not engine.has_unfinished,
     )
     EngineLoop(engine, channel, heartbeat_s=60.0).run()
     assert [(request.slo, request.complete_by_s) for request in engine.added] == [(slo, None), (None, 77.0)]
@@ -119,7 +117,9 @@ def test_objectives_and_windows_reach_the_engine() -> None:
 def test_each_step_is_reported_once() -> None:
     engine = RecordingEngine()
     channel: Any = ScriptedChannel(
-        engine, add("a", service_class=ServiceClass.ONLINE), AbortRequests([RequestId("unknown")])
+        add("a", service_class=ServiceClass.ONLINE),
+        AbortRequests([RequestId("unknown")]),
+        until=lambda _: not engine.has_unfinished,
     )
     EngineLoop(engine, channel, heartbeat_s=60.0).run()
     executor = engine.executor
@@ -130,36 +130,12 @@ def test_each_step_is_reported_once() -> None:
     ]
 
 
-class IdleChannel:
-    """Gives no command until the engine has sent this many reports."""
-
-    def __init__(self, num_reports: int) -> None:
-        self._left = threading.Semaphore(0)
-        self._num_reports = num_reports
-        self._is_told = False
-
-    def send(self, message: FromEngine) -> None:
-        assert isinstance(message, StepReport)
-        self._left.release()
-
-    def receive(self) -> ToEngine | None:
-        if self._is_told:
-            return None
-        for _ in range(self._num_reports):
-            assert self._left.acquire(timeout=30.0), "the engine has fallen silent"
-        self._is_told = True
-        return Stop()
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("has_unserved", [False, True])
 def test_an_engine_without_a_step_reports_all_the_same(has_unserved: bool) -> None:
     config = SchedulerConfig(policy="online-only")
     engine = Engine(config, ScriptedExecutor(make_info()), VirtualClock())
     if has_unserved:
         engine.add(make_request(service_class=ServiceClass.OFFLINE))
-    channel: Any = IdleChannel(4)
+    channel: Any = ScriptedChannel(until=lambda sent: len(sent) >= 4)
     EngineLoop(engine, channel, heartbeat_s=0.01).run()
     assert engine.has_unfinished == has_unserved

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import random
 import statistics
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +21,7 @@ from backfill.costs.profile import CostProfile
 from backfill.costs.profiler import FULL
 from backfill.costs.refine import ProfileRefiner
 from backfill.engine.engine import Engine
-from backfill.engine.messages import ProfileRefined, Stop, ToEngine
+from backfill.engine.messages import ProfileRefined
 from backfill.engine.process import EngineLoop
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.scheduling.objectives import achievable_slo, impossible_slo, server_slo
@@ -31,6 +29,7 @@ from backfill.scheduling.policies.slo import SloPolicy
 from tests.builders import make_info, make_request
 from tests.costs.test_profiler import TRUTH
 from tests.costs.test_refine import CAPACITY, Service, coarse_profile, scaled
+from tests.engine.test_process import ScriptedChannel
 
 CONFIG = SchedulerConfig(policy="slo", max_num_seqs=64, max_num_batched_tokens=2048)
 
@@ -282,37 +281,13 @@ def test_what_a_coarse_profile_predicted_would_have_been_refused() -> None:
     assert impossible_slo(full, CONFIG, 6000).ttft_s > needed.ttft_s
 
 
-class WaitingChannel:
-    """Gives Stop once the engine has sent a refined profile."""
-
-    def __init__(self) -> None:
-        self.refined: list[CostProfile] = []
-        self._commands = self._stop_when_refined()
-
-    def send(self, message: Any) -> None:
-        if isinstance(message, ProfileRefined):
-            self.refined.append(message.profile)
-
-    def receive(self) -> ToEngine | None:
-        return next(self._commands)
-
-    def close(self) -> None:
-        pass
-
-    def _stop_when_refined(self) -> Iterator[ToEngine | None]:
-        while not self.refined:
-            time.sleep(0.001)
-        yield Stop()
-        yield None
-
-
 def test_the_loop_tells_of_a_refined_profile() -> None:
     learning = LearningEngine()
     learning.serve_chats(60)
     learning.clock.advance(30.0)
-    channel: Any = WaitingChannel()
+    channel: Any = ScriptedChannel(until=lambda sent: any(isinstance(each, ProfileRefined) for each in sent))
     EngineLoop(learning.engine, channel, heartbeat_s=0.01).run()
-    assert channel.refined == [learning.profile]
+    assert [each.profile for each in channel.sent if isinstance(each, ProfileRefined)] == [learning.profile]
     assert learning.profile.quality == "refined"
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +22,16 @@ from backfill.execution.create import create_torch_executor
 from backfill.execution.stage import Stage
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kvcache.content import Evictable
-from tests.builders import linear_cost, make_profile, make_request
+from tests.builders import linear_cost, make_profile
+from tests.engine.interruptions import (
+    OFFLINE_SHAPES,
+    SHARED,
+    Interruptions,
+    drain,
+    requests,
+    tokens_of,
+    undisturbed,
+)
 from tests.models.tiny import save_tiny_model
 from tests.shared import examples
 
@@ -33,35 +39,6 @@ NUM_LAYERS = 8
 NUM_BLOCKS = 36
 _BLOCK_BYTES = NUM_LAYERS * 2 * 2 * 8 * 8 * 4  # K and V of 2 heads of 8 float32, 8 tokens
 PROFILE = make_profile(linear_cost(token_s=0.002, step_s=0.02))
-
-
-class Interruptions:
-    """Wraps the model, with a callback before each layer and before the logits.
-
-    Attributes:
-        num_split_steps: steps that began with two micro-batches.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.num_layers: int = model.num_layers
-        self.before_layer: Callable[[int], None] = lambda layer: None
-        self.num_split_steps = 0
-        self._has_embedded = False
-
-    def embed(self, *arguments: Any) -> Any:
-        self.num_split_steps += self._has_embedded
-        self._has_embedded = True
-        return self._model.embed(*arguments)
-
-    def run_layer(self, index: int, *arguments: Any) -> Any:
-        self.before_layer(index)
-        self._has_embedded = False
-        return self._model.run_layer(index, *arguments)
-
-    def logits(self, *arguments: Any) -> Any:
-        self.before_layer(self.num_layers)
-        return self._model.logits(*arguments)
 
 
 @pytest.fixture(scope="module")
@@ -127,48 +104,6 @@ def make_engine(
     return Engine(config, executor, VirtualClock(), PROFILE)
 
 
-def prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(3, 90, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-SHARED = prompt(16, seed=0)  # two blocks
-
-
-def requests(service_class: ServiceClass, shapes: Sequence[tuple[int, int]]) -> list[Request]:
-    """One for each (prompt tokens behind ``SHARED``, output tokens)."""
-    name = service_class.value
-    return [
-        make_request(
-            prompt_token_ids=SHARED + prompt(length, seed=100 * len(name) + index),
-            max_tokens=max_tokens,
-            request_id=f"{name}-{index}",
-            service_class=service_class,
-            ignore_eos=True,
-        )
-        for index, (length, max_tokens) in enumerate(shapes)
-    ]
-
-
-def drain(engine: Engine, executor: TorchExecutor) -> None:
-    while engine.has_unfinished:
-        engine.step()
-        engine.scheduler.check_integrity()
-    engine.step()
-    assert engine.scheduler.kv.counts.referenced == 0
-    assert executor._states == {}
-    assert not executor._suspended
-
-
-def undisturbed(executor: TorchExecutor, wanted: Sequence[Request]) -> dict[str, list[int]]:
-    model_of(executor).before_layer = lambda layer: None
-    engine = Engine(SchedulerConfig(prefix_caching=False), executor, VirtualClock())
-    for request in wanted:
-        engine.add(request)
-    drain(engine, executor)
-    return {request.request_id: list(request.output_token_ids) for request in wanted}
-
-
-OFFLINE_SHAPES = [(21, 9), (5, 12), (30, 6), (11, 10)]
 ONLINE_SHAPES = [(13, 5), (4, 7), (9, 4)]
 
 
@@ -235,7 +170,7 @@ def test_an_arrival_at_any_point_of_a_step_changes_no_token(
     assert (model_of(executor).num_split_steps > num_split_steps) == (
         executor._streams.num_micro_batches == 2
     )
-    assert {request.request_id: request.output_token_ids for request in done} == expected
+    assert tokens_of(done) == expected
     assert engine.num_stopped_steps <= len(ONLINE_SHAPES)
     if preemption == "suspend" and layer < NUM_LAYERS // 2:
         assert engine.num_stopped_steps > 0
@@ -272,7 +207,7 @@ def test_any_interleaving_yields_the_undisturbed_tokens_and_leaks_nothing(
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=16,
     )
-    assert {request.request_id: request.output_token_ids for request in done} == expected
+    assert tokens_of(done) == expected
     assert engine.num_stopped_steps <= len(ONLINE_SHAPES)
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from backfill.ipc.python_process import PythonProcess, say_last_words
+from backfill.ipc.python_process import PythonProcess, is_running, say_last_words
+from tests.parallel.processes import wait_ended
 
 TIMEOUT_S = 60.0
 
@@ -119,15 +120,23 @@ def test_it_ends_with_its_parent_whose_folders_it_knows(tmp_path: Path) -> None:
         pid = int(parent.stdout.readline())
         wait_for(begun)
         parent.kill()
-    deadline_at_s = time.monotonic() + TIMEOUT_S
-    while _is_running(pid):
-        assert time.monotonic() < deadline_at_s
-        time.sleep(0.01)
+    wait_ended([pid])
 
 
-def _is_running(pid: int) -> bool:
-    """Whether the process runs. An orphan that nobody reaps stays a zombie, which does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def test_a_process_that_has_ended_does_not_run_even_before_it_was_waited_for() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    assert is_running(child.pid)
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not is_running(child.pid), "nobody has waited for it yet"
+    child.wait()
+    assert not is_running(child.pid)
+
+
+def test_a_process_runs_where_proc_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_path: Path) -> bytes:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_bytes", missing)
+    assert is_running(os.getpid())

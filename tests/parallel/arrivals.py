@@ -1,24 +1,18 @@
-"""Stop requests at random moments of steps of a trivial model on several ranks.
-
-python -m tests.parallel.arrivals 10000 [--processes]    ranks as threads, or as processes
-"""
+"""Stop requests at random moments of steps of a trivial model on several ranks."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import random
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from backfill.core.block import pack_block_ref
-from backfill.core.config import EngineConfig
 from backfill.core.plan import (
     AdmittedRequest,
     Compute,
@@ -36,9 +30,7 @@ from backfill.execution.stage import Stage
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.decoder import HiddenState
 from backfill.models.shard import ModelShard
-from backfill.parallel.connect import connect_by_memory
-from backfill.parallel.executor import ParallelExecutor
-from backfill.parallel.messages import StepDone
+from backfill.parallel.load import connect_by_memory
 from backfill.parallel.rank import RankContext
 from backfill.parallel.stage_links import RowShape
 from tests.parallel.rank_threads import CPU, RankThreads, Sizes
@@ -78,54 +70,8 @@ def load_adding(context: RankContext) -> TorchExecutor:
     info = ExecutorInfo(8, 8, 64, 200, (), "cpu", "float32", num_layers=_NUM_LAYERS, can_stop=True)
     pool = torch.zeros(8, len(layers), 2, 1, 8, 1)
     model: Any = AddingModel(ModelShard(links.group, layers, _NUM_LAYERS))
-    stage = Stage(model.shard, links, context.stop)
+    stage = Stage(model.shard, links, context.state.stops)
     return TorchExecutor(model, pool, info, MicroBatchStreams(CPU, 1), stage=stage)
-
-
-def load_adding_in_process(_config: EngineConfig, context: RankContext) -> TorchExecutor:
-    torch.set_num_threads(1)
-    return load_adding(context)
-
-
-class Ranks(Protocol):
-    """Attributes:
-    outcomes: of the last step, by rank; None for one that knows nothing of it.
-    """
-
-    outcomes: list[StepOutcome | None]
-
-    def run(self, plan: StepPlan) -> StepOutcome: ...
-
-    def request_stop(self, step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class RankProcessesOf:
-    """See ``Ranks``: in processes of their own."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        config = EngineConfig(tensor_parallel_size=sizes.tensor, pipeline_parallel_size=sizes.pipeline)
-        # By the name that the processes import it by, also where this file is the main module.
-        load = importlib.import_module("tests.parallel.arrivals").load_adding_in_process
-        self._executor = ParallelExecutor(config, 1, load)
-        self.outcomes: list[StepOutcome | None] = []
-
-    def run(self, plan: StepPlan) -> StepOutcome:
-        executor, ranks = self._executor, self._executor._ranks
-        executor.submit(plan)
-        while not all(ranks.reports):
-            ranks.receive(None)
-        reports = [each[0] for each in ranks.reports]
-        # One that reports nothing but tokens has not stopped.
-        self.outcomes = [each.others or StepOutcome(()) for each in reports if isinstance(each, StepDone)]
-        return executor.collect()
-
-    def request_stop(self, step: int) -> None:
-        self._executor.request_stop(step)
-
-    def close(self) -> None:
-        self._executor.close()
 
 
 def _slice(name: str) -> ScheduledSlice:
@@ -152,9 +98,9 @@ class Arrivals:
 class _Asker:
     """A thread that asks steps to stop, each after a random time."""
 
-    def __init__(self, ranks: Ranks, seed: int, step_s: float) -> None:
+    def __init__(self, ranks: RankThreads, step_s: float) -> None:
         self._ranks = ranks
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._step_s = step_s
         self._begun = threading.Semaphore(0)
         self._step = 0
@@ -177,13 +123,13 @@ class _Asker:
         self._thread.join()
 
 
-def run_arrivals(sizes: Sizes, num_arrivals: int, *, seed: int = 0, in_processes: bool = False) -> Arrivals:
+def run_arrivals(sizes: Sizes, num_arrivals: int) -> Arrivals:
     """Steps with one stop request each. Every stopped step is resumed, and may be stopped again.
 
     Raises: AssertionError if ranks differ in where they stop, or a token is not that of all layers.
     """
-    ranks: Ranks = RankProcessesOf(sizes) if in_processes else RankThreads(sizes, load_adding)
-    rng, found = random.Random(seed), Arrivals()
+    ranks = RankThreads(sizes, load_adding)
+    rng, found = random.Random(0), Arrivals()
     slices = tuple(_slice(name) for name in _ROWS)
     tokens = dict.fromkeys(_ROWS, 3 + _NUM_LAYERS * sizes.tensor)
     admitted = tuple(
@@ -195,7 +141,7 @@ def run_arrivals(sizes: Sizes, num_arrivals: int, *, seed: int = 0, in_processes
     for _ in range(20):
         ranks.run(StepPlan(step, Compute(slices), admitted))
         step += 1
-    asker = _Asker(ranks, seed, 1.5 * (time.monotonic() - began_at_s) / 20)
+    asker = _Asker(ranks, 1.5 * (time.monotonic() - began_at_s) / 20)
     try:
         done_arrivals = 0
         while done_arrivals < num_arrivals:
@@ -225,7 +171,7 @@ def _ids() -> list[RequestId]:
     return [RequestId(name) for name in _ROWS]
 
 
-def _check(ranks: Ranks, sizes: Sizes, plan: StepPlan, found: Arrivals) -> StepOutcome:
+def _check(ranks: RankThreads, sizes: Sizes, plan: StepPlan, found: Arrivals) -> StepOutcome:
     outcome = ranks.run(plan)
     for stage in range(sizes.pipeline):
         of_stage = ranks.outcomes[stage * sizes.tensor : (stage + 1) * sizes.tensor]
@@ -244,24 +190,3 @@ def _check(ranks: Ranks, sizes: Sizes, plan: StepPlan, found: Arrivals) -> StepO
         found.num_unstopped += 1
         assert len(outcome.sampled) == len(plan.slices)
     return outcome
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("num_arrivals", type=int)
-    parser.add_argument("--processes", action="store_true")
-    parser.add_argument("--tensor", type=int, help="one layout alone")
-    parser.add_argument("--pipeline", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    layouts = [Sizes(tensor=2), Sizes(tensor=3), Sizes(pipeline=2), Sizes(pipeline=3), Sizes(2, 2)]
-    for sizes in [Sizes(args.tensor, args.pipeline)] if args.tensor else layouts:
-        began_at_s = time.monotonic()
-        found = run_arrivals(sizes, args.num_arrivals, seed=args.seed, in_processes=args.processes)
-        print(f"{sizes}: {args.num_arrivals} arrivals in {time.monotonic() - began_at_s:.1f} s, "
-              f"stops after layers {dict(sorted(found.stopped.items()))}, {found.num_unstopped} steps not "
-              f"stopped, {found.num_resumed} resumed")  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

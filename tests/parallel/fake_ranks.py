@@ -50,7 +50,7 @@ class FakeRank:
         for scheduled in plan.slices:
             self._obey(scheduled.request_id)
         stopped = tuple(each.request_id for each in plan.slices if each.preemptible)
-        if not (stopped and self._context.stop.is_requested(plan.step)):
+        if not (stopped and self._context.state.stops.is_requested(plan.step)):
             stopped = ()
         return StepOutcome(
             tuple(
@@ -82,8 +82,7 @@ class FakeRank:
         if what == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if what == "wait":
-            assert self._context.progress is not None
-            progress = self._context.progress.of_rank(self._context.rank)
+            progress = self._context.progress
             progress.begin_layer(3)
             with progress.exchanging():
                 time.sleep(3600.0)
@@ -92,8 +91,7 @@ class FakeRank:
 
 
 def load_fake(_config: EngineConfig, context: RankContext) -> FakeRank:
-    assert context.barrier is not None
-    context.barrier.wait(context.rank)
+    context.state.wait_planned(context.local_ranks, context.rank)
     return FakeRank(context)
 
 
@@ -123,9 +121,4 @@ def load_killed(_config: EngineConfig, context: RankContext) -> FakeRank:
 def load_fake_engine(config: EngineConfig) -> Engine:
     """An engine on fake ranks, which ends if one of them does."""
     executor = ParallelExecutor(config, 1, load_fake)
-    return Engine(config.scheduler, executor, WallClock(), check=executor.check)
-
-
-def load_refused_engine(config: EngineConfig) -> Engine:
-    """An engine whose rank 1 refuses the configuration."""
-    return Engine(config.scheduler, ParallelExecutor(config, 1, load_refused), WallClock())
+    return Engine(config.scheduler, executor, WallClock())

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from backfill.ipc.python_process import is_running
+
 TIMEOUT_S = 60.0
 
 
@@ -18,14 +20,6 @@ def wait_ended(pids: Iterable[int | None]) -> None:
         while is_running(pid):
             assert time.monotonic() < until_s, f"process {pid} is still there"
             time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
 
 
 def children(pid: int) -> list[int]:

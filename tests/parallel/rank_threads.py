@@ -28,11 +28,13 @@ from backfill.models.config import ModelConfig
 from backfill.models.placement import ModelPlacement
 from backfill.models.shard import ModelShard
 from backfill.models.weights import Checkpoint
-from backfill.parallel.connect import connect_by_memory
-from backfill.parallel.merge import merge_infos
+from backfill.parallel.executor import CompletedOnAll, merge_infos
+from backfill.parallel.load import connect_by_memory
 from backfill.parallel.rank import RankContext, output_rank
-from backfill.parallel.shared_memory import StopWords, create_memory
+from backfill.parallel.shared_memory import create_memory
+from backfill.parallel.shared_state import SharedState
 from backfill.parallel.stage_links import RowShape
+from tests.engine.interruptions import Interruptions
 
 CPU = torch.device("cpu")
 MAX_ROWS = 512
@@ -46,27 +48,6 @@ class Sizes:
 
     def __str__(self) -> str:
         return f"tp{self.tensor}-pp{self.pipeline}"
-
-
-class Interruptions:
-    """Wraps a model, with a callback before each layer and before the logits."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.num_layers: int = model.num_layers
-        self.shard: ModelShard = model.shard
-        self.before_layer: Callable[[int], None] = lambda layer: None
-
-    def embed(self, *arguments: Any) -> Any:
-        return self._model.embed(*arguments)
-
-    def run_layer(self, index: int, *arguments: Any) -> Any:
-        self.before_layer(index)
-        return self._model.run_layer(index, *arguments)
-
-    def logits(self, *arguments: Any) -> Any:
-        self.before_layer(self.num_layers)
-        return self._model.logits(*arguments)
 
 
 LoadRank = Callable[[RankContext], TorchExecutor]
@@ -89,21 +70,23 @@ class RankThreads(PipelinedExecutor):
     """
 
     def __init__(self, sizes: Sizes, load: LoadRank) -> None:
-        self._stop = StopWords()
-        memory_fd = create_memory(0)
+        num_ranks = sizes.tensor * sizes.pipeline
+        self.state, memory_fd = SharedState(num_ranks), create_memory(0)
         self._output_rank = output_rank(sizes.tensor, sizes.pipeline)
         self._queues: list[queue.SimpleQueue[Any]] = []
         self._done: list[queue.SimpleQueue[_Done]] = []
         self._sampled: list[SampledToken] = []
         self._in_flight: deque[StepPlan] = deque()
-        self._copied: dict[Any, int] = {}
+        self._completed = CompletedOnAll(num_ranks)
         self.outcomes: list[StepOutcome | None] = []
         self.errors: list[Exception | None] = []
         self.ranks: list[TorchExecutor] = []
         self.change: Callable[[StepPlan], StepPlan] = lambda plan: plan
         self._threads: list[threading.Thread] = []
-        for rank in range(sizes.tensor * sizes.pipeline):
-            context = RankContext(rank, sizes.tensor, sizes.pipeline, self._stop, 0, None, memory_fd)
+        for rank in range(num_ranks):
+            self.state.of_rank(rank).set_planned()  # they are loaded one after another
+        for rank in range(num_ranks):
+            context = RankContext(rank, sizes.tensor, sizes.pipeline, self.state, memory_fd)
             self.ranks.append(load(context))
             self._queues.append(queue.SimpleQueue())
             self._done.append(queue.SimpleQueue())
@@ -144,24 +127,17 @@ class RankThreads(PipelinedExecutor):
         outcome = self.outcomes[self._output_rank]
         assert outcome is not None
         self._sampled += [each._replace(logprobs=None) for each in outcome.sampled]
-        return replace(outcome, completed_copies=self._completed_on_all())
-
-    def _completed_on_all(self) -> tuple[Any, ...]:
-        for outcome in self.outcomes:
-            assert outcome is not None
-            for copy in outcome.completed_copies:
-                self._copied[copy] = self._copied.get(copy, 0) + 1
-        completed = tuple(copy for copy, count in self._copied.items() if count == len(self.ranks))
-        for copy in completed:
-            del self._copied[copy]
-        return completed
+        for each in self.outcomes:
+            assert each is not None
+            self._completed.add(each)
+        return replace(outcome, completed_copies=self._completed.take()[0])
 
     def run(self, plan: StepPlan) -> StepOutcome:
         self.submit(plan)
         return self.collect()
 
     def request_stop(self, step: int) -> None:
-        self._stop.request(step)
+        self.state.stops.request(step)
 
     def close(self) -> None:
         for each in self._queues:
@@ -171,6 +147,7 @@ class RankThreads(PipelinedExecutor):
             assert not thread.is_alive()
         for rank in self.ranks:
             rank.close()
+        self.state.close()
 
 
 def load_tiny(
@@ -229,7 +206,7 @@ def load_tiny(
         kv_pool = torch.full(layout.shape(num_blocks), 7.0)
         copier = create_copier(kv_pool, num_host_blocks) if num_host_blocks else None
         wrapped: Any = Interruptions(model)
-        stage = Stage(shard, links, context.stop)
+        stage = Stage(shard, links, context.state.stops)
         return TorchExecutor(wrapped, kv_pool, info, streams, copier, streamer, stage=stage)
 
     return load

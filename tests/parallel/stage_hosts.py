@@ -16,9 +16,8 @@ from backfill.ipc.python_process import PythonProcess
 from backfill.parallel.executor import ParallelExecutor
 from backfill.parallel.rank import RankLoader, StagePlace, ranks_of_stage
 from backfill.parallel.ranks import Ranks
-from backfill.parallel.remote_stages import RemoteStages
+from backfill.parallel.remote_ranks import RemoteRanks, StageListeners, run_stage
 from backfill.parallel.sockets import KEY_BYTES, address_of, listen
-from backfill.parallel.stage_host import NamedLoader, StageOrder, StageSockets, run_stage
 
 HERE = "127.0.0.1"
 
@@ -52,37 +51,39 @@ class HostProcesses:
             reason.close()
 
 
-def run_host(listening_fds: Sequence[int], reason_fd: int, order: StageOrder) -> None:
+def run_host(
+    listening_fds: Sequence[int], reason_fd: int, config: EngineConfig, load: str, place: StagePlace
+) -> None:
     """Entry point of a host. Its sockets were opened before, since others have to know their ports."""
-    sockets = StageSockets([socket.socket(fileno=fd) for fd in listening_fds])
-    os.write(reason_fd, run_stage(sockets, order).encode())
+    listeners = StageListeners([socket.socket(fileno=fd) for fd in listening_fds])
+    os.write(reason_fd, run_stage(listeners, config, load, place).encode())
 
 
-def start_hosts(launched: list[HostProcesses], config: EngineConfig, threads: int, load: RankLoader) -> Ranks:
+def start_hosts(launched: list[HostProcesses], config: EngineConfig, load: str) -> Ranks:
     size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
     listener, key = listen(HERE), secrets.token_bytes(KEY_BYTES)
-    listening = [[listen(HERE) for _ in range(size if stage else 0)] for stage in range(num_stages)]
+    listeners = [StageListeners.open(HERE, stage, size, serves_store=False) for stage in range(num_stages)]
     processes, reasons = [], []
-    for stage, sockets in enumerate(listening):
-        following = tuple(map(address_of, listening[stage + 1])) if stage + 1 < num_stages else ()
-        order = StageOrder(
-            config,
-            threads,
-            NamedLoader.of(load),
-            address_of(listener),
-            StagePlace(stage, tuple(ranks_of_stage(stage, size)), None, following, key),
-        )
-        fds = [each.fileno() for each in sockets]
+    for stage, mine in enumerate(listeners):
+        following = listeners[stage + 1].link_addresses if stage + 1 < num_stages else ()
+        ranks = tuple(ranks_of_stage(stage, size))
+        place = StagePlace(stage, ranks, address_of(listener), following, None, key)
+        fds = [each.fileno() for each in mine.links]
         reason = tempfile.TemporaryFile()  # noqa: SIM115
-        arguments = (fds, reason.fileno(), order)
-        process = PythonProcess(f"stage{stage}", run_host, arguments, pass_fds=(*fds, reason.fileno()))
+        process = PythonProcess(
+            f"stage{stage}",
+            run_host,
+            (fds, reason.fileno(), config, load, place),
+            pass_fds=(*fds, reason.fileno()),
+        )
         process.start()
         processes.append(process)
         reasons.append(reason)
-        for each in sockets:
-            each.close()
+    for mine in listeners:
+        mine.close()
     launched.append(HostProcesses(processes, reasons))
-    return RemoteStages(config, listener, key, launched[-1])
+    with listener:
+        return RemoteRanks(config, listener, key, launched[-1])
 
 
 def executor_on_hosts(

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from backfill.core.config import EngineConfig
-from backfill.core.errors import BackfillError, EngineDead, StepFailed
+from backfill.core.errors import EngineDead
 from backfill.engine.client import EngineClient
 from tests.builders import make_request
-from tests.parallel.fake_ranks import load_fake_engine, load_refused_engine
+from tests.parallel.fake_ranks import load_fake_engine
 from tests.parallel.processes import TIMEOUT_S, children, wait_ended
 from tests.patience import with_more_time
 
@@ -65,15 +65,6 @@ def test_requests_learn_which_rank_has_ended() -> None:
     with_engine(check)
 
 
-def test_a_step_that_fails_on_a_rank_loses_its_requests_and_the_engine_continues() -> None:
-    async def check(client: EngineClient, _ranks: list[int]) -> None:
-        with pytest.raises(StepFailed, match="The step failed: RankFailed"):
-            await generate(client, "r1:raise")
-        assert await generate(client, "a") == 4
-
-    with_engine(check)
-
-
 def test_an_engine_whose_rank_hangs_is_killed_with_its_ranks() -> None:
     async def check(client: EngineClient, ranks: list[int]) -> None:
         with pytest.raises(
@@ -83,22 +74,3 @@ def test_an_engine_whose_rank_hangs_is_killed_with_its_ranks() -> None:
         wait_ended(ranks)
 
     with_more_time(lambda factor: with_engine(check, replace(TWO, engine_hang_timeout=factor)))
-
-
-def test_ranks_end_with_an_engine_that_is_killed() -> None:
-    async def check(client: EngineClient, ranks: list[int]) -> None:
-        assert client.pid is not None
-        os.kill(client.pid, signal.SIGKILL)
-        await client.wait_dead()
-        wait_ended(ranks)
-
-    with_engine(check)
-
-
-def test_an_engine_whose_rank_is_refused_does_not_start() -> None:
-    async def run() -> None:
-        client = EngineClient(TWO, on_report=lambda _: None, load=load_refused_engine)
-        with pytest.raises(BackfillError, match="`threads` 1 is refused here"):
-            await client.start()
-
-    asyncio.run(run())

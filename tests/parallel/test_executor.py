@@ -16,11 +16,19 @@ import pytest
 from backfill.core.block import BlockCopy, pack_block_ref
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, ExecutorDead
-from backfill.core.plan import AdmittedRequest, BlockCopies, Compute, Safepoints, ScheduledSlice, StepPlan
+from backfill.core.plan import (
+    AdmittedRequest,
+    BlockCopies,
+    Compute,
+    Safepoints,
+    ScheduledSlice,
+    StepPlan,
+    WeightTransfers,
+)
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.execution.executor import PipelinedExecutor
-from backfill.parallel.executor import ParallelExecutor, RankFailed
+from backfill.parallel.executor import ParallelExecutor, RankFailed, merge_transfers
 from backfill.parallel.rank import RankLoader
 from tests.parallel.fake_ranks import (
     NUM_BLOCKS,
@@ -31,18 +39,23 @@ from tests.parallel.fake_ranks import (
     token_of,
 )
 from tests.parallel.processes import num_open_files, wait_ended
+from tests.parallel.stage_hosts import executor_on_hosts
 from tests.patience import with_more_time
 
 TWO = EngineConfig(tensor_parallel_size=2)
+FOUR = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
 NAMES = ("a", "b", "r0:raise", "r1:raise", "*:raise")
 BLOCKS = tuple(pack_block_ref(index) for index in range(3))
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[ParallelExecutor]:
-    created = ParallelExecutor(TWO, 1, load_fake)
+@pytest.fixture(scope="module", params=["local", "remote"])
+def shared(request: pytest.FixtureRequest) -> Iterator[ParallelExecutor]:
+    """Two ranks that share memory with the driver, or two stages of two that connect to it."""
+    is_local = request.param == "local"
+    created = ParallelExecutor(TWO, 1, load_fake) if is_local else executor_on_hosts(FOUR, load_fake)[0]
     yield created
     pids = created.pids
+    assert len(pids) == (2 if is_local else 4)
     created.close()
     wait_ended(pids)
 
@@ -151,8 +164,8 @@ def test_a_stop_request_reaches_the_ranks(executor: ParallelExecutor) -> None:
     assert (stopped.sampled, stopped.discarded) == ((), ("b",))
 
 
-def test_a_plan_larger_than_the_ring_arrives(executor: ParallelExecutor) -> None:
-    prompt = tuple(range(300_000))
+def test_a_plan_larger_than_all_buffers_arrives(executor: ParallelExecutor) -> None:
+    prompt = tuple(range(2_000_000))
     request = AdmittedRequest(RequestId("a"), prompt, SamplingParams(max_tokens=1))
     scheduled = ScheduledSlice(RequestId("a"), 0, 1, BLOCKS, samples=True)
     outcome = executor.run(StepPlan(0, Compute((scheduled,)), (request,)))
@@ -239,6 +252,12 @@ def test_a_rank_that_cannot_be_loaded_ends_all(load: RankLoader, message: str) -
         ParallelExecutor(TWO, 3, load)
     gc.collect()
     assert num_open_files() == before
+
+
+def test_bytes_of_ranks_add_up_and_they_wait_beside_each_other() -> None:
+    ranks = [WeightTransfers(2, 100, 0.25, 0.5), WeightTransfers(2, 60, 0.75, 0.25)]
+    assert merge_transfers(ranks) == WeightTransfers(2, 160, 0.75, 0.5)
+    assert merge_transfers([]) == WeightTransfers()
 
 
 _DRIVER = """

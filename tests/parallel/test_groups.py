@@ -20,6 +20,7 @@ from backfill.execution.collectives import PeerFailed, SafepointGroup
 from backfill.parallel import torch_group
 from backfill.parallel.shared_memory import create_memory, map_memory
 from backfill.parallel.shared_memory_group import SharedMemoryGroup
+from backfill.parallel.shared_state import RankProgress
 from backfill.parallel.torch_group import TorchGroup, create_process_group
 
 Result = TypeVar("Result")
@@ -28,9 +29,15 @@ PART_BYTES = 256
 CPU = torch.device("cpu")
 
 
+def unseen() -> RankProgress:
+    return RankProgress(memoryview(bytearray(64)).cast("q"))
+
+
 def shared_memory_groups(size: int) -> Groups:
     fd = create_memory(SharedMemoryGroup.num_bytes(size, PART_BYTES))
-    groups: Groups = [SharedMemoryGroup(map_memory(fd), rank, size, PART_BYTES) for rank in range(size)]
+    groups: Groups = [
+        SharedMemoryGroup(map_memory(fd), rank, size, unseen(), PART_BYTES) for rank in range(size)
+    ]
     os.close(fd)
     return groups
 
@@ -39,7 +46,9 @@ def gloo_groups(size: int) -> Groups:
     store = dist.HashStore()  # type: ignore[attr-defined]
     with ThreadPoolExecutor(size) as threads:
         found = [
-            threads.submit(lambda rank=rank: TorchGroup(create_process_group(store, "g", rank, size, CPU)))
+            threads.submit(
+                lambda rank=rank: TorchGroup(create_process_group(store, "g", rank, size, CPU), unseen())
+            )
             for rank in range(size)
         ]
         return [each.result() for each in found]
@@ -55,8 +64,10 @@ def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-@pytest.mark.parametrize("make", [shared_memory_groups, gloo_groups])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [(shared_memory_groups, 2), (shared_memory_groups, 3), (gloo_groups, 2)],  # the sum of two has no order
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 30])  # in one part, and in several, the last one smaller
 def test_a_sum_is_taken_in_the_order_of_ranks_in_float32(
@@ -212,7 +223,8 @@ import os, sys, torch
 from backfill.parallel import torch_group
 from backfill.parallel.shared_memory import map_memory
 from backfill.parallel.shared_memory_group import SharedMemoryGroup
-group = SharedMemoryGroup(map_memory(int(sys.argv[1])), 1, 2)
+from backfill.parallel.shared_state import SharedState
+group = SharedMemoryGroup(map_memory(int(sys.argv[1])), 1, 2, SharedState(2).of_rank(1))
 group.begin_step()
 group.all_reduce(torch.ones(2))
 os._exit(1)
@@ -222,7 +234,7 @@ os._exit(1)
 def test_a_process_that_dies_is_noticed_within_seconds() -> None:
     fd = create_memory(SharedMemoryGroup.num_bytes(2))
     other = subprocess.Popen([sys.executable, "-c", _DIES, str(fd)], pass_fds=[fd])
-    group = SharedMemoryGroup(map_memory(fd), 0, 2)
+    group = SharedMemoryGroup(map_memory(fd), 0, 2, unseen())
     os.close(fd)
     group.begin_step()
     assert group.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]

@@ -17,6 +17,7 @@ from backfill.parallel.shared_memory import create_memory, map_memory
 from backfill.parallel.sockets import KEY_BYTES, accept, address_of, connect_to, listen
 from backfill.parallel.stage_links import NUM_MESSAGES, RowShape, SharedMemoryLink, SocketLink
 from backfill.parallel.torch_group import TorchLink, create_process_group
+from tests.parallel.test_groups import unseen
 
 CPU = torch.device("cpu")
 SHAPE = RowShape(6, 5, torch.float32)
@@ -25,7 +26,7 @@ Links = tuple[StageLink, StageLink]
 
 def shared_memory_links() -> Links:
     fd = create_memory(SharedMemoryLink.num_bytes(SHAPE))
-    ends = [SharedMemoryLink(map_memory(fd), SHAPE, sends=sends) for sends in (True, False)]
+    ends = [SharedMemoryLink(map_memory(fd), SHAPE, unseen(), sends=sends) for sends in (True, False)]
     os.close(fd)
     return ends[0], ends[1]
 
@@ -35,7 +36,7 @@ def gloo_links() -> Links:
 
     def make(end: int) -> StageLink:
         group = create_process_group(store, "link", end, 2, CPU)
-        return TorchLink(group, group, SHAPE, CPU)
+        return TorchLink(group, group, SHAPE, CPU, unseen())
 
     with ThreadPoolExecutor(2) as threads:
         sender, receiver = threads.map(make, range(2))
@@ -49,8 +50,8 @@ def socket_links(
     with listen("127.0.0.1") as listener, ThreadPoolExecutor(1) as thread:
         accepting = thread.submit(accept, listener, key, 60.0)
         connection = connect_to(address_of(listener), key, 60.0)
-        receiver = SocketLink(accepting.result(), shape, receiver_ahead_s, sends=False)
-    return SocketLink(connection, shape, sender_ahead_s, sends=True), receiver
+        receiver = SocketLink(accepting.result(), shape, unseen(), receiver_ahead_s)
+    return SocketLink(connection, shape, unseen(), sender_ahead_s), receiver
 
 
 def message(number: int) -> tuple[StageHeader, HiddenState | None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -10,8 +12,11 @@ from backfill.core.config import GIB, EngineConfig
 from backfill.core.plan import Compute, StepPlan
 from backfill.execution.create import create_torch_executor
 from backfill.execution.profile import profile_key
-from backfill.parallel.create import create_executor
+from backfill.execution.torch_executor import TorchExecutor
+from backfill.parallel import load
+from backfill.parallel.create import create_executor, create_parallel_executor
 from backfill.parallel.executor import ParallelExecutor
+from backfill.parallel.rank import RankContext
 from tests.models.tiny import save_tiny_model
 from tests.parallel.processes import wait_ended
 from tests.parallel.test_rank_tokens import tokens
@@ -56,3 +61,20 @@ def test_tokens_of_processes_are_those_of_one(
         pids = executor.pids
         executor.close()
         wait_ended(pids)
+
+
+def load_over_gloo(config: EngineConfig, context: RankContext) -> TorchExecutor:
+    with mock.patch.object(load, "connect", load.connect_by_torch):
+        return load.load_rank(config, context)
+
+
+def test_tokens_of_processes_that_are_connected_by_gloo(tmp_path: Path) -> None:
+    """What CUDA devices are connected by, with gloo in NCCL's place."""
+    save_tiny_model("llama", tmp_path)
+    common = {"model_dir": str(tmp_path), "dtype": "float32", "block_size": 8, "device": "cpu", "threads": 2}
+    alone = EngineConfig(kv_gib=2**20 / GIB, **common)  # type: ignore[arg-type]
+    executor = create_parallel_executor(replace(alone, tensor_parallel_size=2), load_over_gloo)
+    try:
+        assert tokens(executor) == tokens(create_torch_executor(alone))
+    finally:
+        executor.close()

@@ -24,23 +24,15 @@ from backfill.execution.micro_batches import split_step
 from backfill.offloading.interval import num_device_layers, offloaded_layers
 from backfill.parallel.load import load_rank
 from tests.builders import make_profile
+from tests.engine.interruptions import OFFLINE_SHAPES, drain, requests, tokens_of, undisturbed
 from tests.engine.test_memory_division_tokens import ENOUGH, LEAST, make_erratic
 from tests.engine.test_restored_tokens import HOST, LAYER_BLOCK_BYTES, create_executor, serve_on
 from tests.models.tiny import save_tiny_model
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
 from tests.parallel.test_rank_pipeline import ADMITTED, scheduled
-from tests.parallel.test_rank_stops import (
-    OFFLINE_SHAPES,
-    ONLINE_SHAPES,
-    before_layers,
-    drain,
-    make_engine,
-    requests,
-    run_disturbed,
-)
+from tests.parallel.test_rank_stops import LAYOUTS, all_requests, before_layers, make_engine, run_disturbed
 
 NUM_LAYERS = 12
-LAYOUTS = [Sizes(tensor=2), Sizes(pipeline=2), Sizes(2, 2)]
 LARGEST = 3  # whose memory has room for all smaller intervals too
 
 
@@ -60,20 +52,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def undisturbed(ranks: RankThreads) -> dict[str, list[int]]:
-    engine = Engine(SchedulerConfig(prefix_caching=False), ranks, VirtualClock())
-    wanted = requests(ServiceClass.OFFLINE, OFFLINE_SHAPES) + requests(ServiceClass.ONLINE, ONLINE_SHAPES)
-    for request in wanted:
-        engine.add(request)
-    drain(engine, ranks)
-    return {request.request_id: list(request.output_token_ids) for request in wanted}
-
-
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> dict[str, list[int]]:
     """Tokens of one rank with all layers."""
     ranks = RankThreads(Sizes(), load_tiny(model_dir, Sizes()))
-    tokens = undisturbed(ranks)
+    tokens = undisturbed(ranks, all_requests())
     ranks.close()
     return tokens
 
@@ -110,7 +93,7 @@ def test_each_rank_streams_its_shard_of_its_own_layers(
             assert outcome.weight_transfers.num_bytes == num_bytes
         ids = tuple(each.request_id for each in ADMITTED)
         ranks.run(StepPlan(20, Compute(()), released=ids))
-        assert undisturbed(ranks) == expected
+        assert undisturbed(ranks, all_requests()) == expected
     finally:
         ranks.close()
 
@@ -160,7 +143,7 @@ def test_all_tensor_ranks_divide_their_memory_anew(model_dir: Path, expected: di
                 assert rank.streamer.num_buffers == each.num_layers
                 assert len(rank._kv_pool) == few.num_blocks
                 rank._kv_pool[: each.num_blocks].fill_(1.0)
-            assert undisturbed(ranks) == expected
+            assert undisturbed(ranks, all_requests()) == expected
     finally:
         ranks.close()
 
@@ -242,7 +225,7 @@ def test_after_a_step_that_failed_layers_are_where_they_are_needed(
     assert isinstance(ranks.errors[failing_rank], ZeroDivisionError)
     drain(engine, ranks)
     before_layers(ranks, None)
-    outputs = {request.request_id: request.output_token_ids for request in offline}
+    outputs = tokens_of(offline)
     assert outputs == {name: tokens for name, tokens in expected.items() if name in outputs}
 
 

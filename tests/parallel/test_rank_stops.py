@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,39 +15,23 @@ from backfill.core.config import PreemptionMode, SchedulerConfig
 from backfill.core.request import Request, ServiceClass
 from backfill.engine.engine import Engine
 from backfill.execution.collectives import PeerFailed
-from tests.builders import linear_cost, make_profile, make_request
+from tests.builders import linear_cost, make_profile
+from tests.engine.interruptions import (
+    OFFLINE_SHAPES,
+    Interruptions,
+    drain,
+    requests,
+    tokens_of,
+    undisturbed,
+)
 from tests.models.tiny import save_tiny_model
 from tests.parallel.arrivals import run_arrivals
-from tests.parallel.rank_threads import Interruptions, RankThreads, Sizes, load_tiny
+from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
 
 NUM_LAYERS = 4
 LAYOUTS = [Sizes(tensor=2), Sizes(pipeline=2), Sizes(2, 2)]
-OFFLINE_SHAPES = [(21, 9), (5, 12), (30, 6), (11, 10)]
 ONLINE_SHAPES = [(13, 5), (4, 7)]
 PROFILE = make_profile(linear_cost(token_s=0.002, step_s=0.02))
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(3, 90, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-SHARED = prompt(16, seed=0)  # two blocks
-
-
-def requests(service_class: ServiceClass, shapes: list[tuple[int, int]]) -> list[Request]:
-    name = service_class.value
-    return [
-        make_request(
-            prompt_token_ids=SHARED + prompt(length, seed=100 * len(name) + index),
-            max_tokens=max_tokens,
-            request_id=f"{name}-{index}",
-            service_class=service_class,
-            ignore_eos=True,
-            temperature=0.8 * (index % 2),
-            seed=index,
-        )
-        for index, (length, max_tokens) in enumerate(shapes)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -87,34 +70,22 @@ def make_engine(ranks: RankThreads, preemption: PreemptionMode = "suspend", **li
         tpot_slo=0.3,
         **limits,
     )
-    for word in range(len(ranks._stop._words)):
-        ranks._stop._words[word] = 0  # the engine of the test before counted its steps from 0 too
+    words = ranks.state.stops._words
+    words[:] = memoryview(bytes(words.nbytes)).cast("q")  # the engine before counted its steps from 0 too
     return Engine(config, ranks, VirtualClock(), PROFILE)
 
 
-def drain(engine: Engine, ranks: RankThreads) -> None:
-    while engine.has_unfinished:
-        engine.step()
-        engine.scheduler.check_integrity()
-    engine.step()
-    assert engine.scheduler.kv.counts.referenced == 0
-    for rank in ranks.ranks:
-        assert rank._states == {}
-        assert rank._suspended == {}
+def all_requests() -> list[Request]:
+    return requests(ServiceClass.OFFLINE, OFFLINE_SHAPES) + requests(ServiceClass.ONLINE, ONLINE_SHAPES)
 
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> dict[str, list[int]]:
-    """Tokens of one rank, undisturbed."""
-    alone = Sizes()
-    ranks = RankThreads(alone, load_tiny(model_dir, alone))
-    engine = Engine(SchedulerConfig(prefix_caching=False), ranks, VirtualClock())
-    wanted = requests(ServiceClass.OFFLINE, OFFLINE_SHAPES) + requests(ServiceClass.ONLINE, ONLINE_SHAPES)
-    for request in wanted:
-        engine.add(request)
-    drain(engine, ranks)
+    """Tokens of one rank with all layers, undisturbed."""
+    ranks = RankThreads(Sizes(), load_tiny(model_dir, Sizes()))
+    tokens = undisturbed(ranks, all_requests())
     ranks.close()
-    return {request.request_id: list(request.output_token_ids) for request in wanted}
+    return tokens
 
 
 def run_disturbed(
@@ -143,7 +114,7 @@ def run_disturbed(
         if number not in arrived:
             engine.arrive(request)
     drain(engine, ranks)
-    return {each.request_id: each.output_token_ids for each in (*offline, *online)}
+    return tokens_of([*offline, *online])
 
 
 @pytest.mark.parametrize("preemption", ["suspend", "discard"])
@@ -220,7 +191,7 @@ def test_a_step_that_fails_on_one_rank_fails_on_those_that_need_it_and_the_next_
     needing = set(range(stage * size, len(kinds))) - {failing_rank}
     assert all(kinds[rank] is PeerFailed for rank in needing)
     assert not any(error for later in errors[1:] for error in later)
-    outputs = {request.request_id: request.output_token_ids for request in offline}
+    outputs = tokens_of(offline)
     assert outputs == {name: tokens for name, tokens in expected.items() if name in outputs}
     drain(engine, ranks)
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backfill.parallel.ring import RingClosed, RingReader, RingWriter, create_ring
+from backfill.parallel.shared_memory import RingReader, RingWriter, create_ring
+from backfill.parallel.worker import DriverClosed
 
 TIMEOUT_S = 60.0
 
@@ -79,8 +80,8 @@ def test_a_writer_gives_up_if_nobody_reads_any_more() -> None:
 
 def test_a_reader_gives_up_if_nobody_writes_any_more() -> None:
     def check() -> None:
-        raise RingClosed
+        raise DriverClosed
 
     _, (reader,) = ring(16, 1, check)
-    with pytest.raises(RingClosed):
+    with pytest.raises(DriverClosed):
         reader.read()

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from backfill.parallel.progress import Place, Progress
-from backfill.parallel.stall import StallWatch, describe_places, stall_limit_s, unwatched_s
+from backfill.parallel.stall import StallWatch, stall_limit_s, unwatched_s
 
 
 @pytest.mark.parametrize(
@@ -37,24 +36,3 @@ def test_progress_begins_the_count_again_and_a_pause_of_the_machine_hardly_count
     assert watch.still_s == 0.0
     watch.look("layer 2", 5000.5)
     assert watch.still_s == 0.25
-
-
-def test_the_places_of_ranks_are_told_those_first_that_wait_for_no_other() -> None:
-    progress = Progress.of(4)
-    before = progress.snapshot()
-    for rank in range(3):
-        progress.of_rank(rank).begin_step(7)
-    progress.of_rank(3).begin_step(6)
-    progress.of_rank(1).begin_layer(0)
-    progress.of_rank(0).begin_layer(2)
-    assert progress.snapshot() != before
-    with progress.of_rank(0).exchanging():
-        places = progress.places()
-    assert places == [Place(7, 2, True), Place(7, 0, False), Place(7, -1, False), Place(6, -1, False)]
-    assert not progress.places()[0].exchanges
-    assert describe_places(7, range(4), places) == (
-        "rank 1 stands still in layer 0; rank 2 stands still before its first layer; "
-        "rank 3 has not begun it; rank 0 waits for others in layer 2"
-    )
-    assert describe_places(7, [1, 3], None) == "no report from these ranks: 1, 3"
-    progress.close()

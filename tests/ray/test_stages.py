@@ -19,7 +19,6 @@ from backfill.execution.create import create_torch_executor
 from backfill.parallel.create import create_executor
 from backfill.parallel.ray_cluster import ADDRESS_VARIABLE
 from backfill.parallel.ray_stages import BUILD, StageNode, check_builds
-from backfill.parallel.stage_host import StageAddresses
 from tests.api.servers import wait_until
 from tests.builders import make_request
 from tests.models.tiny import save_tiny_model
@@ -45,8 +44,8 @@ def is_clean() -> bool:
 
 def test_another_build_on_a_node_is_refused() -> None:
     nodes = [
-        StageNode("a", "10.0.0.1", StageAddresses((), None), BUILD),
-        StageNode("b", "10.0.0.2", StageAddresses((), None), "0.0.1, big-endian"),
+        StageNode("a", "10.0.0.1", (), None, BUILD),
+        StageNode("b", "10.0.0.2", (), None, "0.0.1, big-endian"),
     ]
     check_builds(nodes[:1])
     with pytest.raises(ConfigError, match=r"10\.0\.0\.2 has 0\.0\.1, big-endian, and the engine "):

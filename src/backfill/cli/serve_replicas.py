@@ -235,7 +235,7 @@ def _actors(server_of: _ServerOf, engine: EngineConfig, num_replicas: int, engin
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours the names of actors in a file, too
     # Lines of replicas differ by the number alone, and Ray would show one of them.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    from backfill.parallel.require_ray import require_ray
+    from backfill.parallel import require_ray
 
     require_ray()
     from backfill.ray.replicas import RayReplicas

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -15,10 +16,10 @@ from backfill.execution.machine import check_threads, threads_of_rank
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.config import ModelConfig
 from backfill.models.placement import ModelPlacement
+from backfill.parallel import require_ray
 from backfill.parallel.executor import ParallelExecutor
 from backfill.parallel.load import load_rank
 from backfill.parallel.rank import RankLoader
-from backfill.parallel.require_ray import require_ray
 
 
 def create_executor(config: EngineConfig, bus: Bus | None = None) -> TorchExecutor | ParallelExecutor:
@@ -51,7 +52,7 @@ def create_ray_executor(config: EngineConfig, load: RankLoader = load_rank) -> P
     Raises: BackfillError with a message for the user; no actor is left then.
     """
     require_ray()
-    from backfill.parallel.ray_stages import plan_stages, starter
+    from backfill.parallel.ray_stages import plan_stages, start_stages
 
     _check_sizes(config)
     for name, is_used in (
@@ -64,7 +65,7 @@ def create_ray_executor(config: EngineConfig, load: RankLoader = load_rank) -> P
     bundle = plan_stages(config)
     config = replace(config, device="cuda" if bundle.num_gpus else "cpu")
     threads = max(1, bundle.threads // config.tensor_parallel_size)
-    return _warmed_up(ParallelExecutor(config, threads, load, start=starter(bundle)), config)
+    return _warmed_up(ParallelExecutor(config, threads, load, start=partial(start_stages, bundle)), config)
 
 
 def _check_sizes(config: EngineConfig) -> None:

@@ -5,33 +5,32 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import add
 from typing import NamedTuple
 
-from backfill.core.block import BlockMove
+from backfill.core.block import BlockCopy, BlockMove, SlotCopy
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError
 from backfill.core.plan import Compute, StepOutcome, StepPlan, WeightTransfers
 from backfill.core.request import RequestId
 from backfill.execution.executor import ExecutorInfo
-from backfill.parallel.merge import CompletedOnAll, merge_infos, merge_transfers
 from backfill.parallel.messages import (
-    FromRank,
     Loaded,
     LoadFailed,
+    Report,
     StepDone,
     StepRaised,
     outcome_of,
     sampled_of,
 )
 from backfill.parallel.plan_codec import PlanEncoder, Sampled
-from backfill.parallel.processes import RankProcesses
 from backfill.parallel.rank import RankLoader, output_rank
-from backfill.parallel.ranks import RankStarter
+from backfill.parallel.ranks import LocalRanks, RankStarter
 from backfill.parallel.stall import StallWatch, describe_places, stall_limit_s, unwatched_s
+from backfill.parallel.worker import name_of
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +73,10 @@ class ParallelExecutor:
         threads: int,
         load: RankLoader,
         failed_step_s: float = _FAILED_STEP_S,
-        start: RankStarter = RankProcesses,
+        start: RankStarter = LocalRanks,
     ) -> None:
         try:
-            self._ranks = start(config, threads, load)
+            self._ranks = start(replace(config, threads=threads), name_of(load))
         except OSError as error:
             raise BackfillError(
                 f"The processes of the ranks cannot be started: {error.strerror or error}."
@@ -119,7 +118,7 @@ class ParallelExecutor:
                     continue
                 report = reports.popleft()
                 if isinstance(report, LoadFailed):
-                    raise BackfillError(report.message)
+                    raise BackfillError(ranks.where(rank) + report.message)
                 assert isinstance(report, Loaded)
                 infos[rank] = report.info
                 first_at_s = min(first_at_s, now_s)
@@ -196,7 +195,7 @@ class ParallelExecutor:
         return self.collect()
 
     def request_stop(self, step: int) -> None:
-        self._ranks.stop.request(step)
+        self._ranks.stop(step)
 
     def fill_kv_pool(self, num_blocks: int) -> None:
         """Write to the first blocks of the pool, so that their pages are mapped."""
@@ -207,7 +206,7 @@ class ParallelExecutor:
             self.run(StepPlan(step=0, work=Compute(slices=()), moves=moves))
 
     def check(self) -> None:
-        """Raises: ExecutorDead if a rank has ended, also while no step is in flight."""
+        """See ``PipelinedExecutor``: also if a rank has ended while no step is in flight."""
         self._ranks.check()
 
     def close(self) -> None:
@@ -228,16 +227,16 @@ class ParallelExecutor:
 
     def _check_progress(self, step: _InFlight, watch: StallWatch, now_s: float) -> None:
         """Raises: ExecutorDead if no rank has got on for too long."""
-        ranks, progress = self._ranks, self._ranks.progress
+        ranks, state = self._ranks, self._ranks.state
         waiting = [rank for rank, each in enumerate(ranks.reports) if not each]
         failed = _failures([each[0] if each else None for each in ranks.reports])
         limit_s = stall_limit_s(self._hang_timeout_s, step.predicted_s)
         if failed:
             limit_s = min(limit_s, self._failed_step_s)
-        watch.look((waiting, None if progress is None else progress.snapshot()), now_s)
+        watch.look((waiting, state.snapshot()), now_s)
         if watch.still_s < limit_s or not waiting:
             return
-        places = describe_places(step.step, waiting, None if progress is None else progress.places())
+        places = describe_places(step.step, waiting, state.places())
         if failed:
             message = f"Step {step.step} failed ({failed[0]}), and others did not come out of it within"
         else:
@@ -249,8 +248,62 @@ def _sampling_ids(plan: StepPlan) -> tuple[RequestId, ...]:
     return tuple(each.request_id for each in plan.slices if each.samples)
 
 
-def _failures(reports: Sequence[FromRank | None]) -> list[str]:
+def _failures(reports: Sequence[Report | None]) -> list[str]:
     """Of the ranks that have reported one; reports are by rank."""
     return [
         f"{each.message} on rank {rank}" for rank, each in enumerate(reports) if isinstance(each, StepRaised)
     ]
+
+
+def merge_infos(infos: Sequence[ExecutorInfo], num_stages: int) -> ExecutorInfo:
+    """Of all ranks together: a block exists where all ranks have memory for their part of it."""
+    num_blocks = min(info.num_blocks for info in infos)
+    return replace(
+        infos[0],
+        num_blocks=num_blocks,
+        num_host_blocks=min(info.num_host_blocks for info in infos),
+        max_model_len=min(info.max_model_len for info in infos),
+        block_bytes=sum(info.block_bytes for info in infos),
+        max_steps_in_flight=num_stages,
+    )
+
+
+def merge_transfers(transfers: Sequence[WeightTransfers]) -> WeightTransfers:
+    """Of all ranks in a step: each transfers its shard of its layers, while the others transfer theirs."""
+    if not transfers:
+        return WeightTransfers()
+    return WeightTransfers(
+        transfers[0].interval,
+        num_bytes=sum(each.num_bytes for each in transfers),
+        stall_s=max(each.stall_s for each in transfers),
+        transfer_s=max(each.transfer_s for each in transfers),
+    )
+
+
+class CompletedOnAll:
+    """Copies that all ranks have completed. Each rank copies its part of a block, at its own pace."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._counts: Counter[BlockCopy | SlotCopy] = Counter()
+        self._completed: list[BlockCopy | SlotCopy] = []
+
+    def add(self, outcome: StepOutcome) -> None:
+        """Of one rank."""
+        copies: tuple[BlockCopy | SlotCopy, ...] = (*outcome.completed_copies, *outcome.completed_slot_copies)
+        for copy in copies:
+            self._counts[copy] += 1
+            if self._counts[copy] == self._num_ranks:
+                del self._counts[copy]
+                self._completed.append(copy)
+
+    @property
+    def has_some(self) -> bool:
+        """``take`` has something to return."""
+        return bool(self._completed)
+
+    def take(self) -> tuple[tuple[BlockCopy, ...], tuple[SlotCopy, ...]]:
+        """Those since the last call."""
+        taken, self._completed = self._completed, []
+        blocks = tuple(each for each in taken if isinstance(each, BlockCopy))
+        return blocks, tuple(each for each in taken if isinstance(each, SlotCopy))

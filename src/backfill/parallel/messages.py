@@ -1,12 +1,15 @@
-"""What the ranks report to the driver, and what goes between it and the host of a stage on another node.
+"""What the ranks report to the driver, as MessagePack with its length before it, and its way over a socket.
 
-To the ranks themselves go plans alone (``plan_codec.py``).
+The driver sends plans (``plan_codec.py``); to ranks that have no memory in common with it also stop requests.
 """
 
 from __future__ import annotations
 
+import socket
+import struct
 from dataclasses import replace
 from itertools import repeat
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -14,6 +17,12 @@ from backfill.core.plan import SampledToken, StepOutcome, TokenLogprobs
 from backfill.core.request import RequestId
 from backfill.execution.executor import ExecutorInfo
 from backfill.parallel.plan_codec import Sampled
+
+Message = TypeVar("Message")
+
+_LENGTH = struct.Struct("<I")
+_CHUNK = 1 << 14  # a larger buffer is mapped anew for each call
+_encoder = msgspec.msgpack.Encoder()
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):
@@ -52,50 +61,31 @@ class StepRaised(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-FromRank = Loaded | LoadFailed | StepDone | StepRaised
+Report = Loaded | LoadFailed | StepDone | StepRaised
 
 
-class Started(msgspec.Struct, tag=True, frozen=True):
-    """From a host, once: the ranks' processes run. Process ids are those of the node."""
+class Moved(msgspec.Struct, tag=True, frozen=True):
+    """From a rank on another node: how far it is, when that has changed. See ``RankProgress.data``."""
 
-    pids: tuple[int, ...]
-
-
-class AtBarrier(msgspec.Struct, tag=True, frozen=True):
-    """From a host, once: all ranks of the stage have come to the barrier."""
+    data: bytes
 
 
-class RankReport(msgspec.Struct, tag=True, frozen=True):
-    """From a host: what a rank has reported."""
-
-    rank: int
-    report: FromRank
-
-
-class StageProgress(msgspec.Struct, tag=True, frozen=True):
-    """From a host: how far the ranks of the stage are, when that has changed. See ``Progress.part``."""
-
-    part: bytes
-
-
-FromStage = Started | AtBarrier | RankReport | StageProgress
+FromRank = Report | Moved
 
 
 class RunPlan(msgspec.Struct, tag=True, frozen=True):
-    """To a host, for its ranks: a plan as the driver has encoded it."""
+    """To a rank on another node: a plan as the driver has encoded it."""
 
     plan: bytes
 
 
 class StopStep(msgspec.Struct, tag=True, frozen=True):
+    """To a rank on another node."""
+
     step: int
 
 
-class GoOn(msgspec.Struct, tag=True, frozen=True):
-    """To a host: all ranks of the engine have come to the barrier."""
-
-
-ToStage = RunPlan | StopStep | GoOn
+ToRank = RunPlan | StopStep
 
 
 def step_done(step: int, outcome: StepOutcome) -> StepDone:
@@ -124,3 +114,42 @@ def outcome_of(report: StepDone, sampled: Sampled) -> StepOutcome:
     rows = zip(sampled.request_ids, sampled.token_ids, logprobs, strict=False)
     tokens: tuple[SampledToken, ...] = tuple(map(tuple.__new__, repeat(SampledToken), rows))
     return replace(report.others, sampled=tokens) if report.others is not None else StepOutcome(tokens)
+
+
+def encode_frame(message: msgspec.Struct) -> bytes:
+    data = _encoder.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+class FrameReader(Generic[Message]):
+    """Takes messages off a connection without waiting for them.
+
+    Args:
+        kind: type of the messages; a union is not a ``type``.
+    """
+
+    def __init__(self, connection: socket.socket, kind: Any) -> None:
+        self._connection = connection
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kind)
+        self._received = bytearray()
+
+    def take(self) -> list[Message] | None:
+        """Messages that are complete by now, perhaps none; None once the other end has closed or is lost."""
+        try:
+            data = self._connection.recv(_CHUNK, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not data:
+            return None
+        received = self._received
+        received += data
+        found: list[Message] = []
+        while len(received) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(received)[0]
+            if len(received) < end:
+                break
+            found.append(self._decoder.decode(received[_LENGTH.size : end]))
+            del received[:end]
+        return found

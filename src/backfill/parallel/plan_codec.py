@@ -14,12 +14,11 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from backfill.core.block import BlockCopy, BlockMove, BlockRef, SlotCopy
+from backfill.core.block import BlockMove, BlockRef
 from backfill.core.plan import (
     AdmittedRequest,
     BlockCopies,
     Compute,
-    CopyDirections,
     DeviceMemory,
     Resume,
     Safepoints,
@@ -33,6 +32,7 @@ from backfill.core.request import RequestId
 Table: TypeAlias = Sequence[BlockRef]
 Slices: TypeAlias = tuple[ScheduledSlice, ...]
 
+_NO_COPIES = BlockCopies()
 _NUM_RECENT = 8  # steps; with more in flight, plans are larger
 
 
@@ -87,16 +87,6 @@ class _Slices(msgspec.Struct, array_like=True, frozen=True):
     preemptible: tuple[bool, ...]
 
 
-class _Copies(msgspec.Struct, array_like=True, frozen=True):
-    """BlockCopies, with a number for its flag."""
-
-    checkpoint: tuple[BlockCopy, ...]
-    restore: tuple[BlockCopy, ...]
-    blocking: int
-    slot_checkpoint: tuple[SlotCopy, ...]
-    slot_restore: tuple[SlotCopy, ...]
-
-
 class _Plan(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
     """A StepPlan: if it ``waits`` its work is WaitForCopies, with ``num_layers`` Resume, else Compute.
 
@@ -115,7 +105,7 @@ class _Plan(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
     num_layers: int | None = None
     admitted: tuple[AdmittedRequest, ...] = ()
     released: tuple[RequestId, ...] = ()
-    copies: _Copies | None = None
+    copies: BlockCopies | None = None
     offload_interval: int | None = None
     memory: DeviceMemory | None = None
     moves: tuple[BlockMove, ...] = ()
@@ -132,7 +122,7 @@ class PlanEncoder:
 
     def encode(self, plan: StepPlan, sampled: Sampled) -> bytes:
         """``sampled``: in steps before it, and not sent yet."""
-        work, copies = plan.work, plan.copies
+        work = plan.work
         for request_id in plan.released:
             self._tables.pop(request_id, None)
         place = self._recent.find(sampled.request_ids)
@@ -148,7 +138,7 @@ class PlanEncoder:
                 work.num_layers if isinstance(work, Resume) else None,
                 plan.admitted,
                 plan.released,
-                _encoded_copies(copies) if copies or copies.blocking else None,
+                plan.copies if plan.copies != _NO_COPIES else None,
                 plan.offload_interval,
                 plan.memory,
                 plan.moves,
@@ -204,7 +194,7 @@ class PlanDecoder:
             self._work(wire),
             wire.admitted,
             wire.released,
-            BlockCopies() if wire.copies is None else _decoded_copies(wire.copies),
+            _NO_COPIES if wire.copies is None else wire.copies,
             wire.offload_interval,
             wire.memory,
             wire.moves,
@@ -240,23 +230,3 @@ class PlanDecoder:
             request_ids, wire.starts, wire.num_tokens, tables, wire.samples, wire.preemptible, strict=True
         )
         return tuple(map(tuple.__new__, repeat(ScheduledSlice), rows))
-
-
-def _encoded_copies(copies: BlockCopies) -> _Copies:
-    return _Copies(
-        copies.checkpoint,
-        copies.restore,
-        copies.blocking.value,
-        copies.slot_checkpoint,
-        copies.slot_restore,
-    )
-
-
-def _decoded_copies(wire: _Copies) -> BlockCopies:
-    return BlockCopies(
-        wire.checkpoint,
-        wire.restore,
-        CopyDirections(wire.blocking),
-        wire.slot_checkpoint,
-        wire.slot_restore,
-    )

@@ -1,4 +1,4 @@
-"""What one rank is to the process that runs it."""
+"""What one rank is: its place among the others, and what it does with the plans of all."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.execution.executor import ExecutorInfo
-from backfill.parallel.progress import Progress
-from backfill.parallel.shared_memory import Barrier, StopWords
+from backfill.parallel.shared_state import RankProgress, SharedState
 from backfill.parallel.sockets import Address
 
 
@@ -21,22 +20,18 @@ class StagePlace:
 
     Attributes:
         node_ranks: all ranks of its node, which share the node's memory.
-        store: where rank 0 serves the store of torch.distributed; None on CPU.
-        following: where the next stage listens, by tensor rank; none on the last.
+        driver: where the driver listens for its ranks.
+        following: where those of the next stage listen, by tensor rank; none on the last stage.
+        store: see ``RankContext``.
         key: secret that both ends of a connection have to know.
-        store_fd: rank 0's listening socket at ``store``; None on other stages.
-        previous_fds: listening sockets for the stage before, by tensor rank; none on the first stage.
-        clock_ahead_s: the driver's monotonic clock less that of this node.
     """
 
     stage: int
     node_ranks: tuple[int, ...]
-    store: Address | None
+    driver: Address
     following: tuple[Address, ...]
+    store: Address | None
     key: bytes
-    store_fd: int | None = None
-    previous_fds: tuple[int, ...] = ()
-    clock_ahead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +40,25 @@ class RankContext:
 
     Attributes:
         rank: ``stage * tensor_parallel_size + tensor_rank``.
-        stop: says whether a step is to be stopped.
-        store_port: TCP port where rank 0 serves the store through which the ranks meet, on 127.0.0.1
-            without ``place``.
-        store_fd: rank 0's listening socket on that port, for ``torch.distributed.TCPStore``; else None.
-        memory_fd: an empty file in memory without a name, the same for all local ranks. It ends with them.
-        barrier: where ranks that load at the same time wait for each other, once; None if they do not.
+        state: shared by all local ranks, as are ``memory_fd`` and what they are started with.
+        memory_fd: an empty file in memory without a name. It ends with the ranks.
+        store: where rank 0 serves the store of torch.distributed through which the ranks meet on CUDA.
+        store_fd: rank 0's listening socket there; else None.
         place: None if one process has started all ranks: they share a machine, and all are local.
-        progress: where each rank shows how far it is; None if nobody looks.
+        previous_fd: listening socket for its peer in the stage before, if that was started elsewhere.
+        clock_ahead_s: the driver's monotonic clock less that of this node.
     """
 
     rank: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
-    stop: StopWords
-    store_port: int
-    store_fd: int | None
+    state: SharedState
     memory_fd: int
-    barrier: Barrier | None = None
+    store: Address | None = None
+    store_fd: int | None = None
     place: StagePlace | None = None
-    progress: Progress | None = None
+    previous_fd: int | None = None
+    clock_ahead_s: float = 0.0
 
     @property
     def num_ranks(self) -> int:
@@ -80,7 +74,7 @@ class RankContext:
 
     @property
     def local_ranks(self) -> range:
-        """Those that were started together: they share a ring, ``stop`` and ``memory_fd``."""
+        """Those that were started together."""
         if self.place is None:
             return range(self.num_ranks)
         return ranks_of_stage(self.stage, self.tensor_parallel_size)
@@ -94,6 +88,10 @@ class RankContext:
     def node_ranks(self) -> Sequence[int]:
         """Those that share the machine's memory."""
         return self.local_ranks if self.place is None else self.place.node_ranks
+
+    @property
+    def progress(self) -> RankProgress:
+        return self.state.of_rank(self.rank)
 
 
 def ranks_of_stage(stage: int, tensor_parallel_size: int) -> range:
@@ -133,7 +131,7 @@ class RankExecutor(Protocol):
 
 
 RankLoader = Callable[[EngineConfig, RankContext], RankExecutor]
-"""Loads one rank's part of the model in its process. A function at module level, since it is pickled by name.
+"""Loads one rank's part of the model in its process. A function at module level, since it is found by name.
 
 The configuration's ``threads`` are those of this rank. Raises: BackfillError with a message for the user.
 """

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from backfill import __version__
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError, ExecutorDead
-from backfill.parallel.rank import RankLoader, StagePlace, ranks_of_stage
-from backfill.parallel.ranks import Ranks, RankStarter
+from backfill.parallel.rank import StagePlace, ranks_of_stage
+from backfill.parallel.ranks import Ranks
 from backfill.parallel.ray_cluster import (
     ADDRESS_VARIABLE,
     Bundle,
@@ -34,9 +33,8 @@ from backfill.parallel.ray_cluster import (
     reserve,
     resources_of_nodes,
 )
-from backfill.parallel.remote_stages import RemoteStages
-from backfill.parallel.sockets import KEY_BYTES, address_of, listen
-from backfill.parallel.stage_host import NamedLoader, StageAddresses, StageOrder, StageSockets, run_stage
+from backfill.parallel.remote_ranks import RemoteRanks, StageListeners, run_stage
+from backfill.parallel.sockets import KEY_BYTES, Address, address_of, listen
 
 _START_S = 120.0
 _REASON_S = 5.0
@@ -50,11 +48,12 @@ BUILD = f"{__version__}, {sys.byteorder}-endian"
 
 @dataclass(frozen=True, slots=True)
 class StageNode:
-    """Where an actor is, what it listens on for its stage, and the build of Backfill there."""
+    """Where an actor is, what it listens on (see ``StageListeners``), and the build of Backfill there."""
 
     node_id: str
     host: str
-    addresses: StageAddresses
+    links: tuple[Address, ...]
+    store: Address | None
     build: str
 
 
@@ -69,13 +68,14 @@ class StageActor:
 
     def listen(self, num_ranks: int, *, serves_store: bool) -> StageNode:
         host = ray.util.get_node_ip_address()
-        self._sockets = StageSockets.open(host, self._stage, num_ranks, serves_store=serves_store)
-        return StageNode(ray.get_runtime_context().get_node_id(), host, self._sockets.addresses, BUILD)
+        self._listeners = mine = StageListeners.open(host, self._stage, num_ranks, serves_store=serves_store)
+        node_id = ray.get_runtime_context().get_node_id()
+        return StageNode(node_id, host, mine.link_addresses, mine.store_address, BUILD)
 
-    def run(self, order: StageOrder, environment: dict[str, str]) -> str:
+    def run(self, config: EngineConfig, load: str, place: StagePlace, environment: dict[str, str]) -> str:
         """See ``run_stage``."""
         os.environ.update(environment)
-        return run_stage(self._sockets, order)
+        return run_stage(self._listeners, config, load, place)
 
 
 class RayStages:
@@ -86,17 +86,21 @@ class RayStages:
     """
 
     def __init__(self, config: EngineConfig, bundle: Bundle) -> None:
+        self._config, self._bundle = config, bundle
         self._size, self._num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
-        self._bundle = bundle
         self._runs: list[Any] = []
         self._actors: list[Any] = []
         self._group: PlacementGroup | None = None
         self._nodes: list[StageNode] = []
 
-    def place(self, *, needs_store: bool) -> None:
-        """Raises: ConfigError, ExecutorDead; ``close`` then ends what was started."""
+    def start(self, load: str) -> RemoteRanks:
+        """Place the actors, and start the ranks there.
+
+        Raises: ConfigError, ExecutorDead, OSError; ``close`` then ends what was started.
+        """
         self._group = reserve(self._bundle, self._num_stages, "PACK", _what(self._size, self._num_stages))
         self._actors = [self._create(stage) for stage in range(self._num_stages)]
+        needs_store = self._config.device == "cuda"
         listening = [
             actor.listen.remote(self._size, serves_store=needs_store and stage == 0)
             for stage, actor in enumerate(self._actors)
@@ -106,34 +110,20 @@ class RayStages:
         except RayError as error:
             raise ExecutorDead(f"The actors of the stages cannot start: {_reason(error)}") from None
         check_builds(self._nodes)
-
-    def run(self, config: EngineConfig, threads: int, load: RankLoader) -> RemoteStages:
-        """Start the ranks. Raises: ExecutorDead, OSError."""
         listener, key = listen(ray.util.get_node_ip_address()), secrets.token_bytes(KEY_BYTES)
+        with listener:
+            self._run(load, address_of(listener), key)
+            return RemoteRanks(self._config, listener, key, self)
+
+    def _run(self, load: str, driver: Address, key: bytes) -> None:
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         nodes = self._nodes
-        with ExitStack() as on_error:
-            on_error.enter_context(listener)
-            for stage, (actor, node) in enumerate(zip(self._actors, nodes, strict=True)):
-                beside = [other for other, each in enumerate(nodes) if each.node_id == node.node_id]
-                is_last = stage == self._num_stages - 1
-                order = StageOrder(
-                    config,
-                    threads,
-                    NamedLoader.of(load),
-                    address_of(listener),
-                    StagePlace(
-                        stage,
-                        tuple(rank for other in beside for rank in ranks_of_stage(other, self._size)),
-                        nodes[0].addresses.store,
-                        () if is_last else nodes[stage + 1].addresses.links,
-                        key,
-                    ),
-                )
-                self._runs.append(actor.run.remote(order, environment))
-            stages = RemoteStages(config, listener, key, self)
-            on_error.pop_all()
-        return stages
+        following = [*(node.links for node in nodes[1:]), ()]
+        for stage, (actor, node) in enumerate(zip(self._actors, nodes, strict=True)):
+            beside = [other for other, each in enumerate(nodes) if each.node_id == node.node_id]
+            node_ranks = tuple(rank for other in beside for rank in ranks_of_stage(other, self._size))
+            place = StagePlace(stage, node_ranks, driver, following[stage], nodes[0].store, key)
+            self._runs.append(actor.run.remote(self._config, load, place, environment))
 
     def check(self) -> None:
         ended, _ = ray.wait(self._runs, num_returns=len(self._runs), timeout=0, fetch_local=False)
@@ -201,19 +191,13 @@ def check_builds(nodes: Iterable[StageNode]) -> None:
             )
 
 
-def starter(bundle: Bundle) -> RankStarter:
-    """Starts ranks as actors, with this bundle for each stage."""
-    return partial(_start, bundle)
-
-
-def _start(bundle: Bundle, config: EngineConfig, threads: int, load: RankLoader) -> Ranks:
+def start_stages(bundle: Bundle, config: EngineConfig, load: str) -> Ranks:
+    """See ``RankStarter``: as actors, with this bundle for each stage."""
     # Workers of Ray have another working folder.
-    config = replace(config, model_dir=str(Path(config.model_dir).absolute()))
+    stages = RayStages(replace(config, model_dir=str(Path(config.model_dir).absolute())), bundle)
     with ExitStack() as on_error:
-        stages = RayStages(config, bundle)
         on_error.callback(stages.close)
-        stages.place(needs_store=config.device == "cuda")
-        ranks = stages.run(config, threads, load)
+        ranks = stages.start(load)
         on_error.pop_all()
     return ranks
 

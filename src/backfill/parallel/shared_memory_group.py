@@ -7,15 +7,57 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from backfill import _shared_memory  # type: ignore[attr-defined]
 from backfill.execution.collectives import PeerFailed
-from backfill.parallel.shared_memory import CLOSED, Signals
+from backfill.ipc.python_process import is_running
+from backfill.parallel.shared_state import RankProgress
 
+CLOSED = 2**62  # the counter of a rank that has ended
+_ALIVE_CHECK_S = 0.25
 # Words of a rank: rank 0's answers, one for each half; steps that failed, at their number modulo so many.
 # That is more than a rank may be ahead of another, which has not seen the failure yet.
 _STOP, _FAILED, _NUM_FAILED = 0, 2, 64
 _NUM_WORDS = _FAILED + _NUM_FAILED
 _STEP = 1 << 24  # counts in a step, at most
 _PART_BYTES = 1 << 20
+
+
+class Signals:
+    """A counter and some words for each rank; each rank writes its own.
+
+    A wait looks a few times, then yields, then sleeps, so that ranks that share cores do not slow down the
+    one they wait for. What a rank has written before it raises its counter is seen by those who see the
+    counter.
+
+    Args:
+        memory: zeros when the first rank comes; ``num_bytes`` of it are used.
+        num_words: words of each rank for the user of this.
+        progress: of this rank, which shows that it waits.
+    """
+
+    def __init__(
+        self, memory: memoryview, rank: int, size: int, num_words: int, progress: RankProgress
+    ) -> None:
+        self._cpp = cpp = _shared_memory.Signals(memory, rank, size, num_words)
+        self._progress = progress
+        self.count, self.raise_to = cpp.count, cpp.raise_to
+        self.word, self.set_word = cpp.word, cpp.set_word
+
+    @staticmethod
+    def num_bytes(size: int, num_words: int) -> int:
+        return int(_shared_memory.Signals.num_bytes(size, num_words))
+
+    def wait_for(self, rank: int, value: int) -> None:
+        """Until the rank's counter has reached ``value``. Raises: PeerFailed if its process has ended."""
+        with self._progress.exchanging():
+            while not self._cpp.wait_for(rank, value, _ALIVE_CHECK_S):
+                pid = self._cpp.pid(rank)  # 0 before the rank has come
+                if pid and not is_running(pid) and self.count(rank) < value:
+                    raise PeerFailed(f"the process of rank {rank} (pid {pid}) has ended")
+
+    def close(self) -> None:
+        """Everyone who waits for this rank goes on, now and later."""
+        self.raise_to(CLOSED)
 
 
 class SharedMemoryGroup:
@@ -27,14 +69,22 @@ class SharedMemoryGroup:
 
     Args:
         memory: ``num_bytes`` of zeros that all ranks have mapped.
+        progress: of this rank.
         part_bytes: of a tensor; a larger one is exchanged part by part.
     """
 
-    def __init__(self, memory: memoryview, rank: int, size: int, part_bytes: int = _PART_BYTES) -> None:
+    def __init__(
+        self,
+        memory: memoryview,
+        rank: int,
+        size: int,
+        progress: RankProgress,
+        part_bytes: int = _PART_BYTES,
+    ) -> None:
         header = Signals.num_bytes(size, _NUM_WORDS)
         self.rank = rank
         self.size = size
-        self._signals = Signals(memory, rank, size, _NUM_WORDS)
+        self._signals = Signals(memory, rank, size, _NUM_WORDS, progress)
         self._data = torch.frombuffer(memory, dtype=torch.uint8, offset=header, count=2 * size * part_bytes)
         self._part_bytes = part_bytes
         self._views: dict[torch.dtype, list[list[Tensor]]] = {}  # [half][rank]

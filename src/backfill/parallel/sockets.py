@@ -82,7 +82,14 @@ def connect_to(address: Address, key: bytes, timeout_s: float) -> socket.socket:
         raise
 
 
-def receive_exactly(connection: socket.socket, memory: memoryview) -> None:
+def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """Raises: ConnectionRefused at the end of the stream, OSError."""
+    data = bytearray(num_bytes)
+    fill_from(connection, memoryview(data))
+    return bytes(data)
+
+
+def fill_from(connection: socket.socket, memory: memoryview) -> None:
     """Fill the memory. Raises: ConnectionRefused at the end of the stream, OSError."""
     while memory:
         count = connection.recv_into(memory)

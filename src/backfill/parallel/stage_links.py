@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import socket
 import struct
-import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from backfill.execution.collectives import PeerFailed, StageHeader
 from backfill.models.decoder import HiddenState
-from backfill.parallel.shared_memory import CLOSED, Signals
-from backfill.parallel.sockets import receive_exactly
+from backfill.parallel.shared_memory_group import CLOSED, Signals
+from backfill.parallel.shared_state import RankProgress
+from backfill.parallel.sockets import fill_from, receive_exactly
 
 NUM_MESSAGES = 2  # queued at most: the stage before may be a step ahead while it computes another
 NUM_VALUES = 7  # of a header
@@ -52,6 +53,11 @@ class RowShape(NamedTuple):
         return [state.residual] if state.delta is None else [state.residual, state.delta]
 
 
+def state_of(rows: Sequence[Tensor]) -> HiddenState | None:
+    """What ``RowShape.rows_of`` has returned the rows of."""
+    return HiddenState(rows[0], rows[1] if len(rows) > 1 else None) if rows else None
+
+
 def pack_header(header: StageHeader, rows: list[Tensor]) -> tuple[float, ...]:
     """``NUM_VALUES`` float64 values: the header, how many tensors follow it, and the rows of each."""
     number, last_layer, stopped_layers, stopped_at_s, failed = header
@@ -72,11 +78,12 @@ class SharedMemoryLink:
 
     Args:
         memory: ``num_bytes`` of zeros that both ends have mapped.
+        progress: of the rank at this end.
     """
 
-    def __init__(self, memory: memoryview, shape: RowShape, *, sends: bool) -> None:
+    def __init__(self, memory: memoryview, shape: RowShape, progress: RankProgress, *, sends: bool) -> None:
         self._shape = shape
-        self._signals = Signals(memory, _SENDER if sends else _RECEIVER, 2, num_words=0)
+        self._signals = Signals(memory, _SENDER if sends else _RECEIVER, 2, 0, progress)
         start = Signals.num_bytes(2, 0)
         end_of_headers = start + _HEADER_BYTES * NUM_MESSAGES
         self._headers = memory[start:end_of_headers].cast("d")
@@ -131,52 +138,49 @@ class SocketLink:
 
     Args:
         connection: belongs to the link from now on.
+        progress: of the rank at this end.
         clock_ahead_s: the driver's monotonic clock less this node's. Times travel on the driver's.
     """
 
     def __init__(
-        self, connection: socket.socket, shape: RowShape, clock_ahead_s: float, *, sends: bool
+        self, connection: socket.socket, shape: RowShape, progress: RankProgress, clock_ahead_s: float
     ) -> None:
         self._connection = connection
         self._shape = shape
+        self._progress = progress
         self._clock_ahead_s = clock_ahead_s
-        self._unsent: deque[memoryview] = deque()
-        self._changed = threading.Condition()
-        self._error: str | None = None
-        self._sender = threading.Thread(target=self._send_rest, name="stage-link", daemon=True)
-        if sends:
-            self._sender.start()
+        self._sender = ThreadPoolExecutor(1, "stage-link")
+        self._unsent: deque[Future[None]] = deque()
 
     def send(self, header: StageHeader, state: HiddenState | None) -> None:
-        data = memoryview(self._packed(header, state))
-        with self._changed:
-            while len(self._unsent) >= NUM_MESSAGES and self._error is None:
-                self._changed.wait()
-            if self._error is not None:
-                raise PeerFailed(self._error)
-            if not self._unsent:
-                data = data[self._send_now(data) :]
+        data, unsent = memoryview(self._packed(header, state)), self._unsent
+        try:
+            with self._progress.exchanging():
+                while unsent and (unsent[0].done() or len(unsent) >= NUM_MESSAGES):
+                    unsent.popleft().result()
+            if not unsent:
+                with suppress(BlockingIOError):
+                    data = data[self._connection.send(data, socket.MSG_DONTWAIT) :]
             if data:
-                self._unsent.append(data)
-                self._changed.notify_all()
+                unsent.append(self._sender.submit(self._connection.sendall, data))
+        except OSError as error:
+            raise PeerFailed(f"the next stage cannot be reached: {error}") from error
 
     def receive(self) -> tuple[StageHeader, HiddenState | None]:
-        data = bytearray(_HEADER.size)
         try:
-            receive_exactly(self._connection, memoryview(data))
-            header, num_tensors, num_rows = unpack_header(_HEADER.unpack(data))
-            assert num_rows <= self._shape.num_rows, f"{num_rows} rows, at most {self._shape.num_rows} fit"
-            rows = [self._received_rows(num_rows) for _ in range(num_tensors)]
+            with self._progress.exchanging():
+                data = receive_exactly(self._connection, _HEADER.size)
+                header, num_tensors, num_rows = unpack_header(_HEADER.unpack(data))
+                assert num_rows <= self._shape.num_rows, f"{num_rows} rows, at most {self._shape.num_rows}"
+                rows = [self._received_rows(num_rows) for _ in range(num_tensors)]
         except OSError as error:
             raise PeerFailed(f"the previous stage cannot be reached: {error}") from error
-        header = header._replace(stopped_at_s=header.stopped_at_s - self._clock_ahead_s)
-        return header, HiddenState(rows[0], rows[1] if num_tensors > 1 else None) if rows else None
+        return header._replace(stopped_at_s=header.stopped_at_s - self._clock_ahead_s), state_of(rows)
 
     def close(self) -> None:
-        with self._changed:
-            self._fail("the link was closed")
-        if self._sender.is_alive():
-            self._sender.join()
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that sends or receives
+        self._sender.shutdown()
         self._connection.close()
 
     def _packed(self, header: StageHeader, state: HiddenState | None) -> bytearray:
@@ -189,44 +193,8 @@ class SocketLink:
 
     def _received_rows(self, num_rows: int) -> Tensor:
         rows = torch.empty(num_rows, self._shape.hidden_size, dtype=self._shape.dtype)
-        receive_exactly(self._connection, _bytes_of(rows))
+        fill_from(self._connection, _bytes_of(rows))
         return rows
-
-    def _send_now(self, data: memoryview) -> int:
-        """Bytes that were sent without waiting."""
-        try:
-            return self._connection.send(data, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            self._fail(f"the next stage cannot be reached: {error}")
-            raise PeerFailed(self._error) from error
-
-    def _send_rest(self) -> None:
-        while True:
-            with self._changed:
-                while not self._unsent and self._error is None:
-                    self._changed.wait()
-                if self._error is not None:
-                    return
-                data = self._unsent[0]
-            try:
-                self._connection.sendall(data)
-            except OSError as error:
-                with self._changed:
-                    self._fail(f"the next stage cannot be reached: {error}")
-                return
-            with self._changed:
-                self._unsent.popleft()
-                self._changed.notify_all()
-
-    def _fail(self, reason: str) -> None:
-        """End the connection; everyone who waits learns why."""
-        if self._error is None:
-            self._error = reason
-            with suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that sends or receives
-        self._changed.notify_all()
 
 
 def _bytes_of(rows: Tensor) -> memoryview:

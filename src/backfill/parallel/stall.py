@@ -2,7 +2,7 @@
 
 A rank hangs in a kernel that never ends, or is stopped; the others then wait for it in an exchange, without
 end. How long a whole step takes says little, since a long prefill takes long. So what counts is the time in
-which no rank gets on by a layer or an exchange (``progress.py``).
+which no rank gets on by a layer or an exchange (``shared_state.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from backfill.parallel.progress import Place
+from backfill.parallel.shared_state import Place
 
 _MIN_LIMIT_S = 15.0
 _LIMIT_STEPS = 10.0
@@ -65,14 +65,12 @@ class StallWatch:
         self._seen = state
 
 
-def describe_places(step: int, waiting: Sequence[int], places: Sequence[Place] | None) -> str:
+def describe_places(step: int, waiting: Sequence[int], places: Sequence[Place]) -> str:
     """Where the ranks are that have not reported a step, those first that wait for no other.
 
     Args:
-        places: by rank; None if they are not known.
+        places: by rank.
     """
-    if places is None:
-        return f"no report from these ranks: {', '.join(map(str, waiting))}"
     ordered = sorted(waiting, key=lambda rank: places[rank].exchanges)
     return "; ".join(f"rank {rank} {_where(step, places[rank])}" for rank in ordered)
 

@@ -6,7 +6,8 @@ NCCL has not been measured here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
@@ -16,7 +17,15 @@ from torch import Tensor
 
 from backfill.execution.collectives import PeerFailed, StageHeader
 from backfill.models.decoder import HiddenState
-from backfill.parallel.stage_links import NUM_MESSAGES, NUM_VALUES, RowShape, pack_header, unpack_header
+from backfill.parallel.shared_state import RankProgress
+from backfill.parallel.stage_links import (
+    NUM_MESSAGES,
+    NUM_VALUES,
+    RowShape,
+    pack_header,
+    state_of,
+    unpack_header,
+)
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup, Store, Work
@@ -35,11 +44,20 @@ def create_process_group(store: Store, name: str, rank: int, size: int, device: 
     return cast("ProcessGroup", dist.ProcessGroupGloo(prefixed, rank, size, _TIMEOUT))
 
 
-class TorchGroup:
-    """See ``SafepointGroup``.
+@contextmanager
+def _exchange(progress: RankProgress) -> Iterator[None]:
+    """Errors of torch.distributed within this become ``PeerFailed``."""
+    try:
+        with progress.exchanging():
+            yield
+    except PeerFailed:
+        raise
+    except RuntimeError as error:
+        raise PeerFailed(f"a rank cannot be reached: {error}") from error
 
-    With gloo every rank gets all parts and adds them up in the order of ranks, so that the sum of a row does
-    not depend on its place, as it would where each rank adds up a part of the rows. NCCL chooses its order.
+
+class TorchGroup:
+    """See ``SafepointGroup``. Sums are taken in an order that NCCL or gloo chooses.
 
     A rank that fails in a step leaves others in a collective, which torch cannot take back. So it closes its
     connections, and every later step fails on all ranks.
@@ -48,10 +66,11 @@ class TorchGroup:
     is therefore what travelled with the last sum of the layer before: the device still has one to compute.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, progress: RankProgress) -> None:
         self.rank = group.rank()
         self.size = group.size()
         self._group: ProcessGroup | None = group
+        self._progress = progress
         self._is_nccl = group.name() == "nccl"
         self._is_stop_asked: Callable[[], bool] | None = None
         self._answers: deque[Callable[[], bool]] = deque(maxlen=2)  # of the last armed layers
@@ -78,19 +97,19 @@ class TorchGroup:
         flat, asked = x.view(-1), self._is_stop_asked
         if asked is not None:
             flat = torch.cat((flat, x.new_full((1,), float(self.rank == 0 and asked()))))
-        with _PeerErrors():
-            summed = self._sum(flat)
+        with _exchange(self._progress):
+            self._open().allreduce([flat]).wait()
         if asked is None:
-            return summed.view(x.shape)
-        self._answers[-1] = _answer_on_device(summed[-1:]) if self._is_nccl else _answer(summed[-1:])
-        return summed[:-1].view(x.shape)
+            return flat.view(x.shape)
+        self._answers[-1] = _answer_on_device(flat[-1:]) if self._is_nccl else _answer(flat[-1:])
+        return flat[:-1].view(x.shape)
 
     def gather_columns(self, x: Tensor) -> Tensor | None:
         is_root = self.rank == 0
         parts = [torch.empty_like(x) for _ in range(self.size)] if is_root else []
         options = dist.GatherOptions()
         options.rootRank = 0
-        with _PeerErrors():
+        with _exchange(self._progress):
             self._open().gather([parts] if is_root else [], [x.contiguous()], options).wait()
         return torch.cat(parts, dim=1) if is_root else None
 
@@ -100,26 +119,10 @@ class TorchGroup:
         if group is not None:
             group.abort()
 
-    def _sum(self, x: Tensor) -> Tensor:
-        if self._is_nccl or (self.size == 2 and x.dtype == torch.float32):  # two have no order
-            self._open().allreduce([x]).wait()
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._open().allgather([parts], [x]).wait()
-        return sum_of(parts)
-
     def _open(self) -> ProcessGroup:
         if self._group is None:
             raise PeerFailed("the ranks were separated by a step that failed")
         return self._group
-
-
-def sum_of(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of tensors in their order, taken in float32."""
-    total = parts[0].float()  # itself, if it has this type already
-    for part in parts[1:]:
-        total = total.add_(part)
-    return total.to(parts[0].dtype)
 
 
 def _answer(value: Tensor) -> Callable[[], bool]:
@@ -147,21 +150,28 @@ class TorchLink:
         headers: a gloo group: the receiver reads the header before it allocates memory for the rows.
         rows: the same group, or one of NCCL for rows on CUDA.
         device: of the rows.
+        progress: of the rank at this end.
     """
 
     def __init__(
-        self, headers: ProcessGroup, rows: ProcessGroup, shape: RowShape, device: torch.device
+        self,
+        headers: ProcessGroup,
+        rows: ProcessGroup,
+        shape: RowShape,
+        device: torch.device,
+        progress: RankProgress,
     ) -> None:
         self._headers = headers
         self._rows = rows
         self._shape = shape
         self._device = device
+        self._progress = progress
         self._sent: deque[list[tuple[Work, Tensor]]] = deque()
 
     def send(self, header: StageHeader, state: HiddenState | None) -> None:
         tensors = [tensor.clone() for tensor in self._shape.rows_of(state)]
         values = torch.tensor(pack_header(header, tensors), dtype=torch.float64)
-        with _PeerErrors():
+        with _exchange(self._progress):
             while len(self._sent) >= NUM_MESSAGES:
                 for work, _ in self._sent.popleft():
                     work.wait()
@@ -171,7 +181,7 @@ class TorchLink:
 
     def receive(self) -> tuple[StageHeader, HiddenState | None]:
         values = torch.empty(NUM_VALUES, dtype=torch.float64)
-        with _PeerErrors():
+        with _exchange(self._progress):
             self._headers.recv([values], 0, 0).wait()
             header, num_tensors, num_rows = unpack_header(values.tolist())
             tensors = [
@@ -180,22 +190,9 @@ class TorchLink:
             ]
             for tensor in tensors:
                 self._rows.recv([tensor], 0, 1).wait()
-        if not tensors:
-            return header, None
-        return header, HiddenState(tensors[0], tensors[1] if len(tensors) > 1 else None)
+        return header, state_of(tensors)
 
     def close(self) -> None:
         """The other end finds its connections closed."""
         for group in (self._headers, self._rows):
             group.abort()
-
-
-class _PeerErrors:
-    """Errors of torch.distributed within this become ``PeerFailed``."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, PeerFailed):
-            raise PeerFailed(f"a rank cannot be reached: {error}") from error

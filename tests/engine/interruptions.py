@@ -1,0 +1,95 @@
+"""Requests, and models that are interrupted between two layers, for tests of steps that stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from backfill.core.clock import VirtualClock
+from backfill.core.config import SchedulerConfig
+from backfill.core.request import Request, ServiceClass
+from backfill.engine.engine import Engine
+from tests.builders import make_request
+
+OFFLINE_SHAPES = [(21, 9), (5, 12), (30, 6), (11, 10)]
+
+
+class Interruptions:
+    """Wraps a model, with a callback before each layer and before the logits.
+
+    Attributes:
+        num_split_steps: steps that began with two micro-batches.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.num_layers: int = model.num_layers
+        self.shard = model.shard
+        self.before_layer: Callable[[int], None] = lambda layer: None
+        self.num_split_steps = 0
+        self._has_embedded = False
+
+    def embed(self, *arguments: Any) -> Any:
+        self.num_split_steps += self._has_embedded
+        self._has_embedded = True
+        return self._model.embed(*arguments)
+
+    def run_layer(self, index: int, *arguments: Any) -> Any:
+        self.before_layer(index)
+        self._has_embedded = False
+        return self._model.run_layer(index, *arguments)
+
+    def logits(self, *arguments: Any) -> Any:
+        self.before_layer(self.num_layers)
+        return self._model.logits(*arguments)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(3, 90, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+SHARED = prompt(16, seed=0)  # two blocks
+
+
+def requests(service_class: ServiceClass, shapes: Sequence[tuple[int, int]]) -> list[Request]:
+    """One for each (prompt tokens behind ``SHARED``, output tokens), greedy and sampled ones."""
+    name = service_class.value
+    return [
+        make_request(
+            prompt_token_ids=SHARED + prompt(length, seed=100 * len(name) + index),
+            max_tokens=max_tokens,
+            request_id=f"{name}-{index}",
+            service_class=service_class,
+            ignore_eos=True,
+            temperature=0.8 * (index % 2),
+            seed=index,
+        )
+        for index, (length, max_tokens) in enumerate(shapes)
+    ]
+
+
+def drain(engine: Engine, executor: Any) -> None:
+    """Serve all, after which no rank of the executor may keep anything."""
+    while engine.has_unfinished:
+        engine.step()
+        engine.scheduler.check_integrity()
+    engine.step()
+    assert engine.scheduler.kv.counts.referenced == 0
+    for rank in getattr(executor, "ranks", [executor]):
+        assert rank._states == {}
+        assert not rank._suspended
+
+
+def undisturbed(executor: Any, wanted: Sequence[Request]) -> dict[str, list[int]]:
+    """Tokens of requests that nothing stops."""
+    engine = Engine(SchedulerConfig(prefix_caching=False), executor, VirtualClock())
+    for request in wanted:
+        engine.add(request)
+    drain(engine, executor)
+    return tokens_of(wanted)
+
+
+def tokens_of(served: Sequence[Request]) -> dict[str, list[int]]:
+    return {request.request_id: list(request.output_token_ids) for request in served}
