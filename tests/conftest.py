@@ -43,6 +43,12 @@ if not torch.cuda.is_available():
 _MARKERS = {"cluster": "ray", "postgres": "postgres", "s3": "s3"}
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """What runs the tests that are coroutines."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def default_model() -> Path:
     """Folder of the default model, fetched and converted on first use."""

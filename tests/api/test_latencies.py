@@ -38,6 +38,8 @@ from tests.generation.test_timeline import Waits
 from tests.http.test_streaming import still_connected
 from tests.protocol.builders import make_generation
 
+pytestmark = pytest.mark.anyio
+
 JSON_TYPE = {"Content-Type": "application/json"}
 # The server's own TPOT objective is 0.15 s.
 MISSED_S = 0.373
@@ -259,7 +261,7 @@ def test_a_client_that_leaves_has_only_what_was_written(default_model: Path) -> 
         assert num_gaps(server) == 1
 
 
-def test_a_slow_write_is_part_of_the_wait() -> None:
+async def test_a_slow_write_is_part_of_the_wait() -> None:
     clock, waits = VirtualClock(), Waits()
     script = [{}, {}, {"finish_reason": FinishReason.LENGTH}]
     tokens: Any = ScriptedTokens(script)
@@ -269,18 +271,15 @@ def test_a_slow_write_is_part_of_the_wait() -> None:
         if b'"text"' in message.get("body", b""):
             clock.advance(MISSED_S)
 
-    async def run() -> None:
-        chunks = service.run_stream(make_generation(), 0.0)
-        await EventStream(chunks, lambda: None)({"type": "http"}, still_connected, send)
-
-    asyncio.run(run())
+    chunks = service.run_stream(make_generation(), 0.0)
+    await EventStream(chunks, lambda: None)({"type": "http"}, still_connected, send)
     assert waits.ttfts_s == pytest.approx([MISSED_S])
     assert waits.gaps_s == pytest.approx([MISSED_S, MISSED_S])
     assert waits.num_tokens == 3
     assert len(waits.finished) == 1
 
 
-def test_each_choice_of_a_stream_ends_with_its_own_last_token() -> None:
+async def test_each_choice_of_a_stream_ends_with_its_own_last_token() -> None:
     clock, waits = VirtualClock(), Waits()
 
     class UnequalTokens:
@@ -300,13 +299,9 @@ def test_each_choice_of_a_stream_ends_with_its_own_last_token() -> None:
     service = CompletionService(make_tokenizer(), TextGenerator(tokens, make_tokenizer(), waits, clock))
     generation = make_generation(num_choices=2)
     generation.request.samplings[1] = SamplingParams(max_tokens=3)
-
-    async def run() -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            async for _ in service.run_stream(generation, 0.0):
-                pass
-
-    asyncio.run(run())
+    async with asyncio.timeout(TIMEOUT_S):
+        async for _ in service.run_stream(generation, 0.0):
+            pass
     assert [(each.num_output_tokens, each.finished_at_s) for each in waits.finished] == [(1, 0.0), (3, 2.0)]
     assert {each.finish_reason for each in waits.finished} == {FinishReason.LENGTH}
 

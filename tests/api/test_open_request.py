@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -23,6 +22,8 @@ from backfill.http.errors import OfflineUnavailable
 from backfill.protocol.generation import Generation
 from tests.api.test_server import ready_server
 from tests.protocol.builders import make_generation
+
+pytestmark = pytest.mark.anyio
 
 ONLINE, OFFLINE = ServiceClass.ONLINE, ServiceClass.OFFLINE
 
@@ -63,20 +64,17 @@ def held(state: ServerState) -> tuple[int, ...]:
     return state.admission.num_open, state.bodies.num_bytes, offline_bytes, in_load, state.num_unanswered
 
 
-def test_a_request_is_held_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        generation = make_generation(num_choices=2, slo=SLO(1e9, 1e9), prompts=[[5, 6]])
-        state = await ready_state(monkeypatch, generation)
-        opened = await open_request(state, "/v1/completions", make_request(n=2))
-        assert held(state) == (2, 0, 0, 2, 1), "the bytes are released once the body is prepared"
-        opened.on_first_token(0)
-        opened.on_choice_end(0)
-        assert held(state) == (1, 0, 0, 1, 1)
-        for _ in range(2):
-            opened.close()
-            assert held(state) == (0, 0, 0, 0, 0)
-
-    asyncio.run(run())
+async def test_a_request_is_held_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = make_generation(num_choices=2, slo=SLO(1e9, 1e9), prompts=[[5, 6]])
+    state = await ready_state(monkeypatch, generation)
+    opened = await open_request(state, "/v1/completions", make_request(n=2))
+    assert held(state) == (2, 0, 0, 2, 1), "the bytes are released once the body is prepared"
+    opened.on_first_token(0)
+    opened.on_choice_end(0)
+    assert held(state) == (1, 0, 0, 1, 1)
+    for _ in range(2):
+        opened.close()
+        assert held(state) == (0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -88,37 +86,31 @@ def test_a_request_is_held_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -
         (make_generation(slo=SLO(1.0, 0.1), prompts=[[5] * 900]), {}, RequestShed),
     ],
 )
-def test_a_request_that_is_refused_holds_nothing(
+async def test_a_request_that_is_refused_holds_nothing(
     prepared: Generation | Exception,
     fields: dict[str, Any],
     error: type[Exception],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def run() -> None:
-        state = await ready_state(monkeypatch, prepared)
-        load = state.online_load
-        assert load is not None
-        others = load.add([900, 900], priority=0, first_token_by_s=1e9)
-        with pytest.raises(error):
-            await open_request(state, "/v1/completions", make_request(**fields))
-        others.release()
-        assert held(state) == (0, 0, 0, 0, 0)
-
-    asyncio.run(run())
+    state = await ready_state(monkeypatch, prepared)
+    load = state.online_load
+    assert load is not None
+    others = load.add([900, 900], priority=0, first_token_by_s=1e9)
+    with pytest.raises(error):
+        await open_request(state, "/v1/completions", make_request(**fields))
+    others.release()
+    assert held(state) == (0, 0, 0, 0, 0)
 
 
-def test_an_offline_request_holds_nothing_after_its_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        state = await ready_state(monkeypatch, make_generation())
-        state.bodies.max_offline_bytes = 1
-        with pytest.raises(OfflineUnavailable):
-            await open_request(state, "/v1/completions", make_request(service_tier="flex"))
-        state.admission.is_offline_suspended = True
-        with pytest.raises(OfflineSuspended):
-            await open_request(state, "/v1/completions", make_request(service_tier="flex"))
-        assert held(state) == (0, 0, 0, 0, 0)
-
-    asyncio.run(run())
+async def test_an_offline_request_holds_nothing_after_its_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = await ready_state(monkeypatch, make_generation())
+    state.bodies.max_offline_bytes = 1
+    with pytest.raises(OfflineUnavailable):
+        await open_request(state, "/v1/completions", make_request(service_tier="flex"))
+    state.admission.is_offline_suspended = True
+    with pytest.raises(OfflineSuspended):
+        await open_request(state, "/v1/completions", make_request(service_tier="flex"))
+    assert held(state) == (0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(

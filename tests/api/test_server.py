@@ -26,6 +26,8 @@ from tests.builders import flat_cost, linear_cost, make_info, make_profile
 from tests.cli.running import run_cli_here
 from tests.protocol.builders import make_generation
 
+pytestmark = pytest.mark.anyio
+
 MODEL = ServedModel(names=("m",), root="m", folder=Path(), created=0)
 
 
@@ -44,56 +46,46 @@ async def ready_server(scheduler: SchedulerConfig | None = None, **options: Any)
     return server
 
 
-def test_the_online_load_is_predicted_under_a_policy_with_a_cost_model() -> None:
-    async def run() -> None:
-        assert (await ready_server()).state.online_load is None
-        server = await ready_server(SchedulerConfig(policy="slo"))
-        load = server.state.online_load
-        assert load is not None
+async def test_the_online_load_is_predicted_under_a_policy_with_a_cost_model() -> None:
+    assert (await ready_server()).state.online_load is None
+    server = await ready_server(SchedulerConfig(policy="slo"))
+    load = server.state.online_load
+    assert load is not None
 
-        def predicted() -> Prediction:
-            return load.predict([900], priority=0, arrived_at_s=0.0, first_token_by_s=100.0, now_s=0.0)
+    def predicted() -> Prediction:
+        return load.predict([900], priority=0, arrived_at_s=0.0, first_token_by_s=100.0, now_s=0.0)
 
-        before = predicted()
-        for _ in range(100):
-            server._on_report(step_report(0.1, 0.2))
-        slow = predicted()
-        assert slow.ttft_s == pytest.approx(2 * before.ttft_s, rel=0.01)
-        server._on_profile(make_profile(linear_cost()))
-        assert predicted() == before
-
-    asyncio.run(run())
+    before = predicted()
+    for _ in range(100):
+        server._on_report(step_report(0.1, 0.2))
+    slow = predicted()
+    assert slow.ttft_s == pytest.approx(2 * before.ttft_s, rel=0.01)
+    server._on_profile(make_profile(linear_cost()))
+    assert predicted() == before
 
 
-def test_objectives_that_return_are_those_of_requests_and_of_the_next_engine() -> None:
-    async def run() -> None:
-        server = await ready_server(SchedulerConfig(policy="slo"))
-        client, preparer = server.state.client, server.state.preparer
-        assert preparer is not None and preparer.engine.default_slo == SLO(1.0, 0.1)
-        client._on_message(ProfileRefined(make_profile(), SLO(0.9, 0.05)))
-        assert preparer.engine.default_slo == SLO(0.9, 0.05)
-        assert client.config.scheduler.kept_slo == client.default_slo == SLO(0.9, 0.05)
-
-    asyncio.run(run())
+async def test_objectives_that_return_are_those_of_requests_and_of_the_next_engine() -> None:
+    server = await ready_server(SchedulerConfig(policy="slo"))
+    client, preparer = server.state.client, server.state.preparer
+    assert preparer is not None and preparer.engine.default_slo == SLO(1.0, 0.1)
+    client._on_message(ProfileRefined(make_profile(), SLO(0.9, 0.05)))
+    assert preparer.engine.default_slo == SLO(0.9, 0.05)
+    assert client.config.scheduler.kept_slo == client.default_slo == SLO(0.9, 0.05)
 
 
 @pytest.mark.parametrize("sheds", [False, True])
-def test_requests_are_shed_with_the_option(sheds: bool) -> None:
+async def test_requests_are_shed_with_the_option(sheds: bool) -> None:
     request = make_generation(slo=SLO(1.0, 0.1), prompts=[[5] * 900])
-
-    async def run() -> None:
-        server = await ready_server(SchedulerConfig(policy="slo"), shed_hopeless=sheds)
-        state = server.state
-        now_s = state.clock.now_s()
-        for _ in range(2):
-            assert count_online(state, request, now_s) is not None
-        if not sheds:
-            assert count_online(state, request, now_s) is not None
-            return
-        with pytest.raises(RequestShed, match="first token would come"):
-            count_online(state, request, now_s)
-
-    asyncio.run(run())
+    server = await ready_server(SchedulerConfig(policy="slo"), shed_hopeless=sheds)
+    state = server.state
+    now_s = state.clock.now_s()
+    for _ in range(2):
+        assert count_online(state, request, now_s) is not None
+    if not sheds:
+        assert count_online(state, request, now_s) is not None
+        return
+    with pytest.raises(RequestShed, match="first token would come"):
+        count_online(state, request, now_s)
 
 
 def test_a_strict_server_is_strict_in_both_processes() -> None:

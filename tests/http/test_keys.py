@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import logging
@@ -23,6 +22,8 @@ from backfill.preparation.client import PreparationClient
 from backfill.preparation.messages import PreparationSetup
 from backfill.protocol.preparer import ServedModel
 from tests.jobs.doubles import InstantRunner, make_manager
+
+pytestmark = pytest.mark.anyio
 
 SECRET = "s3cr3t"
 
@@ -212,48 +213,43 @@ def test_the_watch_reloads_in_its_own_thread_until_stopped(key_file: Path) -> No
     assert not thread.is_alive()
 
 
-def test_a_rotated_key_keeps_its_owners_files(tmp_path: Path, key_file: Path) -> None:
-    async def run() -> None:
-        key_file.write_text("alice=old\nbob=other\n")
-        keys = ApiKeys(["bare"], key_file)
-        config = EngineConfig(model_dir=str(tmp_path))
-        model = ServedModel(names=("m",), root="m", folder=tmp_path, created=0)
-        preparation = PreparationClient(PreparationSetup(model=model, order="fcfs"))
-        state = ServerState(ServerConfig(), config, EngineClient(config), preparation, api_keys=keys)
-        state.jobs = make_manager(tmp_path / "data", InstantRunner())
-        await state.jobs.start()
-        transport = httpx.ASGITransport(create_app(state))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+async def test_a_rotated_key_keeps_its_owners_files(tmp_path: Path, key_file: Path) -> None:
+    key_file.write_text("alice=old\nbob=other\n")
+    keys = ApiKeys(["bare"], key_file)
+    config = EngineConfig(model_dir=str(tmp_path))
+    model = ServedModel(names=("m",), root="m", folder=tmp_path, created=0)
+    preparation = PreparationClient(PreparationSetup(model=model, order="fcfs"))
+    state = ServerState(ServerConfig(), config, EngineClient(config), preparation, api_keys=keys)
+    state.jobs = make_manager(tmp_path / "data", InstantRunner())
+    await state.jobs.start()
+    transport = httpx.ASGITransport(create_app(state))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
 
-            async def files_of(key: str) -> list[str] | int:
-                response = await http.get("/v1/files", headers={"Authorization": f"Bearer {key}"})
-                if response.status_code != 200:
-                    return response.status_code
-                return [file["filename"] for file in response.json()["data"]]
+        async def files_of(key: str) -> list[str] | int:
+            response = await http.get("/v1/files", headers={"Authorization": f"Bearer {key}"})
+            if response.status_code != 200:
+                return response.status_code
+            return [file["filename"] for file in response.json()["data"]]
 
-            for key in ("old", "bare"):
-                upload = await http.post(
-                    "/v1/files",
-                    headers={"Authorization": f"Bearer {key}"},
-                    data={"purpose": "batch"},
-                    files={"file": (f"{key}.jsonl", b"{}\n")},
-                )
-                assert upload.status_code == 200, upload.text
-            key_file.write_text("alice=old\nalice=new\nbob=other\n")
-            keys.reload()
-            assert await files_of("old") == await files_of("new") == ["old.jsonl"]
-            key_file.write_text("alice=new\nbob=other\n")
-            keys.reload()
-            assert await files_of("old") == 401
-            assert await files_of("new") == ["old.jsonl"]
-            assert await files_of("other") == []
-            assert await files_of("bare") == ["bare.jsonl"]
-            # The owner of a key without a name is its digest, as before keys had names.
-            page = await state.jobs.list_files(
-                digest_of("bare"), purpose=None, order="asc", limit=1, after=None
+        for key in ("old", "bare"):
+            upload = await http.post(
+                "/v1/files",
+                headers={"Authorization": f"Bearer {key}"},
+                data={"purpose": "batch"},
+                files={"file": (f"{key}.jsonl", b"{}\n")},
             )
-            assert [file.filename for file in page.items] == ["bare.jsonl"]
-        await state.jobs.pause()
-        await state.jobs.stop()
-
-    asyncio.run(run())
+            assert upload.status_code == 200, upload.text
+        key_file.write_text("alice=old\nalice=new\nbob=other\n")
+        keys.reload()
+        assert await files_of("old") == await files_of("new") == ["old.jsonl"]
+        key_file.write_text("alice=new\nbob=other\n")
+        keys.reload()
+        assert await files_of("old") == 401
+        assert await files_of("new") == ["old.jsonl"]
+        assert await files_of("other") == []
+        assert await files_of("bare") == ["bare.jsonl"]
+        # The owner of a key without a name is its digest, as before keys had names.
+        page = await state.jobs.list_files(digest_of("bare"), purpose=None, order="asc", limit=1, after=None)
+        assert [file.filename for file in page.items] == ["bare.jsonl"]
+    await state.jobs.pause()
+    await state.jobs.stop()

@@ -20,6 +20,8 @@ from backfill.router.line_reader import RoutedLine, RoutedReader
 from tests.jobs.test_shared_store import start_process
 from tests.router.stubs import COMPLETIONS, TIMEOUT_S, RunningRouter, StubEngine, routing, until
 
+pytestmark = pytest.mark.anyio
+
 
 async def create_batch(router: RunningRouter, lines: list[dict[str, Any]], **headers: str) -> str:
     form = aiohttp.FormData({"purpose": "batch"})
@@ -61,92 +63,80 @@ async def ended(router: RunningRouter, batch_id: str) -> tuple[dict[str, Any], l
     return batch, results
 
 
-def test_a_batch_is_divided_among_engines_as_offline_requests(tmp_path: Path) -> None:
-    async def run() -> None:
-        engines = [StubEngine(), StubEngine()]
-        async with routing(engines, tmp_path) as router:
-            batch, results = await ended(router, await create_batch(router, lines_of(60)))
-            assert batch["request_counts"] == {"total": 60, "completed": 60, "failed": 0}
-            assert {result["custom_id"] for result in results} == {f"c{number}" for number in range(60)}
-            for result in results:
-                number = result["custom_id"].removeprefix("c")
-                assert result["response"]["body"]["choices"][0]["text"] == f"prompt {number}"
-            assert batch["usage"]["output_tokens"] == 60
-            assert min(len(engine.seen) for engine in engines) > 15
-            for headers, body in engines[0].seen:
-                assert body["service_tier"] == "flex"
-                assert "x-backfill-owner" not in headers
-
-    asyncio.run(run())
+async def test_a_batch_is_divided_among_engines_as_offline_requests(tmp_path: Path) -> None:
+    engines = [StubEngine(), StubEngine()]
+    async with routing(engines, tmp_path) as router:
+        batch, results = await ended(router, await create_batch(router, lines_of(60)))
+        assert batch["request_counts"] == {"total": 60, "completed": 60, "failed": 0}
+        assert {result["custom_id"] for result in results} == {f"c{number}" for number in range(60)}
+        for result in results:
+            number = result["custom_id"].removeprefix("c")
+            assert result["response"]["body"]["choices"][0]["text"] == f"prompt {number}"
+        assert batch["usage"]["output_tokens"] == 60
+        assert min(len(engine.seen) for engine in engines) > 15
+        for headers, body in engines[0].seen:
+            assert body["service_tier"] == "flex"
+            assert "x-backfill-owner" not in headers
 
 
-def test_lines_that_begin_alike_go_to_one_engine(tmp_path: Path) -> None:
-    async def run() -> None:
-        engines = [StubEngine(), StubEngine()]
-        lines = lines_of(64)
-        for number, line in enumerate(lines):
-            line["body"] = {"prompt": f"document {number % 8} " * 100 + str(number), "max_tokens": 4}
+async def test_lines_that_begin_alike_go_to_one_engine(tmp_path: Path) -> None:
+    engines = [StubEngine(), StubEngine()]
+    lines = lines_of(64)
+    for number, line in enumerate(lines):
+        line["body"] = {"prompt": f"document {number % 8} " * 100 + str(number), "max_tokens": 4}
+    for engine in engines:
+        engine.gate.clear()
+    async with routing(engines, tmp_path) as router:
+        batch_id = await create_batch(router, lines)
+        # As many as run at once, so that neither engine has taken lines of the other's part.
+        await until(lambda: [len(engine.seen) for engine in engines] == [8, 8])
+        first = [{body["prompt"][:11] for _, body in engine.seen} for engine in engines]
+        assert len(first[0] & first[1]) <= 2, "only those on the cuts are computed twice"
+        for engine in engines:
+            engine.gate.set()
+        batch, _ = await ended(router, batch_id)
+        assert batch["request_counts"]["completed"] == 64
+
+
+async def test_an_engine_that_dies_again_and_again_loses_and_doubles_no_line(tmp_path: Path) -> None:
+    engines = [StubEngine(), StubEngine()]
+    async with routing(engines, tmp_path) as router:
         for engine in engines:
             engine.gate.clear()
-        async with routing(engines, tmp_path) as router:
-            batch_id = await create_batch(router, lines)
-            # As many as run at once, so that neither engine has taken lines of the other's part.
-            await until(lambda: [len(engine.seen) for engine in engines] == [8, 8])
-            first = [{body["prompt"][:11] for _, body in engine.seen} for engine in engines]
-            assert len(first[0] & first[1]) <= 2, "only those on the cuts are computed twice"
-            for engine in engines:
-                engine.gate.set()
-            batch, _ = await ended(router, batch_id)
-            assert batch["request_counts"]["completed"] == 64
-
-    asyncio.run(run())
-
-
-def test_an_engine_that_dies_again_and_again_loses_and_doubles_no_line(tmp_path: Path) -> None:
-    async def run() -> None:
-        engines = [StubEngine(), StubEngine()]
-        async with routing(engines, tmp_path) as router:
-            for engine in engines:
-                engine.gate.clear()
-            batch_id = await create_batch(router, lines_of(120))
-            for dying in engines:
-                known = router.engines.get(dying.url)
-                assert known is not None
-                await until(lambda known=known: known.num_in_flight == 8)
-                await dying.die()
-                await router.until_status(dying, "down")
-                await dying.start()
-                await router.until_status(dying, "up")
-            for engine in engines:
-                engine.gate.set()
-            batch, results = await ended(router, batch_id)
-            assert batch["request_counts"] == {"total": 120, "completed": 120, "failed": 0}
-            assert sorted(result["custom_id"] for result in results) == sorted(f"c{n}" for n in range(120))
-            assert await router.metric("router_retries_total") > 0
-
-    asyncio.run(run())
+        batch_id = await create_batch(router, lines_of(120))
+        for dying in engines:
+            known = router.engines.get(dying.url)
+            assert known is not None
+            await until(lambda known=known: known.num_in_flight == 8)
+            await dying.die()
+            await router.until_status(dying, "down")
+            await dying.start()
+            await router.until_status(dying, "up")
+        for engine in engines:
+            engine.gate.set()
+        batch, results = await ended(router, batch_id)
+        assert batch["request_counts"] == {"total": 120, "completed": 120, "failed": 0}
+        assert sorted(result["custom_id"] for result in results) == sorted(f"c{n}" for n in range(120))
+        assert await router.metric("router_retries_total") > 0
 
 
-def test_lines_wait_while_no_engine_is_up_and_a_restarted_router_goes_on(tmp_path: Path) -> None:
-    async def run() -> None:
-        engine = StubEngine()
-        async with routing([engine], tmp_path) as router:
-            engine.gate.clear()
-            batch_id = await create_batch(router, lines_of(20))
-            await until(lambda: engine.seen)
-            await engine.die()
-            await router.until_status(engine, "down")
-        engine.gate.set()
-        await engine.start()
-        async with routing([engine], tmp_path) as router:
-            batch, results = await ended(router, batch_id)
-            assert batch["request_counts"]["completed"] == 20
-            assert len({result["custom_id"] for result in results}) == len(results) == 20
-
-    asyncio.run(run())
+async def test_lines_wait_while_no_engine_is_up_and_a_restarted_router_goes_on(tmp_path: Path) -> None:
+    engine = StubEngine()
+    async with routing([engine], tmp_path) as router:
+        engine.gate.clear()
+        batch_id = await create_batch(router, lines_of(20))
+        await until(lambda: engine.seen)
+        await engine.die()
+        await router.until_status(engine, "down")
+    engine.gate.set()
+    await engine.start()
+    async with routing([engine], tmp_path) as router:
+        batch, results = await ended(router, batch_id)
+        assert batch["request_counts"]["completed"] == 20
+        assert len({result["custom_id"] for result in results}) == len(results) == 20
 
 
-def test_a_line_over_which_engines_are_lost_is_given_up_and_no_other(tmp_path: Path) -> None:
+async def test_a_line_over_which_engines_are_lost_is_given_up_and_no_other(tmp_path: Path) -> None:
     class Fragile(StubEngine):
         """Is lost over the bad prompt, and answers at once that it was."""
 
@@ -158,54 +148,45 @@ def test_a_line_over_which_engines_are_lost_is_given_up_and_no_other(tmp_path: P
 
         num_lost = 0
 
-    async def run() -> None:
-        lines = lines_of(12)
-        lines[5]["body"]["prompt"] = "bad"
-        engines = [Fragile(), Fragile()]
-        async with routing(engines, tmp_path) as router:
-            batch, results = await ended(router, await create_batch(router, lines))
-            assert batch["request_counts"] == {"total": 12, "completed": 11, "failed": 1}
-            failed = [result for result in results if result["error"] is not None]
-            assert [(each["custom_id"], each["error"]["code"]) for each in failed] == [("c5", "engine_error")]
-            assert sum(engine.num_lost for engine in engines) == 6
-
-    asyncio.run(run())
+    lines = lines_of(12)
+    lines[5]["body"]["prompt"] = "bad"
+    engines = [Fragile(), Fragile()]
+    async with routing(engines, tmp_path) as router:
+        batch, results = await ended(router, await create_batch(router, lines))
+        assert batch["request_counts"] == {"total": 12, "completed": 11, "failed": 1}
+        failed = [result for result in results if result["error"] is not None]
+        assert [(each["custom_id"], each["error"]["code"]) for each in failed] == [("c5", "engine_error")]
+        assert sum(engine.num_lost for engine in engines) == 6
 
 
-def test_what_an_engine_refuses_fails_its_line_alone(tmp_path: Path) -> None:
-    async def run() -> None:
-        engine = StubEngine(status=400)
-        async with routing([engine], tmp_path) as router:
-            batch, results = await ended(router, await create_batch(router, lines_of(3)))
-            assert batch["request_counts"] == {"total": 3, "completed": 0, "failed": 3}
-            assert {result["response"]["status_code"] for result in results} == {400}
-            bad = lines_of(2)
-            bad[1]["body"] = {"prompt": "p", "stream": True}
-            batch, _ = await ended(router, await create_batch(router, bad))
-            assert batch["status"] == "failed" and batch["errors"]["data"][0]["line"] == 2
-
-    asyncio.run(run())
+async def test_what_an_engine_refuses_fails_its_line_alone(tmp_path: Path) -> None:
+    engine = StubEngine(status=400)
+    async with routing([engine], tmp_path) as router:
+        batch, results = await ended(router, await create_batch(router, lines_of(3)))
+        assert batch["request_counts"] == {"total": 3, "completed": 0, "failed": 3}
+        assert {result["response"]["status_code"] for result in results} == {400}
+        bad = lines_of(2)
+        bad[1]["body"] = {"prompt": "p", "stream": True}
+        batch, _ = await ended(router, await create_batch(router, bad))
+        assert batch["status"] == "failed" and batch["errors"]["data"][0]["line"] == 2
 
 
-def test_batches_belong_to_owners_and_engines_are_told(tmp_path: Path) -> None:
-    async def run() -> None:
-        engine = StubEngine()
-        keys = ["alice=first", "bob=second"]
-        async with routing([engine], tmp_path, keys, engine_api_key="secret") as router:
-            batch_id = await create_batch(router, lines_of(2), authorization="Bearer first")
-            await until(lambda: len(engine.seen) == 2)
-            assert {seen["x-backfill-owner"] for seen, _ in engine.seen} == {"alice"}
-            assert {seen["authorization"] for seen, _ in engine.seen} == {"Bearer secret"}
-            headers = {"authorization": "Bearer second"}
-            async with router.http.get(f"/v1/batches/{batch_id}", headers=headers) as response:
-                assert response.status == 404
-            async with router.http.post(f"/v1/batches/{batch_id}/cancel", headers=headers) as response:
-                assert response.status == 404
-            await create_batch(router, lines_of(3), authorization="Bearer second")
-            await until(lambda: len(engine.seen) == 5)
-            assert [seen["x-backfill-owner"] for seen, _ in engine.seen[2:]] == ["bob"] * 3
-
-    asyncio.run(run())
+async def test_batches_belong_to_owners_and_engines_are_told(tmp_path: Path) -> None:
+    engine = StubEngine()
+    keys = ["alice=first", "bob=second"]
+    async with routing([engine], tmp_path, keys, engine_api_key="secret") as router:
+        batch_id = await create_batch(router, lines_of(2), authorization="Bearer first")
+        await until(lambda: len(engine.seen) == 2)
+        assert {seen["x-backfill-owner"] for seen, _ in engine.seen} == {"alice"}
+        assert {seen["authorization"] for seen, _ in engine.seen} == {"Bearer secret"}
+        headers = {"authorization": "Bearer second"}
+        async with router.http.get(f"/v1/batches/{batch_id}", headers=headers) as response:
+            assert response.status == 404
+        async with router.http.post(f"/v1/batches/{batch_id}/cancel", headers=headers) as response:
+            assert response.status == 404
+        await create_batch(router, lines_of(3), authorization="Bearer second")
+        await until(lambda: len(engine.seen) == 5)
+        assert [seen["x-backfill-owner"] for seen, _ in engine.seen[2:]] == ["bob"] * 3
 
 
 async def results_in(router: RunningRouter, batch_id: str, count: int) -> None:
@@ -234,102 +215,88 @@ async def sharing(folder: Path) -> AsyncIterator[tuple[RunningRouter, dict[str, 
         assert not engine.seen, "lines are leased by engines that share the store"
 
 
-def test_an_engine_that_leases_lines_is_killed_and_others_lease_them_again(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with sharing(tmp_path) as (router, options):
-            batch_id = await create_batch(router, lines_of(1000))
-            for number in range(3):
-                process = start_process(tmp_path / f"server-{number}", options)
-                try:
-                    if number < 2:
-                        await results_in(router, batch_id, 50 + 200 * number)
-                    else:
-                        batch, results = await ended(router, batch_id)
-                finally:
-                    process.send_signal(signal.SIGKILL)
-                    process.wait(TIMEOUT_S)
-            assert batch["request_counts"] == {"total": 1000, "completed": 1000, "failed": 0}
-            assert sorted(each["custom_id"] for each in results) == sorted(f"c{n}" for n in range(1000))
-
-    asyncio.run(run())
-
-
-def test_a_cancelled_batch_ends_once_no_line_of_it_is_leased(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with sharing(tmp_path) as (router, options):
-            batch_id = await create_batch(router, lines_of(1000))
-            process = start_process(tmp_path / "server", options)
+async def test_an_engine_that_leases_lines_is_killed_and_others_lease_them_again(tmp_path: Path) -> None:
+    async with sharing(tmp_path) as (router, options):
+        batch_id = await create_batch(router, lines_of(1000))
+        for number in range(3):
+            process = start_process(tmp_path / f"server-{number}", options)
             try:
-                await results_in(router, batch_id, 50)
+                if number < 2:
+                    await results_in(router, batch_id, 50 + 200 * number)
+                else:
+                    batch, results = await ended(router, batch_id)
             finally:
                 process.send_signal(signal.SIGKILL)
                 process.wait(TIMEOUT_S)
-            async with router.http.post(f"/v1/batches/{batch_id}/cancel") as response:
-                assert (await response.json())["status"] == "cancelling"
-            batch, results = await ended(router, batch_id)
-            assert batch["status"] == "cancelled"
-            assert len({each["custom_id"] for each in results}) == len(results) == 1000
-            assert 50 <= batch["request_counts"]["completed"] < 1000
-
-    asyncio.run(run())
+        assert batch["request_counts"] == {"total": 1000, "completed": 1000, "failed": 0}
+        assert sorted(each["custom_id"] for each in results) == sorted(f"c{n}" for n in range(1000))
 
 
-def test_a_batch_is_cancelled_while_no_engine_is_up(tmp_path: Path) -> None:
-    async def run() -> None:
-        engine = StubEngine()
-        engine.gate.clear()
-        async with routing([engine], tmp_path) as router:
-            batch_id = await create_batch(router, lines_of(20))
-            await until(lambda: engine.seen)
-            await engine.die()
-            await router.until_status(engine, "down")
-            async with router.http.post(f"/v1/batches/{batch_id}/cancel") as response:
-                assert response.status == 200
-            batch, results = await ended(router, batch_id)
-            assert batch["status"] == "cancelled"
-            assert [each["error"]["code"] for each in results] == ["batch_cancelled"] * 20
+async def test_a_cancelled_batch_ends_once_no_line_of_it_is_leased(tmp_path: Path) -> None:
+    async with sharing(tmp_path) as (router, options):
+        batch_id = await create_batch(router, lines_of(1000))
+        process = start_process(tmp_path / "server", options)
+        try:
+            await results_in(router, batch_id, 50)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait(TIMEOUT_S)
+        async with router.http.post(f"/v1/batches/{batch_id}/cancel") as response:
+            assert (await response.json())["status"] == "cancelling"
+        batch, results = await ended(router, batch_id)
+        assert batch["status"] == "cancelled"
+        assert len({each["custom_id"] for each in results}) == len(results) == 1000
+        assert 50 <= batch["request_counts"]["completed"] < 1000
 
-    asyncio.run(run())
+
+async def test_a_batch_is_cancelled_while_no_engine_is_up(tmp_path: Path) -> None:
+    engine = StubEngine()
+    engine.gate.clear()
+    async with routing([engine], tmp_path) as router:
+        batch_id = await create_batch(router, lines_of(20))
+        await until(lambda: engine.seen)
+        await engine.die()
+        await router.until_status(engine, "down")
+        async with router.http.post(f"/v1/batches/{batch_id}/cancel") as response:
+            assert response.status == 200
+        batch, results = await ended(router, batch_id)
+        assert batch["status"] == "cancelled"
+        assert [each["error"]["code"] for each in results] == ["batch_cancelled"] * 20
 
 
-def test_the_metrics_and_the_windows_of_batches_need_no_engine(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with sharing(tmp_path) as (router, _):
-            batch_id = await create_batch(router, lines_of(20))
-            async with asyncio.timeout(TIMEOUT_S):
-                while await router.metric('batch_jobs{model_name="m",status="validating"}') != 1:
-                    await asyncio.sleep(0.05)
-            assert await router.metric("batch_deadline_slack_seconds") > 3600
-            with closing(sqlite3.connect(tmp_path / "router" / "jobs.db")) as database, database:
-                database.execute("UPDATE batches SET expires_at = created_at")
-            batch, results = await ended(router, batch_id)
-            assert batch["status"] == "expired"
-            assert [each["error"]["code"] for each in results] == ["batch_expired"] * 20
-            assert await router.metric('batch_lines_total{model_name="m",outcome="expired"}') == 20
-
-    asyncio.run(run())
+async def test_the_metrics_and_the_windows_of_batches_need_no_engine(tmp_path: Path) -> None:
+    async with sharing(tmp_path) as (router, _):
+        batch_id = await create_batch(router, lines_of(20))
+        async with asyncio.timeout(TIMEOUT_S):
+            while await router.metric('batch_jobs{model_name="m",status="validating"}') != 1:
+                await asyncio.sleep(0.05)
+        assert await router.metric("batch_deadline_slack_seconds") > 3600
+        with closing(sqlite3.connect(tmp_path / "router" / "jobs.db")) as database, database:
+            database.execute("UPDATE batches SET expires_at = created_at")
+        batch, results = await ended(router, batch_id)
+        assert batch["status"] == "expired"
+        assert [each["error"]["code"] for each in results] == ["batch_expired"] * 20
+        assert await router.metric('batch_lines_total{model_name="m",outcome="expired"}') == 20
 
 
 @pytest.mark.parametrize("order", ["blend", "fcfs"])
-def test_a_line_is_read_once_and_lines_of_a_shorter_file_are_missed(tmp_path: Path, order: OrderName) -> None:
+async def test_a_line_is_read_once_and_lines_of_a_shorter_file_are_missed(
+    tmp_path: Path, order: OrderName
+) -> None:
     path = tmp_path / "lines.jsonl"
     texts = ["\ufeff" + json.dumps(lines_of(1)[0]), "", *(json.dumps(line) for line in lines_of(40)[1:])]
     path.write_text("\n".join(texts), encoding="utf-8")
     reader = RoutedReader(order)
     selection = LineSelection(path=str(path), max_line_bytes=1000, owner="alice", done=bytes([1 << 4]))
-
-    async def run() -> None:
-        lines = reader.open_lines(selection)
-        found = [line for _ in range(8) for _, line in await lines.read(5)]
-        assert all(isinstance(line, RoutedLine) and line.owner == "alice" for line in found)
-        assert sorted(line.custom_id for line in found) == sorted(f"c{n}" for n in range(40) if n != 2)
-        assert await lines.read(5) == []
-        lines.end(found[0].number, 3)
-        lines.end(found[1].number, None)
-        lines = reader.open_lines(selection)
-        await lines.read(1)
-        path.write_text(texts[0])
-        with pytest.raises(InputChanged):
-            await lines.read(60)
-
-    asyncio.run(run())
+    lines = reader.open_lines(selection)
+    found = [line for _ in range(8) for _, line in await lines.read(5)]
+    assert all(isinstance(line, RoutedLine) and line.owner == "alice" for line in found)
+    assert sorted(line.custom_id for line in found) == sorted(f"c{n}" for n in range(40) if n != 2)
+    assert await lines.read(5) == []
+    lines.end(found[0].number, 3)
+    lines.end(found[1].number, None)
+    lines = reader.open_lines(selection)
+    await lines.read(1)
+    path.write_text(texts[0])
+    with pytest.raises(InputChanged):
+        await lines.read(60)

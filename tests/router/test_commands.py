@@ -26,6 +26,8 @@ from tests.router.processes import wait_for_a_signal
 from tests.router.stubs import TIMEOUT_S, StubEngine, routing
 from tests.test_docs import ROOT
 
+pytestmark = pytest.mark.anyio
+
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
@@ -177,39 +179,33 @@ def replicas_writing(path: Path, fails: str = "") -> Replicas:
     return Replicas([ReplicaProcess(0, partial(wait_for_a_signal, str(path), fails))])
 
 
-def test_a_replica_that_ends_is_started_again_and_ends_with_the_others(tmp_path: Path) -> None:
-    async def run() -> None:
-        path = tmp_path / "pid"
-        replicas = replicas_writing(path)
-        replicas.start()
-        keeping = asyncio.create_task(replicas.run())
-        replicas.has_served()
-        first = await pid_in(path)
-        os.kill(first, signal.SIGKILL)
-        second = await pid_in(path, other_than=first)
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
-        await replicas.end()
-        with pytest.raises(ProcessLookupError):
-            os.kill(second, 0)
-
-    asyncio.run(run())
+async def test_a_replica_that_ends_is_started_again_and_ends_with_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    replicas = replicas_writing(path)
+    replicas.start()
+    keeping = asyncio.create_task(replicas.run())
+    replicas.has_served()
+    first = await pid_in(path)
+    os.kill(first, signal.SIGKILL)
+    second = await pid_in(path, other_than=first)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    await replicas.end()
+    with pytest.raises(ProcessLookupError):
+        os.kill(second, 0)
 
 
 @pytest.mark.parametrize(
     ("fails", "reason"), [("", "Its process ended with exit code 7."), ("No memory.", "No memory.")]
 )
-def test_a_replica_that_cannot_start_ends_the_command_with_its_reason(
+async def test_a_replica_that_cannot_start_ends_the_command_with_its_reason(
     tmp_path: Path, fails: str, reason: str
 ) -> None:
-    async def run() -> None:
-        replicas = replicas_writing(tmp_path / "pid", fails or "silently")
-        replicas.start()
-        with pytest.raises(ReplicaFailed, match=f"^Replica 0: {re.escape(reason)}$"):
-            await replicas.run()
-        await replicas.end()
-
-    asyncio.run(run())
+    replicas = replicas_writing(tmp_path / "pid", fails or "silently")
+    replicas.start()
+    with pytest.raises(ReplicaFailed, match=f"^Replica 0: {re.escape(reason)}$"):
+        await replicas.run()
+    await replicas.end()
 
 
 def test_one_command_serves_with_two_engines_and_outlives_one(small_model: Path, tmp_path: Path) -> None:
@@ -271,8 +267,7 @@ def test_the_metrics_of_the_router_are_those_documented() -> None:
     async def exposed() -> dict[str, str]:
         engine = StubEngine()
         async with routing([engine]) as router:
-            metrics = RouterMetrics(WallClock())
-            metrics.watch(router.engines)
+            metrics = RouterMetrics(router.engines, WallClock())
             return {
                 family.name.removeprefix("backfill:") + "_total" * (family.type == "counter"): family.type
                 for family in metrics.collect()

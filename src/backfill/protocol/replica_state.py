@@ -14,11 +14,12 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
         models: names that requests may use; the first is echoed.
         digest: equal for servers of the same model.
         is_offline_suspended: offline requests are refused.
-        max_model_len, max_num_seqs, kv_tokens, ttft_slo_s: limits and objective of the engine; 0 until it
-            was ready once.
-        prefill_tokens_per_s: predicted; None without a cost model.
-        step_s: mean seconds of the last steps; 0 when nothing runs.
-        waiting_prompt_tokens: of online requests without a first token. None without a cost model.
+        max_model_len, max_num_seqs, kv_tokens, ttft_slo_s: limits of the engine, and its objective for
+            requests that bring none; meaningful once it was ready.
+        prefill_tokens_per_s: at which it computes prompts when it does nothing else. Without a cost model a
+            guess, which measured TTFTs correct.
+        step_s: mean seconds of the last steps, of which an arrival waits for half; 0 when nothing runs.
+        waiting_prompt_tokens: of online requests without a first token; 0 without a cost model.
         num_online, online_tokens: online choices that have not ended, and about their tokens.
         num_offline: offline choices that have not ended.
         num_lines: of batches, that the engine has.
@@ -31,12 +32,12 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     is_offline_suspended: bool = False
     max_model_len: int = 0
-    max_num_seqs: int = 0
-    kv_tokens: int = 0
-    ttft_slo_s: float = 0.0
-    prefill_tokens_per_s: float | None = None
+    max_num_seqs: int = 1
+    kv_tokens: int = 1
+    ttft_slo_s: float = 1.0
+    prefill_tokens_per_s: float = 2000.0
     step_s: float = 0.0
-    waiting_prompt_tokens: int | None = None
+    waiting_prompt_tokens: int = 0
     num_online: int = 0
     online_tokens: int = 0
     num_offline: int = 0

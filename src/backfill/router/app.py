@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -48,7 +48,7 @@ class RouterState:
     bodies: BodyBudget
     api_keys: ApiKeys | None = None  # None if requests need no key
     jobs: JobManager | None = None  # None if the Batch API is switched off
-    is_draining: bool = field(default=False)
+    is_draining: bool = False
 
     def ready_jobs(self) -> JobManager:
         """Raises: Unavailable."""
@@ -160,17 +160,15 @@ def _url_in(raw: bytes) -> str:
 
 
 def _engine_body(state: RouterState, engine: Engine) -> Json:
-    known = engine.state
-    replica = state.engines.replicas.get(engine.url)
-    status = "up" if engine.is_up else "leaving" if engine.is_leaving else "down"
+    replica = engine.replica
     return {
         "url": engine.url,
         "object": "engine",
-        "status": status,
-        "phase": None if known is None else known.phase,
-        "models": [] if known is None else list(known.models),
+        "status": "up" if engine.is_up else "leaving" if engine.is_leaving else "down",
+        "phase": engine.state.phase,
+        "models": list(engine.state.models),
         "num_in_flight": engine.num_in_flight,
-        "num_lines": 0 if replica is None else replica.num_batch_lines,
+        "num_lines": 0 if replica is None else replica.state.num_lines,
         "num_online": 0 if replica is None else replica.num_online,
         "predicted_wait_s": None if replica is None else replica.wait_s(state.clock.now_s()),
         "num_lost": state.engines.num_lost.get(engine.url, 0),

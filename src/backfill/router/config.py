@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 from urllib.parse import urlsplit
 
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types, internal, secret
+from backfill.router.policy import PolicyName
 
 MAX_REPLICAS = 64
 
@@ -30,7 +30,7 @@ class RouterConfig:
     """
 
     engines: tuple[str, ...] = ()
-    policy: Literal["slo", "round-robin", "least-loaded", "prefix"] = "slo"
+    policy: PolicyName = "slo"
     engine_api_key: str | None = secret(None)
     poll_interval: float = 0.25
     engine_timeout: float = 10.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -18,7 +18,8 @@ from backfill.core.errors import BackfillError
 from backfill.engine.tasks import TaskWatch
 from backfill.protocol.replica_state import ReplicaState
 from backfill.router.config import RouterConfig, engine_url
-from backfill.router.policy import ReplicaReport, ReplicaSet, create_policy
+from backfill.router.policy import ReplicaSet, create_policy
+from backfill.router.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,6 @@ _CONNECT_S = 5.0
 # Below the 5 s after which an engine closes an idle connection: a request must not be sent as it does.
 _KEEP_ALIVE_S = 3.0
 _RETRY_S = 0.25
-_UNKNOWN_PREFILL_TOKENS_PER_S = 2000.0  # of an engine without a cost model; measured TTFTs correct it
 
 _decoder = msgspec.json.Decoder(ReplicaState)
 
@@ -55,34 +55,40 @@ class Engine:
     """A server as the router knows it.
 
     Attributes:
-        state: as last seen; None before that.
-        is_up: it accepts requests.
+        state: as last seen.
+        replica: what the policy knows of it; None until it is up, and again once it is lost.
         is_leaving: it gets no more requests, and is forgotten once those that it has have ended.
+        attempts: requests that it has, see ``attempt``.
     """
 
     url: str
-    state: ReplicaState | None = None
-    is_up: bool = False
+    state: ReplicaState
+    replica: Replica | None = None
     is_leaving: bool = False
     poll_now: asyncio.Event = field(default_factory=asyncio.Event)
     watcher: asyncio.Task[None] | None = None
-    _attempts: set[_Attempt] = field(default_factory=set)
+    attempts: set[_Attempt] = field(default_factory=set)
+
+    @property
+    def is_up(self) -> bool:
+        """It accepts requests."""
+        return self.replica is not None and self.replica.is_open
 
     @property
     def num_in_flight(self) -> int:
         """Requests and lines of this router."""
-        return len(self._attempts)
+        return len(self.attempts)
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Send a request to the engine in the block. Raises: EngineLost as soon as the engine is lost."""
         task = asyncio.current_task()
         assert task is not None
-        attempt = _Attempt(task, had_company=bool(self._attempts))
-        if len(self._attempts) == 1:  # that one was alone until now
-            for other in self._attempts:
+        attempt = _Attempt(task, had_company=bool(self.attempts))
+        if len(self.attempts) == 1:  # that one was alone until now
+            for other in self.attempts:
                 other.had_company = True
-        self._attempts.add(attempt)
+        self.attempts.add(attempt)
         try:
             yield
         except asyncio.CancelledError:
@@ -94,13 +100,7 @@ class Engine:
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise EngineLost(_reason(error), had_company=attempt.had_company) from error
         finally:
-            self._attempts.discard(attempt)
-
-    def lose_attempts(self) -> None:
-        """Each of its requests ends with ``EngineLost``."""
-        for attempt in self._attempts:
-            attempt.is_lost = True
-            attempt.task.cancel()
+            self.attempts.discard(attempt)
 
 
 @dataclass(slots=True, eq=False)
@@ -151,14 +151,14 @@ class Engines:
     @property
     def model(self) -> ReplicaState | None:
         """A state of an engine, which says what model all serve; None before the first has joined."""
-        return next((engine.state for engine in self._engines.values() if engine.state is not None), None)
+        return next((engine.state for engine in self._engines.values()), None)
 
     def get(self, url: str) -> Engine | None:
         return self._engines.get(url)
 
     def shares_store(self, engine: Engine) -> bool:
         """It leases lines of batches from the router's store; to others the router sends lines."""
-        return bool(self.store_id) and engine.state is not None and engine.state.store == self.store_id
+        return bool(self.store_id) and engine.state.store == self.store_id
 
     @property
     def key_headers(self) -> dict[str, str]:
@@ -191,9 +191,9 @@ class Engines:
                 return engine
             state = await self._first_state(url, until_s)
             self._check_model(url, state)
-            engine = self._engines[url] = Engine(url)
-            self._note(engine, state)
+            engine = self._engines[url] = Engine(url, state)
             logger.info("%s joins: %s", url, state.phase)
+            self._note(engine, state)
             engine.watcher = self._tasks.start(self._watch(engine), "engine-watch")
             return engine
 
@@ -207,17 +207,36 @@ class Engines:
         if engine is not None:
             logger.info("%s leaves with %d requests in flight", url, engine.num_in_flight)
             engine.is_leaving = True
-            self._set_up(engine, False)
-            engine.poll_now.set()
+            self.pause(engine)
             if self.all_have_left:
                 self._end_waits(False)
         return engine
 
-    def note_failure(self, engine: Engine) -> None:
-        """A request to the engine failed: it gets no more until it has answered a look at its state."""
-        if engine.is_up:
-            self._set_up(engine, False)
+    def pause(self, engine: Engine) -> None:
+        """The engine gets no more requests until it has answered a look at its state."""
+        if engine.replica is not None:
+            engine.replica.is_open = False
         engine.poll_now.set()
+
+    @asynccontextmanager
+    async def request(
+        self,
+        engine: Engine,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str] | list[tuple[str, str]],
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """The engine's answer, to be read in the block. Raises: EngineLost; the engine gets no more then."""
+        try:
+            with engine.attempt():
+                async with self.session.request(
+                    method, engine.url + path, data=body or None, headers=headers, allow_redirects=False
+                ) as response:
+                    yield response
+        except EngineLost:
+            self.pause(engine)
+            raise
 
     async def until_up(self, timeout_s: float) -> bool:
         """Wait until an engine is up or the next comes up.
@@ -283,7 +302,7 @@ class Engines:
         """Raises: EngineRefused for another model than the other engines'."""
         for other in self._engines.values():
             known = other.state
-            if known is None or (known.models == state.models and known.digest == state.digest):
+            if (known.models, known.digest) == (state.models, state.digest):
                 continue
             name, other_name = ", ".join(state.models), ", ".join(known.models)
             same = " of the same name, with another configuration or other weights" * (name == other_name)
@@ -304,9 +323,8 @@ class Engines:
             try:
                 async with asyncio.timeout(self._config.poll_interval):
                     await engine.poll_now.wait()
-                await asyncio.sleep(
-                    self._config.poll_interval / 10
-                )  # several failures are one reason to look
+                # Several failures are one reason to look.
+                await asyncio.sleep(self._config.poll_interval / 10)
             except TimeoutError:
                 pass
         del self._engines[engine.url]
@@ -315,65 +333,46 @@ class Engines:
 
     def _note(self, engine: Engine, state: ReplicaState) -> None:
         """What an engine says of itself."""
-        if engine.state is not None and engine.state.instance != state.instance:
+        if engine.state.instance != state.instance:
             if (engine.state.models, engine.state.digest) != (state.models, state.digest):
                 self._lose(engine, f"it was started again with another model, {', '.join(state.models)}")
                 return
             logger.warning("%s was started again", engine.url)
             self._forget(engine)
         engine.state = state
-        is_up = state.phase == _READY and not engine.is_leaving
-        if is_up:
-            replica = self.replicas.report(engine.url, _report_of(state))
-            replica.takes_lines = not state.is_offline_suspended
-            replica.num_batch_lines = state.num_lines
+        if state.phase == _READY and not engine.is_leaving:
             if not engine.is_up:
                 logger.info("%s is up", engine.url)
-        self._set_up(engine, is_up)
+            engine.replica = self.replicas.report(engine.url, state)
+            engine.replica.is_open = True
+            self._end_waits(True)
+        elif engine.replica is not None:
+            engine.replica.is_open = False
         self.on_change()
 
     def _lose(self, engine: Engine, reason: str) -> None:
         """The engine cannot be reached: its requests run elsewhere, and its cache is taken for lost."""
-        if engine.num_in_flight or self.replicas.get(engine.url) is not None:
+        if engine.num_in_flight or engine.replica is not None:
             logger.error(
                 "%s is lost with %d requests in flight: %s", engine.url, engine.num_in_flight, reason
             )
         self._forget(engine)
-        self._set_up(engine, False)
         self.on_change()
 
     def _forget(self, engine: Engine) -> None:
-        if self.replicas.get(engine.url) is not None:
+        if engine.replica is not None:
             self.num_lost[engine.url] = self.num_lost.get(engine.url, 0) + 1
-        self.replicas.remove(engine.url)
-        engine.lose_attempts()
-
-    def _set_up(self, engine: Engine, is_up: bool) -> None:
-        replica = self.replicas.get(engine.url)
-        if replica is not None:
-            replica.is_open = is_up
-        engine.is_up = is_up
-        if is_up:
-            self._end_waits(True)
+            self.replicas.remove(engine.url)
+            engine.replica = None
+        for attempt in engine.attempts:
+            attempt.is_lost = True
+            attempt.task.cancel()
 
     def _end_waits(self, is_up: bool) -> None:
         """Of ``until_up``."""
         for waiting in self._ups:
             if not waiting.done():
                 waiting.set_result(is_up)
-
-
-def _report_of(state: ReplicaState) -> ReplicaReport:
-    return ReplicaReport(
-        prefill_tokens_per_s=state.prefill_tokens_per_s or _UNKNOWN_PREFILL_TOKENS_PER_S,
-        max_num_seqs=max(1, state.max_num_seqs),
-        kv_tokens=max(1, state.kv_tokens),
-        ttft_s=state.ttft_slo_s or 1.0,
-        step_s=state.step_s,
-        waiting_prompt_tokens=state.waiting_prompt_tokens or 0,
-        num_online=state.num_online,
-        online_tokens=state.online_tokens,
-    )
 
 
 def _reason(error: BaseException) -> str:

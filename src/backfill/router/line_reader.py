@@ -44,7 +44,7 @@ class RoutedLine(BatchLine, kw_only=True):
 
     @property
     def request(self) -> RoutedRequest:
-        return peek(self.body, {}, self.owner).request
+        return peek(self.body, {}, self.owner)
 
     def offline_body(self) -> bytes:
         """The body of an offline request. The file's check has refused streams."""

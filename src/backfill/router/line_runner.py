@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 
@@ -22,13 +21,13 @@ from backfill.http.middleware import OWNER_HEADER
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.errors import Busy
 from backfill.jobs.lines import LineResult, completed, refused, unanswered
-from backfill.jobs.manager import JobManager, JobsSnapshot
+from backfill.jobs.manager import JobManager
 from backfill.preparation.lines import BatchLine, Refusal
 from backfill.protocol.service import TokenCount
-from backfill.router.engines import Engine, EngineLost, Engines
+from backfill.router.engines import EngineLost, Engines
 from backfill.router.line_reader import RoutedLine, RoutedReader
 from backfill.router.metrics import RouterMetrics
-from backfill.router.policy import LinePlacement
+from backfill.router.replica import Placement
 
 # Answers to a line itself. Others are of an engine that cannot run it now, or may not for this router.
 _REFUSALS = frozenset({400, 404, 413, 415, 422})
@@ -59,7 +58,11 @@ class EngineRunner:
     @property
     def capacity(self) -> int:
         """Lines that all of them may have at once."""
-        return sum(2 * engine.state.max_num_seqs for engine in self._engines() if engine.state is not None)
+        return sum(
+            2 * engine.state.max_num_seqs
+            for engine in self.engines.all
+            if engine.is_up and not self.engines.shares_store(engine)
+        )
 
     def on_change(self) -> None:
         """What is up, or its headroom for lines, may have changed."""
@@ -74,7 +77,7 @@ class EngineRunner:
             try:
                 answer = await self._attempt(line, placement.replica.name)
             finally:
-                placement.on_end(0.0)
+                placement.on_end()
                 self.on_change()
             if answer is None:
                 continue
@@ -97,7 +100,7 @@ class EngineRunner:
             self.metrics.retries["refused"] += 1
             await asyncio.sleep(_REFUSED_S)
 
-    async def _place(self, line: RoutedLine) -> LinePlacement:
+    async def _place(self, line: RoutedLine) -> Placement:
         """Wait for an engine with headroom; lines that wait get theirs in turn."""
         request = line.request
         async with self._turn:
@@ -114,19 +117,7 @@ class EngineRunner:
         engine = self.engines.get(url)
         if engine is None:  # it has left
             return None
-        try:
-            with engine.attempt():
-                answer = await self._send(engine, line)
-        except EngineLost as error:
-            self.engines.note_failure(engine)
-            self.metrics.retries["lost" if error.was_reached else "unreachable"] += 1
-            return _Answer(503, {}, int(error.had_company)) if error.was_reached else None
-        if answer.num_lost_too is not None:
-            self.metrics.retries["lost"] += 1
-        return answer
-
-    async def _send(self, engine: Engine, line: RoutedLine) -> _Answer:
-        self.metrics.on_sent(engine.url, is_offline=True)
+        self.metrics.on_sent(url, is_offline=True)
         headers = {
             **self.engines.key_headers,
             "Content-Type": "application/json",
@@ -134,17 +125,18 @@ class EngineRunner:
         }
         if line.owner:
             headers[OWNER_HEADER] = line.owner
-        async with self.engines.session.post(
-            engine.url + line.path, data=line.offline_body(), headers=headers, allow_redirects=False
-        ) as response:
-            lost = response.headers.get(LOST_HEADER)
-            content = await response.read()
-            return _Answer(response.status, _json_of(content), None if lost is None else int(lost))
-
-    def _engines(self) -> list[Engine]:
-        return [
-            engine for engine in self.engines.all if engine.is_up and not self.engines.shares_store(engine)
-        ]
+        try:
+            async with self.engines.request(
+                engine, "POST", line.path, line.offline_body(), headers
+            ) as response:
+                content = await response.read()
+        except EngineLost as error:
+            self.metrics.retries["lost" if error.was_reached else "unreachable"] += 1
+            return _Answer(503, {}, int(error.had_company)) if error.was_reached else None
+        lost = response.headers.get(LOST_HEADER)
+        if lost is not None:
+            self.metrics.retries["lost"] += 1
+        return _Answer(response.status, _json_of(content), None if lost is None else int(lost))
 
 
 async def start_jobs(
@@ -176,7 +168,7 @@ async def start_jobs(
         while True:
             with suppress(Busy):  # the figures stay as they are
                 snapshot = await jobs.store_snapshot()
-                job_metrics.watch(partial(_itself, snapshot))
+                job_metrics.watch(lambda snapshot=snapshot: snapshot)
             await asyncio.sleep(_STORE_PERIOD_S)
 
     engines.on_change = on_change
@@ -184,10 +176,6 @@ async def start_jobs(
     metrics.registry.register(job_metrics)
     tasks.start(watch_store(), "batch-figures")
     return jobs
-
-
-def _itself(snapshot: JobsSnapshot) -> JobsSnapshot:
-    return snapshot
 
 
 def _json_of(content: bytes) -> dict[str, object]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -12,9 +11,7 @@ from prometheus_client.registry import Collector
 
 from backfill.core.clock import Clock
 from backfill.http.metrics import Families
-
-if TYPE_CHECKING:
-    from backfill.router.engines import Engines
+from backfill.router.engines import Engines
 
 _PROMPT_TOKENS = 256  # of the prompt whose TTFT is shown: a question with its instructions
 
@@ -27,18 +24,14 @@ class RouterMetrics(Collector):
         num_broken: answers that were cut off after they had begun.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
+    def __init__(self, engines: Engines, clock: Clock) -> None:
         self.retries: Counter[str] = Counter({"lost": 0, "unreachable": 0, "refused": 0})
         self.num_broken = 0
         self._clock = clock
         self._sent: Counter[tuple[str, ...]] = Counter()
-        self._engines: Engines | None = None
-
-    def watch(self, engines: Engines) -> None:
-        """Read the gauges from ``engines``; before this call there are none."""
         self._engines = engines
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
 
     def on_sent(self, engine: str, *, is_offline: bool) -> None:
         self._sent[engine, "offline" if is_offline else "online"] += 1
@@ -55,16 +48,12 @@ class RouterMetrics(Collector):
         yield families.counter(
             "router_broken_responses", "Answers cut off after they had begun", self.num_broken
         )
-        if self._engines is not None:
-            yield from self._gauges(families, self._engines)
-
-    def _gauges(self, families: Families, engines: Engines) -> Iterable[Metric]:
-        now_s = self._clock.now_s()
+        engines, now_s = self._engines, self._clock.now_s()
         ups = {engine.url: float(engine.is_up) for engine in engines.all}
         in_flight = {engine.url: float(engine.num_in_flight) for engine in engines.all}
         replicas = engines.replicas.replicas
         ttfts = {replica.name: replica.ttft_s(_PROMPT_TOKENS, now_s) for replica in replicas}
-        lines = {replica.name: float(replica.num_batch_lines) for replica in replicas}
+        lines = {replica.name: float(replica.state.num_lines) for replica in replicas}
         corrections = {replica.name: replica.correction for replica in replicas}
         yield families.gauge_by("engine", "router_engine_up", "1 if the engine accepts requests", ups)
         yield families.counter_by("engine", "router_engine_losses", "How often it was lost", engines.num_lost)

@@ -1,36 +1,19 @@
 """Which replica serves a request. Pure: no I/O, and time comes from a clock.
 
 ``ReplicaSet`` knows what each replica reported and what it was sent since. A ``RoutingPolicy`` chooses among
-the replicas for an online request. Offline lines go where online requests leave room.
+the replicas for an online request. Offline lines go where online requests leave headroom.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 from backfill.core.clock import Clock
-from backfill.core.errors import ConfigError
+from backfill.protocol.replica_state import ReplicaState
 from backfill.router.prefixes import CHUNK_TOKENS, PrefixIndex
-from backfill.router.replica import LinePlacement, Placement, Replica, ReplicaReport
-
-__all__ = [
-    "Candidate",
-    "LeastLoaded",
-    "LinePlacement",
-    "Placement",
-    "PolicyName",
-    "PrefixOnly",
-    "Replica",
-    "ReplicaReport",
-    "ReplicaSet",
-    "RoundRobin",
-    "RoutedRequest",
-    "RoutingPolicy",
-    "SloPolicy",
-    "create_policy",
-]
+from backfill.router.replica import Placement, Replica
 
 PolicyName = Literal["slo", "round-robin", "least-loaded", "prefix"]
 
@@ -43,11 +26,15 @@ class RoutedRequest:
         num_tokens: of its prompt, estimated.
         keys: of its prompt's chunks (``prefixes``).
         ttft_s: its own objective; None for the replicas'.
+        streams: it asks for server-sent events.
+        is_offline: its service tier is flex.
     """
 
     num_tokens: int
     keys: Sequence[int] = ()
     ttft_s: float | None = None
+    streams: bool = False
+    is_offline: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +64,12 @@ class RoutingPolicy(Protocol):
 class SloPolicy:
     """Least predicted TTFT, and the replica that has the prefix where that costs no objective.
 
-    A replica that has no place for the request is passed over while another has one. Of the others, those
+    A replica without capacity for the request is passed over while another has one. Of the others, those
     are in question whose wait is at most ``imbalance`` of the TTFT objective longer than the shortest, and
     which would meet the objective with ``margin``. Where one of them has at least ``min_match`` of the
     prompt in its cache, the one with most of it is taken: a hit saves work that other requests would wait
     for. Else the request brings a new prefix, and of those whose TTFT is about the least, the one with the
-    most room in its cache is taken, so that prefixes spread over all caches. Where no replica would meet the
+    emptiest cache is taken, so that prefixes spread over all caches. Where no replica would meet the
     objective, the least TTFT is taken.
 
     Attributes:
@@ -98,7 +85,7 @@ class SloPolicy:
     tie: float = 0.01
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> Candidate:
-        placed = [each for each in candidates if each.replica.has_place(request.num_tokens)] or candidates
+        placed = [each for each in candidates if each.replica.has_capacity(request.num_tokens)] or candidates
         least_wait_s = min(each.wait_s for each in placed)
         in_question = [each for each in placed if self._is_in_question(request, each, least_wait_s)]
         if not in_question:
@@ -152,17 +139,14 @@ class PrefixOnly:
 
 
 def create_policy(name: str) -> RoutingPolicy:
-    """Raises: ConfigError."""
-    policies = {
+    """``name``: one of ``PolicyName``."""
+    policies: dict[str, type[RoutingPolicy]] = {
         "slo": SloPolicy,
         "round-robin": RoundRobin,
         "least-loaded": LeastLoaded,
         "prefix": PrefixOnly,
     }
-    if name not in policies:
-        raise ConfigError(f"must be one of {', '.join(get_args(PolicyName))}, got {name!r}.", field="policy")
-    policy: RoutingPolicy = policies[name]()
-    return policy
+    return policies[name]()
 
 
 class ReplicaSet:
@@ -181,13 +165,14 @@ class ReplicaSet:
     def get(self, name: str) -> Replica | None:
         return self._replicas.get(name)
 
-    def report(self, name: str, report: ReplicaReport) -> Replica:
+    def report(self, name: str, state: ReplicaState) -> Replica:
         """What a replica says of itself; one that is not known is added, with an empty cache."""
         replica = self._replicas.get(name)
         if replica is None:
-            replica = self._replicas[name] = Replica(name, report)
-        replica.set_report(report)
-        self._prefixes.add(name, report.kv_tokens)
+            replica = self._replicas[name] = Replica(name, state)
+        else:
+            replica.report(state)
+        self._prefixes.add(name, state.kv_tokens)
         return replica
 
     def remove(self, name: str) -> None:
@@ -216,29 +201,30 @@ class ReplicaSet:
 
     def place_line(
         self, request: RoutedRequest, besides: Collection[str] = (), *, may_exceed: bool = False
-    ) -> LinePlacement | None:
+    ) -> Placement | None:
         """Choose a replica for an offline request, and count it there.
 
-        The replica with most of its prompt in the cache, of those with room; else the one with most room.
+        The replica with most of its prompt in the cache, of those with headroom; else the one with most
+        headroom.
 
         Args:
             besides: replicas that are not to be chosen.
-            may_exceed: where none has room, the one with the fewest is chosen; where none takes offline
+            may_exceed: where none has headroom, the one with the fewest is chosen; where none takes offline
                 requests, one that will refuse it.
 
-        Returns: None where no replica has room, or there is none.
+        Returns: None where no replica has headroom, or there is none.
         """
         is_open = [each for name, each in self._replicas.items() if each.is_open and name not in besides]
         takers = [replica for replica in is_open if replica.takes_lines] or (is_open if may_exceed else [])
-        found = [replica for replica in takers if replica.line_room > 0]
+        found = [replica for replica in takers if replica.line_headroom > 0]
         if not found and may_exceed and takers:
             found = [min(takers, key=lambda replica: replica.num_lines)]
         if not found:
             return None
         matches = self._prefixes.match(request.keys, [replica.name for replica in found])
-        chosen = max(found, key=lambda replica: (matches[replica.name], replica.line_room))
+        chosen = max(found, key=lambda replica: (matches[replica.name], replica.line_headroom))
         self._prefixes.note_sent(chosen.name, request.keys)
-        return LinePlacement(chosen)
+        return Placement(chosen, is_offline=True)
 
     def _candidates(self, request: RoutedRequest, names: Sequence[str], now_s: float) -> list[Candidate]:
         matches = self._prefixes.match(request.keys, names)
@@ -254,4 +240,4 @@ class ReplicaSet:
 
 
 def _objective_s(request: RoutedRequest, candidate: Candidate) -> float:
-    return candidate.replica.report.ttft_s if request.ttft_s is None else request.ttft_s
+    return candidate.replica.state.ttft_slo_s if request.ttft_s is None else request.ttft_s

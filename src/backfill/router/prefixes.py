@@ -26,20 +26,18 @@ def text_keys(prompt: bytes, salt: bytes = b"") -> list[int]:
     Args:
         salt: prompts with different salts share no key.
     """
-    key = hash(salt)
-    keys = []
-    for end in range(CHUNK_BYTES, len(prompt) + 1, CHUNK_BYTES):
-        key = hash((key, prompt[end - CHUNK_BYTES : end]))
-        keys.append(key)
-    return keys
+    return _keys(prompt, CHUNK_BYTES, hash(salt))
 
 
-def token_keys(token_ids: Sequence[int], salt: int = 0) -> list[int]:
+def token_keys(token_ids: tuple[int, ...]) -> list[int]:
     """The same of token ids."""
-    key = hash(salt)
+    return _keys(token_ids, CHUNK_TOKENS, 0)
+
+
+def _keys(prompt: bytes | tuple[int, ...], chunk: int, key: int) -> list[int]:
     keys = []
-    for end in range(CHUNK_TOKENS, len(token_ids) + 1, CHUNK_TOKENS):
-        key = hash((key, tuple(token_ids[end - CHUNK_TOKENS : end])))
+    for end in range(chunk, len(prompt) + 1, chunk):
+        key = hash((key, prompt[end - chunk : end]))
         keys.append(key)
     return keys
 
@@ -71,9 +69,6 @@ class PrefixIndex:
         for key in self._chunks.pop(replica):
             self._drop(key, self._bits[replica])
         del self._bits[replica], self._capacities[replica]
-
-    def num_chunks(self, replica: str) -> int:
-        return len(self._chunks[replica])
 
     def share_used(self, replica: str) -> float:
         """Of the replica's capacity, 0 to 1."""

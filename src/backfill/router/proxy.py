@@ -22,8 +22,9 @@ from backfill.http.streaming import sse_event, while_connected
 from backfill.protocol.responses import error_body
 from backfill.router.engines import Engine, EngineLost, Engines
 from backfill.router.metrics import RouterMetrics
-from backfill.router.policy import LinePlacement, Placement
-from backfill.router.requests import Peeked, peek
+from backfill.router.policy import RoutedRequest
+from backfill.router.replica import Placement
+from backfill.router.requests import peek
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +56,23 @@ NO_ENGINES = "This router has no engines: all have been removed."
 _LOST = "The engine that served this request was lost after the answer had begun."
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    status: int
-    headers: list[tuple[bytes, bytes]]
-
-    def message(self) -> Message:
-        return {"type": "http.response.start", "status": self.status, "headers": self.headers}
-
-
 class _Refusal(Exception):
-    """An engine cannot run the request now; another one may."""
+    """An engine cannot run the request now; another one may.
 
-    def __init__(self, head: _Head, body: bytes) -> None:
-        super().__init__(head.status)
+    Attributes:
+        head, body: of its answer.
+        was_lost: the engine lost the request.
+    """
+
+    def __init__(self, head: Message, body: bytes) -> None:
+        super().__init__(head["status"])
         self.head = head
         self.body = body
-        self.was_lost = any(name == _LOST_HEADER for name, _ in head.headers)
+        self.was_lost = any(name == _LOST_HEADER for name, _ in head["headers"])
+
+    @property
+    def is_queue_full(self) -> bool:
+        return bool(self.head["status"] == 429)
 
 
 @dataclass(slots=True)
@@ -82,20 +83,20 @@ class _Exchange:
     headers: list[tuple[str, str]]
     body: bytes
     held: HeldBytes
-    peeked: Peeked
+    routed: RoutedRequest
     send: Send
     has_begun: bool = False
 
-    async def begin(self, head: _Head) -> None:
+    async def begin(self, head: Message) -> None:
         self.has_begun = True
         self.body = b""
         self.held.release()
-        await self.send(head.message())
+        await self.send(head)
 
     async def write(self, data: bytes, *, is_last: bool = False) -> None:
         await self.send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
-    async def answer(self, head: _Head, body: bytes) -> None:
+    async def answer(self, head: Message, body: bytes) -> None:
         await self.begin(head)
         await self.write(body, is_last=True)
 
@@ -126,12 +127,11 @@ class Proxy:
         try:
             async with json_body(request, self.bodies, self.max_body_bytes) as body:
                 owner = owner_of(request)
-                peeked = peek(body.raw, request.headers, owner)
-                if peeked.is_offline:
+                routed = peek(body.raw, request.headers, owner)
+                if routed.is_offline:
                     body.held.mark_offline()
-                exchange = _Exchange(
-                    scope["path"], self._headers(request, owner), body.raw, body.held, peeked, send
-                )
+                headers = self._headers(request, owner)
+                exchange = _Exchange(scope["path"], headers, body.raw, body.held, routed, send)
                 await while_connected(self._run(exchange), receive)
         finally:
             self.num_open -= 1
@@ -152,19 +152,16 @@ class Proxy:
                 break
             up = [engine for engine in self.engines.all if engine.is_up]
             engine = min(up, key=lambda engine: engine.num_in_flight)
-            url = engine.url + scope["path"]
             try:
-                with engine.attempt():
-                    async with self.engines.session.request(
-                        scope["method"], url, data=body or None, headers=headers, allow_redirects=False
-                    ) as response:
-                        content = await response.read()
-                        head = _head_of(response)
-                await send(head.message())
-                await send({"type": "http.response.body", "body": content})
-                return
+                async with self.engines.request(
+                    engine, scope["method"], scope["path"], body, headers
+                ) as response:
+                    content = await response.read()
             except EngineLost:
-                self.engines.note_failure(engine)
+                continue
+            await send(_head_of(response))
+            await send({"type": "http.response.body", "body": content})
+            return
         raise self._no_engine()
 
     def _headers(self, request: Request, owner: str) -> list[tuple[str, str]]:
@@ -190,8 +187,8 @@ class Proxy:
         give_up_at_s = self.clock.now_s() + self.retry_timeout_s
         while True:
             # A queue that is full is the client's to wait for; an engine that is not there is the router's.
-            may_wait = refusal is None or refusal.head.status != 429
-            placement = await self._place(exchange.peeked, besides, give_up_at_s if may_wait else 0.0)
+            may_wait = refusal is None or not refusal.is_queue_full
+            placement = await self._place(exchange.routed, besides, give_up_at_s if may_wait else 0.0)
             if placement is None:
                 if refusal is None:
                     raise self._no_engine()
@@ -200,11 +197,9 @@ class Proxy:
             engine = self.engines.get(placement.replica.name)
             assert engine is not None, "replicas are engines that are up"
             try:
-                with engine.attempt():
-                    await self._attempt(exchange, engine, placement)
+                await self._attempt(exchange, engine, placement)
                 return
             except EngineLost as error:
-                self.engines.note_failure(engine)
                 self.metrics.retries["lost" if error.was_reached else "unreachable"] += 1
                 num_lost += error.was_reached
                 if exchange.has_begun:
@@ -215,19 +210,17 @@ class Proxy:
                 self.metrics.retries["lost" if other.was_lost else "refused"] += 1
                 num_lost += other.was_lost
                 refusal = other
-                if other.head.status != 429:
-                    self.engines.note_failure(engine)
+                if not other.is_queue_full:
+                    self.engines.pause(engine)
             finally:
-                placement.on_end(self.clock.now_s())
+                placement.on_end()
             if num_lost == MAX_LOSSES:
                 raise Unavailable(f"{MAX_LOSSES} engines were lost while they ran this request.")
             besides.add(engine.url)
 
-    async def _place(
-        self, peeked: Peeked, besides: set[str], wait_until_s: float
-    ) -> Placement | LinePlacement | None:
+    async def _place(self, routed: RoutedRequest, besides: set[str], wait_until_s: float) -> Placement | None:
         """The engine to try next. One that was tried is tried again only if it may be waited for."""
-        placement = self._choose(peeked, besides)
+        placement = self._choose(routed, besides)
         while placement is None:
             left_s = wait_until_s - self.clock.now_s()
             if left_s <= 0 or not await self.engines.until_up(left_s):
@@ -236,25 +229,23 @@ class Proxy:
                 besides.clear()
             else:
                 await asyncio.sleep(min(_RETRY_S, left_s))
-            placement = self._choose(peeked, besides)
+            placement = self._choose(routed, besides)
         return placement
 
-    def _choose(self, peeked: Peeked, besides: set[str]) -> Placement | LinePlacement | None:
+    def _choose(self, routed: RoutedRequest, besides: set[str]) -> Placement | None:
         replicas = self.engines.replicas
-        if peeked.is_offline:
-            return replicas.place_line(peeked.request, besides, may_exceed=True)
-        return replicas.place(peeked.request, besides)
+        if routed.is_offline:
+            return replicas.place_line(routed, besides, may_exceed=True)
+        return replicas.place(routed, besides)
 
-    async def _attempt(
-        self, exchange: _Exchange, engine: Engine, placement: Placement | LinePlacement
-    ) -> None:
-        """Raises: _Refusal; what ``Engine.attempt`` turns into EngineLost."""
-        self.metrics.on_sent(engine.url, is_offline=exchange.peeked.is_offline)
-        if isinstance(placement, Placement) and not exchange.peeked.streams:
+    async def _attempt(self, exchange: _Exchange, engine: Engine, placement: Placement) -> None:
+        """Raises: _Refusal, EngineLost."""
+        self.metrics.on_sent(engine.url, is_offline=placement.is_offline)
+        if not (placement.is_offline or exchange.routed.streams):
             # The whole answer comes at once, so its first token is not seen.
             asyncio.get_running_loop().call_later(placement.predicted_s, self._assume_first_token, placement)
-        async with self.engines.session.post(
-            engine.url + exchange.path, data=exchange.body, headers=exchange.headers, allow_redirects=False
+        async with self.engines.request(
+            engine, "POST", exchange.path, exchange.body, exchange.headers
         ) as response:
             head = _head_of(response)
             if response.status in (429, 503):
@@ -272,9 +263,9 @@ class Proxy:
     async def _pass_events(
         self,
         exchange: _Exchange,
-        head: _Head,
+        head: Message,
         content: aiohttp.StreamReader,
-        placement: Placement | LinePlacement,
+        placement: Placement,
     ) -> None:
         """Pass on whole events, so that an error can follow."""
         held = b""
@@ -296,7 +287,7 @@ class Proxy:
         """End an answer that has begun with an error, where it is a stream; else cut it off."""
         self.metrics.num_broken += 1
         logger.error("an answer of %s was cut off after it had begun", engine.url)
-        if not exchange.peeked.streams:
+        if not exchange.routed.streams:
             raise EngineLost(_LOST)
         event = sse_event(error_body(_LOST, "service_unavailable_error", code="server_is_overloaded"))
         await exchange.write(event + _DONE, is_last=True)
@@ -310,6 +301,8 @@ class Proxy:
         return Unavailable("No engine is up. Please retry.")
 
 
-def _head_of(response: aiohttp.ClientResponse) -> _Head:
+def _head_of(response: aiohttp.ClientResponse) -> Message:
+    """The ASGI message that begins an answer with the engine's status and headers."""
     headers = [(name.lower(), value) for name, value in response.raw_headers]
-    return _Head(response.status, [each for each in headers if each[0] not in _NOT_RETURNED])
+    returned = [each for each in headers if each[0] not in _NOT_RETURNED]
+    return {"type": "http.response.start", "status": response.status, "headers": returned}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import msgspec
 
@@ -33,22 +32,8 @@ _fields_decoder = msgspec.json.Decoder(_Fields)
 _slo_decoder = msgspec.json.Decoder(_Slo)
 
 
-@dataclass(frozen=True, slots=True)
-class Peeked:
-    """A request as its body shows it.
-
-    Attributes:
-        streams: it asks for server-sent events.
-        is_offline: its service tier is flex.
-    """
-
-    request: RoutedRequest
-    streams: bool = False
-    is_offline: bool = False
-
-
-def peek(raw: bytes, headers: Mapping[str, str], owner: str = "") -> Peeked:
-    """Look at a body. One that cannot be read is for an engine to refuse.
+def peek(raw: bytes, headers: Mapping[str, str], owner: str = "") -> RoutedRequest:
+    """A request as its body shows it. One that cannot be read is for an engine to refuse.
 
     Args:
         headers: by lower-case name.
@@ -57,15 +42,17 @@ def peek(raw: bytes, headers: Mapping[str, str], owner: str = "") -> Peeked:
     try:
         fields = _fields_decoder.decode(raw)
     except (msgspec.MsgspecError, RecursionError):
-        return Peeked(RoutedRequest(len(raw) // BYTES_PER_TOKEN))
+        return RoutedRequest(len(raw) // BYTES_PER_TOKEN)
     prompt = bytes(fields.messages) or bytes(fields.prompt)
     salt = owner.encode() + b"\0" + bytes(fields.cache_salt)
     has_ids = prompt[:1] == b"[" and prompt[1:2].isdigit()
-    num_bytes = len(prompt) * (BYTES_PER_TOKEN / _BYTES_PER_TOKEN_ID if has_ids else 1.0)
-    request = RoutedRequest(
-        max(1, round(num_bytes / BYTES_PER_TOKEN)), text_keys(prompt, salt), _ttft_s(fields, headers)
+    return RoutedRequest(
+        max(1, round(len(prompt) / (_BYTES_PER_TOKEN_ID if has_ids else BYTES_PER_TOKEN))),
+        text_keys(prompt, salt),
+        _ttft_s(fields, headers),
+        streams=bytes(fields.stream) == b"true",
+        is_offline=bytes(fields.service_tier) == _FLEX,
     )
-    return Peeked(request, bytes(fields.stream) == b"true", bytes(fields.service_tier) == _FLEX)
 
 
 def _ttft_s(fields: _Fields, headers: Mapping[str, str]) -> float | None:

@@ -94,8 +94,7 @@ class RouterServer:
         try:
             if not await self._unless_stopped(engines):
                 return False
-            metrics = RouterMetrics(clock)
-            metrics.watch(engines)
+            metrics = RouterMetrics(engines, clock)
             config = self._server_config
             bodies = BodyBudget(config.max_inflight_body_bytes, config.max_body_bytes)
             proxy = Proxy(

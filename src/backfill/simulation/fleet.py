@@ -16,14 +16,9 @@ from backfill.core.counters import ClassCounters
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.engine.messages import TokenOutput
-from backfill.router.policy import (
-    LinePlacement,
-    Placement,
-    ReplicaSet,
-    RoutedRequest,
-    create_policy,
-)
+from backfill.router.policy import ReplicaSet, RoutedRequest, create_policy
 from backfill.router.prefixes import token_keys
+from backfill.router.replica import Placement
 from backfill.simulation.fleet_replica import FleetClock, ReplicaSpec, SimulatedReplica
 from backfill.simulation.fleet_traffic import FleetArrival, Segment, answer_number, prompt_tokens
 from backfill.simulation.progress import RunShare
@@ -112,7 +107,7 @@ class Fleet:
         self._offline: Iterator[Lengths] | None = itertools.cycle(offline) if offline else None
         self._duration_s = duration_s
         self._online: dict[RequestId, _Online] = {}
-        self._lines: dict[RequestId, LinePlacement] = {}
+        self._lines: dict[RequestId, Placement] = {}
         self._numbers = itertools.count(len(online))  # of offline requests
         self._wakes: list[tuple[float, int]] = []
         self._due: list[list[TokenOutput]] = [[] for _ in self.replicas]
@@ -189,7 +184,7 @@ class Fleet:
             if online is None:
                 if output.finish_reason is not None:
                     num_lines += 1
-                    self._lines.pop(output.request_id).on_end(now_s)
+                    self._lines.pop(output.request_id).on_end()
                 continue
             online.num_tokens += 1
             if online.num_tokens == 1:
@@ -198,7 +193,7 @@ class Fleet:
                 online.placement.on_first_token(now_s)
             if output.finish_reason is not None:
                 online.result.tpot_s = (now_s - online.first_at_s) / max(online.num_tokens - 1, 1)
-                online.placement.on_end(now_s)
+                online.placement.on_end()
                 del self._online[output.request_id]
         replica.offline_done += num_lines
         return num_lines

@@ -14,7 +14,7 @@ from backfill.costs.hardware import HardwareProfile
 from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
-from backfill.router.policy import ReplicaReport
+from backfill.protocol.replica_state import ReplicaState
 from backfill.simulation.device import executor_info
 from backfill.simulation.fleet_executor import SplitExecutor
 
@@ -108,7 +108,7 @@ class SimulatedReplica:
         self.num_steps += 1
         return outputs
 
-    def report(self) -> ReplicaReport:
+    def report(self) -> ReplicaState:
         """What it would say of itself now."""
         requests = self.engine.scheduler.requests
         online = [
@@ -118,11 +118,15 @@ class SimulatedReplica:
         ]
         for level in (PriorityLevel.ONLINE, PriorityLevel.RELEGATED):
             online += requests.waiting[level].requests
-        return ReplicaReport(
+        return ReplicaState(
+            instance=self.name,
+            phase="ready",
+            models=(),
+            digest="",
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             max_num_seqs=self._max_num_seqs,
             kv_tokens=self.executor.info.num_blocks * self.executor.info.block_size,
-            ttft_s=self._slo.ttft_s,
+            ttft_slo_s=self._slo.ttft_s,
             step_s=0.0 if self.is_idle else self._step_s,
             waiting_prompt_tokens=sum(
                 each.num_pending_tokens for each in online if each.first_token_at_s is None
