@@ -8,14 +8,13 @@ from pathlib import Path
 
 from cyclopts import App
 
-from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.registry import Metrics
 from backfill.bench.coserve_figures import CoserveFigures, policy_json
 from backfill.cli.main import app
 from backfill.core.counters import ClassCounters
 from backfill.core.slo import SLO
 from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
-from backfill.http.job_metrics import JobMetrics
+from backfill.http.metrics import JobMetrics
 from backfill.jobs.manager import JobsSnapshot
 from backfill.preparation.client import PreparationClient
 from backfill.preparation.messages import PreparationSetup
@@ -90,7 +89,6 @@ def exposed_metrics() -> dict[str, str]:
         "m",
         make_info(),
         slo=SLO(1.5, 0.11),
-        loop_lag=LoopLag("m"),
         preparation=PreparationClient(PreparationSetup(model=model, order="fcfs")),
         jobs=jobs,
         vllm_names=True,

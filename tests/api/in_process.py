@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
+from fastapi import FastAPI
+
 from backfill.api.app import create_app
-from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.registry import Metrics
 from backfill.api.state import Phase, ServerState
 from backfill.core.clock import Clock
@@ -25,11 +27,13 @@ from backfill.generation.generator import TextGenerator
 from backfill.generation.tokenizer import Tokenizer
 from backfill.http.config import ServerConfig
 from backfill.http.keys import ApiKeys
+from backfill.jobs.manager import JobManager
 from backfill.models.generation_config import GenerationDefaults
 from backfill.preparation.client import PreparationClient
 from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import EngineFacts, RequestContext, RequestPreparer, ServedModel, TextEndpoint
 from backfill.protocol.service import CompletionService
+from tests.api.servers import KEEP_ALIVE, TIMEOUT_S
 from tests.api.sockets import limits, serving
 from tests.builders import make_info
 
@@ -134,6 +138,16 @@ class InProcessServer:
         self.state = state
         self.engine = engine
         self.preparation = preparation
+        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, limits=KEEP_ALIVE)
+
+
+def unstarted_app(api_keys: ApiKeys | None = None, jobs: JobManager | None = None, **config: Any) -> FastAPI:
+    """An application without an engine. ``config``: fields of ``ServerConfig``."""
+    engine = cast(EngineClient, None)
+    preparation = cast(PreparationClient, None)
+    state = ServerState(ServerConfig(**config), EngineConfig(model_dir=""), engine, preparation)
+    state.api_keys, state.jobs = api_keys, jobs
+    return create_app(state)
 
 
 @contextmanager
@@ -182,10 +196,12 @@ def in_process_server(
     )
     state.clock = clock or state.clock
     state.api_keys = ApiKeys(api_keys) if api_keys else None
-    state.metrics = Metrics("m", engine.info, slo=SLO(1.0, 0.15), loop_lag=LoopLag("m"), jobs=None)
+    state.metrics = Metrics("m", engine.info, slo=SLO(1.0, 0.15))
     generator = TextGenerator(client, tokenizer, state.metrics.requests, state.clock)
     state.service = CompletionService(tokenizer, generator)
     with serving(
         create_app(state), limits(**(connection or {})), send_buffer_bytes=8192, clock=state.clock
     ) as port:
-        yield InProcessServer(port, state, engine, preparation)
+        server = InProcessServer(port, state, engine, preparation)
+        with server.http:
+            yield server

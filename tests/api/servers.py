@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import httpx
 from openai import OpenAI
@@ -61,6 +63,21 @@ class RunningServer:
 
     def client(self, api_key: str = "none", max_retries: int = 0) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=max_retries, timeout=TIMEOUT_S)
+
+    def complete(self, prompt: Any, key: str = "none", **fields: Any) -> dict[str, Any]:
+        """The answer to ``/v1/completions``."""
+        headers = {"Authorization": f"Bearer {key}"}
+        body = {"prompt": prompt, "ignore_eos": True, **fields}
+        answer = self.http.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        completion: dict[str, Any] = answer.json()
+        return completion
+
+    def tokens(self, prompt: list[int], max_tokens: int, **fields: Any) -> list[int]:
+        """Those of a greedy completion."""
+        asked = {"max_tokens": max_tokens, "temperature": 0, "return_token_ids": True, **fields}
+        token_ids: list[int] = self.complete(prompt, **asked)["choices"][0]["token_ids"]
+        return token_ids
 
     def wait_ready(self) -> None:
         wait_until(self._is_ready, "the server to be ready")
@@ -122,6 +139,15 @@ class RunningServer:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.output.append(line)
+
+
+def chunks_of(text: str) -> list[dict[str, Any]]:
+    """The chunks of an answer as server-sent events."""
+    assert "\r" not in text
+    assert text.endswith("data: [DONE]\n\n")
+    events = text.split("\n\n")[:-2]
+    assert all(event.startswith("data: ") for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 @contextmanager

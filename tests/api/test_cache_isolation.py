@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import httpx
 import pytest
 
 from tests.api.in_process import InProcessServer, in_process_server
-from tests.api.servers import TIMEOUT_S
+from tests.api.servers import chunks_of
 from tests.api.test_fields import MESSAGES, make_tokenizer
 
 KEY = "bare-key"
@@ -31,9 +30,7 @@ def server() -> Iterator[InProcessServer]:
 
 def post(server: InProcessServer, endpoint: str, key: str = "one", **fields: Any) -> httpx.Response:
     body = {**PROMPT[endpoint], "max_tokens": 3, **fields}
-    return httpx.post(
-        f"{server.url}{endpoint}", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=TIMEOUT_S
-    )
+    return server.http.post(endpoint, json=body, headers={"Authorization": f"Bearer {key}"})
 
 
 @ENDPOINTS
@@ -81,12 +78,6 @@ def test_a_strict_server_knows_the_salt() -> None:
         assert "x-backfill-warning" not in answer.headers
 
 
-def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-    assert events[-1] == "[DONE]"
-    return [json.loads(event) for event in events[:-1]]
-
-
 @ENDPOINTS
 def test_usage_reports_what_the_engine_found(server: InProcessServer, endpoint: str) -> None:
     server.engine.num_cached_tokens = 1
@@ -98,5 +89,5 @@ def test_usage_reports_what_the_engine_found(server: InProcessServer, endpoint: 
         server.engine.num_cached_tokens = 0
     assert whole["prompt_tokens_details"] == {"cached_tokens": 1}
     assert several == {**whole, "completion_tokens": 9, "total_tokens": whole["prompt_tokens"] + 9}
-    last = chunks_of(stream)[-1]
+    last = chunks_of(stream.text)[-1]
     assert (last["choices"], last["usage"]) == ([], whole)

@@ -222,22 +222,6 @@ def test_a_body_over_the_limit_is_413_also_without_a_length(server: RunningServe
         assert "200000 bytes" in response.json()["error"]["message"]
 
 
-def test_another_content_type_is_refused(server: RunningServer) -> None:
-    response = server.http.post("/v1/completions", content=b"a=b", headers={"content-type": "text/plain"})
-    assert response.status_code == 400
-    assert "application/json" in response.json()["error"]["message"]
-
-
-def test_unknown_routes_and_methods_have_openais_shape(server: RunningServer) -> None:
-    assert server.http.get("/v1/nothing").status_code == 404
-    wrong = server.http.get("/v1/completions")
-    assert wrong.status_code == 405
-    assert wrong.json()["error"]["message"] == "GET is not allowed for /v1/completions, only POST."
-    nothing = server.http.get("/v1/nothing")
-    assert nothing.json()["error"]["message"].startswith("There is no /v1/nothing on this server")
-    assert "error" in server.http.get("/v1/nothing").json()
-
-
 def test_tokenize_and_detokenize_check_their_input(server: RunningServer) -> None:
     assert_refused(server, "/tokenize", {}, 400, "prompt")
     assert_refused(server, "/detokenize", {"tokens": [10**9]}, 400, "tokens")

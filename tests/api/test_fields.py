@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers.models import WordLevel
@@ -16,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from backfill.generation.tokenizer import Tokenizer
 from tests.api.in_process import InProcessServer, in_process_server
-from tests.api.servers import TIMEOUT_S
 
 BOS, USER, ASSISTANT, HI, LOUD, OK = range(6)
 WORDS = {"bos": BOS, "user": USER, "assistant": ASSISTANT, "hi": HI, "loud": LOUD, "ok": OK}
@@ -47,12 +45,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessServer
 def chat(server: InProcessServer, **fields: Any) -> list[int]:
     """The prompt of a chat."""
     body = {"messages": MESSAGES, "max_tokens": 1, **fields}
-    assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=TIMEOUT_S).status_code == 200
+    assert server.http.post("/v1/chat/completions", json=body).status_code == 200
     return server.engine.prompts[-1]
 
 
 def tokenize(server: InProcessServer, **fields: Any) -> list[int]:
-    answer = httpx.post(f"{server.url}/tokenize", json=fields, timeout=TIMEOUT_S)
+    answer = server.http.post("/tokenize", json=fields)
     assert answer.status_code == 200, answer.text
     tokens: list[int] = answer.json()["tokens"]
     return tokens
@@ -89,7 +87,7 @@ def test_tokenize_names_an_unsupported_field(server: InProcessServer) -> None:
         ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"messages": MESSAGES, "prompt": "hi"}, "prompt"),
     ):
-        refused = httpx.post(f"{server.url}/tokenize", json=fields, timeout=TIMEOUT_S)
+        refused = server.http.post("/tokenize", json=fields)
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == param
 
@@ -97,14 +95,14 @@ def test_tokenize_names_an_unsupported_field(server: InProcessServer) -> None:
 @pytest.mark.parametrize("tier", [None, "auto", "default", "fast", "flex", "priority", "scale", "standard"])
 def test_the_tier_that_was_used_is_echoed(server: InProcessServer, tier: str | None) -> None:
     body = {"prompt": [3], "max_tokens": 1, "service_tier": tier}
-    answered = httpx.post(f"{server.url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    answered = server.http.post("/v1/completions", json=body)
     assert answered.json()["service_tier"] == ("flex" if tier == "flex" else "default")
 
 
 @pytest.mark.parametrize("tier", ["Flex", "flexx", "batch", ""])
 def test_an_unknown_tier_is_refused_with_the_list_of_tiers(server: InProcessServer, tier: str) -> None:
     body = {"prompt": [3], "max_tokens": 1, "service_tier": tier}
-    refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    refused = server.http.post("/v1/completions", json=body)
     assert refused.status_code == 400
     error = refused.json()["error"]
     assert error["param"] == "service_tier"
@@ -116,12 +114,10 @@ def test_an_unknown_tier_is_refused_with_the_list_of_tiers(server: InProcessServ
 def test_an_answer_says_which_fields_had_no_effect(server: InProcessServer, stream: bool, size: int) -> None:
     body = {"prompt": [3] * size, "truncate_prompt_tokens": 1, "max_tokens": 1, "stream": stream}
     idle = {"user": "u", "metadata": {"a": "b"}, "store": True, "prompt_cache_key": "k", "tools": []}
-    plain = httpx.post(f"{server.url}/v1/completions", json={**body, **idle}, timeout=TIMEOUT_S)
+    plain = server.http.post("/v1/completions", json={**body, **idle})
     assert plain.status_code == 200, plain.text
     assert "x-backfill-warning" not in plain.headers
-    warned = httpx.post(
-        f"{server.url}/v1/completions", json={**body, "max_tokns": 5, "made_up": None}, timeout=TIMEOUT_S
-    )
+    warned = server.http.post("/v1/completions", json={**body, "max_tokns": 5, "made_up": None})
     assert warned.status_code == 200
     warning = "unknown fields: max_tokns (did you mean max_tokens?), made_up"
     assert warned.headers["x-backfill-warning"] == warning
@@ -130,15 +126,15 @@ def test_an_answer_says_which_fields_had_no_effect(server: InProcessServer, stre
 def test_a_strict_server_refuses_fields_that_have_no_effect() -> None:
     with in_process_server(Path(), tokenizer=make_tokenizer(), strict=True) as server:
         body = {"prompt": [3], "max_tokens": 1, "user": "u"}
-        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=TIMEOUT_S).status_code == 200
+        assert server.http.post("/v1/completions", json=body).status_code == 200
         for fields, param in (({"max_tokns": 5}, "max_tokns"), ({"slo": {}}, "slo")):
-            refused = httpx.post(f"{server.url}/v1/completions", json={**body, **fields}, timeout=TIMEOUT_S)
+            refused = server.http.post("/v1/completions", json={**body, **fields})
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == param
 
 
 def test_the_size_of_an_answer_counts_choices_and_logprobs(server: InProcessServer) -> None:
     body = {"prompt": [3], "max_tokens": 10_000, "n": 100, "logprobs": 20}
-    refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    refused = server.http.post("/v1/completions", json=body)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "max_tokens"

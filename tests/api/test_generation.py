@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
-from tests.api.servers import MODEL, RunningServer
+from tests.api.servers import MODEL, RunningServer, chunks_of
 
 QUESTION: list[Any] = [{"role": "user", "content": "Name three colours."}]
 
 
-def sse_events(server: RunningServer, path: str, body: dict[str, Any]) -> list[str]:
-    with server.http.stream("POST", path, json=body) as response:
-        assert response.status_code == 200
-        assert response.headers["content-type"].startswith("text/event-stream")
-        text = response.read().decode()
-    assert "\r" not in text
-    assert text.endswith("data: [DONE]\n\n")
-    events = text.split("\n\n")[:-2]
-    assert all(event.startswith("data: ") for event in events)
-    return [event.removeprefix("data: ") for event in events]
+def streamed(server: RunningServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    response = server.http.post(path, json={**body, "stream": True})
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/event-stream")
+    return chunks_of(response.text)
 
 
 def test_a_chat_completion_has_openais_shape(client: OpenAI) -> None:
@@ -61,14 +55,14 @@ def test_a_stream_joins_to_the_whole_answer(client: OpenAI) -> None:
 
 @pytest.mark.parametrize(("asked", "told"), [("flex", "flex"), ("priority", "default")])
 def test_every_chunk_says_the_service_tier(server: RunningServer, asked: str, told: str) -> None:
-    body = {"messages": QUESTION, "max_tokens": 2, "stream": True, "service_tier": asked, "ignore_eos": True}
-    chunks = sse_events(server, "/v1/chat/completions", body)
-    assert [json.loads(chunk)["service_tier"] for chunk in chunks] == [told] * 3
+    body = {"messages": QUESTION, "max_tokens": 2, "service_tier": asked, "ignore_eos": True}
+    chunks = streamed(server, "/v1/chat/completions", body)
+    assert [chunk["service_tier"] for chunk in chunks] == [told] * 3
 
 
 def test_a_stream_has_one_chunk_a_token_and_no_usage_unasked(server: RunningServer) -> None:
-    body = {"messages": QUESTION, "max_tokens": 9, "stream": True, "ignore_eos": True}
-    events = [json.loads(event) for event in sse_events(server, "/v1/chat/completions", body)]
+    body = {"messages": QUESTION, "max_tokens": 9, "ignore_eos": True}
+    events = streamed(server, "/v1/chat/completions", body)
     assert len(events) == 1 + 9
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert all(event["choices"] and "usage" not in event for event in events)
@@ -79,7 +73,6 @@ def test_continuous_usage_counts_up(server: RunningServer) -> None:
     body = {
         "prompt": "One two",
         "max_tokens": 4,
-        "stream": True,
         "ignore_eos": True,
         "stream_options": options,
         "stop": None,
@@ -87,7 +80,7 @@ def test_continuous_usage_counts_up(server: RunningServer) -> None:
         "repetition_penalty": 1.0,
         "best_of": 1,
     }
-    events = [json.loads(event) for event in sse_events(server, "/v1/completions", body)]
+    events = streamed(server, "/v1/completions", body)
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 4]
 
 

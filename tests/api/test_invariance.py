@@ -18,11 +18,8 @@ _salts = itertools.count()
 
 def complete(server: RunningServer, prompt: list[int], **fields: Any) -> dict[str, Any]:
     """A choice of one request. Its salt is its own, so that nothing is found in the prefix cache."""
-    body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
-    body |= {"cache_salt": f"invariance {next(_salts)}", **fields}
-    answer = server.http.post("/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    choice: dict[str, Any] = answer.json()["choices"][0]
+    fields |= {"return_token_ids": True, "cache_salt": f"invariance {next(_salts)}"}
+    choice: dict[str, Any] = server.complete(prompt, max_tokens=NUM_TOKENS, **fields)["choices"][0]
     return choice
 
 

@@ -239,9 +239,7 @@ def test_the_gaps_of_a_whole_answer_are_those_between_tokens_that_reach_the_serv
 
 def test_every_choice_of_a_stream_is_measured_and_ends_once(default_model: Path) -> None:
     with timed_server(default_model) as (server, _):
-        answer = httpx.post(
-            f"{server.url}/v1/completions", content=body_of(max_tokens=3, n=2), headers=JSON_TYPE
-        )
+        answer = server.http.post("/v1/completions", content=body_of(max_tokens=3, n=2), headers=JSON_TYPE)
         assert answer.text.endswith("data: [DONE]\n\n")
         wait_until(lambda: sample(server, "request_generation_tokens_count") == 2, "the end of both")
         assert num_first_tokens(server) == 2

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
 from backfill.api.metrics.engine import STOP_LATENCY_S
-from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.registry import Metrics
 from backfill.core.counters import ClassCounters
 from backfill.core.request import FinishReason, ServiceClass
@@ -37,7 +38,7 @@ WITHOUT_TOKEN = RequestRecord(
 
 
 def make_metrics() -> Metrics:
-    return Metrics("m", make_info(), slo=SERVER_SLO, loop_lag=LoopLag("m"))
+    return Metrics("m", make_info(), slo=SERVER_SLO)
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
@@ -131,7 +132,7 @@ def test_the_prefix_cache_is_counted_by_class_and_tier() -> None:
         num_evicted_host_blocks=1,
     )
     offline = ClassCounters(num_prefix_queried_tokens=900, num_prefix_hit_tokens=320, num_evicted_blocks=7)
-    metrics = Metrics("m", make_info(), slo=SERVER_SLO, loop_lag=LoopLag("m"), vllm_names=True)
+    metrics = Metrics("m", make_info(), slo=SERVER_SLO, vllm_names=True)
     states = [ClassStats(0, 0, totals) for totals in (online, offline)]
     metrics.engine.on_report(StepReport([], EngineStats(*states, 0.25, 0, 0.0, 0, NO_STEP, 4, 5, 3, 4, 2)))
 
@@ -197,3 +198,32 @@ def test_the_profile_in_use_and_its_error_are_shown() -> None:
     assert value(metrics.registry, "cost_profile_info", quality="coarse") is None
     assert value(metrics.registry, "cost_profile_info", quality="refined") == 1
     assert value(metrics.registry, "cost_profile_error_ratio", quantile="0.95") == 0.07
+
+
+def test_lags_are_counted_and_the_largest_is_of_the_last_minute() -> None:
+    metrics = make_metrics()
+    for now_s, lag_s in ((1.0, 0.0004), (2.0, 0.3), (3.0, 0.015), (4.0, -0.001)):
+        metrics.loop_lag.observe(lag_s, now_s)
+
+    def lag(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(
+            f"backfill:event_loop_lag_{name}", {"model_name": "m", **labels}
+        )
+
+    assert [lag("seconds_bucket", le=bound) for bound in ("0.001", "0.02", "+Inf")] == [2, 3, 4]
+    assert lag("max_seconds") == 0.3
+    metrics.loop_lag.observe(0.001, 62.5)
+    assert lag("max_seconds") == 0.015, "the larger one is over a minute old"
+
+
+def test_a_blocked_loop_shows_as_lag() -> None:
+    async def hold_up() -> float:
+        lag = make_metrics().loop_lag
+        probe = asyncio.create_task(lag.run())
+        await asyncio.sleep(0.02)
+        time.sleep(0.2)  # on the loop
+        await asyncio.sleep(0.02)
+        probe.cancel()
+        return lag.max_s()
+
+    assert asyncio.run(hold_up()) > 0.15

@@ -92,7 +92,7 @@ def ask(
     server: InProcessServer, headers: dict[str, str] | None = None, **fields: Any
 ) -> tuple[int, dict[str, Any], httpx.Headers]:
     body = {"prompt": [7], "max_tokens": 1, **fields}
-    response = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
+    response = server.http.post("/v1/completions", json=body, headers=headers)
     return response.status_code, response.json(), response.headers
 
 
@@ -121,7 +121,7 @@ def test_over_http_tight_objectives_are_refused_under_load_and_counted(
             assert server.state.admission.num_open == 2
         wait_until(lambda: load.num_open == 0, "the end of the request")
         assert ask(server, slo={"tpot": 0.04, "ttft": 0.3})[0] == 200
-        exposed = httpx.get(f"{server.url}/metrics").text
+        exposed = server.http.get("/metrics").text
         assert 'class="online",model_name="m",reason="objective_unavailable"} 4.0' in exposed
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.api.servers import RunningServer, small_server
+from tests.api.servers import RunningServer, chunks_of, small_server
 
 EASY = {"ttft": 50.0, "tpot": 40.0}
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
@@ -26,12 +25,8 @@ def refusal(
     return error
 
 
-def chunks_of(server: RunningServer, body: dict[str, Any]) -> list[dict[str, Any]]:
-    with server.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-        assert response.status_code == 200
-        data = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert data.pop() == "[DONE]"
-    return [json.loads(each) for each in data]
+def streamed(server: RunningServer, body: dict[str, Any]) -> list[dict[str, Any]]:
+    return chunks_of(server.http.post("/v1/completions", json={**body, "stream": True}).text)
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
@@ -63,11 +58,11 @@ def test_one_objective_is_enough_and_one_token_has_no_gap(server: RunningServer)
 @pytest.mark.parametrize("includes_usage", [False, True])
 def test_a_stream_reports_attainment_in_its_last_chunk(server: RunningServer, includes_usage: bool) -> None:
     options = {"stream_options": {"include_usage": True}} if includes_usage else {}
-    chunks = chunks_of(server, {**BODY, "n": 2, "slo": EASY, **options})
+    chunks = streamed(server, {**BODY, "n": 2, "slo": EASY, **options})
     assert [index for index, chunk in enumerate(chunks) if "metrics" in chunk] == [len(chunks) - 1]
     assert ("usage" in chunks[-1]) == includes_usage
     assert chunks[-1]["metrics"]["ttft_slo_met"] is True
-    assert not any("metrics" in chunk for chunk in chunks_of(server, BODY))
+    assert not any("metrics" in chunk for chunk in streamed(server, BODY))
 
 
 def test_headers_bring_objectives_and_the_body_wins(server: RunningServer) -> None:

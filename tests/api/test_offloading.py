@@ -11,31 +11,19 @@ from pathlib import Path
 import pytest
 
 from backfill.offloading.record import PerformanceRecord
-from tests.api.servers import RunningServer, small_server, wait_until
+from tests.api.servers import small_server, wait_until
 
 PROMPTS = [list(range(100 + 7 * index, 160 + 9 * index)) for index in range(6)]
-
-
-def complete(server: RunningServer, prompt: list[int], tier: str) -> list[int]:
-    body = {
-        "prompt": prompt,
-        "max_tokens": 24,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    answer = server.http.post("/v1/completions", json=body | {"service_tier": tier})
-    assert answer.status_code == 200, answer.text
-    token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
-    return token_ids
 
 
 def serve(model: Path, data_dir: Path, *options: str) -> tuple[list[list[int]], dict[str, float]]:
     """Tokens of online and offline requests at the same time, and the metrics of offloading."""
     with small_server(model, "--policy", "slo", *options, data_dir=data_dir) as server:
         with ThreadPoolExecutor(6) as pool:
-            tiers = ["flex", "default"] * 3
-            tokens = list(pool.map(lambda each: complete(server, *each), zip(PROMPTS, tiers, strict=True)))
+            asked = zip(PROMPTS, ["flex", "default"] * 3, strict=True)
+            tokens = list(
+                pool.map(lambda each: server.tokens(each[0], max_tokens=24, service_tier=each[1]), asked)
+            )
         names = ("offload_interval", "offload_transferred_bytes_total", "offload_stall_seconds_total")
         wait_until(lambda: server.metric("backfill:generation_tokens_total") == 144, "all tokens are counted")
         return tokens, {name: server.metric(f"backfill:{name}") for name in names}

@@ -1,4 +1,4 @@
-"""What is counted as online load, and what is predicted for one request more."""
+"""What is counted as online load, what is predicted for one request more, and what offline work is told."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from backfill.api.online_load import OnlineLoad, OpenChoices, Prediction, prefill_time_s
+from backfill.api.online_load import OnlineLoad, OnlineTrafficMeter, OpenChoice, Prediction, prefill_time_s
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.costs.load import StepLoad
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepReport, StepStats
+from backfill.preparation.messages import OnlineTraffic
 from tests.builders import linear_cost
 
 CONFIG = SchedulerConfig(
@@ -35,8 +36,13 @@ def step_report(
 
 def add(
     load: OnlineLoad, *prompt_tokens: int, priority: int = 0, first_token_by_s: float = math.inf
-) -> OpenChoices:
+) -> list[OpenChoice]:
     return load.add(prompt_tokens, priority=priority, first_token_by_s=first_token_by_s)
+
+
+def end(choices: list[OpenChoice]) -> None:
+    for choice in choices:
+        choice.on_end()
 
 
 def predict(
@@ -81,16 +87,16 @@ def test_a_prompt_counts_until_its_first_token_and_a_choice_until_its_end() -> N
 
     assert counted() == (3, 0.701)
     for _ in range(2):
-        request.on_first_token(1)
+        request[1].on_first_token()
         assert counted() == (3, 0.351)
     for _ in range(2):
-        request.on_choice_end(0)
+        request[0].on_end()
         assert counted() == (2, 0.201)
     for _ in range(2):
-        request.release()
+        end(request)
         assert counted() == (0, 0.15)
         assert load.num_context_tokens == 0
-    request.on_first_token(2)
+    request[2].on_first_token()
     assert counted() == (0, 0.15)
 
 
@@ -116,7 +122,7 @@ def test_relegated_prompts_are_served_after_it() -> None:
     late = predict(load, 100, now_s=2.0, waited_s=0.9, ttft_slo_s=1.0)
     assert late.ttft_s == pytest.approx(0.9 + 203 * 0.15), "relegated itself: behind all, of any priority"
     for request in burst:
-        request.on_first_token(0)
+        request[0].on_first_token()
     late = predict(load, 100, now_s=2.0, waited_s=0.9, ttft_slo_s=1.0)
     assert late.ttft_s == pytest.approx(0.9 + 3 * 0.15)
 
@@ -132,7 +138,7 @@ def test_other_policies_relegate_nothing() -> None:
     load = OnlineLoad(COST, replace(CONFIG, policy="conserve"))
     request = add(load, 100, first_token_by_s=1.0)
     assert predict(load, 100, now_s=9.0, ttft_slo_s=0.1).ttft_s == pytest.approx(0.3)
-    request.release()
+    end(request)
     assert predict(load, 100, now_s=9.0).ttft_s == pytest.approx(0.15)
 
 
@@ -145,7 +151,7 @@ def test_every_open_choice_is_a_decode_of_the_predicted_step() -> None:
     assert predict(load, 30).decode_s == pytest.approx(0.05 + 4 * 0.001), "waiting ones too: they will decode"
     assert predict(load, 30, 30).decode_s == pytest.approx(0.05 + 5 * 0.001)
     assert predict(load, 30).decode_alone_s == alone
-    first.on_choice_end(1)
+    first[1].on_end()
     assert predict(load, 30).decode_s == pytest.approx(0.05 + 3 * 0.001)
 
 
@@ -159,18 +165,18 @@ def test_a_step_decodes_at_most_max_num_seqs() -> None:
 def test_contexts_grow_by_a_token_in_each_step_with_online_work() -> None:
     load = make_load(context_s=0.0001)
     early, late = add(load, 10), add(load, 20)
-    early.on_first_token(0)
+    early[0].on_first_token()
     for kind in ("online", "mixed", "offline", "none"):
         load.on_report(step_report(0.1, 0.1, kind=kind))  # type: ignore[arg-type]
     assert load.num_context_tokens == 10 + 2 + 20
-    late.on_first_token(0)
+    late[0].on_first_token()
     for _ in range(5):
         load.on_report(step_report(0.1, 0.1))
     assert load.num_context_tokens == 10 + 7 + 20 + 5
     assert predict(load, 8).decode_s == pytest.approx(0.05 + 3 * 0.001 + 50 * 0.0001)
-    early.release()
+    end(early)
     assert load.num_context_tokens == 25
-    late.release()
+    end(late)
     assert load.num_context_tokens == 0
 
 
@@ -195,3 +201,42 @@ def test_it_says_how_many_must_end() -> None:
     for limit_s, num in ((0.0555, 0), (0.0545, 1), (0.0535, 2), (0.0515, 4), (0.01, 4)):
         assert load.num_too_many([10], limit_s) == num
     assert make_load().num_too_many([10], 0.01) == 0
+
+
+def computed(num_computed: int, kind: StepKind = "online") -> StepReport:
+    online = ClassStats(1, 0, ClassCounters(num_computed_tokens=num_computed))
+    idle = ClassStats(0, 0, ClassCounters())
+    return StepReport([], EngineStats(online, idle, 0.0, 0, 0.0, 0, StepStats(kind, 10, 0.1, 0.1)))
+
+
+def test_rates_are_means_of_about_a_second() -> None:
+    load = OnlineLoad(COST, CONFIG)
+    add(load, 300)
+    meter = OnlineTrafficMeter(load)
+    assert meter.on_report(computed(500), 10.0) is None, "what was computed before is not known in time"
+    assert meter.on_report(computed(520), 10.5) is None
+    assert meter.on_report(computed(520, "offline"), 10.8) is None
+    assert meter.on_report(computed(540, "mixed"), 12.0) == OnlineTraffic(40 / 2.0, 2 * 300 / 2.0, 300)
+    assert meter.on_report(computed(540, "none"), 14.0) == OnlineTraffic(0.0, 0.0, 300)
+
+
+def test_a_new_engine_begins_again() -> None:
+    meter = OnlineTrafficMeter(OnlineLoad(COST, CONFIG))
+    assert meter.on_report(computed(500), 10.0) is None
+    assert meter.on_report(computed(3), 15.0) is None
+    assert meter.on_report(computed(5), 16.0) == OnlineTraffic(2.0, 0.0, 0)
+
+
+def test_the_tokens_held_are_a_peak_that_decays_in_a_minute() -> None:
+    load = OnlineLoad(COST, CONFIG)
+    meter = OnlineTrafficMeter(load)
+    few, many = (add(load, tokens) for tokens in (300, 5000))
+    meter.on_report(computed(1), 10.0)
+    end(many)
+    found = [traffic for at_s in range(11, 252) if (traffic := meter.on_report(computed(1, "none"), at_s))]
+    assert [found[after].held_tokens for after in (59, 119)] == [
+        int(5300 * math.exp(-1)),
+        int(5300 * math.exp(-2)),
+    ]
+    assert found[-1].held_tokens == 300, "what is held now"
+    end(few)

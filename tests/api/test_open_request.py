@@ -98,7 +98,8 @@ async def test_a_request_that_is_refused_holds_nothing(
     others = load.add([900, 900], priority=0, first_token_by_s=1e9)
     with pytest.raises(error):
         await open_request(state, "/v1/completions", make_request(**fields))
-    others.release()
+    for choice in others:
+        choice.on_end()
     assert held(state) == (0, 0, 0, 0, 0)
 
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.api.in_process import InProcessServer, in_process_server
-from tests.api.servers import TIMEOUT_S, wait_until
+from tests.api.servers import wait_until
 from tests.api.sockets import RawClient, request
 from tests.patience import with_more_time
 
@@ -24,7 +24,7 @@ JSON_TYPE = {"Content-Type": "application/json"}
 
 
 def post(server: InProcessServer, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    return server.http.post("/v1/completions", json=body)
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def test_offline_requests_do_not_limit_online_ones(default_model: Path) -> None:
                 assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         assert flex == online == [200, 200]
         assert server.state.admission.num_open == 0
-        exposed = httpx.get(f"{server.url}/metrics", timeout=TIMEOUT_S).text
+        exposed = server.http.get("/metrics").text
         for kind in ("online", "offline"):
             assert f'class="{kind}",model_name="m",reason="queue_full"}} 1.0' in exposed
 
@@ -67,16 +67,9 @@ def test_offline_requests_do_not_limit_online_ones(default_model: Path) -> None:
 def test_a_request_is_refused_before_its_body_is_parsed(default_model: Path) -> None:
     with in_process_server(default_model, is_open=False, **LIMITS) as server:
         with waiting(server, ONLINE, 2):
-            bad = httpx.post(
-                f"{server.url}/v1/completions", content=b'{"prompt": ', headers=JSON_TYPE, timeout=TIMEOUT_S
-            )
+            bad = server.http.post("/v1/completions", content=b'{"prompt": ', headers=JSON_TYPE)
             assert bad.status_code == 429, "it counts as one online choice, and the online queue is full"
-        assert (
-            httpx.post(
-                f"{server.url}/v1/completions", content=b"{", headers=JSON_TYPE, timeout=TIMEOUT_S
-            ).status_code
-            == 400
-        )
+        assert server.http.post("/v1/completions", content=b"{", headers=JSON_TYPE).status_code == 400
 
 
 def test_a_request_is_refused_before_its_body_when_every_class_is_full(default_model: Path) -> None:
@@ -111,9 +104,7 @@ def test_a_class_that_only_parsing_finds_is_counted(default_model: Path) -> None
     """Parsers differ: the one that only peeks cannot read a body with NaN."""
     raw = b'{"prompt": [7], "max_tokens": 1, "service_tier": "flex", "made_up": NaN}'
     with in_process_server(default_model, is_open=False, **LIMITS) as server, waiting(server, FLEX, 2):
-        refused = httpx.post(
-            f"{server.url}/v1/completions", content=raw, headers=JSON_TYPE, timeout=TIMEOUT_S
-        )
+        refused = server.http.post("/v1/completions", content=raw, headers=JSON_TYPE)
         assert refused.json()["error"]["code"] == "resource_unavailable"
         assert server.state.admission.num_open == 2
 
@@ -125,9 +116,7 @@ def test_bodies_of_all_connections_share_a_budget(default_model: Path) -> None:
         slow.send(head + b'{"prompt": [7], "max_tokens": 1, ' + b" " * 5000)
         wait_until(lambda: server.state.bodies.num_bytes > 5000, "the slow body")
         for path in ("/v1/completions", "/tokenize", "/detokenize"):
-            refused = httpx.post(
-                f"{server.url}{path}", content=b" " * 8000, headers=JSON_TYPE, timeout=TIMEOUT_S
-            )
+            refused = server.http.post(path, content=b" " * 8000, headers=JSON_TYPE)
             assert refused.status_code == 503, path
             assert "Retry-After" in refused.headers
         assert post(server, ONLINE).status_code == 200, "small bodies fit"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.api.batch_inputs import as_jsonl, completion_line, result_lines, submit, wait_ended
-from tests.api.servers import RunningServer, small_server, wait_until
+from tests.api.servers import RunningServer, chunks_of, small_server, wait_until
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 100
@@ -34,15 +34,8 @@ def new_prompt() -> list[int]:
     return [next(_first_tokens), *range(5000, 5000 + NUM_TOKENS - 1)]
 
 
-def post(server: RunningServer, path: str, key: str = "one", **body: Any) -> Any:
-    headers = {"Authorization": f"Bearer {key}"}
-    answer = server.http.post(path, json={"max_tokens": 2, "ignore_eos": True, **body}, headers=headers)
-    assert answer.status_code == 200, answer.text
-    return answer
-
-
 def usage_of(server: RunningServer, prompt: list[int], key: str = "one", **body: Any) -> dict[str, Any]:
-    usage: dict[str, Any] = post(server, "/v1/completions", key, prompt=prompt, **body).json()["usage"]
+    usage: dict[str, Any] = server.complete(prompt, key, max_tokens=2, **body)["usage"]
     return usage
 
 
@@ -80,15 +73,17 @@ def test_salts_divide_what_an_owner_shares(server: RunningServer) -> None:
 
 def test_a_stream_of_a_chat_reports_the_same(server: RunningServer) -> None:
     text = " ".join(f"word{next(_first_tokens)}" for _ in range(40))
-    chat = {"messages": [{"role": "user", "content": text}]}
-    path = "/v1/chat/completions"
-    assert cached(post(server, path, **chat).json()["usage"]) == 0
-    whole = post(server, path, **chat).json()["usage"]
+    chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 2, "ignore_eos": True}
+
+    def post(**fields: Any) -> httpx.Response:
+        headers = {"Authorization": "Bearer one"}
+        return server.http.post("/v1/chat/completions", json=chat | fields, headers=headers)
+
+    assert cached(post().json()["usage"]) == 0
+    whole = post().json()["usage"]
     assert cached(whole) == (whole["prompt_tokens"] - 1) // BLOCK_SIZE * BLOCK_SIZE > 0
-    stream = post(server, path, **chat, stream=True, stream_options={"include_usage": True})
-    *_, last, done = (line for line in stream.text.splitlines() if line)
-    assert done == "data: [DONE]"
-    assert json.loads(last.removeprefix("data: "))["usage"] == whole
+    stream = post(stream=True, stream_options={"include_usage": True})
+    assert chunks_of(stream.text)[-1]["usage"] == whole
 
 
 def test_a_prompt_with_several_choices_counts_once(server: RunningServer) -> None:

@@ -33,31 +33,17 @@ def test_a_server_on_two_processes_answers_as_one_and_survives_the_death_of_a_ra
     small_model: Path, tmp_path: Path
 ) -> None:
     expected = tokens_of_one_process(small_model)
-    body = {
-        "prompt": PROMPT,
-        "max_tokens": 16,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
     options = (*OPTIONS, *RANKS, "--served-model-name", MODEL)
     with ending(launch(str(small_model), *options, data_dir=tmp_path)) as server:
         server.wait_ready()
-        answer = server.http.post("/v1/completions", json=body)
-        assert answer.json()["choices"][0]["token_ids"] == expected
+        assert server.tokens(PROMPT, max_tokens=16) == expected
 
         ranks = children(server.engine_pid())
         os.kill(ranks[1], signal.SIGKILL)
         wait_ended(ranks)  # an idle engine notices it too
-        wait_until(
-            lambda: any(
-                "The process of rank 1 of 2 was killed by signal 9" in line for line in server.output
-            ),
-            "the reason in the log",
-        )
+        server.logged("The process of rank 1 of 2 was killed by signal 9")
         wait_until(lambda: server.http.get("/health").status_code == 503, "the engine to be missed")
         server.wait_ready()
-        again = server.http.post("/v1/completions", json=body)
-        assert again.json()["choices"][0]["token_ids"] == expected
+        assert server.tokens(PROMPT, max_tokens=16) == expected
         left = [server.engine_pid(), *children(server.engine_pid())]
     wait_ended(left)

@@ -19,12 +19,7 @@ _salts = itertools.count()
 
 def complete(server: RunningServer, prompt: list[int], max_tokens: int, **fields: Any) -> list[int]:
     """The output. Each call has a salt of its own, so it finds no KV of earlier calls in the cache."""
-    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    body |= {"cache_salt": f"call {next(_salts)}", "return_token_ids": True, **fields}
-    answer = server.http.post("/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
-    return token_ids
+    return server.tokens(prompt, max_tokens, cache_salt=f"call {next(_salts)}", **fields)
 
 
 def test_preemption_does_not_change_tokens(small_model: Path, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from backfill.api.admission import OfflineSuspended
 from backfill.api.app import create_app
-from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.registry import Metrics
 from backfill.api.state import Phase, ServerState
 from backfill.core.config import EngineConfig
@@ -35,9 +34,7 @@ def ready_state() -> ServerState:
     config = EngineConfig(model_dir="")
     doubles: dict[str, Any] = {"preparation": object(), "service": object(), "jobs": NotingJobs()}
     state = ServerState(ServerConfig(), config, EngineClient(config), phase=Phase.READY, **doubles)
-    state.metrics = Metrics(
-        "m", make_info(), slo=SLO(1.0, 0.1), loop_lag=LoopLag("m"), task_failures={"sweeper": 2}
-    )
+    state.metrics = Metrics("m", make_info(), slo=SLO(1.0, 0.1), task_failures={"sweeper": 2})
     return state
 
 

@@ -30,7 +30,7 @@ def test_a_body_is_held_once() -> None:
         headers = [(b"content-type", b"application/json")]
         request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
         async with json_body(request, BodyBudget(1000, 1000), 1000) as body:
-            assert (body.raw, body.held.num_bytes) == (b"x" * 500, 500)
+            assert (body.raw, body.num_bytes) == (b"x" * 500, 500)
             assert NotingPart.num_alive == 0
 
     left = list(range(5))

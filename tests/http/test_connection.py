@@ -8,6 +8,7 @@ import runpy
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -152,19 +153,18 @@ def test_an_upgrade_is_not_offered_and_answered_as_any_request(port: int) -> Non
         assert client.answer()[0] == 200
 
 
-def test_a_head_that_does_not_end_is_408() -> None:
+@pytest.mark.parametrize("earlier", [False, True], ids=["first", "after an answer"])
+@pytest.mark.parametrize("drips", [False, True], ids=["ends", "byte by byte"])
+def test_a_head_that_is_not_complete_in_time_is_408(earlier: bool, drips: bool) -> None:
     def attempt(port: int, timeout_s: float) -> None:
         with RawClient(port) as client:
-            client.send(HEAD)
-            assert_refused(client, 408, "head")
-
-    with_timeout(echo, attempt, "head_timeout_s")
-
-
-def test_a_head_that_arrives_byte_by_byte_is_408() -> None:
-    def attempt(port: int, timeout_s: float) -> None:
-        with RawClient(port) as client, _Dripping(client, b"GET / HTTP/1.1\r\nX-A: " + b"a" * 2000):
-            assert_refused(client, 408, "head")
+            if earlier:
+                client.send(request(path="/first"))
+                assert client.answer() == (200, b"/first ")
+            with _Dripping(client, HEAD + b"X-A: " + b"a" * 2000) if drips else nullcontext():
+                if not drips:
+                    client.send(HEAD)
+                assert_refused(client, 408, "head")
 
     with_timeout(echo, attempt, "head_timeout_s")
 
@@ -174,17 +174,6 @@ def test_a_connection_without_a_request_is_closed(first: bytes) -> None:
     with serving(echo, limits(head_timeout_s=0.2)) as port, RawClient(port) as client:
         client.send(first)
         assert client.is_closed()
-
-
-def test_a_slow_head_after_an_answer_is_408_too() -> None:
-    def attempt(port: int, timeout_s: float) -> None:
-        with RawClient(port) as client:
-            client.send(request(path="/first"))
-            assert client.answer() == (200, b"/first ")
-            client.send(HEAD)
-            assert_refused(client, 408, "head")
-
-    with_timeout(echo, attempt, "head_timeout_s")
 
 
 def test_a_body_that_stops_is_408_and_its_request_ends() -> None:

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from backfill.api.app import create_app
-from backfill.api.state import ServerState
-from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
-from backfill.engine.client import EngineClient
 from backfill.http.config import ServerConfig
 from backfill.http.keys import ApiKeys
-from backfill.preparation.client import PreparationClient
-from tests.api.in_process import InProcessServer, in_process_server
-from tests.api.servers import TIMEOUT_S
+from tests.api.in_process import InProcessServer, in_process_server, unstarted_app
 
 PAGE = "https://app.example"
 BODY = {"prompt": [5], "max_tokens": 1}
@@ -38,7 +30,7 @@ def server(default_model: Path) -> Iterator[InProcessServer]:
 
 
 def post(server: InProcessServer, **headers: str) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json=BODY, headers=headers, timeout=TIMEOUT_S)
+    return server.http.post("/v1/completions", json=BODY, headers=headers)
 
 
 def test_an_allowed_page_reads_answers_and_errors(server: InProcessServer) -> None:
@@ -47,13 +39,12 @@ def test_an_allowed_page_reads_answers_and_errors(server: InProcessServer) -> No
     assert answered.headers["access-control-allow-origin"] == PAGE
     assert "x-backfill-warning" in answered.headers["access-control-expose-headers"]
     for path, status in (("/v1/nothing", 404), ("/v1/completions", 405)):
-        refused = httpx.get(server.url + path, headers={"Origin": PAGE}, timeout=TIMEOUT_S)
+        refused = server.http.get(path, headers={"Origin": PAGE})
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (status, PAGE)
-    twice = httpx.post(
-        f"{server.url}/v1/completions",
+    twice = server.http.post(
+        "/v1/completions",
         json=BODY,
         headers=[("origin", PAGE), ("x-slo-ttft-ms", "1")] * 2,
-        timeout=TIMEOUT_S,
     )
     assert (twice.status_code, twice.headers["access-control-allow-origin"]) == (400, PAGE)
 
@@ -72,11 +63,11 @@ def test_an_allowed_page_reads_that_the_server_had_an_error(
     (logged,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "mine-1" in logged.getMessage()
     assert logged.exc_info is not None
-    assert 'status="500"' in httpx.get(f"{server.url}/metrics", timeout=TIMEOUT_S).text
+    assert 'status="500"' in server.http.get("/metrics").text
 
 
 def test_a_preflight_says_what_an_allowed_page_may_send(server: InProcessServer) -> None:
-    answered = httpx.options(f"{server.url}/v1/completions", headers=ASKED, timeout=TIMEOUT_S)
+    answered = server.http.options("/v1/completions", headers=ASKED)
     assert answered.status_code == 200
     assert answered.headers["access-control-allow-origin"] == PAGE
     assert "POST" in answered.headers["access-control-allow-methods"]
@@ -88,26 +79,13 @@ def test_other_pages_and_rebound_names_are_refused(server: InProcessServer) -> N
     assert other.status_code == 403
     assert "--allowed-origins" in other.json()["error"]["message"]
     assert "access-control-allow-origin" not in other.headers
-    preflight = httpx.options(
-        f"{server.url}/v1/completions", headers={**ASKED, "Origin": "https://evil.example"}, timeout=TIMEOUT_S
-    )
+    preflight = server.http.options("/v1/completions", headers={**ASKED, "Origin": "https://evil.example"})
     assert "access-control-allow-origin" not in preflight.headers
     assert post(server, origin=PAGE, host="evil.example").status_code == 403
 
 
-def unstarted_app(api_keys: ApiKeys | None, *allowed_origins: str) -> FastAPI:
-    state = ServerState(
-        ServerConfig(allowed_origins=allowed_origins),
-        EngineConfig(model_dir=""),
-        cast(EngineClient, None),
-        cast(PreparationClient, None),
-        api_keys=api_keys,
-    )
-    return create_app(state)
-
-
 def test_a_preflight_needs_no_key_and_a_page_can_read_a_401() -> None:
-    client = TestClient(unstarted_app(ApiKeys(["key"], None), PAGE), base_url="http://localhost")
+    client = TestClient(unstarted_app(ApiKeys(["key"]), allowed_origins=(PAGE,)), base_url="http://localhost")
     assert client.options("/v1/completions", headers=ASKED).status_code == 200
     refused = client.post("/v1/completions", json=BODY, headers={"Origin": PAGE})
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
@@ -125,15 +103,15 @@ def test_a_preflight_needs_no_key_and_a_page_can_read_a_401() -> None:
 )
 def test_an_allowed_origin_is_normalised(allowed: str, sent: str) -> None:
     ServerConfig(allowed_origins=(allowed,)).validate()
-    client = TestClient(unstarted_app(None, allowed), base_url="http://localhost")
+    client = TestClient(unstarted_app(allowed_origins=(allowed,)), base_url="http://localhost")
     assert client.post("/v1/nothing", headers={"Origin": sent}).headers["access-control-allow-origin"] == sent
 
 
 def test_allowing_any_page_without_a_key_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    unstarted_app(ApiKeys(["key"], None), "*")
-    unstarted_app(None, PAGE)
+    unstarted_app(ApiKeys(["key"]), allowed_origins=("*",))
+    unstarted_app(allowed_origins=(PAGE,))
     assert not caplog.records
-    unstarted_app(None, "*")
+    unstarted_app(allowed_origins=("*",))
     assert "any web page" in caplog.text
 
 

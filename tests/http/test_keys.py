@@ -11,16 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from backfill.api.app import create_app
-from backfill.api.state import ServerState
-from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
-from backfill.engine.client import EngineClient
-from backfill.http.config import ServerConfig
-from backfill.http.keys import ApiKeys, KeyFileWatch, parse_key_file, parse_option
-from backfill.preparation.client import PreparationClient
-from backfill.preparation.messages import PreparationSetup
-from backfill.protocol.preparer import ServedModel
+from backfill.http.keys import ApiKeys, parse_key_file, parse_option
+from tests.api.in_process import unstarted_app
 from tests.jobs.doubles import InstantRunner, make_manager
 
 pytestmark = pytest.mark.anyio
@@ -202,11 +195,9 @@ def test_the_watch_reloads_in_its_own_thread_until_stopped(key_file: Path) -> No
                 raise RuntimeError("an error does not end the watch")
 
     keys = Watched([], key_file)
-    watch = KeyFileWatch(keys, poll_s=0.001)
-    watch.start()
-    key_file.write_text("alice=two\n")
-    assert reloaded.wait(30)
-    watch.stop()
+    with keys.watched(poll_s=0.001):
+        key_file.write_text("alice=two\n")
+        assert reloaded.wait(30)
     (thread,) = threads
     assert thread is not threading.current_thread() and thread.daemon
     thread.join(30)
@@ -216,13 +207,9 @@ def test_the_watch_reloads_in_its_own_thread_until_stopped(key_file: Path) -> No
 async def test_a_rotated_key_keeps_its_owners_files(tmp_path: Path, key_file: Path) -> None:
     key_file.write_text("alice=old\nbob=other\n")
     keys = ApiKeys(["bare"], key_file)
-    config = EngineConfig(model_dir=str(tmp_path))
-    model = ServedModel(names=("m",), root="m", folder=tmp_path, created=0)
-    preparation = PreparationClient(PreparationSetup(model=model, order="fcfs"))
-    state = ServerState(ServerConfig(), config, EngineClient(config), preparation, api_keys=keys)
-    state.jobs = make_manager(tmp_path / "data", InstantRunner())
-    await state.jobs.start()
-    transport = httpx.ASGITransport(create_app(state))
+    jobs = make_manager(tmp_path / "data", InstantRunner())
+    await jobs.start()
+    transport = httpx.ASGITransport(unstarted_app(keys, jobs))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
 
         async def files_of(key: str) -> list[str] | int:
@@ -249,7 +236,7 @@ async def test_a_rotated_key_keeps_its_owners_files(tmp_path: Path, key_file: Pa
         assert await files_of("other") == []
         assert await files_of("bare") == ["bare.jsonl"]
         # The owner of a key without a name is its digest, as before keys had names.
-        page = await state.jobs.list_files(digest_of("bare"), purpose=None, order="asc", limit=1, after=None)
+        page = await jobs.list_files(digest_of("bare"), purpose=None, order="asc", limit=1, after=None)
         assert [file.filename for file in page.items] == ["bare.jsonl"]
-    await state.jobs.pause()
-    await state.jobs.stop()
+    await jobs.pause()
+    await jobs.stop()

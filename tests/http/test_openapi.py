@@ -9,39 +9,27 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from backfill.api.app import create_app
-from backfill.api.state import ServerState
-from backfill.core.config import EngineConfig
-from backfill.engine.client import EngineClient
 from backfill.http.app import UNSUPPORTED
-from backfill.http.config import ServerConfig
 from backfill.http.keys import ApiKeys
 from backfill.http.openapi import docs_page
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.manager import JobManager
 from backfill.preparation.client import PreparationClient
+from tests.api.in_process import unstarted_app
 
 ERROR = {"$ref": "#/components/schemas/Error"}
 
 
 @pytest.fixture
 def app(tmp_path: Path) -> FastAPI:
-    config = EngineConfig(model_dir=str(tmp_path))
     preparation = cast(PreparationClient, None)
-    state = ServerState(ServerConfig(), config, cast(EngineClient, None), preparation)
-    state.jobs = JobManager(JobsConfig(data_dir=tmp_path), preparation, model_names=("m",), url="")
-    return create_app(state)
+    return unstarted_app(
+        jobs=JobManager(JobsConfig(data_dir=tmp_path), preparation, model_names=("m",), url="")
+    )
 
 
 def test_a_browser_reads_the_docs_without_a_key() -> None:
-    state = ServerState(
-        ServerConfig(),
-        EngineConfig(model_dir=""),
-        cast(EngineClient, None),
-        cast(PreparationClient, None),
-        api_keys=ApiKeys(["key"], None),
-    )
-    client = TestClient(create_app(state), base_url="http://localhost")
+    client = TestClient(unstarted_app(ApiKeys(["key"])), base_url="http://localhost")
     for path, status in (("/docs", 200), ("/openapi.json", 200), ("/v1/models", 401), ("/load", 401)):
         assert client.get(path).status_code == status
 
@@ -80,7 +68,7 @@ def test_every_route_declares_openais_errors(document: dict[str, Any]) -> None:
         for status in ("4XX", "5XX"):
             content = operation["responses"][status]["content"]
             assert content["application/json"]["schema"] == ERROR
-    error = document["components"]["schemas"]["Error"]["properties"]["error"]
+    error = document["components"]["schemas"]["ErrorDetail"]
     assert error["required"] == ["message", "type", "param", "code"]
 
 
@@ -113,11 +101,8 @@ def test_the_docs_page_has_every_endpoint_and_loads_nothing(app: FastAPI) -> Non
     assert not re.search(r"<script|<link|<img|src=|url\(|https?:", page.text)
     for path in app.openapi()["paths"]:
         assert f" {path}</code>" in page.text
-    for shown in ("max_completion_tokens", "array of <a", '<h2 id="object-ChatMessage">', "required"):
+    for shown in ("max_completion_tokens", "<h2>ChatMessage</h2>", "required"):
         assert shown in page.text
-    linked = set(re.findall('href="#([^"]+)"', page.text))
-    assert linked
-    assert linked <= set(re.findall('id="([^"]+)"', page.text))
     assert client.get("/redoc").status_code == 404
 
 

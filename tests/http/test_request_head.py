@@ -13,7 +13,6 @@ import pytest
 from backfill.http.config import ServerConfig
 from backfill.http.request_head import allowed_hosts
 from tests.api.in_process import InProcessServer, in_process_server
-from tests.api.servers import TIMEOUT_S
 from tests.api.sockets import RawClient, request
 
 BODY = json.dumps({"prompt": [7], "max_tokens": 1}).encode()
@@ -130,32 +129,30 @@ def test_a_body_that_does_not_say_it_is_json_is_refused(
 ) -> None:
     """Browsers send such bodies for any page, without a preflight."""
     headers = {} if content_type is None else {"Content-Type": content_type}
-    refused = httpx.post(server.url + path, content=BODY, headers=headers, timeout=TIMEOUT_S)
+    refused = server.http.post(path, content=BODY, headers=headers)
     assert refused.status_code == 400
     assert "application/json" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/Vnd.Api+JSON"])
 def test_other_names_of_json_are_accepted(server: InProcessServer, content_type: str) -> None:
-    answered = httpx.post(
-        f"{server.url}/v1/completions",
+    answered = server.http.post(
+        "/v1/completions",
         content=BODY,
         headers={"Content-Type": content_type},
-        timeout=TIMEOUT_S,
     )
     assert answered.status_code == 200
 
 
 def test_a_compressed_body_is_415_and_an_identical_one_is_not(server: InProcessServer) -> None:
-    url = f"{server.url}/v1/completions"
-    refused = httpx.post(
-        url, content=gzip.compress(BODY), headers={**JSON_TYPE, "Content-Encoding": "gzip"}, timeout=TIMEOUT_S
-    )
+    def post(content: bytes, encoding: str) -> httpx.Response:
+        headers = {**JSON_TYPE, "Content-Encoding": encoding}
+        return server.http.post("/v1/completions", content=content, headers=headers)
+
+    refused = post(gzip.compress(BODY), "gzip")
     assert refused.status_code == 415
     assert "'gzip'" in refused.json()["error"]["message"]
-    assert httpx.post(
-        url, content=BODY, headers={**JSON_TYPE, "Content-Encoding": "identity"}, timeout=TIMEOUT_S
-    ).is_success
+    assert post(BODY, "identity").is_success
 
 
 @pytest.mark.parametrize(
@@ -163,17 +160,16 @@ def test_a_compressed_body_is_415_and_an_identical_one_is_not(server: InProcessS
     ["/v1/embeddings", "/v1/responses", "/v1/responses/resp_1", "/v1/moderations", "/v1/images/generations"],
 )
 def test_unsupported_endpoints_are_501(server: InProcessServer, path: str) -> None:
-    answered = httpx.post(server.url + path, json={"input": "a"}, timeout=TIMEOUT_S)
+    answered = server.http.post(path, json={"input": "a"})
     assert answered.status_code == 501
     assert answered.json()["error"]["type"] == "server_error"
 
 
 def test_unknown_routes_stay_404_and_wrong_methods_405(server: InProcessServer) -> None:
-    assert (
-        httpx.get(f"{server.url}/v1/nothing", timeout=TIMEOUT_S).json()["error"]["type"]
-        == "invalid_request_error"
-    )
-    assert httpx.get(f"{server.url}/v1/nothing", timeout=TIMEOUT_S).status_code == 404
-    wrong = httpx.get(f"{server.url}/v1/completions", timeout=TIMEOUT_S)
+    nothing = server.http.get("/v1/nothing")
+    assert (nothing.status_code, nothing.json()["error"]["type"]) == (404, "invalid_request_error")
+    assert nothing.json()["error"]["message"].startswith("There is no /v1/nothing on this server")
+    wrong = server.http.get("/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
-    assert "GET" in httpx.delete(f"{server.url}/docs", timeout=TIMEOUT_S).headers["allow"]
+    assert wrong.json()["error"]["message"] == "GET is not allowed for /v1/completions, only POST."
+    assert "GET" in server.http.delete("/docs").headers["allow"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import msgspec
 
 from backfill.api.replica_state import StateReporter, model_digest
@@ -13,23 +12,21 @@ from backfill.core.request import ServiceClass
 from backfill.http.errors import error_response
 from backfill.protocol.replica_state import ReplicaState
 from tests.api.in_process import in_process_server
-from tests.api.servers import TIMEOUT_S
 from tests.api.test_fields import make_tokenizer
 from tests.router.stubs import COMPLETIONS
 
 
 def test_a_server_shows_its_state(tmp_path: Path) -> None:
     with in_process_server(Path(), tokenizer=make_tokenizer(), max_num_seqs=3, is_open=False) as server:
-        url = f"{server.url}/state"
-        assert httpx.get(url).status_code == 404, "no router may ask"
+        assert server.http.get("/state").status_code == 404, "no router may ask"
         server.state.reporter = StateReporter(("m", "n"), tmp_path)
-        state = msgspec.json.decode(httpx.get(url).content, type=ReplicaState)
+        state = msgspec.json.decode(server.http.get("/state").content, type=ReplicaState)
         assert state.phase == "ready" and state.models == ("m", "n")
         assert (state.max_num_seqs, state.kv_tokens, state.ttft_slo_s) == (3, 1024 * 16, 1.0)
         assert state.num_online == state.num_offline == 0
         admission = server.state.admission
         reservations = [admission.reserve(ServiceClass.ONLINE, 1), admission.reserve(ServiceClass.OFFLINE, 2)]
-        state = msgspec.json.decode(httpx.get(url).content, type=ReplicaState)
+        state = msgspec.json.decode(server.http.get("/state").content, type=ReplicaState)
         assert (state.num_online, state.num_offline) == (1, 2)
         for reservation in reservations:
             reservation.release()
@@ -53,7 +50,7 @@ def test_the_key_named_router_alone_speaks_for_owners() -> None:
         def owner_of(key: str, **headers: str) -> str:
             body = {"prompt": [3], "max_tokens": 1}
             headers["authorization"] = f"Bearer {key}"
-            answer = httpx.post(f"{server.url}{COMPLETIONS}", json=body, headers=headers, timeout=TIMEOUT_S)
+            answer = server.http.post(COMPLETIONS, json=body, headers=headers)
             assert answer.status_code == 200
             return server.engine.requests[-1].owner
 

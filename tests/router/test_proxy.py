@@ -4,7 +4,6 @@ import asyncio
 import json
 from typing import Any
 
-import aiohttp
 import pytest
 
 from backfill.router.proxy import NO_ENGINES
@@ -238,19 +237,6 @@ async def test_many_streams_at_once_are_complete() -> None:
         await asyncio.gather(*(stream(number) for number in range(60)))
         assert sum(sum(engine.runs.values()) for engine in engines) == 60
         assert all(engine.runs for engine in engines)
-
-
-async def test_closing_the_client_session_leaves_nothing_behind() -> None:
-    engine = StubEngine(sends_first=True)
-    engine.gate.clear()
-    async with routing([engine]) as router:
-        async with aiohttp.ClientSession() as other:
-            body = {"prompt": "a b", "stream": True}
-            async with other.post(router.url + COMPLETIONS, json=body) as response:
-                await response.content.readexactly(len(event("a")))
-        await until(lambda: engine.num_left == 1)
-        assert router.engines.get(engine.url) is not None
-        await until(lambda: all(each.num_in_flight == 0 for each in router.engines.all))
 
 
 def test_an_engine_that_hangs_is_taken_for_dead_and_its_requests_run_elsewhere() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import NoReturn
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import RequestError
@@ -25,8 +24,9 @@ class Overloaded(RateLimited):
             f"Please retry in {retry_after_s} s.",
             "resource_unavailable" if service_class is ServiceClass.OFFLINE else "rate_limit_exceeded",
             retry_after_s,
+            service_class,
+            "queue_full",
         )
-        self.service_class = service_class
 
 
 class OfflineSuspended(RateLimited):
@@ -34,7 +34,9 @@ class OfflineSuspended(RateLimited):
 
     def __init__(self) -> None:
         message = "This server accepts no flex requests at the moment. Please retry later."
-        super().__init__(message, "resource_unavailable", MAX_RETRY_AFTER_S)
+        super().__init__(
+            message, "resource_unavailable", MAX_RETRY_AFTER_S, ServiceClass.OFFLINE, "offline_suspended"
+        )
 
 
 class Admission:
@@ -45,35 +47,29 @@ class Admission:
 
     Args:
         limits: maximum number of choices of each class at once.
-        on_refused: called with the class of a refused request and the reason, a label value.
     """
 
-    def __init__(
-        self,
-        limits: Mapping[ServiceClass, int],
-        *,
-        on_refused: Callable[[ServiceClass, str], None] = lambda *_: None,
-        clock: Clock | None = None,
-    ) -> None:
-        clock = WallClock() if clock is None else clock
+    def __init__(self, limits: Mapping[ServiceClass, int], clock: Clock | None = None) -> None:
+        self._clock = WallClock() if clock is None else clock
         self.is_offline_suspended = False
-        self._on_refused = on_refused
-        self._queues = {kind: _ClassQueue(kind, limit, on_refused, clock) for kind, limit in limits.items()}
+        self._limits = limits
+        self._num_open = dict.fromkeys(limits, 0)
+        self._ended_at_s = {which: deque[float](maxlen=_RATE_WINDOW) for which in limits}
 
     @property
     def num_open(self) -> int:
         """Choices that are reserved."""
-        return sum(queue.num_open for queue in self._queues.values())
+        return sum(self._num_open.values())
 
     @property
     def num_open_online(self) -> int:
         """Those of them that are online."""
-        return self._queues[ServiceClass.ONLINE].num_open
+        return self._num_open[ServiceClass.ONLINE]
 
     def check_capacity(self) -> None:
         """Raise Overloaded if every class is full, so that the request's body need not be read."""
-        if all(queue.num_free < 1 for queue in self._queues.values()):
-            self._queues[ServiceClass.ONLINE].refuse(1)
+        if all(num >= self._limits[which] for which, num in self._num_open.items()):
+            raise self._overloaded(ServiceClass.ONLINE, 1)
 
     def reserve(self, service_class: ServiceClass, num_choices: int) -> Reservation:
         """Reserve ``num_choices`` choices until they are released.
@@ -81,19 +77,39 @@ class Admission:
         Raises, reserving nothing: Overloaded when the queue is full, OfflineSuspended, RequestError when
         ``num_choices`` is over the limit.
         """
-        reservation = Reservation(self, self._queues, service_class)
-        reservation.resize(num_choices)
-        return reservation
+        self.occupy(service_class, num_choices)
+        return Reservation(self, service_class, num_choices)
+
+    def occupy(self, which: ServiceClass, num_choices: int, num_held: int = 0) -> None:
+        """Replace ``num_held`` choices of a class. Raises as ``reserve``. For reservations, as the next."""
+        if which is ServiceClass.OFFLINE and self.is_offline_suspended:
+            raise OfflineSuspended
+        limit = self._limits[which]
+        if num_choices > limit:
+            message = f"This server accepts at most {limit} {which.value} choices at once, got {num_choices}."
+            raise RequestError(message, param="n")
+        num_excess = self._num_open[which] - num_held + num_choices - limit
+        if num_choices > num_held and num_excess > 0:
+            raise self._overloaded(which, num_excess)
+        self._num_open[which] += num_choices - num_held
+
+    def vacate(self, which: ServiceClass, num_choices: int, *, have_ended: bool = False) -> None:
+        assert 0 <= num_choices <= self._num_open[which], (num_choices, self._num_open)
+        self._num_open[which] -= num_choices
+        if have_ended:
+            self._ended_at_s[which].extend([self._clock.now_s()] * num_choices)
 
     def retry_after_s(self, service_class: ServiceClass, num_choices: int) -> int:
         """Whole seconds until so many choices of a class end at the recent rate, 1 to 120."""
-        return self._queues[service_class].retry_after_s(num_choices)
+        ended_at_s = self._ended_at_s[service_class]
+        if len(ended_at_s) < 2:
+            return 1
+        elapsed_s = max(1e-3, self._clock.now_s() - ended_at_s[0])
+        estimate_s = num_choices * elapsed_s / len(ended_at_s)
+        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(estimate_s)))
 
-    def check_class(self, service_class: ServiceClass) -> None:
-        """Raise OfflineSuspended if the class is not accepted now."""
-        if service_class is ServiceClass.OFFLINE and self.is_offline_suspended:
-            self._on_refused(service_class, "offline_suspended")
-            raise OfflineSuspended
+    def _overloaded(self, which: ServiceClass, num_excess: int) -> Overloaded:
+        return Overloaded(which, self.retry_after_s(which, num_excess))
 
 
 @dataclass(slots=True)
@@ -101,80 +117,27 @@ class Reservation:
     """The choices of one request in the queue of its class; made by ``Admission.reserve``."""
 
     _admission: Admission
-    _queues: Mapping[ServiceClass, _ClassQueue]
     _class: ServiceClass
-    _num_choices: int = 0
+    _num_choices: int
 
-    @property
-    def _queue(self) -> _ClassQueue:
-        return self._queues[self._class]
-
-    def resize(self, num_choices: int, service_class: ServiceClass | None = None) -> None:
-        """Change the number of choices, and the class if one is given.
+    def resize(self, num_choices: int, service_class: ServiceClass) -> None:
+        """Change the number of choices, and perhaps the class.
 
         Raises, changing nothing: Overloaded, OfflineSuspended, RequestError.
         """
-        service_class = service_class or self._class
-        self._admission.check_class(service_class)
-        queue = self._queues[service_class]
-        num_held = self._num_choices if queue is self._queue else 0
-        queue.occupy(num_choices, num_held)
-        if queue is not self._queue:
-            self._queue.vacate(self._num_choices)
+        is_same = service_class is self._class
+        self._admission.occupy(service_class, num_choices, self._num_choices if is_same else 0)
+        if not is_same:
+            self._admission.vacate(self._class, self._num_choices)
         self._class, self._num_choices = service_class, num_choices
 
     def release_choice(self) -> None:
         """Release one choice that ran and has ended."""
         if self._num_choices > 0:
             self._num_choices -= 1
-            self._queue.vacate(1, have_ended=True)
+            self._admission.vacate(self._class, 1, have_ended=True)
 
     def release(self) -> None:
         """Release the remaining choices, which never ran; further calls do nothing."""
-        self._queue.vacate(self._num_choices)
+        self._admission.vacate(self._class, self._num_choices)
         self._num_choices = 0
-
-
-@dataclass(slots=True)
-class _ClassQueue:
-    """The open choices of one class, and the rate at which they end."""
-
-    _service_class: ServiceClass
-    _limit: int
-    _on_refused: Callable[[ServiceClass, str], None]
-    _clock: Clock
-    num_open: int = 0
-    _ended_at_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RATE_WINDOW))
-
-    @property
-    def num_free(self) -> int:
-        return self._limit - self.num_open
-
-    def occupy(self, num_choices: int, num_held: int) -> None:
-        """Replace ``num_held`` choices. Raises, changing nothing: Overloaded, RequestError."""
-        if num_choices > self._limit:
-            which = self._service_class.value
-            message = f"This server accepts at most {self._limit} {which} choices at once, got {num_choices}."
-            raise RequestError(message, param="n")
-        num_excess = num_choices - num_held - self.num_free
-        if num_choices > num_held and num_excess > 0:
-            self.refuse(num_excess)
-        self.num_open += num_choices - num_held
-
-    def vacate(self, num_choices: int, *, have_ended: bool = False) -> None:
-        assert 0 <= num_choices <= self.num_open, (num_choices, self.num_open)
-        self.num_open -= num_choices
-        if have_ended:
-            self._ended_at_s.extend([self._clock.now_s()] * num_choices)
-
-    def refuse(self, num_excess: int) -> NoReturn:
-        self._on_refused(self._service_class, "queue_full")
-        raise Overloaded(self._service_class, self.retry_after_s(num_excess))
-
-    def retry_after_s(self, num_choices: int) -> int:
-        """Whole seconds until ``num_choices`` choices end at the recent rate, 1 to 120."""
-        if len(self._ended_at_s) < 2:
-            return 1
-        elapsed_s = max(1e-3, self._clock.now_s() - self._ended_at_s[0])
-        estimate_s = num_choices * elapsed_s / len(self._ended_at_s)
-        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(estimate_s)))

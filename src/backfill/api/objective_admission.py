@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from backfill.api.online_load import OnlineLoad, Prediction
+from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.http.errors import MAX_RETRY_AFTER_S, RateLimited
 from backfill.scheduling.objectives import decode_limit_s, least_tpot_slo
@@ -28,6 +29,8 @@ class RequestShed(RateLimited):
             f"{objective_s:g} s. Please retry in {retry_after_s} s.",
             "slow_down",
             retry_after_s,
+            ServiceClass.ONLINE,
+            "hopeless",
         )
 
 
@@ -59,23 +62,20 @@ class ObjectiveUnavailable(RateLimited):
             f"{objective.upper()} objective: asked {asked_s:g} s, {offer}",
             "objective_unavailable",
             retry_after_s,
+            ServiceClass.ONLINE,
+            "objective_unavailable",
             param=f"slo.{objective}",
             may_retry=idle_s is None,
         )
 
 
 def check_hopeless(predicted: Prediction, objective_s: float) -> None:
-    """Raise RequestShed if a request would miss its TTFT objective by far because of those ahead of it."""
-    if should_shed(predicted.ttft_s, predicted.ttft_alone_s, objective_s):
-        raise RequestShed(predicted.ttft_s, objective_s, retry_after_s(predicted, objective_s))
+    """Raise RequestShed if a request would miss its TTFT objective by far because of those ahead of it.
 
-
-def should_shed(predicted_s: float, alone_s: float, objective_s: float) -> bool:
-    """Whether a request would miss its TTFT objective by far because of the requests ahead of it.
-
-    ``alone_s``, the time that it takes without others, is no reason to shed: a retry would not change it.
+    The time that it takes without others is no reason to shed: a retry would not change it.
     """
-    return predicted_s > SHED_FACTOR * max(objective_s, alone_s)
+    if predicted.ttft_s > SHED_FACTOR * max(objective_s, predicted.ttft_alone_s):
+        raise RequestShed(predicted.ttft_s, objective_s, retry_after_s(predicted, objective_s))
 
 
 def retry_after_s(predicted: Prediction, objective_s: float) -> int:
@@ -100,17 +100,12 @@ def check_objectives(
         prompt_tokens: of each choice's prompt.
         end_s: whole seconds until so many choices have ended, as far as is known.
     """
-    if asked.ttft_s < default.ttft_s:
-        _check_ttft(asked.ttft_s, default.ttft_s, predicted)
+    # What it takes alone is no reason to refuse: no retry would change that.
+    if asked.ttft_s < default.ttft_s and predicted.ttft_s > max(asked.ttft_s, predicted.ttft_alone_s):
+        offered_s = min(default.ttft_s, predicted.ttft_s)
+        raise ObjectiveUnavailable("ttft", asked.ttft_s, offered_s, retry_after_s(predicted, asked.ttft_s))
     if asked.tpot_s < default.tpot_s:
         _check_tpot(asked.tpot_s, default.tpot_s, load, predicted, prompt_tokens, end_s)
-
-
-def _check_ttft(asked_s: float, default_s: float, predicted: Prediction) -> None:
-    # What it takes alone is no reason to refuse: no retry would change that.
-    if predicted.ttft_s > max(asked_s, predicted.ttft_alone_s):
-        offered_s = min(default_s, predicted.ttft_s)
-        raise ObjectiveUnavailable("ttft", asked_s, offered_s, retry_after_s(predicted, asked_s))
 
 
 def _check_tpot(

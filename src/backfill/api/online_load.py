@@ -17,6 +17,11 @@ from backfill.costs.correction import BiasCorrection
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.engine.messages import StepReport
+from backfill.preparation.messages import OnlineTraffic
+
+_PERIOD_S = 1.0
+# KV is left to as many online tokens as there were lately: the time constant of the policies' reserve.
+_RESERVE_DECAY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,45 +41,29 @@ class Prediction:
     decode_alone_s: float
 
 
-@dataclass(slots=True)
-class _OpenChoice:
-    """A choice that has not ended."""
+@dataclass(slots=True, eq=False)
+class OpenChoice:
+    """A choice that has not ended; made by ``OnlineLoad.add``. Repeated calls do nothing."""
 
+    load: OnlineLoad
     prompt_tokens: int
     priority: int
     number: int  # of all choices
     relegated_at_s: float
     is_relegated: bool = False
     first_token_in_step: int | None = None  # None while its prompt waits
+    has_ended: bool = False
 
+    def on_first_token(self) -> None:
+        """Its prompt is computed."""
+        if self.first_token_in_step is None:
+            self.load.begin_decoding(self)
 
-class OpenChoices:
-    """The choices of one request until they end; made by ``OnlineLoad.add``. Repeated calls do nothing."""
-
-    def __init__(
-        self, load: OnlineLoad, priority: int, prompt_tokens: Sequence[int], first_token_by_s: float
-    ) -> None:
-        self._load = load
-        self._choices = {
-            choice: load.open(tokens, priority, first_token_by_s)
-            for choice, tokens in enumerate(prompt_tokens)
-        }
-
-    def on_first_token(self, choice: int) -> None:
-        """A choice's prompt is computed."""
-        state = self._choices.get(choice)
-        if state is not None:
-            self._load.begin_decoding(state)
-
-    def on_choice_end(self, choice: int) -> None:
-        state = self._choices.pop(choice, None)
-        if state is not None:
-            self._load.close(state)
-
-    def release(self) -> None:
-        """End every choice that has not ended."""
-        while self._choices:
-            self.on_choice_end(next(iter(self._choices)))
+    def on_end(self) -> None:
+        if not self.has_ended:
+            self.on_first_token()
+            self.has_ended = True
+            self.load.close(self)
 
 
 class OnlineLoad:
@@ -100,7 +89,7 @@ class OnlineLoad:
         self.bus_least_step_s = 0.0
         self._in_time: dict[int, StepLoad] = {}  # waiting prompts by priority
         self._relegated: dict[int, StepLoad] = {}  # the same of those that cannot be in time any more
-        self._relegations: list[tuple[float, int, _OpenChoice]] = []  # of prompts in time; sorted by instant
+        self._relegations: list[tuple[float, int, OpenChoice]] = []  # of prompts in time; sorted by instant
         self._num_opened = 0  # choices, ever
         self._num_open = 0  # choices
         self._num_prompt_tokens = 0  # of open choices
@@ -192,28 +181,29 @@ class OnlineLoad:
                 low = middle + 1
         return low
 
-    def add(self, prompt_tokens: Sequence[int], *, priority: int, first_token_by_s: float) -> OpenChoices:
-        """Count a request until its choices end.
+    def add(
+        self, prompt_tokens: Sequence[int], *, priority: int, first_token_by_s: float
+    ) -> list[OpenChoice]:
+        """Count the choices of a request, whose prompts wait, until they end.
 
         Args:
+            prompt_tokens: of each choice's prompt.
             first_token_by_s: the instant of its TTFT objective.
         """
-        return OpenChoices(self, priority, prompt_tokens, first_token_by_s)
+        choices = []
+        for tokens in prompt_tokens:
+            relegated_at_s = self._relegated_at_s(tokens, first_token_by_s)
+            choice = OpenChoice(self, tokens, priority, self._num_opened, relegated_at_s)
+            self._num_opened += 1
+            self._num_open += 1
+            self._num_prompt_tokens += tokens
+            self._put(self._in_time.setdefault(priority, StepLoad()), tokens)
+            bisect.insort(self._relegations, (relegated_at_s, choice.number, choice))
+            choices.append(choice)
+        return choices
 
-    def open(self, prompt_tokens: int, priority: int, first_token_by_s: float) -> _OpenChoice:
-        """Count a choice, whose prompt waits. This and the next two are called by OpenChoices."""
-        relegated_at_s = self._relegated_at_s(prompt_tokens, first_token_by_s)
-        choice = _OpenChoice(prompt_tokens, priority, self._num_opened, relegated_at_s)
-        self._num_opened += 1
-        self._num_open += 1
-        self._num_prompt_tokens += prompt_tokens
-        self._put(self._in_time.setdefault(priority, StepLoad()), prompt_tokens)
-        bisect.insort(self._relegations, (relegated_at_s, choice.number, choice))
-        return choice
-
-    def begin_decoding(self, choice: _OpenChoice) -> None:
-        if choice.first_token_in_step is not None:
-            return
+    def begin_decoding(self, choice: OpenChoice) -> None:
+        """This and the next are called by ``OpenChoice``, once."""
         choice.first_token_in_step = self._num_steps
         self._num_decoding += 1
         self._sum_first_steps += self._num_steps
@@ -225,8 +215,7 @@ class OnlineLoad:
                 bisect.bisect_left(self._relegations, (choice.relegated_at_s, choice.number))
             ]
 
-    def close(self, choice: _OpenChoice) -> None:
-        self.begin_decoding(choice)
+    def close(self, choice: OpenChoice) -> None:
         assert choice.first_token_in_step is not None
         self._num_decoding -= 1
         self._sum_first_steps -= choice.first_token_in_step
@@ -253,7 +242,7 @@ class OnlineLoad:
         for slice_ in _slices(num_tokens, self._step_tokens):
             load.put(*slice_)
 
-    def _take(self, loads: dict[int, StepLoad], choice: _OpenChoice) -> None:
+    def _take(self, loads: dict[int, StepLoad], choice: OpenChoice) -> None:
         load = loads[choice.priority]
         for slice_ in _slices(choice.prompt_tokens, self._step_tokens):
             load.take(*slice_)
@@ -277,6 +266,48 @@ class OnlineLoad:
             decode_context_tokens=round(context_tokens * num_in_step / num_rows),
         )
         return self._correction.mean * self._cost.step_time_s(load)
+
+
+class OnlineTrafficMeter:
+    """Means over periods of about a second, from the engine's reports. The first begins with a report.
+
+    Decodes read the KV of all online requests in every step with online work. That is counted by
+    ``OnlineLoad``'s estimate of their tokens. What they hold is the peak of this estimate, which decays: as
+    much may come again soon.
+    """
+
+    def __init__(self, load: OnlineLoad) -> None:
+        self._load = load
+        self._began_s: float | None = None
+        self._num_computed = 0  # by the engine that runs now
+        self._num_reads = 0
+        self._peak_tokens = 0.0
+        self._peak_at_s = 0.0
+
+    def on_report(self, report: StepReport, now_s: float) -> OnlineTraffic | None:
+        """Count a step. Returns: the mean of a period that has ended; None within one."""
+        self._note_held(now_s)
+        num_computed = report.stats.online.totals.num_computed_tokens
+        if self._began_s is None or num_computed < self._num_computed:  # a new engine counts from 0
+            self._begin(now_s, num_computed)
+            return None
+        if report.stats.step.kind in ("online", "mixed"):
+            self._num_reads += self._load.num_context_tokens
+        elapsed_s = now_s - self._began_s
+        if elapsed_s < _PERIOD_S:
+            return None
+        num_new = num_computed - self._num_computed
+        traffic = OnlineTraffic(num_new / elapsed_s, self._num_reads / elapsed_s, int(self._peak_tokens))
+        self._begin(now_s, num_computed)
+        return traffic
+
+    def _note_held(self, now_s: float) -> None:
+        decayed = self._peak_tokens * math.exp((self._peak_at_s - now_s) / _RESERVE_DECAY_S)
+        self._peak_tokens = max(decayed, float(self._load.num_context_tokens))
+        self._peak_at_s = now_s
+
+    def _begin(self, now_s: float, num_computed: int) -> None:
+        self._began_s, self._num_computed, self._num_reads = now_s, num_computed, 0
 
 
 def prefill_time_s(cost: CostModel, load: StepLoad, step_tokens: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -10,13 +11,8 @@ import msgspec
 from fastapi import Request
 
 from backfill.api.admission import Reservation
-from backfill.api.objective_admission import (
-    ObjectiveUnavailable,
-    RequestShed,
-    check_hopeless,
-    check_objectives,
-)
-from backfill.api.online_load import OpenChoices
+from backfill.api.objective_admission import check_hopeless, check_objectives
+from backfill.api.online_load import OpenChoice
 from backfill.api.state import ServerState
 from backfill.core.request import ServiceClass
 from backfill.http.bodies import json_body, owner_of
@@ -49,17 +45,17 @@ class OpenRequest:
     generation: Generation
     arrived_at_s: float
     _reservation: Reservation
-    _in_load: OpenChoices | None  # None for an offline request, and where the load is not predicted
+    _in_load: Sequence[OpenChoice]  # none for an offline request, and where the load is not predicted
     _held: ExitStack
 
     def on_first_token(self, choice: int) -> None:
-        if self._in_load is not None:
-            self._in_load.on_first_token(choice)
+        if self._in_load:
+            self._in_load[choice].on_first_token()
 
     def on_choice_end(self, choice: int) -> None:
         self._reservation.release_choice()
-        if self._in_load is not None:
-            self._in_load.on_choice_end(choice)
+        if self._in_load:
+            self._in_load[choice].on_end()
 
     def close(self) -> None:
         """Release what is still held. Further calls do nothing."""
@@ -80,14 +76,14 @@ async def open_request(state: ServerState, endpoint: GenerationEndpoint, request
             reservation = state.admission.reserve(service_class, num_choices)
             held.callback(reservation.release)
             if service_class is ServiceClass.OFFLINE:
-                body.held.mark_offline()
+                body.mark_offline()
             generation = await state.prepare(
                 endpoint, body.raw, _context_of(request), service_class, request.receive
             )
             reservation.resize(generation.request.num_choices, generation.request.service_class)
             in_load = count_online(state, generation, arrived_at_s)
-            if in_load is not None:
-                held.callback(in_load.release)
+            for choice in in_load:
+                held.callback(choice.on_end)
             state.begin_answer(generation)
             held.callback(state.end_answer)
             return OpenRequest(generation, arrived_at_s, reservation, in_load, held.pop_all())
@@ -109,15 +105,15 @@ def peek(raw: bytes) -> tuple[ServiceClass, int]:
     return service_class, min(MAX_CHOICES, max(1, int(n))) if n.isdigit() else 1
 
 
-def count_online(state: ServerState, generation: Generation, arrived_at_s: float) -> OpenChoices | None:
+def count_online(state: ServerState, generation: Generation, arrived_at_s: float) -> list[OpenChoice]:
     """Count an online request in the load, which must leave headroom for its objectives.
 
-    Returns: None for an offline request, and where the load is not predicted.
+    Returns: nothing for an offline request, and where the load is not predicted.
     Raises, counting nothing: ObjectiveUnavailable, RequestShed with ``--shed-hopeless``.
     """
     request, load = generation.request, state.online_load
     if load is None or request.slo is None:
-        return None
+        return []
     prompt_tokens = [len(request.prompt_of(choice)) for choice in range(request.num_choices)]
     first_token_by_s = arrived_at_s + request.slo.ttft_s
     predicted = load.predict(
@@ -127,18 +123,11 @@ def count_online(state: ServerState, generation: Generation, arrived_at_s: float
         first_token_by_s=first_token_by_s,
         now_s=state.clock.now_s(),
     )
-    try:
-        if state.server_config.shed_hopeless:
-            check_hopeless(predicted, request.slo.ttft_s)
-        default = state.ready_preparer().engine.default_slo
-        end_s = partial(state.admission.retry_after_s, ServiceClass.ONLINE)
-        check_objectives(request.slo, default, load, predicted, prompt_tokens, end_s)
-    except RequestShed:
-        state.on_refused(request.service_class, "hopeless")
-        raise
-    except ObjectiveUnavailable:
-        state.on_refused(request.service_class, "objective_unavailable")
-        raise
+    if state.server_config.shed_hopeless:
+        check_hopeless(predicted, request.slo.ttft_s)
+    default = state.ready_preparer().engine.default_slo
+    end_s = partial(state.admission.retry_after_s, ServiceClass.ONLINE)
+    check_objectives(request.slo, default, load, predicted, prompt_tokens, end_s)
     return load.add(prompt_tokens, priority=request.priority, first_token_by_s=first_token_by_s)
 
 

@@ -12,6 +12,7 @@ from backfill.api.admission import Admission
 from backfill.api.online_load import OnlineLoad
 from backfill.engine.messages import StepReport
 from backfill.jobs.manager import JobManager
+from backfill.protocol.preparer import EngineFacts
 from backfill.protocol.replica_state import ReplicaState
 
 _MEAN_WEIGHT = 0.2  # of the last step
@@ -41,9 +42,14 @@ class StateReporter:
             self._step_s += (step.seconds - self._step_s) * (_MEAN_WEIGHT if self._step_s else 1.0)
 
     def state(
-        self, phase: str, admission: Admission, load: OnlineLoad | None, jobs: JobManager | None
+        self,
+        phase: str,
+        admission: Admission,
+        load: OnlineLoad | None,
+        jobs: JobManager | None,
+        facts: EngineFacts | None,
     ) -> ReplicaState:
-        """The state but for what the engine's facts tell."""
+        """The state of the server that has these."""
         state = ReplicaState(
             instance=self._instance,
             phase=phase,
@@ -56,14 +62,22 @@ class StateReporter:
             num_lines=0 if jobs is None else jobs.num_running,
             store="" if jobs is None else jobs.store_id,
         )
-        if load is None:
-            return state
-        return msgspec.structs.replace(
-            state,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            waiting_prompt_tokens=load.num_waiting_tokens,
-            online_tokens=load.num_context_tokens,
-        )
+        if facts is not None:
+            state = msgspec.structs.replace(
+                state,
+                max_model_len=facts.info.max_model_len,
+                max_num_seqs=facts.scheduler.max_num_seqs,
+                kv_tokens=facts.info.num_blocks * facts.info.block_size,
+                ttft_slo_s=facts.default_slo.ttft_s,
+            )
+        if load is not None:
+            state = msgspec.structs.replace(
+                state,
+                prefill_tokens_per_s=load.prefill_tokens_per_s,
+                waiting_prompt_tokens=load.num_waiting_tokens,
+                online_tokens=load.num_context_tokens,
+            )
+        return state
 
 
 def model_digest(folder: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import time
@@ -12,11 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from backfill.api.app import create_app
-from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.registry import Metrics
 from backfill.api.metrics.requests import ObjectiveCounts
-from backfill.api.online_load import OnlineLoad
-from backfill.api.online_traffic import OnlineTrafficMeter
+from backfill.api.online_load import OnlineLoad, OnlineTrafficMeter
 from backfill.api.replica_state import StateReporter
 from backfill.api.state import Phase, ServerState
 from backfill.api.stats_log import StatsLog
@@ -29,9 +26,9 @@ from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready, StepReport
 from backfill.engine.tasks import TaskWatch
 from backfill.http.config import ServerConfig
-from backfill.http.job_metrics import JobMetrics
-from backfill.http.keys import ApiKeys, KeyFileWatch
-from backfill.http.server import HttpServer, connection_limits, raise_open_files_limit
+from backfill.http.keys import ApiKeys
+from backfill.http.metrics import JobMetrics
+from backfill.http.server import StopSignals, serving, until_none_is_open
 from backfill.ipc.child import abandon_children
 from backfill.jobs.config import JobsConfig, OrderOptions
 from backfill.jobs.manager import JobManager
@@ -42,7 +39,6 @@ from backfill.scheduling.objectives import check_server_slo
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_POLL_S = 0.05
 # A preparation process uses 1.5 s of CPU to start. The engine and the first responses come first.
 _BODIES_WITHIN_S = 6.0
 
@@ -77,7 +73,6 @@ class Server:
         self._on_started = on_started
         self._on_ready = on_ready
         self._stats_log = StatsLog(self._objective_counts)
-        self._loop_lag = LoopLag(model.names[0])
         self._tasks = TaskWatch()
         client.set_callbacks(on_report=self._on_report, on_profile=self._on_profile, tasks=self._tasks)
         setup = PreparationSetup(
@@ -95,9 +90,6 @@ class Server:
         )
         self._reporter = StateReporter(model.names, model.folder)
         self.state.reporter = self._reporter
-        self._key_file_watch: KeyFileWatch | None = None
-        if api_keys is not None and server_config.api_key_file is not None:
-            self._key_file_watch = KeyFileWatch(api_keys)
         self._traffic: OnlineTrafficMeter | None = None
         self._job_metrics: JobMetrics | None = None
         if jobs_config is not None:
@@ -112,8 +104,7 @@ class Server:
             )
             self._job_metrics.watch(self.state.jobs.snapshot)
         self._lag_task: asyncio.Task[None] | None = None
-        self._stop_asked = asyncio.Event()
-        self._stopped_by: signal.Signals | None = None
+        self._signals = StopSignals(self._abandon)
         self._was_ready = False
 
     async def run(self, listener: socket.socket) -> signal.Signals | None:
@@ -122,50 +113,49 @@ class Server:
         Returns: the signal, if it came before the first request could be served.
         Raises: BackfillError when the data folder is another server's or the engine cannot be started.
         """
-        if self.state.jobs is not None:
-            await self.state.jobs.start()
+        state, processes = self.state, self._processes
+        if state.jobs is not None:
+            await state.jobs.start()
         if self._on_started is not None:
             self._on_started()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
-        limits = connection_limits(self.state.server_config, raise_open_files_limit())
-        http = HttpServer(create_app(self.state), limits, self.state.clock)
-        http_task = asyncio.create_task(http.serve(sockets=[listener]))
-        log_task = self._tasks.start(self._stats_log.run(), "stats-log")
-        engine_task = self._processes.start(
+        self._signals.catch()
+        try:
+            app = create_app(state)
+            async with serving(app, state.server_config, listener, state.clock, state.api_keys) as http:
+                engine = await self._serve(http)
+        finally:
+            if state.jobs is not None:
+                # Only now: the next server on the data folder clears away uploads that have no end.
+                await state.jobs.stop()
+            await processes.preparation.stop()
+        if not engine.cancelled():
+            engine.result()  # raises the reason where the engine cannot run
+        return None if self._was_ready else self._signals.first
+
+    async def _serve(self, http: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Run the engine until a signal or its end, then drain. Returns: the engine's task."""
+        stats_log = self._tasks.start(self._stats_log.run(), "stats-log")
+        engine = self._processes.start(
             on_ready=self._on_engine_ready,
             on_lost=self._on_engine_lost,
             on_offline_suspended=self.state.suspend_offline,
         )
         self._processes.preparation.start(bodies_within_s=_BODIES_WITHIN_S)
-        if self._key_file_watch is not None:
-            self._key_file_watch.start()
-        stop_task = asyncio.create_task(self._stop_asked.wait())
+        stopping = asyncio.create_task(self._signals.asked.wait())
         try:
-            await asyncio.wait({engine_task, stop_task, http_task}, return_when=asyncio.FIRST_COMPLETED)
-            if not engine_task.done():
+            await asyncio.wait({engine, stopping, http}, return_when=asyncio.FIRST_COMPLETED)
+            if not engine.done():
                 await self._drain()
             self.state.phase = Phase.DRAINING
         finally:
-            if self._key_file_watch is not None:
-                self._key_file_watch.stop()
-            for task in (stop_task, log_task, self._lag_task):
+            for task in (stopping, stats_log, self._lag_task):
                 if task is not None:
                     task.cancel()
-            engine_task.cancel()  # first: an engine that gets ready now must not be served
+            engine.cancel()  # first: an engine that gets ready now must not be served
             if self.state.jobs is not None:
                 await self.state.jobs.pause()
             await self._processes.stop_engine()
-            http.should_exit = True
-            await http_task
-            if self.state.jobs is not None:
-                # Only now: the next server on the data folder clears away uploads that have no end.
-                await self.state.jobs.stop()
-            await self._processes.preparation.stop()
-        if not engine_task.cancelled():
-            engine_task.result()  # raises the reason where the engine cannot run
-        return None if self._was_ready else self._stopped_by
+        return engine
 
     async def _on_engine_ready(self, ready: Ready) -> None:
         """Accept requests. The service is created once and survives restarts of the engine.
@@ -182,7 +172,6 @@ class Server:
                 self._model.names[0],
                 ready.info,
                 slo=ready.default_slo,
-                loop_lag=self._loop_lag,
                 jobs=self._job_metrics,
                 preparation=self._processes.preparation,
                 task_failures=self._tasks.failures,
@@ -197,10 +186,10 @@ class Server:
                     self._traffic = OnlineTrafficMeter(self.state.online_load)
             freeze_heap()
             # Not earlier: without streams a late loop delays nobody.
-            self._lag_task = self._tasks.start(self._loop_lag.run(), "loop-lag")
+            self._lag_task = self._tasks.start(self.state.metrics.loop_lag.run(), "loop-lag")
         if ready.profile is not None:
             self._show_profile(ready.profile)
-        if self._stop_asked.is_set():
+        if self._signals.asked.is_set():
             return
         self.state.phase = Phase.READY
         self._was_ready = True
@@ -233,9 +222,7 @@ class Server:
         if self.state.jobs is not None:
             await self.state.jobs.pause()
         self.state.client.interrupt(ServiceClass.OFFLINE, reason)
-        deadline_at_s = time.monotonic() + timeout_s
-        while self.state.num_unanswered > 0 and time.monotonic() < deadline_at_s:
-            await asyncio.sleep(_DRAIN_POLL_S)
+        await until_none_is_open(lambda: self.state.num_unanswered, timeout_s)
         self.state.client.interrupt(ServiceClass.ONLINE, reason)
 
     def _on_profile(self, profile: CostProfile) -> None:
@@ -268,11 +255,6 @@ class Server:
     def _objective_counts(self) -> Mapping[str, ObjectiveCounts]:
         return {} if self.state.metrics is None else self.state.metrics.requests.objective_counts()
 
-    def _on_signal(self, number: signal.Signals) -> None:
-        if self._stop_asked.is_set():
-            logger.warning("stopping now")
-            self.state.client.abandon()
-            abandon_children()
-            os._exit(1)
-        self._stopped_by = number
-        self._stop_asked.set()
+    def _abandon(self) -> None:
+        self.state.client.abandon()
+        abandon_children()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-import msgspec
 from starlette.types import Receive
 
 from backfill.api.admission import Admission
@@ -68,7 +67,7 @@ class ServerState:
             ServiceClass.ONLINE: self.engine_config.scheduler.max_num_seqs + config.max_queued_requests,
             ServiceClass.OFFLINE: config.max_queued_offline_requests,
         }
-        self.admission = Admission(limits, on_refused=self.on_refused)
+        self.admission = Admission(limits)
         self.bodies = BodyBudget(config.max_inflight_body_bytes, config.max_body_bytes)
 
     def ready_service(self) -> CompletionService:
@@ -118,11 +117,6 @@ class ServerState:
         """The response of a generation request is complete, or given up."""
         self.num_unanswered -= 1
 
-    def on_refused(self, service_class: ServiceClass, reason: str) -> None:
-        """Count a request that was refused before it was queued; ``reason`` is a label value."""
-        if self.metrics is not None:
-            self.metrics.requests.on_rejected(service_class, reason)
-
     def ready_jobs(self) -> JobManager:
         """The manager of files and batches, which needs no engine. Raises: Unavailable."""
         if self.phase is Phase.DRAINING or self.jobs is None:
@@ -139,17 +133,8 @@ class ServerState:
         """What a router wants to know; None if no router may ask."""
         if self.reporter is None:
             return None
-        state = self.reporter.state(self.phase.value, self.admission, self.online_load, self.jobs)
         facts = None if self.preparer is None else self.preparer.facts
-        if facts is None:
-            return state
-        return msgspec.structs.replace(
-            state,
-            max_model_len=facts.info.max_model_len,
-            max_num_seqs=self.engine_config.scheduler.max_num_seqs,
-            kv_tokens=facts.info.num_blocks * facts.info.block_size,
-            ttft_slo_s=facts.default_slo.ttft_s,
-        )
+        return self.reporter.state(self.phase.value, self.admission, self.online_load, self.jobs, facts)
 
     def suspend_offline(self, is_suspended: bool) -> None:
         """Stop or resume accepting and running offline work; see engine/supervisor.py."""

@@ -7,11 +7,9 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from backfill.api.metrics.requests import ObjectiveCounts
 from backfill.core.clock import Clock, WallClock
-from backfill.core.counters import ClassCounters
 from backfill.core.request import ServiceClass
 from backfill.engine.messages import ClassStats, EngineStats, StepReport
 
@@ -23,17 +21,6 @@ _WARNING_INTERVAL_S = 60.0
 # Log an objective that more than this share of a minute's first tokens or gaps missed.
 _MISSED_FRAC = 0.01
 _COUNTED = {"ttft": "requests' first tokens", "tpot": "gaps between tokens"}
-
-
-class PrefixLookups(NamedTuple):
-    """Prompt tokens that were looked up in the prefix cache, and those of them that were found."""
-
-    num_queried: int = 0
-    num_hit: int = 0
-
-    @classmethod
-    def of(cls, totals: ClassCounters) -> PrefixLookups:
-        return cls(totals.num_prefix_queried_tokens, totals.num_all_prefix_hit_tokens)
 
 
 @dataclass(slots=True)
@@ -51,14 +38,12 @@ class StatsLog:
     _seen: Mapping[str, ObjectiveCounts] = field(default_factory=dict)  # a minute ago
     _num_output_tokens: int = 0
     _num_computed_tokens: int = 0
-    _lookups: dict[ServiceClass, PrefixLookups] = field(default_factory=dict)
     _last: EngineStats | None = None
+    _before: EngineStats | None = None  # the last of the interval before
 
     def on_report(self, report: StepReport) -> None:
-        self._add_lookups(report.stats)
         self._last = report.stats
-        num_sampled = sum(output.token_id is not None for output in report.outputs)
-        self._num_output_tokens += num_sampled
+        self._num_output_tokens += sum(output.token_id is not None for output in report.outputs)
         step = report.stats.step
         self._num_computed_tokens += 0 if step.stopped else step.num_tokens
 
@@ -69,7 +54,7 @@ class StatsLog:
             if self._last is not None and self._num_computed_tokens > 0:
                 logger.info("%s", self._line(self._last))
             self._num_output_tokens = self._num_computed_tokens = 0
-            self._lookups.clear()
+            self._before = self._last
             if number % _NUM_INTERVALS_A_MINUTE == 0:
                 self.log_missed()
 
@@ -90,34 +75,32 @@ class StatsLog:
                 ", ".join(missed),
             )
 
-    def _add_lookups(self, stats: EngineStats) -> None:
-        last = {} if self._last is None else _by_class(self._last)
-        for which, state in _by_class(stats).items():
-            now = PrefixLookups.of(state.totals)
-            before = PrefixLookups.of(last[which].totals) if which in last else PrefixLookups()
-            if now.num_queried < before.num_queried or now.num_hit < before.num_hit:
-                before = PrefixLookups()  # a new engine, whose totals began at 0
-            added = self._lookups.get(which, PrefixLookups())
-            self._lookups[which] = PrefixLookups(
-                added.num_queried + now.num_queried - before.num_queried,
-                added.num_hit + now.num_hit - before.num_hit,
-            )
-
     def _line(self, stats: EngineStats) -> str:
         queues = ", ".join(
             f"{which.value} {state.num_running} running {state.num_waiting} waiting"
             for which, state in _by_class(stats).items()
         )
-        rates = ", ".join(
-            f"{which.value} {lookups.num_hit / lookups.num_queried:.1%}"
-            for which, lookups in self._lookups.items()
-            if lookups.num_queried > 0
-        )
+        rates = _hit_rates(stats, self._before)
         return (
             f"computed {self._num_computed_tokens / self.interval_s:.1f} tokens/s, "
             f"generated {self._num_output_tokens / self.interval_s:.1f} tokens/s, {queues}, "
             f"KV use {stats.kv_usage_frac:.1%}" + (f", prefix cache hit rate {rates}" if rates else "")
         )
+
+
+def _hit_rates(stats: EngineStats, before: EngineStats | None) -> str:
+    """Of the prefix cache since ``before``, for the classes that looked something up."""
+    rates = []
+    for which, state in _by_class(stats).items():
+        queried, hit = state.totals.num_prefix_queried_tokens, state.totals.num_all_prefix_hit_tokens
+        if before is not None:
+            earlier = _by_class(before)[which].totals
+            num_queried, num_hit = earlier.num_prefix_queried_tokens, earlier.num_all_prefix_hit_tokens
+            if num_queried <= queried and num_hit <= hit:  # else a new engine, whose totals began at 0
+                queried, hit = queried - num_queried, hit - num_hit
+        if queried > 0:
+            rates.append(f"{which.value} {hit / queried:.1%}")
+    return ", ".join(rates)
 
 
 def _by_class(stats: EngineStats) -> dict[ServiceClass, ClassStats]:

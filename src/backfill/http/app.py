@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
 from backfill import __version__
@@ -16,7 +16,7 @@ from backfill.http.errors import install_error_handlers
 from backfill.http.files import HasJobs, build_files_router
 from backfill.http.keys import ApiKeys
 from backfill.http.middleware import ApiKeyMiddleware, ErrorMiddleware
-from backfill.http.openapi import DOCS_HEADERS, docs_page, openapi_document
+from backfill.http.openapi import DOCS_HEADERS, ERRORS, answers, docs_page, openapi_document
 from backfill.http.request_head import RequestHeadMiddleware
 from backfill.protocol.responses import Json, error_body
 
@@ -52,7 +52,7 @@ UNSUPPORTED = (
 def new_app(title: str, routers: Sequence[APIRouter], state: HasJobs) -> FastAPI:
     """An application with these routes, those of files and batches where there are any, and its documents."""
     # FastAPI's own pages load scripts from another host.
-    app = FastAPI(title=title, version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title=title, version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
     install_error_handlers(app)
     for router in routers:
         app.include_router(router)
@@ -108,10 +108,10 @@ def build_status_router(health: Callable[[], Response], metrics: Callable[[], by
         """200 while the process runs."""
         return Response(status_code=200)
 
-    @router.get("/metrics", response_class=PlainTextResponse)
+    @router.get("/metrics", response_class=Response, responses=answers("text/plain"))
     async def shown_metrics() -> Response:
         """Metrics of this process as Prometheus text."""
-        return PlainTextResponse(metrics(), media_type=_METRICS_TYPE)
+        return Response(metrics(), media_type=_METRICS_TYPE)
 
     @router.get("/version")
     async def version() -> Json:

@@ -20,10 +20,15 @@ _OFFLINE_PART = 4  # of the budget, for offline ones
 
 
 @dataclass(slots=True)
-class HeldBytes:
-    """The part of the budget that one body holds."""
+class HeldBody:
+    """A body and its part of the budget.
+
+    Attributes:
+        raw: all of it, once it has been read.
+    """
 
     _budget: BodyBudget
+    raw: bytes = b""
     num_bytes: int = 0
     is_offline: bool = False
 
@@ -40,7 +45,7 @@ class HeldBytes:
         self._budget.num_bytes -= self.num_bytes
         if self.is_offline:
             self._budget.num_offline_bytes -= self.num_bytes
-        self.num_bytes = 0
+        self.raw, self.num_bytes = b"", 0
 
     def mark_offline(self) -> None:
         """Count the body as offline. Raises, changing nothing: OfflineUnavailable."""
@@ -74,41 +79,34 @@ class BodyBudget:
         return self._max_bytes if is_small else self._max_large_bytes
 
     @contextmanager
-    def hold(self) -> Iterator[HeldBytes]:
+    def hold(self) -> Iterator[HeldBody]:
         """Count one body until the block is left."""
-        held = HeldBytes(self)
+        held = HeldBody(self)
         try:
             yield held
         finally:
             held.release()
 
 
-@dataclass(frozen=True, slots=True)
-class Body:
-    """A body and its share of the budget."""
-
-    raw: bytes
-    held: HeldBytes
-
-
 @asynccontextmanager
-async def json_body(request: Request, budget: BodyBudget, max_bytes: int) -> AsyncGenerator[Body, None]:
+async def json_body(request: Request, budget: BodyBudget, max_bytes: int) -> AsyncGenerator[HeldBody, None]:
     """The request's body, counted in the budget until the block is left.
 
     Raises: BodyTooLarge, UnsupportedEncoding, RequestError for another Content-Type, Unavailable.
     """
     _check_content_type(request)
     check_announced_size(request, max_bytes)
-    with budget.hold() as held:
-        yield Body(await _read(request, held, max_bytes), held)
+    with budget.hold() as body:
+        body.raw = await _read(request, body, max_bytes)
+        yield body
 
 
-async def _read(request: Request, held: HeldBytes, max_bytes: int) -> bytes:
+async def _read(request: Request, body: HeldBody, max_bytes: int) -> bytes:
     parts = []
     async for part in request.stream():
-        if held.num_bytes + len(part) > max_bytes:
+        if body.num_bytes + len(part) > max_bytes:
             raise _too_large(max_bytes)
-        held.add(len(part))
+        body.add(len(part))
         parts.append(part)
     return b"".join(parts)
 

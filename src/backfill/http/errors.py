@@ -14,6 +14,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from backfill.core.errors import BackfillError, RequestLost
+from backfill.core.request import ServiceClass
 from backfill.jobs.errors import Busy, Conflict, NotFound, StorageFull, TooLarge, TooMany, TooManyUploads
 from backfill.protocol.responses import error_body, error_of
 
@@ -31,16 +32,27 @@ class RateLimited(Exception):
     Args:
         code: OpenAI's, for the client.
         retry_after_s: when the client may retry.
+        service_class, reason: which requests are refused, and why, as a metric's labels.
         param: the field that asks for too much.
         may_retry: False if a retry would not help.
     """
 
     def __init__(
-        self, message: str, code: str, retry_after_s: int, *, param: str | None = None, may_retry: bool = True
+        self,
+        message: str,
+        code: str,
+        retry_after_s: int,
+        service_class: ServiceClass,
+        reason: str,
+        *,
+        param: str | None = None,
+        may_retry: bool = True,
     ) -> None:
         super().__init__(message)
         self.code = code
         self.retry_after_s = retry_after_s
+        self.service_class = service_class
+        self.reason = reason
         self.param = param
         self.may_retry = may_retry
 

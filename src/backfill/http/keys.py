@@ -12,7 +12,8 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -128,6 +129,26 @@ class ApiKeys:
                 logger.error("%s The keys are unchanged.", error)
             self._last_error = str(error)
 
+    @contextmanager
+    def watched(self, poll_s: float = _POLL_S) -> Iterator[None]:
+        """Reload the file, if there is one, every few seconds until the block is left."""
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(poll_s):
+                try:
+                    self.reload()
+                except Exception:
+                    logger.exception("The API keys could not be loaded again")
+
+        if self._file is not None:
+            # A daemon that is never joined: a hung disk must not keep the server from ending.
+            threading.Thread(target=watch, name="api-key-file", daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+
     def _load_file(self, path: Path) -> bool:
         """Load the keys of the file; returns whether its content has changed. Raises: ConfigError."""
         content, mode = _read(path)
@@ -145,33 +166,6 @@ class ApiKeys:
             raise ConfigError(f"`api_key_file` {path}: {error}.") from None
         self._keys = tuple(keys.values())
         return True
-
-
-class KeyFileWatch:
-    """Reloads ``keys`` every few seconds in its own thread, until it is stopped.
-
-    A hung disk blocks only this thread, neither the event loop nor its executor.
-    """
-
-    def __init__(self, keys: ApiKeys, poll_s: float = _POLL_S) -> None:
-        self._keys = keys
-        self._poll_s = poll_s
-        self._is_stopped = threading.Event()
-        # A daemon that is never joined: a hung disk must not keep the server from ending.
-        self._thread = threading.Thread(target=self._run, name="api-key-file", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._is_stopped.set()
-
-    def _run(self) -> None:
-        while not self._is_stopped.wait(self._poll_s):
-            try:
-                self._keys.reload()
-            except Exception:
-                logger.exception("The API keys could not be loaded again")
 
 
 def _parse_line(line: bytes) -> ApiKey | None:

@@ -74,9 +74,10 @@ class RequestIdMiddleware(HttpMiddleware):
 
 
 class ErrorMiddleware(HttpMiddleware):
-    """Responds to exceptions that no handler caught; a response that has begun is cut off.
+    """Responds to exceptions of other middleware and to those that no handler caught.
 
-    Starlette's own response to them skips all middleware, so it has no request id and is not counted.
+    A response that has begun is cut off. Starlette's own response to such exceptions skips all middleware, so
+    it has no request id and is not counted.
     """
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,7 +98,7 @@ class ErrorMiddleware(HttpMiddleware):
 
 @dataclass
 class ApiKeyMiddleware(HttpMiddleware):
-    """Refuses requests without a valid key, except on public paths.
+    """Raises InvalidApiKey for requests without a valid key, except on public paths.
 
     ``scope["state"]`` gets ``owner``, the owner of the key.
     """
@@ -112,9 +113,7 @@ class ApiKeyMiddleware(HttpMiddleware):
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         owner = self.keys.owner_of(key.strip()) if scheme.lower() == "bearer" else None
         if owner is None:
-            error = InvalidApiKey("Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'.")
-            await error_response(error)(scope, receive, send)
-            return
+            raise InvalidApiKey("Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'.")
         if owner == self.router_name:
             owner = Headers(scope=scope).get(OWNER_HEADER, owner)
         scope.setdefault("state", {})["owner"] = owner

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from backfill.core.errors import RequestError
 from backfill.http.config import ServerConfig
-from backfill.http.errors import Forbidden, error_response
+from backfill.http.errors import Forbidden
 from backfill.http.middleware import HttpMiddleware
 from backfill.protocol.generation_fields import SLO_HEADERS
 
@@ -87,7 +87,7 @@ def check_host(
 
 
 class RequestHeadMiddleware(HttpMiddleware):
-    """Refuses requests whose head fails a check."""
+    """Raises RequestError or Forbidden for requests whose head fails a check."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         super().__init__(app)
@@ -96,13 +96,9 @@ class RequestHeadMiddleware(HttpMiddleware):
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        try:
-            check_headers(headers)
-            if self._allowed_hosts is not None:
-                check_host(scope["method"], headers, self._allowed_hosts, self._allowed_origins)
-        except (RequestError, Forbidden) as error:
-            await error_response(error)(scope, receive, send)
-            return
+        check_headers(headers)
+        if self._allowed_hosts is not None:
+            check_host(scope["method"], headers, self._allowed_hosts, self._allowed_origins)
         await self.app(scope, receive, send)
 
 

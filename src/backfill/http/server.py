@@ -1,26 +1,37 @@
-"""Uvicorn with our connections, and how many of them there may be."""
+"""Uvicorn with our connections; what a server's process and a router's do from their start to their end."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
+import os
 import resource
-from collections.abc import Iterator
+import signal
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from backfill.core.clock import Clock
 from backfill.http.config import ServerConfig
 from backfill.http.connection import ConnectionLimits, LimitedHttpProtocol
+from backfill.http.keys import ApiKeys
+
+logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 8192
 _MAX_OPEN_FILES = 1 << 20  # where the system sets no limit
 _CLOSE_CONNECTIONS_S = 2
 _WHOLE_BODY_FACTOR = 10  # of the time that a body may pause
+_DRAIN_POLL_S = 0.05
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn with connection limits and without its signal handlers: ``Server`` closes the connections."""
+    """Uvicorn with connection limits and without its signal handlers: ``serving`` closes the connections."""
 
     def __init__(self, app: object, limits: ConnectionLimits, clock: Clock | None = None) -> None:
         super().__init__(
@@ -40,6 +51,62 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    app: ASGIApp, config: ServerConfig, listener: socket.socket, clock: Clock, api_keys: ApiKeys | None
+) -> AsyncGenerator[asyncio.Task[None], None]:
+    """Answer requests until the block is left, and read the file of keys again when it changes.
+
+    Yields: a task, which ends within the block only if the HTTP server does.
+    """
+    http = HttpServer(app, connection_limits(config, raise_open_files_limit()), clock)
+    task = asyncio.create_task(http.serve(sockets=[listener]))
+    with contextlib.nullcontext() if api_keys is None else api_keys.watched():
+        try:
+            yield task
+        finally:
+            http.should_exit = True
+            await task
+
+
+class StopSignals:
+    """The first SIGINT or SIGTERM asks the process to stop, a second one ends it at once.
+
+    Attributes:
+        asked: set by the first signal, or by whoever else wants a stop.
+        first: the first signal.
+
+    Args:
+        before_exit: called before the process ends at once.
+    """
+
+    def __init__(self, before_exit: Callable[[], None]) -> None:
+        self.asked = asyncio.Event()
+        self.first: signal.Signals | None = None
+        self._before_exit = before_exit
+
+    def catch(self) -> None:
+        """From now on, in the running event loop."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.asked.is_set():
+            logger.warning("stopping now")
+            self._before_exit()
+            os._exit(1)
+        self.first = number
+        self.asked.set()
+
+
+async def until_none_is_open(num_open: Callable[[], int], timeout_s: float) -> None:
+    """Wait until requests that run have ended, at most ``timeout_s``."""
+    deadline_at_s = time.monotonic() + timeout_s
+    while num_open() > 0 and time.monotonic() < deadline_at_s:
+        await asyncio.sleep(_DRAIN_POLL_S)
 
 
 def connection_limits(config: ServerConfig, num_open_files: int) -> ConnectionLimits:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
-import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -21,6 +21,7 @@ from backfill.http.keys import ApiKeys
 from backfill.http.middleware import HttpMiddleware, RequestIdMiddleware
 from backfill.jobs.errors import Conflict, NotFound
 from backfill.jobs.manager import JobManager
+from backfill.protocol.parsing import parse_body
 from backfill.protocol.responses import Json
 from backfill.router.config import engine_url
 from backfill.router.engines import Engine, EngineRefused, Engines
@@ -34,6 +35,10 @@ _GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 _FORWARDED_PATHS = frozenset({"/v1/models", "/tokenize", "/detokenize"})
 _MODEL_PREFIX = "/v1/models/"
 _MAX_ADMIN_BYTES = 64 << 10
+
+
+class _JoinRequest(BaseModel):
+    url: str
 
 
 @dataclass(slots=True)
@@ -122,7 +127,7 @@ def _engine_routes(state: RouterState) -> APIRouter:
         """Add the engine whose ``url`` the JSON body names. It gets requests as soon as it is ready."""
         check_admin(request)
         async with json_body(request, state.bodies, _MAX_ADMIN_BYTES) as body:
-            url = _checked(_url_in(body.raw))
+            url = _checked(parse_body(_JoinRequest, body.raw).url)
         try:
             return _engine_body(state, await state.engines.join(url))
         except EngineRefused as error:
@@ -147,16 +152,6 @@ def _checked(url: str) -> str:
     except ConfigError as error:
         raise RequestError(str(error).replace("`engines`", "url"), param="url") from None
     return url
-
-
-def _url_in(raw: bytes) -> str:
-    try:
-        body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError):
-        raise RequestError("The body is not JSON.") from None
-    if not isinstance(body, dict) or not isinstance(body.get("url"), str):
-        raise RequestError("The body must name the engine's url.", param="url")
-    return str(body["url"])
 
 
 def _engine_body(state: RouterState, engine: Engine) -> Json:

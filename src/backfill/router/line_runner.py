@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from backfill.core.errors import EngineDead, StepFailed
+from backfill.core.errors import StepFailed
 from backfill.engine.tasks import TaskWatch
 from backfill.http.errors import LOST_HEADER
-from backfill.http.job_metrics import JobMetrics
+from backfill.http.metrics import JobMetrics
 from backfill.http.middleware import OWNER_HEADER
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.errors import Busy
@@ -144,8 +144,7 @@ async def start_jobs(
 ) -> JobManager:
     """The Files and Batches API of a router, whose engines have joined. Raises: ConfigError."""
     model = engines.model
-    if model is None:
-        raise EngineDead("No engine has joined.")
+    assert model is not None, "engines have joined"
     runner = EngineRunner(engines, metrics)
     job_metrics = JobMetrics(model.models[0])
     jobs = JobManager(
@@ -167,8 +166,7 @@ async def start_jobs(
     async def watch_store() -> None:
         while True:
             with suppress(Busy):  # the figures stay as they are
-                snapshot = await jobs.store_snapshot()
-                job_metrics.watch(lambda snapshot=snapshot: snapshot)
+                job_metrics.show(await jobs.store_snapshot())
             await asyncio.sleep(_STORE_PERIOD_S)
 
     engines.on_change = on_change

@@ -15,7 +15,7 @@ from fastapi import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from backfill.core.clock import Clock
-from backfill.http.bodies import BodyBudget, HeldBytes, json_body, owner_of
+from backfill.http.bodies import BodyBudget, HeldBody, json_body, owner_of
 from backfill.http.errors import LOST_HEADER, Unavailable
 from backfill.http.middleware import OWNER_HEADER
 from backfill.http.streaming import sse_event, while_connected
@@ -81,16 +81,14 @@ class _Exchange:
 
     path: str
     headers: list[tuple[str, str]]
-    body: bytes
-    held: HeldBytes
+    body: HeldBody
     routed: RoutedRequest
     send: Send
     has_begun: bool = False
 
     async def begin(self, head: Message) -> None:
         self.has_begun = True
-        self.body = b""
-        self.held.release()
+        self.body.release()
         await self.send(head)
 
     async def write(self, data: bytes, *, is_last: bool = False) -> None:
@@ -129,9 +127,9 @@ class Proxy:
                 owner = owner_of(request)
                 routed = peek(body.raw, request.headers, owner)
                 if routed.is_offline:
-                    body.held.mark_offline()
+                    body.mark_offline()
                 headers = self._headers(request, owner)
-                exchange = _Exchange(scope["path"], headers, body.raw, body.held, routed, send)
+                exchange = _Exchange(scope["path"], headers, body, routed, send)
                 await while_connected(self._run(exchange), receive)
         finally:
             self.num_open -= 1
@@ -245,7 +243,7 @@ class Proxy:
             # The whole answer comes at once, so its first token is not seen.
             asyncio.get_running_loop().call_later(placement.predicted_s, self._assume_first_token, placement)
         async with self.engines.request(
-            engine, "POST", exchange.path, exchange.body, exchange.headers
+            engine, "POST", exchange.path, exchange.body.raw, exchange.headers
         ) as response:
             head = _head_of(response)
             if response.status in (429, 503):

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
-import time
 from collections.abc import Callable
 
 from backfill.core.clock import WallClock
 from backfill.engine.tasks import TaskWatch
 from backfill.http.bodies import BodyBudget
 from backfill.http.config import ServerConfig
-from backfill.http.keys import ApiKeys, KeyFileWatch
-from backfill.http.server import HttpServer, connection_limits, raise_open_files_limit
+from backfill.http.keys import ApiKeys
+from backfill.http.server import StopSignals, serving, until_none_is_open
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.manager import JobManager
 from backfill.router.app import RouterState, create_router_app
 from backfill.router.config import RouterConfig
 from backfill.router.engines import Engines
@@ -26,8 +23,6 @@ from backfill.router.metrics import RouterMetrics
 from backfill.router.proxy import Proxy
 
 logger = logging.getLogger(__name__)
-
-_DRAIN_POLL_S = 0.05
 
 
 class RouterServer:
@@ -61,10 +56,8 @@ class RouterServer:
         self._api_keys = api_keys
         self._jobs_config = jobs_config
         self._on_ready = on_ready
-        self._on_second_signal = on_second_signal
         self._tasks = TaskWatch()
-        self._stop_asked = asyncio.Event()
-        self._stopped_by: signal.Signals | None = None
+        self._signals = StopSignals(on_second_signal)
         self.engines: Engines | None = None
 
     async def run(self, listener: socket.socket) -> signal.Signals | None:
@@ -73,14 +66,12 @@ class RouterServer:
         Returns: the signal, if it came before the engines had joined.
         Raises: as ``serve``.
         """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
-        return None if await self.serve(listener) else self._stopped_by
+        self._signals.catch()
+        return None if await self.serve(listener) else self._signals.first
 
     def stop(self) -> None:
         """Let ``serve`` drain and return."""
-        self._stop_asked.set()
+        self._signals.asked.set()
 
     async def serve(self, listener: socket.socket) -> bool:
         """Serve until ``stop``. Returns: whether the engines had joined before it.
@@ -88,14 +79,13 @@ class RouterServer:
         Raises: ConfigError, EngineRefused when an engine cannot join; ConfigError when the data folder is
             another server's.
         """
-        clock = WallClock()
+        clock, config = WallClock(), self._server_config
         engines = self.engines = Engines(self._config, clock, self._tasks)
-        jobs: JobManager | None = None
+        state: RouterState | None = None
         try:
             if not await self._unless_stopped(engines):
                 return False
             metrics = RouterMetrics(engines, clock)
-            config = self._server_config
             bodies = BodyBudget(config.max_inflight_body_bytes, config.max_body_bytes)
             proxy = Proxy(
                 engines,
@@ -108,20 +98,24 @@ class RouterServer:
             )
             state = RouterState(config, engines, proxy, metrics, clock, bodies, self._api_keys)
             if self._jobs_config is not None:
-                jobs = state.jobs = await start_jobs(
-                    self._jobs_config, engines, metrics, self._url, self._tasks
-                )
-            await self._serve(state, jobs, listener)
+                state.jobs = await start_jobs(self._jobs_config, engines, metrics, self._url, self._tasks)
+            async with serving(create_router_app(state), config, listener, clock, self._api_keys) as http:
+                if self._on_ready is not None:
+                    self._on_ready(engines)
+                stopping = asyncio.create_task(self._signals.asked.wait())
+                await asyncio.wait({stopping, http}, return_when=asyncio.FIRST_COMPLETED)
+                stopping.cancel()
+                await self._drain(state)
         finally:
-            if jobs is not None:
-                await jobs.stop()
+            if state is not None and state.jobs is not None:
+                await state.jobs.stop()
             await engines.stop()
         return True
 
     async def _unless_stopped(self, engines: Engines) -> bool:
         """Let the engines join. Returns: False where a signal came first."""
         joining = asyncio.ensure_future(engines.start())
-        stopping = asyncio.ensure_future(self._stop_asked.wait())
+        stopping = asyncio.ensure_future(self._signals.asked.wait())
         try:
             await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if joining.done():
@@ -132,42 +126,11 @@ class RouterServer:
                 task.cancel()
             await asyncio.gather(joining, stopping, return_exceptions=True)
 
-    async def _serve(self, state: RouterState, jobs: JobManager | None, listener: socket.socket) -> None:
-        limits = connection_limits(self._server_config, raise_open_files_limit())
-        http = HttpServer(create_router_app(state), limits, state.clock)
-        http_task = asyncio.create_task(http.serve(sockets=[listener]))
-        stop_task = asyncio.create_task(self._stop_asked.wait())
-        watch: KeyFileWatch | None = None
-        if self._api_keys is not None and self._server_config.api_key_file is not None:
-            watch = KeyFileWatch(self._api_keys)
-            watch.start()
-        if self._on_ready is not None:
-            self._on_ready(state.engines)
-        try:
-            await asyncio.wait({stop_task, http_task}, return_when=asyncio.FIRST_COMPLETED)
-            await self._drain(state, jobs)
-        finally:
-            if watch is not None:
-                watch.stop()
-            stop_task.cancel()
-            http.should_exit = True
-            await http_task
-
-    async def _drain(self, state: RouterState, jobs: JobManager | None) -> None:
+    async def _drain(self, state: RouterState) -> None:
         """Refuse new requests, leave batches for the next start, and let online requests end in time."""
         state.is_draining = True
         timeout_s = self._server_config.shutdown_timeout
         logger.info("shutting down: %d open requests have %g s to end", state.proxy.num_open, timeout_s)
-        if jobs is not None:
-            await jobs.pause()
-        deadline_at_s = time.monotonic() + timeout_s
-        while state.proxy.num_open > 0 and time.monotonic() < deadline_at_s:
-            await asyncio.sleep(_DRAIN_POLL_S)
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        if self._stop_asked.is_set():
-            logger.warning("stopping now")
-            self._on_second_signal()
-            os._exit(1)
-        self._stopped_by = number
-        self.stop()
+        if state.jobs is not None:
+            await state.jobs.pause()
+        await until_none_is_open(lambda: state.proxy.num_open, timeout_s)

@@ -40,21 +40,21 @@ class EngineMetrics:
         instruments = Instruments(registry, labels)
         self._step_tokens = instruments.histogram(
             "iteration_tokens_total", "Tokens computed in a step", STEP_TOKENS
-        ).labels(**labels)
+        )
         step_seconds = instruments.histogram("step_seconds", "Duration of a step", ITL_S, "kind")
         kinds: tuple[StepKind, ...] = ("online", "mixed", "offline")
         self._step_seconds = {kind: step_seconds.labels(**labels, kind=kind) for kind in kinds}
         self._step_ratio = instruments.histogram(
             "step_predicted_ratio", "Duration of a step over its predicted duration", STEP_RATIO
-        ).labels(**labels)
+        )
         self._stop_latency = instruments.histogram(
             "stop_latency_seconds",
             "From the request to stop a step, made at an arrival, to the safepoint where it stopped",
             STOP_LATENCY_S,
-        ).labels(**labels)
+        )
         self.offline_suspended = instruments.gauge(
             "offline_suspended", "1 while no offline work is accepted because the engine kept dying"
-        ).labels(**labels)
+        )
         facts = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),

@@ -8,12 +8,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
 from backfill.api.metrics.engine import EngineMetrics
-from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.requests import RequestMetrics
-from backfill.api.metrics.server import HttpMetrics, ProcessMetrics
+from backfill.api.metrics.server import HttpMetrics, LoopLag, ProcessMetrics
 from backfill.core.slo import SLO
 from backfill.execution.executor import ExecutorInfo
-from backfill.http.job_metrics import JobMetrics
+from backfill.http.metrics import JobMetrics
 from backfill.preparation.client import PreparationClient
 
 # New name to old name, both without "_total". The old name is exposed too, with the same values.
@@ -43,14 +42,13 @@ class Metrics:
         info: ExecutorInfo,
         *,
         slo: SLO,
-        loop_lag: LoopLag,
         jobs: JobMetrics | None = None,
         preparation: PreparationClient | None = None,
         task_failures: Mapping[str, int] | None = None,
         vllm_names: bool = False,
     ) -> None:
         self.registry = _Registry()
-        self.registry.register(loop_lag)
+        self.loop_lag = LoopLag(self.registry, model_name)
         if jobs is not None:
             self.registry.register(jobs)
         labels = {"model_name": model_name, "engine": "0"}
