@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from tests.api.batch_inputs import as_jsonl, check_accounts, completion_line, submit, wait_ended
-from tests.api.servers import RunningServer, launch_small, small_server, wait_until
+from tests.api.servers import RunningServer, launch_small, wait_until
 
 NUM_LINES = 40
 # The engine, the server, and the server while it resumes.
@@ -56,31 +56,6 @@ def test_no_line_is_lost_or_answered_twice(small_model: Path, tmp_path: Path) ->
         check_accounts(server.client(), batch, custom_ids)
     finally:
         server.kill()
-
-
-def test_an_engine_that_is_killed_again_and_again_costs_no_line(small_model: Path, tmp_path: Path) -> None:
-    num_lines = 60
-    custom_ids = [f"line-{number}" for number in range(num_lines)]
-    content = as_jsonl(
-        completion_line(custom_id, [5, 6, 7 + number], max_tokens=120, ignore_eos=True)
-        for number, custom_id in enumerate(custom_ids)
-    )
-    # All lines are in the engine at once, most of them waiting.
-    with small_server(small_model, "--max-num-seqs", "30", data_dir=tmp_path) as server:
-        batch_id = submit(server.client(), content, "/v1/completions").id
-        for num_kills in range(1, 3):
-            server.wait_ready()
-            os.kill(server.engine_pid(), signal.SIGKILL)
-            wait_until(lambda at=num_kills: num_engine_ends(server) == at, "the death to be noticed")
-            assert num_ended(server, batch_id) < num_lines, "every kill must hit the batch at work"
-        batch = wait_ended(server.client(), batch_id)
-        assert batch.request_counts is not None
-        assert (batch.status, batch.request_counts.failed) == ("completed", 0)
-        check_accounts(server.client(), batch, custom_ids)
-
-
-def num_engine_ends(server: RunningServer) -> int:
-    return sum("the engine is started again" in line for line in server.output)
 
 
 def wait_progress(server: RunningServer, batch_id: str, least: int) -> None:

@@ -1,8 +1,11 @@
-"""Fields that decide how a request runs and how its prompt is built."""
+"""Fields that decide how a request runs, how its prompt is built, and with whom it shares cached prefixes."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +100,7 @@ def test_the_tier_that_was_used_is_echoed(server: InProcessServer, tier: str | N
     body = {"prompt": [3], "max_tokens": 1, "service_tier": tier}
     answered = server.http.post("/v1/completions", json=body)
     assert answered.json()["service_tier"] == ("flex" if tier == "flex" else "default")
+    assert server.engine.requests[-1].owner == "", "a server without keys has one owner"
 
 
 @pytest.mark.parametrize("tier", ["Flex", "flexx", "batch", ""])
@@ -125,7 +129,7 @@ def test_an_answer_says_which_fields_had_no_effect(server: InProcessServer, stre
 
 def test_a_strict_server_refuses_fields_that_have_no_effect() -> None:
     with in_process_server(Path(), tokenizer=make_tokenizer(), strict=True) as server:
-        body = {"prompt": [3], "max_tokens": 1, "user": "u"}
+        body = {"prompt": [3], "max_tokens": 1, "user": "u", "cache_salt": "s" * 256}
         assert server.http.post("/v1/completions", json=body).status_code == 200
         for fields, param in (({"max_tokns": 5}, "max_tokns"), ({"slo": {}}, "slo")):
             refused = server.http.post("/v1/completions", json={**body, **fields})
@@ -138,3 +142,25 @@ def test_the_size_of_an_answer_counts_choices_and_logprobs(server: InProcessServ
     refused = server.http.post("/v1/completions", json=body)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("fields", [{"prompt": [3]}, {"messages": MESSAGES}], ids=["completion", "chat"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_has_the_owner_of_its_key_and_its_salt(
+    fields: dict[str, Any], stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    path = "/v1/completions" if "prompt" in fields else "/v1/chat/completions"
+    digest = hashlib.sha256(b"bare-key").hexdigest()
+    owners = {"one": "alice", "two": "alice", "three": "bob", "bare-key": digest}
+    keys = ("alice=one", "alice=two", "bob=three", "bare-key")
+    with in_process_server(Path(), tokenizer=make_tokenizer(), api_keys=keys) as server:
+        # A body over 4 KiB is prepared elsewhere.
+        for (key, owner), user in product(owners.items(), ("u", "u" * 5000)):
+            body = {**fields, "max_tokens": 3, "n": 2, "stream": stream, "user": user}
+            body["cache_salt"] = "a-salt"
+            answer = server.http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == 200, answer.text
+            requests = server.engine.requests[-2:]
+            assert [(each.owner, each.cache_salt) for each in requests] == [(owner, "a-salt")] * 2
+    assert digest not in caplog.text and "a-salt" not in caplog.text

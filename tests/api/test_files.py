@@ -67,21 +67,14 @@ def test_files_are_listed_in_pages(client: OpenAI) -> None:
     assert other.expires_at is None, "only batch files expire by themselves"
 
 
-def test_a_file_may_have_its_own_expiry(client: OpenAI) -> None:
+def test_a_file_needs_no_name_and_may_have_its_own_expiry(server: RunningServer, client: OpenAI) -> None:
     file = client.files.create(
-        file=("in.jsonl", CONTENT), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+        file=CONTENT, purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
     )
-    assert file.expires_at == file.created_at + 3600
-
-
-def test_bytes_without_a_name_are_taken(client: OpenAI) -> None:
-    assert client.files.create(file=CONTENT, purpose="batch").filename == "upload"
+    assert (file.filename, file.expires_at) == ("upload", file.created_at + 3600)
     assert client.files.create(file=("in.jsonl", b""), purpose="batch").bytes == 0
-
-
-def test_the_purpose_may_come_after_the_file(server: RunningServer) -> None:
-    parts = [("file", ("in.jsonl", CONTENT)), ("purpose", (None, "batch"))]
-    assert post(server, files=parts).json()["bytes"] == len(CONTENT)
+    purpose_last = [("file", ("in.jsonl", CONTENT)), ("purpose", (None, "batch"))]
+    assert post(server, files=purpose_last).json()["bytes"] == len(CONTENT)
 
 
 @pytest.mark.parametrize(

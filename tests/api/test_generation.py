@@ -20,44 +20,39 @@ def streamed(server: RunningServer, path: str, body: dict[str, Any]) -> list[dic
     return chunks_of(response.text)
 
 
-def test_a_chat_completion_has_openais_shape(client: OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=12, temperature=0)
-    assert answer.id.startswith("chatcmpl-")
-    assert answer.object == "chat.completion"
-    assert answer.model == MODEL
-    (choice,) = answer.choices
-    assert choice.message.role == "assistant"
-    assert choice.message.content
-    assert choice.finish_reason in ("length", "stop")
-    assert answer.usage is not None
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    assert answer.usage.completion_tokens <= 12
-
-
-def test_a_stream_joins_to_the_whole_answer(client: OpenAI) -> None:
+def test_an_answer_has_openais_shape_and_its_stream_joins_to_it(client: OpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "max_tokens": 24, "temperature": 0}
     whole = client.chat.completions.create(**asked)
-    chunks = list(
-        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert whole.id.startswith("chatcmpl-")
+    assert (whole.object, whole.model) == ("chat.completion", MODEL)
+    (choice,) = whole.choices
+    assert choice.message.role == "assistant" and choice.message.content
+    assert choice.finish_reason == "length"
+    usage = whole.usage
+    assert usage is not None and usage.completion_tokens == 24
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    *chunks, last = client.chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
     )
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == [
-        "length"
-    ]
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage is not None
-    assert whole.usage is not None
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
-    assert len({chunk.id for chunk in chunks}) == len({chunk.created for chunk in chunks}) == 1
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["length"]
+    assert last.choices == [] and last.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (usage.prompt_tokens, 24)
+    assert {(chunk.id, chunk.created) for chunk in chunks} == {(last.id, last.created)}
 
 
 @pytest.mark.parametrize(("asked", "told"), [("flex", "flex"), ("priority", "default")])
-def test_every_chunk_says_the_service_tier(server: RunningServer, asked: str, told: str) -> None:
+def test_flex_runs_as_offline_and_every_chunk_says_the_service_tier(
+    server: RunningServer, asked: str, told: str
+) -> None:
+    before = server.metric("backfill:request_success_total", **{"class": "offline"})
     body = {"messages": QUESTION, "max_tokens": 2, "service_tier": asked, "ignore_eos": True}
     chunks = streamed(server, "/v1/chat/completions", body)
     assert [chunk["service_tier"] for chunk in chunks] == [told] * 3
+    num_offline = server.metric("backfill:request_success_total", **{"class": "offline"}) - before
+    assert num_offline == (asked == "flex")
 
 
 def test_a_stream_has_one_chunk_a_token_and_no_usage_unasked(server: RunningServer) -> None:
@@ -98,25 +93,16 @@ def test_completions_take_text_and_token_ids(server: RunningServer) -> None:
     assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (2 * len(tokens), 12)
 
 
-def test_choices_differ_and_a_seed_repeats_them(server: RunningServer) -> None:
-    client = server.client()
-    asked: dict[str, Any] = {"model": MODEL, "prompt": "Once", "n": 3, "seed": 5, "max_tokens": 8}
-    first, second = (client.completions.create(**asked, temperature=1.0) for _ in range(2))
-    texts = [choice.text for choice in first.choices]
-    assert len(set(texts)) == 3
-    assert texts == [choice.text for choice in second.choices]
-    assert first.usage is not None
-    assert first.usage.completion_tokens == 24
-
-
-def test_interleaved_choices_of_a_stream_join_by_index(server: RunningServer) -> None:
-    client = server.client()
-    asked: dict[str, Any] = {"model": MODEL, "prompt": ["A", "B"], "n": 2, "seed": 1, "max_tokens": 6}
-    whole = client.completions.create(**asked)
-    texts = ["", "", "", ""]
-    for chunk in client.completions.create(**asked, stream=True):
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == [choice.text for choice in whole.choices]
+def test_choices_differ_a_seed_repeats_them_and_a_stream_has_them_by_index(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": ["A", "B"], "n": 3, "seed": 5, "max_tokens": 8}
+    whole = client.completions.create(**asked, temperature=1.0)
+    texts = [choice.text for choice in whole.choices]
+    assert len(set(texts)) == 6
+    assert whole.usage is not None and whole.usage.completion_tokens == 48
+    joined = [""] * 6
+    for chunk in client.completions.create(**asked, temperature=1.0, stream=True):
+        joined[chunk.choices[0].index] += chunk.choices[0].text
+    assert joined == texts
 
 
 def test_stop_strings_end_the_text(client: OpenAI) -> None:
@@ -215,13 +201,6 @@ def test_many_concurrent_requests_are_all_answered(client: OpenAI, server: Runni
     assert all(together)
     assert server.metric("backfill:num_requests_running") == 0
     assert server.metric("backfill:kv_cache_usage_perc") == 0
-
-
-def test_flex_runs_as_offline_and_says_so(client: OpenAI, server: RunningServer) -> None:
-    before = server.metric("backfill:request_success_total", **{"class": "offline"})
-    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=2, service_tier="flex")
-    assert answer.service_tier == "flex"
-    assert server.metric("backfill:request_success_total", **{"class": "offline"}) == before + 1
 
 
 def test_the_clients_request_id_names_the_response(server: RunningServer) -> None:

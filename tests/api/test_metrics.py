@@ -180,9 +180,10 @@ def test_objectives_are_counted_for_the_log() -> None:
     assert metrics.requests.objective_counts() == {"ttft": (0, 1), "tpot": (2, 1)}
 
 
-def test_creation_times_of_counters_are_not_exposed() -> None:
-    metrics = make_metrics()
+def test_failed_tasks_are_counted_and_creation_times_of_counters_are_not_exposed() -> None:
+    metrics = Metrics("m", make_info(), slo=SERVER_SLO, task_failures={"sweeper": 2})
     metrics.http.on_request("GET", "/v1/models", 200, 0.1)
+    assert b'backfill:task_failures_total{task="sweeper"} 2.0' in metrics.expose()
     assert b"_created" not in metrics.expose()
 
 

@@ -1,17 +1,21 @@
-"""Options of the server, in the test's process."""
+"""Options and phases of a server in the test's process."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import pytest
 
+from backfill.api.app import create_app
 from backfill.api.objective_admission import RequestShed
 from backfill.api.online_load import Prediction
 from backfill.api.open_request import count_online
 from backfill.api.server import Server
+from backfill.api.state import Phase
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
@@ -76,16 +80,45 @@ async def test_objectives_that_return_are_those_of_requests_and_of_the_next_engi
 @pytest.mark.parametrize("sheds", [False, True])
 async def test_requests_are_shed_with_the_option(sheds: bool) -> None:
     request = make_generation(slo=SLO(1.0, 0.1), prompts=[[5] * 900])
-    server = await ready_server(SchedulerConfig(policy="slo"), shed_hopeless=sheds)
-    state = server.state
+    state = (await ready_server(SchedulerConfig(policy="slo"), shed_hopeless=sheds)).state
     now_s = state.clock.now_s()
     for _ in range(2):
-        assert count_online(state, request, now_s) is not None
-    if not sheds:
-        assert count_online(state, request, now_s) is not None
-        return
-    with pytest.raises(RequestShed, match="first token would come"):
+        assert count_online(state, request, now_s)
+    with pytest.raises(RequestShed) if sheds else nullcontext():
         count_online(state, request, now_s)
+
+
+class NotingJobs:
+    num_fed = 0
+
+    def engine_ready(self, service: object, max_num_seqs: int) -> None:
+        self.num_fed += 1
+
+
+async def test_without_offline_work_batches_get_no_engine_and_health_says_why() -> None:
+    state, jobs = (await ready_server()).state, NotingJobs()
+    state.jobs = cast(Any, jobs)
+    transport = httpx.ASGITransport(create_app(state))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+
+        async def shown(num_fed: int) -> tuple[int, bytes, bool]:
+            """The answer to /health, and whether the gauge is set."""
+            assert jobs.num_fed == num_fed
+            health, metrics = await client.get("/health"), (await client.get("/metrics")).text
+            is_set = 'backfill:offline_suspended{engine="0",model_name="m"} 1.0' in metrics
+            return health.status_code, health.content, is_set
+
+        state.feed_jobs()
+        assert await shown(1) == (200, b"", False)
+        state.suspend_offline(True)
+        state.feed_jobs()
+        status, content, is_set = await shown(1)
+        assert (status, is_set) == (200, True) and b"offline work is suspended" in content
+        state.suspend_offline(False)
+        assert await shown(2) == (200, b"", False)
+        state.phase = Phase.DRAINING
+        state.suspend_offline(False)
+        assert jobs.num_fed == 2, "a server that shuts down starts no batch"
 
 
 def test_a_strict_server_is_strict_in_both_processes() -> None:
@@ -106,18 +139,11 @@ def test_the_options_reach_the_server(
 
     monkeypatch.setattr("backfill.api.server.Server", create)
     monkeypatch.setattr(EngineClient, "launch", lambda client: None)
-    options = (
-        "--strict",
-        "--shed-hopeless",
-        "--allowed-origins",
-        "https://a.example",
-        "--allowed-origins",
-        "*",
-    )
-    run_cli_here("serve", str(small_model), "--port", "0", "--data-dir", str(tmp_path), *options)
+    options = ("--strict", "--shed-hopeless", "--data-dir", str(tmp_path))
+    origins = ("--allowed-origins", "https://a.example", "--allowed-origins", "*")
+    run_cli_here("serve", str(small_model), "--port", "0", *options, *origins)
     (config,) = configs
-    assert config.strict
-    assert config.shed_hopeless
+    assert config.strict and config.shed_hopeless
     assert config.allowed_origins == ("https://a.example", "*")
 
 

@@ -118,17 +118,17 @@ def test_a_head_over_the_limit_is_431(port: int, head: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "end", [b"X-A: " + b"a" * 70_000, b"X-A: b\r\n" * 20_000], ids=["one trailer", "many trailers"]
+    "chunks",
+    [
+        b"3\r\nabc\r\n0\r\nX-A: " + b"a" * 70_000,
+        b"3\r\nabc\r\n0\r\n" + b"X-A: b\r\n" * 20_000,
+        b"3;" + b"e" * 100_000,
+    ],
+    ids=["one trailer", "many trailers", "extension of a chunk"],
 )
-def test_what_follows_a_chunked_body_is_limited_as_a_head_is(port: int, end: bytes) -> None:
+def test_what_is_sent_beside_a_chunked_body_is_limited_as_a_head_is(port: int, chunks: bytes) -> None:
     with RawClient(port) as client:
-        client.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n" + end)
-        assert_refused(client, 431, "65536 bytes")
-
-
-def test_extensions_of_chunks_are_limited(port: int) -> None:
-    with RawClient(port) as client:
-        client.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n3;" + b"e" * 100_000)
+        client.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
         assert_refused(client, 431, "65536 bytes")
 
 

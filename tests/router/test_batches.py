@@ -17,6 +17,7 @@ from backfill.blending.requests import OrderName
 from backfill.jobs.feed import InputChanged
 from backfill.preparation.messages import LineSelection
 from backfill.router.line_reader import RoutedLine, RoutedReader
+from tests.api.batch_inputs import completion_line
 from tests.jobs.test_shared_store import start_process
 from tests.router.stubs import COMPLETIONS, TIMEOUT_S, RunningRouter, StubEngine, routing, until
 
@@ -37,12 +38,7 @@ async def create_batch(router: RunningRouter, lines: list[dict[str, Any]], **hea
 
 def lines_of(count: int, prompt: str = "prompt {}") -> list[dict[str, Any]]:
     return [
-        {
-            "custom_id": f"c{number}",
-            "method": "POST",
-            "url": COMPLETIONS,
-            "body": {"prompt": prompt.format(number), "max_tokens": 1 + number % 7},
-        }
+        completion_line(f"c{number}", prompt.format(number), model=None, max_tokens=1 + number % 7)
         for number in range(count)
     ]
 

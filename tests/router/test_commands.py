@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -19,11 +18,12 @@ from backfill.core.clock import WallClock
 from backfill.router.engines import EngineRefused
 from backfill.router.metrics import RouterMetrics
 from backfill.router.replicas import ReplicaFailed, ReplicaProcess, Replicas
-from tests.api.servers import RunningServer, launch_small, wait_until
+from tests.api.batch_inputs import as_jsonl, completion_line, submit, wait_ended
+from tests.api.servers import launch_small, wait_until
 from tests.cli.running import assert_refused, run_cli_here
 from tests.patience import with_more_time
 from tests.router.processes import wait_for_a_signal
-from tests.router.stubs import TIMEOUT_S, StubEngine, routing
+from tests.router.stubs import COMPLETIONS, TIMEOUT_S, StubEngine, routing
 from tests.test_docs import ROOT
 
 pytestmark = pytest.mark.anyio
@@ -218,14 +218,15 @@ def test_one_command_serves_with_two_engines_and_outlives_one(small_model: Path,
             server.logged(f" INFO replica {number} {process}: ")
         headers = {"authorization": "Bearer first"}
         body = {"prompt": "Why?", "max_tokens": 3, "ignore_eos": True}
-        answer = server.http.post("/v1/completions", json=body, headers=headers)
+        answer = server.http.post(COMPLETIONS, json=body, headers=headers)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3
         assert server.metric("backfill:router_engine_up") == 2
-        batch_id = create_batch(server, 40, headers)
-        kill_a_replica(server)
-        wait_until(lambda: batch_of(server, batch_id, headers)["status"] == "completed", "the batch")
-        counts = batch_of(server, batch_id, headers)["request_counts"]
-        assert counts == {"total": 40, "completed": 40, "failed": 0}
+        client = server.client("first")
+        lines = [completion_line(f"c{number}", f"Line {number}", max_tokens=8) for number in range(40)]
+        batch = submit(client, as_jsonl(lines), COMPLETIONS)
+        os.kill(children_of(server.process.pid)[0], signal.SIGKILL)
+        counts = wait_ended(client, batch.id).request_counts
+        assert counts is not None and (counts.total, counts.completed, counts.failed) == (40, 40, 0)
         children = children_of(server.process.pid)
         assert server.stop() == 0
         for pid in children:
@@ -236,31 +237,6 @@ def test_one_command_serves_with_two_engines_and_outlives_one(small_model: Path,
 
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def kill_a_replica(server: RunningServer) -> None:
-    os.kill(children_of(server.process.pid)[0], signal.SIGKILL)
-
-
-def create_batch(server: RunningServer, num_lines: int, headers: dict[str, str]) -> str:
-    lines = [
-        {
-            "custom_id": f"c{number}",
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {"prompt": f"Line {number}", "max_tokens": 8},
-        }
-        for number in range(num_lines)
-    ]
-    files = {"file": ("lines.jsonl", "\n".join(map(json.dumps, lines)))}
-    file = server.http.post("/v1/files", data={"purpose": "batch"}, files=files, headers=headers).json()
-    body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-    return str(server.http.post("/v1/batches", json=body, headers=headers).json()["id"])
-
-
-def batch_of(server: RunningServer, batch_id: str, headers: dict[str, str]) -> dict[str, object]:
-    batch: dict[str, object] = server.http.get(f"/v1/batches/{batch_id}", headers=headers).json()
-    return batch
 
 
 def test_the_metrics_of_the_router_are_those_documented() -> None:
