@@ -300,7 +300,7 @@ def test_a_signal_keeps_what_is_done_and_a_killed_engine_is_started_again(folder
 class SignalledRun:
     """A run that a signal stops, or two end."""
 
-    rates, work, time_left, is_stopping, phase, order = None, None, None, False, "loading", "fcfs"
+    speed, is_stopping, phase, order = None, False, "loading", "fcfs"
     planned, num_in_flight, num_begun = None, 0, 0
 
     def __init__(self, numbers: Sequence[signal.Signals]) -> None:

@@ -16,7 +16,8 @@ from backfill.cli.run_batch import _LiveProgress, _print_summary, describe
 from backfill.core.counters import ClassCounters
 from backfill.core.errors import ConfigError
 from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
-from backfill.jobs.progress import TimeLeft, TokenRates, WorkShares
+from backfill.execution.executor import ExecutorInfo
+from backfill.jobs.progress import RunSpeed
 from backfill.jobs.records import RequestCounts, TokenUsage
 
 
@@ -25,10 +26,7 @@ def running(phase: str = "checking the input", **fields: Any) -> Any:
     state = {
         "counts": RequestCounts(),
         "num_resumed": 0,
-        "rates": None,
-        "work": None,
-        "offload_interval": None,
-        "time_left": None,
+        "speed": None,
         "order": "blend",
         "planned": None,
         "is_stopping": False,
@@ -39,13 +37,20 @@ def running(phase: str = "checking the input", **fields: Any) -> Any:
 
 def paced(num_done: int, num_failed: int = 0) -> Any:
     """The 400th second of a run of 1,000 lines, of which one ends every two seconds."""
-    rates, left = TokenRates(0.0), TimeLeft(1000, 8, 0.0)
+    speed = speed_of(1000)
     for second in range(400):
-        rates.prompts.add(1200, second)
-        rates.outputs.add(345, second)
-        left.update(second // 2, second)
+        speed.rates.prompts.add(1200, second)
+        speed.rates.outputs.add(345, second)
+        speed.time_left.update(second // 2, second)
     counts = RequestCounts(1000, num_done - num_failed, num_failed)
-    return running(counts=counts, rates=rates, time_left=left)
+    return running(counts=counts, speed=speed)
+
+
+def speed_of(num_lines: int, offload_interval: int | None = None) -> RunSpeed:
+    """Of an engine whose KV pool has 1,000 tokens."""
+    resources = ResourceModel(token_s=0.01, prompt_pair_s=0.0, cached_token_s=0.001)
+    info = ExecutorInfo(125, 8, 512, 49152, (2,), "cpu", "float32", offload_interval=offload_interval)
+    return RunSpeed(resources, info, num_lines=num_lines, num_at_once=8, now_s=0.0)
 
 
 async def use_progress(tmp_path: Path) -> None:
@@ -65,10 +70,10 @@ def test_what_a_run_does_is_told_in_words() -> None:
     assert describe(paced(199, num_failed=3), 399.0) == f"{pace}; order blend"
     assert describe(paced(199, num_failed=3), 399.0, len(pace)) == pace
     offloading = paced(199, num_failed=3)
-    offloading.offload_interval = 6
+    offloading.speed.offload_interval = 6
     assert describe(offloading, 399.0) == f"{pace}; order blend; offload interval 6"
-    begun = running(rates=TokenRates(0.0), time_left=TimeLeft(10, 8, 0.0))
-    begun.rates.prompts.add(30_000, 0.1)
+    begun = running(speed=speed_of(10))
+    begun.speed.rates.prompts.add(30_000, 0.1)
     assert describe(begun, 0.2) == "running"
     begun.is_stopping = True
     assert describe(begun, 0.3) == "stopping"
@@ -87,10 +92,9 @@ def report_of(
 
 def test_a_run_tells_its_prefix_hits_and_what_its_work_is_bound_by() -> None:
     run = paced(199)
-    run.work = WorkShares(ResourceModel(token_s=0.01, prompt_pair_s=0.0, cached_token_s=0.001), 1000, 0.0)
     for second in range(400):  # 100 tokens computed, and 500 cached tokens read, in a second
-        run.work.on_report(report_of(num_tokens=100, kv_usage_frac=0.5), second)
-    run.rates.on_report(report_of(num_queried=200, num_hit=60), 399.0)
+        run.speed.work.on_report(report_of(num_tokens=100, kv_usage_frac=0.5), second)
+    run.speed.rates.on_report(report_of(num_queried=200, num_hit=60), 399.0)
     text = describe(run, 399.0)
     assert text.endswith("0:26:41 left; 30% prefix hits; 67% compute, 33% memory; order blend")
 
@@ -99,7 +103,7 @@ def test_a_run_tells_its_prefix_hits_and_what_its_work_is_bound_by() -> None:
 def test_a_second_bar_shows_the_plan_until_it_is_made(width: int) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=width, color_system=None)
-    run = running(counts=RequestCounts(400_000), rates=TokenRates(0.0), time_left=TimeLeft(9, 8, 0.0))
+    run = running(counts=RequestCounts(400_000), speed=speed_of(9))
     progress = _LiveProgress(run, console)
 
     def shown() -> list[str]:
@@ -120,7 +124,7 @@ def test_a_second_bar_shows_the_plan_until_it_is_made(width: int) -> None:
 
 def test_where_there_is_no_bar_the_plan_is_told_in_words() -> None:
     screen = io.StringIO()
-    run = running(counts=RequestCounts(400_000), rates=TokenRates(0.0), time_left=TimeLeft(9, 8, 0.0))
+    run = running(counts=RequestCounts(400_000), speed=speed_of(9))
     run.planned = 12_288, 390_000
     _LiveProgress(run, Console(file=screen))._print_line(0.0)
     expected = "0 of 400000 lines; running; reading and planning lines: 12288 of 390000"

@@ -12,6 +12,7 @@ import pytest
 
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import EngineDead
+from backfill.jobs.local_files import RunFiles
 from backfill.jobs.local_run import LocalRun
 from backfill.preparation.messages import LineSelection, PreparationSetup
 from backfill.protocol.generation import Generation
@@ -108,9 +109,7 @@ class Run:
         self.lines, self._output = lines, folder / "out.jsonl"
         (folder / "in.jsonl").write_bytes(input_of(NUM_LINES))
         self.run = LocalRun(
-            folder / "in.jsonl",
-            self._output,
-            None,
+            RunFiles(input=folder / "in.jsonl", output=self._output, errors=self._output),
             setup=PreparationSetup(
                 model=ServedModel(names=("m",), root="m", folder=model, created=0), order="fcfs"
             ),
@@ -198,5 +197,5 @@ async def test_a_run_that_is_stopped_while_the_engine_loads_has_begun_nothing(
     await until(lambda: run.run.phase == "loading the model")
     run.run.stop()
     assert not await run.is_whole()
-    assert (run.run.rates, run.run.num_at_stop or 0, run.run.num_dropped) == (None, 0, 0)
+    assert (run.run.speed, run.run.num_at_stop or 0, run.run.num_dropped) == (None, 0, 0)
     assert run.processes.ends == [True]

@@ -91,6 +91,7 @@ def run_batch(
     configure_logging(requests.log_level, "run-batch")
     engine = engine.for_offline_work()
     template = read_template(requests.chat_template)
+    from backfill.jobs.local_files import RunFiles
     from backfill.jobs.local_run import LocalRun
     from backfill.preparation.messages import PreparationSetup
 
@@ -100,9 +101,13 @@ def run_batch(
         check_engine(engine)
         served = served_model(model.model, folder, requests.served_model_name)
     run = LocalRun(
-        files.input_file,
-        files.output_file,
-        files.error_file,
+        RunFiles(
+            input=files.input_file,
+            output=files.output_file,
+            errors=files.error_file or files.output_file,
+            num_shards=files.shards,
+            shard=files.shard or 0,
+        ),
         setup=PreparationSetup(
             model=served,
             chat_template=template,
@@ -111,8 +116,6 @@ def run_batch(
             log_level=requests.log_level.upper(),
             order=files.order,
         ),
-        num_shards=files.shards,
-        shard=files.shard or 0,
         engine_config=engine,
     )
     stopped_by = run_in_loop(_run(run, console))
@@ -174,7 +177,10 @@ async def _run(run: LocalRun, console: Console) -> signal.Signals | None:
 def _print_summary(run: LocalRun, console: Console, part: str, *, is_whole: bool, as_json: bool) -> None:
     counts, usage = run.counts, run.usage
     num_ended = counts.completed + counts.failed
-    if not is_whole and run.rates is None:
+    intervals = None, None
+    if run.speed is not None:
+        intervals = run.speed.offload_interval, run.speed.least_offload_interval
+    if not is_whole and run.speed is None:
         lines = [f"backfill: {LOADING}"]
     else:
         resumed = f" ({run.num_resumed} of them in an earlier run)" if run.num_resumed else ""
@@ -182,8 +188,8 @@ def _print_summary(run: LocalRun, console: Console, part: str, *, is_whole: bool
             f"{num_ended} of {counts.total} lines{part}: {counts.completed} completed, {counts.failed} failed"
             f"{resumed}; {usage.input_tokens} tokens in, {usage.output_tokens} out"
         ]
-        if run.offload_interval is not None:
-            lines.append(_intervals_used(run.offload_interval, run.least_offload_interval))
+        if intervals[0] is not None:
+            lines.append(_intervals_used(*intervals))
         if not is_whole:
             if run.num_dropped:
                 ended = f"what was computed of {run.num_dropped} lines is dropped"
@@ -200,8 +206,8 @@ def _print_summary(run: LocalRun, console: Console, part: str, *, is_whole: bool
             "cached_tokens": usage.cached_tokens,
             "output_tokens": usage.output_tokens,
             "duration_s": round(run.duration_s, 3),
-            "offload_interval": run.offload_interval,
-            "least_offload_interval": run.least_offload_interval,
+            "offload_interval": intervals[0],
+            "least_offload_interval": intervals[1],
         }
         print(json.dumps(summary))
 
@@ -243,9 +249,9 @@ class _LiveProgress:
         printed_at_s = time.monotonic()
         while True:
             now_s = time.monotonic()
-            counts, time_left = self._run.counts, self._run.time_left
-            if time_left is not None:
-                time_left.update(counts.completed + counts.failed - self._run.num_resumed, now_s)
+            counts, speed = self._run.counts, self._run.speed
+            if speed is not None:
+                speed.time_left.update(counts.completed + counts.failed - self._run.num_resumed, now_s)
             if self._console.is_terminal:
                 self.show(now_s)
             elif now_s - printed_at_s >= self._line_interval_s:
@@ -286,24 +292,25 @@ def describe(run: LocalRun, now_s: float, num_columns: int | None = None) -> str
     """
     if run.is_stopping:
         return f"stopping: {run.num_in_flight} lines in flight" if run.num_in_flight else "stopping"
-    if run.rates is None or run.time_left is None:
+    speed = run.speed
+    if speed is None:
         return run.phase
     parts = []
-    prompts, outputs = run.rates.prompts.per_s(now_s), run.rates.outputs.per_s(now_s)
+    prompts, outputs = speed.rates.prompts.per_s(now_s), speed.rates.outputs.per_s(now_s)
     if prompts is not None and outputs is not None:
         parts.append(f"tok/s: {prompts:,.0f} in, {outputs:,.0f} out")
-    if (left_s := run.time_left.seconds(now_s)) is not None:
+    if (left_s := speed.time_left.seconds(now_s)) is not None:
         parts.append(f"{_clock(left_s)} left")
     if run.counts.failed:
         parts.append(f"{run.counts.failed} failed")
     extras = []
-    if (hit_share := run.rates.hit_share) is not None:
+    if (hit_share := speed.rates.hit_share) is not None:
         extras.append(f"{hit_share:.0%} prefix hits")
-    if run.work is not None and (compute_share := run.work.compute_share(now_s)) is not None:
+    if (compute_share := speed.work.compute_share(now_s)) is not None:
         extras.append(f"{compute_share:.0%} compute, {1 - compute_share:.0%} memory")
     extras.append(f"order {run.order}")
-    if run.offload_interval is not None:
-        extras.append(f"offload interval {run.offload_interval}")
+    if speed.offload_interval is not None:
+        extras.append(f"offload interval {speed.offload_interval}")
     for extra in extras if parts else ():
         if num_columns is None or len("; ".join((*parts, extra))) <= num_columns:
             parts.append(extra)

@@ -86,7 +86,6 @@ class Feed:
     running: dict[int, RunningLine] = field(default_factory=dict, init=False)
     results: list[LineResult] = field(default_factory=list, init=False)  # ended, not yet durable
     num_in_flight: int = 0  # lines taken that are not durable yet
-    num_durable: int = 0  # results
     num_buffered_bytes: int = 0  # of lines read that are not durable yet
     committer: asyncio.Task[None] | None = None
     has_unsaved_losses: bool = False
@@ -99,11 +98,6 @@ class Feed:
     @property
     def has_read_lines(self) -> bool:
         return not self.finished.done() and bool(self._to_retry or self._buffered)
-
-    @property
-    def num_begun(self) -> int:
-        """Lines in flight without those of which no token has come."""
-        return self.num_in_flight - sum(not run.has_begun for run in self.running.values())
 
     @property
     def num_losses_next(self) -> int:
@@ -180,7 +174,6 @@ class Feed:
     def note_durable(self, results: Sequence[LineResult]) -> None:
         for result in results:
             self.num_in_flight -= 1
-            self.num_durable += 1
             self.num_buffered_bytes -= result.line.num_bytes
             self.suspects.forget(result.line.number)
         if self.num_in_flight == 0 and not (self.has_lines or self.finished.done()):

@@ -86,6 +86,17 @@ class Feeder:
         """Lines with the runner."""
         return self._num_running
 
+    @property
+    def num_in_flight(self) -> int:
+        """Lines with the runner, or whose results are not durable yet."""
+        return self._order.num_in_flight
+
+    @property
+    def num_begun(self) -> int:
+        """Lines in flight without those of which no token has come."""
+        waiting = (not run.has_begun for feed in self._feeds for run in feed.running.values())
+        return self.num_in_flight - sum(waiting)
+
     def set_capacity(self, capacity: int) -> None:
         """At 0 no line starts; lines that run go on."""
         self._capacity = capacity
@@ -105,8 +116,8 @@ class Feeder:
         self._order.set_waiting(feed, feed.has_lines)
         self._fill()
 
-    async def drain(self, feed: Feed, timeout_s: float) -> int:
-        """Start no more lines of any feed, and wait until this one's that have begun have durable results.
+    async def drain(self, timeout_s: float) -> int:
+        """Start no more lines, and wait until those that have begun have durable results.
 
         A line has begun once it has a token. The others, which wait in the engine, are put back at once. It
         waits no longer than ``timeout_s``, and not for a feed that has failed.
@@ -116,9 +127,12 @@ class Feeder:
         self.set_capacity(0)
         loop = asyncio.get_running_loop()
         ends_at_s = loop.time() + timeout_s
-        num_in_flight = feed.num_in_flight
-        num_begun = num_in_flight - await self._put_back_waiting(feed)
-        while feed.num_in_flight and not feed.finished.done() and loop.time() < ends_at_s:
+        num_begun = self.num_in_flight
+        for feed in list(self._feeds):
+            num_begun -= await self._put_back_waiting(feed)
+        while loop.time() < ends_at_s and any(
+            feed.num_in_flight and not feed.finished.done() for feed in self._feeds
+        ):
             await asyncio.sleep(_DRAIN_POLL_S)
         return num_begun
 

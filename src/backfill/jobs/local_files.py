@@ -1,4 +1,4 @@
-"""The files of a run without a server: which input they are of, and who may write them."""
+"""The files of a run without a server: its input, and results that only it may write."""
 
 from __future__ import annotations
 
@@ -7,12 +7,85 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from backfill.core.errors import ConfigError
-from backfill.jobs.results import ForeignResults
+from backfill.jobs.leases import Lease
+from backfill.jobs.records import BatchRecord
+from backfill.jobs.results import ForeignResults, ResultLog
+from backfill.jobs.suspects import LossFile
 
 _SLICE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """The files of a run, which has one of ``num_shards`` parts of the input.
+
+    Attributes:
+        errors: where failed lines go; may be ``output``.
+        shard: from 0 on.
+    """
+
+    input: Path
+    output: Path
+    errors: Path
+    num_shards: int = 1
+    shard: int = 0
+
+    @property
+    def losses(self) -> LossFile:
+        return LossFile(self.output.with_name(self.output.name + ".suspects"))
+
+    def open_results(self, stack: contextlib.ExitStack) -> ResultLog:
+        """The results there are. ``stack`` holds their files' locks.
+
+        Raises: ConfigError for files that cannot be used, ForeignResults where one belongs to another input.
+        """
+        for option, path in (("-i", self.input), ("-o", self.output)):
+            if str(path) == "-":
+                raise ConfigError(f"{option} - is no file: an interrupted run resumes from files.")
+        try:
+            name = digest_of(self.input)
+            if self.num_shards > 1:
+                name = f"{name}-part-{self.shard}-of-{self.num_shards}"
+            for path in dict.fromkeys((self.output, self.errors)):
+                if path.exists() and path.samefile(self.input):
+                    raise ConfigError(f"{path} is the input file.")
+                stack.enter_context(locked(path))
+                check_tail(path, f'{{"id":"batch_req_{name}_'.encode())
+            log = ResultLog(name, self.output, self.errors)
+            log.open()
+        except OSError as error:
+            raise ConfigError(f"{self._named(error.filename)}: {error.strerror}.") from error
+        except ForeignResults as error:
+            message = f"{error} The file is left as it is; give another -o, or delete it to start over."
+            raise ForeignResults(message) from None
+        return log
+
+    def _named(self, filename: str | bytes | int | None) -> str:
+        """The option and path of a file of the run."""
+        options = (("-i", self.input), ("-o", self.output), ("--error-file", self.errors))
+        named = (f"{option} {path}" for option, path in options if str(path) == str(filename))
+        return next(named, str(filename or "A file"))
+
+
+@dataclass(slots=True, eq=False)
+class RunResults:
+    """The ``ResultStore`` of a run: results go into its own files, and stay there."""
+
+    log: ResultLog
+    losses: LossFile
+
+    def log_of(self, batch: BatchRecord, lease: Lease | None) -> ResultLog:
+        return self.log
+
+    def losses_of(self, batch: BatchRecord, lease: Lease | None) -> LossFile:
+        return self.losses
+
+    def publish(self, batch: BatchRecord) -> dict[str, tuple[str, int]]:
+        return {}
 
 
 def digest_of(path: Path) -> str:

@@ -1,47 +1,44 @@
-"""One batch without a server: an engine of its own, and result files that are also its state."""
+"""One batch without a server: a job manager on a temporary store. Result files are all that stays."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from backfill.core.config import EngineConfig
-from backfill.core.errors import BackfillError, ConfigError
+from backfill.core.errors import BackfillError
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready, StepReport
 from backfill.generation.timeline import Observer
 from backfill.ipc.child import abandon_children
-from backfill.jobs.feed import Feed
-from backfill.jobs.feeder import Feeder
-from backfill.jobs.lines import ServiceRunner
-from backfill.jobs.local_files import check_tail, digest_of, locked
-from backfill.jobs.progress import TimeLeft, TokenRates, WorkShares
-from backfill.jobs.records import RequestCounts, TokenUsage
-from backfill.jobs.results import ForeignResults, ResultLog
-from backfill.jobs.suspects import LossFile, Suspects
+from backfill.jobs.config import JobsConfig
+from backfill.jobs.local_files import RunFiles, RunResults
+from backfill.jobs.manager import JobManager
+from backfill.jobs.open_batch import NameReader, OpenBatch
+from backfill.jobs.progress import RunSpeed
+from backfill.jobs.records import BatchStatus, RequestCounts, TokenUsage
+from backfill.jobs.results import ResultLog
 from backfill.jobs.threads import ThreadPool
 from backfill.models.config import ModelConfig
 from backfill.preparation.division import Division
 from backfill.preparation.line_file import complement, union
-from backfill.preparation.lines import BadLine, LineError
-from backfill.preparation.messages import InputLimits, LineSelection, PreparationSetup
+from backfill.preparation.lines import LineError
+from backfill.preparation.messages import InputLimits, InputReport, LineSelection, PreparationSetup
 from backfill.preparation.readers import PreparedLines
 from backfill.preparation.resources import resources_of, typical_resources
 from backfill.preparation.serving import ServingProcesses
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.preparer import EngineFacts
-from backfill.protocol.service import CompletionService
-
-logger = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES = 32 << 20
-_MIN_FREE_BYTES = 1 << 30  # of the disk of the results
 # Docker kills a container 10 s after SIGTERM. What comes after the grace takes a second at most, but for a
 # write of results that a disk delays.
 _GRACE_S = 8.0
@@ -53,8 +50,67 @@ class BadInput(BackfillError):
     def __init__(self, path: Path, errors: Sequence[LineError]) -> None:
         lines = [f"{path} is invalid, and no line was run:"]
         for error in errors:
-            lines.append(error.message if error.line is None else f"  line {error.line}: {error.message}")
+            lines.append(error.message if error.line is None else f"  {_shown(error)}")
         super().__init__("\n".join(lines))
+
+
+def _shown(error: LineError) -> str:
+    return error.message if error.line is None else f"line {error.line}: {error.message}"
+
+
+class RunInput:
+    """The ``InputReader`` of a run: it knows the file, and which of its lines are the run's.
+
+    Attributes:
+        lines: from when they are opened on, as they are if there are any to run; ``is_opened`` is set then.
+    """
+
+    def __init__(self, files: RunFiles, processes: ServingProcesses, setup: PreparationSetup) -> None:
+        self.lines: PreparedLines | None = None
+        self.is_opened = asyncio.Event()
+        self._files = files
+        self._processes = processes
+        self._setup = setup
+        self._of_others = b""  # a bit for each line of other parts
+        self._threads = ThreadPool("input", 1)
+
+    async def check_input(self, path: str, limits: InputLimits) -> InputReport:
+        """Check it in this process, before another is started. Raises: OSError."""
+        names = " or ".join(self._setup.model.names)
+        hint = (
+            f"Lines may call this run's {names}, or name no model; --served-model-name gives it other names."
+        )
+        limits = msgspec.structs.replace(limits, endpoint=None, model_hint=hint)
+        division = None
+        if self._files.num_shards > 1:
+            model = ModelConfig.from_folder(self._setup.model.folder)
+            division = Division("blend", typical_resources(model))  # whatever the order: all runs agree
+        check = InputCheck(self._files.input, limits, self._setup.line_check, division)
+        with contextlib.closing(check):
+            while not await self._threads.run(check.advance):
+                pass
+        report = check.report
+        if division is None or report.errors:
+            return report
+        part = (await self._threads.run(division.parts_of, self._files.num_shards))[self._files.shard]
+        self._of_others = complement(part)
+        return msgspec.structs.replace(report, total=int.from_bytes(part, "little").bit_count())
+
+    def open_lines(self, selection: LineSelection) -> PreparedLines:
+        self.lines = self._processes.preparation.open_lines(
+            msgspec.structs.replace(
+                selection,
+                path=str(self._files.input),
+                done=union(selection.done, self._of_others),
+                complete_by_s=None,
+                spool_folder=str(self._files.output.parent),
+            )
+        )
+        self.is_opened.set()
+        return self.lines
+
+    def open_names(self, selection: LineSelection) -> NameReader:
+        raise AssertionError("a run has no window that ends, and nobody cancels it")
 
 
 class LocalRun:
@@ -67,74 +123,51 @@ class LocalRun:
         num_resumed: lines that had a result before this run.
         num_at_stop: lines that had begun when the run was stopped; None where no lines ran then.
         num_dropped: those of them that did not end; the next run runs them again.
-        rates, work, time_left: None before lines run.
-        offload_interval: in use at the start; None without offloading, and before the engine is ready.
-        least_offload_interval: the smallest in use until now, likewise.
+        speed: None before lines run.
         duration_s: of the run, once it has ended.
         grace_s: seconds that lines that have begun have to end when the run is stopped.
 
     Args:
-        error_path: where failed lines go; None puts them into the output file too.
         setup: with ``is_strict``, a line with a field that has no effect is refused.
-        num_shards, shard: run one of so many parts of the file; from 0 on.
     """
 
-    def __init__(
-        self,
-        input_path: Path,
-        output_path: Path,
-        error_path: Path | None,
-        *,
-        setup: PreparationSetup,
-        engine_config: EngineConfig,
-        num_shards: int = 1,
-        shard: int = 0,
-    ) -> None:
+    def __init__(self, files: RunFiles, *, setup: PreparationSetup, engine_config: EngineConfig) -> None:
         self.phase = "checking the input"
         self.num_resumed = 0
         self.num_at_stop: int | None = None
         self.num_dropped = 0
-        self.rates: TokenRates | None = None
-        self.work: WorkShares | None = None
-        self.offload_interval: int | None = None
-        self.least_offload_interval: int | None = None
-        self.time_left: TimeLeft | None = None
+        self.speed: RunSpeed | None = None
         self.duration_s = 0.0
         self.grace_s = _GRACE_S
-        self._input_path = input_path
-        self._result_paths = (output_path, error_path or output_path)
+        self._files = files
         self._setup = setup
         self._engine_config = engine_config
-        self._num_shards = num_shards
-        self._shard = shard
-        self._of_others = b""  # bits of the lines of other shards
         client = EngineClient(engine_config, log_level=setup.log_level, on_report=self._on_report)
         self._processes = ServingProcesses(client, setup)
         self._stop_asked = asyncio.Event()
-        self._total = self._num_to_run = 0
-        self._lines: PreparedLines | None = None
-        self._log: ResultLog | None = None
-        self._feed_of_lines: Feed | None = None  # while lines run
-        self._suspects = Suspects()
-        self._service: CompletionService | None = None
-        self._threads = ThreadPool("disk", 2)
-        runner = ServiceRunner(lambda: self._service)
-        self._feeder = Feeder(runner, self._threads, reports_progress=setup.order == "blend")
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._input: RunInput | None = None
+        self._manager: JobManager | None = None
+        self._job: OpenBatch | None = None
 
     @property
     def counts(self) -> RequestCounts:
-        return RequestCounts(self._total) if self._log is None else self._log.counts(self._total)
+        """None are known while the input is checked."""
+        if self._job is None or self._job.batch.status is BatchStatus.VALIDATING:
+            return RequestCounts()
+        return self._job.counts()
 
     @property
     def usage(self) -> TokenUsage:
-        return TokenUsage() if self._log is None else self._log.usage
+        return TokenUsage() if self._job is None else self._job.log.usage
 
     @property
     def planned(self) -> tuple[int, int] | None:
         """Lines read and planned so far, of how many; None before the engine is ready, and once all are."""
-        if self.rates is None or self._lines is None or self._lines.is_indexed:
+        lines = None if self._input is None else self._input.lines
+        if self.speed is None or lines is None or lines.is_indexed:
             return None
-        return self._lines.num_indexed, self._num_to_run
+        return lines.num_indexed, self.counts.total - self.num_resumed
 
     @property
     def order(self) -> str:
@@ -147,12 +180,12 @@ class LocalRun:
     @property
     def num_in_flight(self) -> int:
         """Lines that the engine has, or whose results are not durable yet."""
-        return 0 if self._feed_of_lines is None else self._feed_of_lines.num_in_flight
+        return 0 if self._manager is None else self._manager.num_in_flight
 
     @property
     def num_begun(self) -> int:
         """Lines in flight that have a token, or whose results are not durable yet."""
-        return 0 if self._feed_of_lines is None else self._feed_of_lines.num_begun
+        return 0 if self._manager is None else self._manager.num_begun
 
     def stop(self) -> None:
         """Begin no more lines, and end the run once those that have begun have ended, or after ``grace_s``.
@@ -164,6 +197,8 @@ class LocalRun:
     def abandon(self) -> None:
         """End its processes and remove their files at once, for a caller that is about to exit."""
         self._processes.client.abandon()
+        if self._folder is not None:
+            self._folder.cleanup()
         abandon_children()
 
     async def run(self) -> bool:
@@ -173,189 +208,111 @@ class LocalRun:
         belongs to another input, BackfillError when the engine cannot run.
         """
         started_at_s = time.monotonic()
-        for option, path in (("-i", self._input_path), ("-o", self._result_paths[0])):
-            if str(path) == "-":
-                raise ConfigError(f"{option} - is no file: an interrupted run resumes from files.")
-        try:
-            name = await self._check_input()
-            with contextlib.ExitStack() as stack:
-                if not self._stop_asked.is_set():
-                    self.phase = "reading results"
-                    await self._threads.run(self._open_results, name, stack)
-                    if self.counts.unfinished > 0:
-                        await self._prepare_and_run()
-                    if self.counts.unfinished == 0:
-                        await self._threads.run(self._suspects.delete)
-        except OSError as error:
-            raise ConfigError(f"{self._named(error.filename)}: {error.strerror}.") from error
-        except ForeignResults as error:
-            message = f"{error} The file is left as it is; give another -o, or delete it to start over."
-            raise ForeignResults(message) from None
-        finally:
-            self._threads.close()
-            self.duration_s = time.monotonic() - started_at_s
-        return not self._stop_asked.is_set() or (self._log is not None and self.counts.unfinished == 0)
-
-    def _named(self, filename: str | bytes | int | None) -> str:
-        """The option and path of a file of the run."""
-        options = (
-            ("-i", self._input_path),
-            ("-o", self._result_paths[0]),
-            ("--error-file", self._result_paths[1]),
-        )
-        named = (f"{option} {path}" for option, path in options if str(path) == str(filename))
-        return next(named, str(filename or "A file"))
-
-    async def _check_input(self) -> str:
-        """Check the input. Returns: its digest, which names its results. Raises: BadInput, OSError."""
-        limits = InputLimits(
-            endpoint=None,
-            model_names=self._setup.model.names,
-            max_lines=sys.maxsize,
-            max_line_bytes=_MAX_LINE_BYTES,
-            model_hint=(
-                f"Lines may call this run's {' or '.join(self._setup.model.names)}, or name no model; "
-                "--served-model-name gives it other names."
-            ),
-        )
-        division = None
-        if self._num_shards > 1:
-            model = ModelConfig.from_folder(self._setup.model.folder)
-            division = Division("blend", typical_resources(model))  # whatever the order: all runs agree
-        check = InputCheck(self._input_path, limits, self._setup.line_check, division)
-        with contextlib.closing(check):
-            while not self._stop_asked.is_set() and not await self._threads.run(check.advance):
-                pass
-        if check.report.errors:
-            raise BadInput(self._input_path, check.report.errors)
-        if check.report.warning is not None:
-            logger.warning("%s: %s", self._input_path, check.report.warning)
-        self._total = check.report.total
-        name = await self._threads.run(digest_of, self._input_path)
-        if division is None:
-            return name
-        part = (await self._threads.run(division.parts_of, self._num_shards))[self._shard]
-        self._of_others = complement(part)
-        self._total = int.from_bytes(part, "little").bit_count()
-        return f"{name}-part-{self._shard}-of-{self._num_shards}"
-
-    def _open_results(self, name: str, stack: contextlib.ExitStack) -> None:
-        for path in dict.fromkeys(self._result_paths):
-            if path.exists() and path.samefile(self._input_path):
-                raise ConfigError(f"{path} is the input file.")
-            stack.enter_context(locked(path))
-            check_tail(path, f'{{"id":"batch_req_{name}_'.encode())
-        log = ResultLog(name, *self._result_paths)
-        log.open()
-        self._log = log
-        output = self._result_paths[0]
-        self._suspects = Suspects(LossFile(output.with_name(output.name + ".suspects")), name)
-        self._suspects.load()
-        self.num_resumed = log.num_completed + log.num_failed
-
-    async def _prepare_and_run(self) -> None:
+        disk = ThreadPool("disk", 1)
         stopping = asyncio.create_task(self._stop_asked.wait())
-        self._processes.preparation.start()
         try:
-            await self._run_lines(stopping)
+            with contextlib.ExitStack() as stack:
+                log = await disk.run(self._files.open_results, stack)
+                self.num_resumed = log.num_completed + log.num_failed
+                async with self._managing(log) as manager:
+                    await self._drive(manager, log, stopping)
         finally:
             stopping.cancel()
-            await self._processes.preparation.stop()
+            disk.close()
+            self.duration_s = time.monotonic() - started_at_s
+        return self._job is not None and self._job.batch.status is BatchStatus.COMPLETED
 
-    async def _run_lines(self, stopping: asyncio.Task[bool]) -> None:
-        self.phase = "loading the model"
-        engine = self._processes.start(on_ready=self._on_engine_ready, on_lost=self._on_engine_lost)
+    @contextlib.asynccontextmanager
+    async def _managing(self, log: ResultLog) -> AsyncIterator[JobManager]:
+        """A manager of one batch. Its store is dropped afterwards: the result files have all."""
+        self._input = RunInput(self._files, self._processes, self._setup)
+        self._folder = tempfile.TemporaryDirectory(prefix="backfill-run-", ignore_cleanup_errors=True)
+        with self._folder as folder:
+            self._manager = manager = JobManager(
+                JobsConfig(
+                    data_dir=Path(folder),
+                    order=self._setup.order,
+                    batch_max_lines=sys.maxsize,
+                    batch_max_queued_lines=sys.maxsize,
+                    max_line_bytes=_MAX_LINE_BYTES,
+                ),
+                self._input,
+                model_names=self._setup.model.names,
+                results=RunResults(log, self._files.losses),
+            )
+            await manager.start()
+            self._processes.preparation.start()
+            try:
+                yield manager
+            finally:
+                await manager.stop()
+                await self._processes.preparation.stop()
+
+    async def _drive(self, manager: JobManager, log: ResultLog, stopping: asyncio.Task[bool]) -> None:
+        """Run the batch until it has ended or a stop is asked for. Raises: as ``run``."""
+        assert self._input is not None
+        self._job = job = await manager.run_input(f"{self._files.input.name}-{log.name[:8]}")
+        assert job.task is not None
+        opened = asyncio.create_task(self._input.is_opened.wait())
+        ends: set[asyncio.Future[Any]] = {job.task, opened, stopping}
         try:
-            await self._feed(engine, stopping)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            opened.cancel()
+        if self._input.is_opened.is_set() and not self.is_stopping:
+            await self._run_lines(manager, job, stopping)
+        if job.batch.status is BatchStatus.FAILED:
+            errors = (await manager.get_batch(job.batch.owner, job.batch.id)).errors
+            if job.batch.in_progress_at is None:
+                raise BadInput(self._files.input, errors)
+            raise BackfillError(f"{self._files.input}: {_shown(errors[0])}")
+        if job.task.done() and not job.task.cancelled():  # else it was stopped
+            job.task.result()
+
+    async def _run_lines(self, manager: JobManager, job: OpenBatch, stopping: asyncio.Task[bool]) -> None:
+        """Run an engine until all lines have results, a stop is asked for, or it cannot go on."""
+        assert job.task is not None
+        self.phase = "loading the model"
+
+        async def on_ready(ready: Ready) -> None:
+            await self._on_engine_ready(ready, manager)
+
+        engine = self._processes.start(on_ready=on_ready, on_lost=manager.engine_lost)
+        try:
+            ends: set[asyncio.Future[Any]] = {job.task, engine, stopping}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                # Not those still in flight at the end: a dead engine's lines are not.
+                num_unfinished = self.counts.unfinished
+                self.num_at_stop = await manager.drain(self.grace_s)
+                if self.counts.unfinished:
+                    await manager.pause()
+                else:
+                    await job.task
+                self.num_dropped = self.num_at_stop - (num_unfinished - self.counts.unfinished)
+            elif not job.task.done():
+                engine.result()
         finally:
             # After a stop nothing is left to save.
             await self._processes.stop_engine(at_once=self.is_stopping)
 
-    async def _feed(self, engine: asyncio.Task[None], stopping: asyncio.Task[bool]) -> None:
-        """Run lines until all have results, a stop is asked for, or the engine cannot go on."""
-        assert self._log is not None
-        self._num_to_run = self.counts.unfinished
-        self._lines = lines = self._processes.preparation.open_lines(
-            LineSelection(
-                path=str(self._input_path),
-                max_line_bytes=_MAX_LINE_BYTES,
-                done=union(self._log.done, self._of_others),
-                spool_folder=str(self._result_paths[0].parent),
-                min_free_bytes=_MIN_FREE_BYTES,
-            )
-        )
-        feed = Feed(
-            self._input_path.name,
-            lines,
-            self._num_to_run,
-            self._log,
-            lambda results: None,  # counts are read from the result log
-            suspects=self._suspects,
-        )
-        self._feeder.add(feed)
-        self._feed_of_lines = feed
-        num_durable = 0
-        try:
-            ends: set[asyncio.Future[Any]] = {feed.finished, engine, stopping}
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if stopping.done():
-                num_durable = feed.num_durable
-                self.num_at_stop = await self._feeder.drain(feed, self.grace_s)
-        finally:
-            # Results that are not durable are dropped: a full disk would block the stop.
-            await self._feeder.remove(feed, keep_results=False)
-            if self.num_at_stop is not None:
-                # Not those still in flight: a dead engine's lines are not.
-                num_ended = self._log.num_completed + self._log.num_failed - self.num_resumed - num_durable
-                self.num_dropped = self.num_at_stop - num_ended
-            self._feed_of_lines = None
-            lines.close()
-            self._lines = None
-        if feed.finished.done():
-            with self._input_unchanged():
-                feed.finished.result()
-        elif engine.done():
-            engine.result()
-
-    @contextlib.contextmanager
-    def _input_unchanged(self) -> Iterator[None]:
-        try:
-            yield
-        except BadLine as bad:
-            message = f"{self._input_path} was changed while it ran: line {bad.error.line}: {bad}"
-            raise ConfigError(message) from None
-
-    async def _on_engine_ready(self, ready: Ready) -> None:
-        self.offload_interval = self.least_offload_interval = ready.info.offload_interval
+    async def _on_engine_ready(self, ready: Ready, manager: JobManager) -> None:
         preparer = await self._processes.loaded()
         await self._processes.preparation.files.wait_ready()
         self._processes.configure(preparer, EngineFacts.of(ready, self._engine_config.scheduler))
+        if self.speed is None:
+            facts = preparer.engine
+            self.speed = RunSpeed(
+                resources_of(facts, ModelConfig.from_folder(self._setup.model.folder)),
+                facts.info,
+                num_lines=self.counts.unfinished,
+                num_at_once=self._engine_config.scheduler.max_num_seqs,
+                now_s=time.monotonic(),
+            )
         # Tokens are counted by step: a generator's observer learns of a prompt when its request ends.
-        self._service = self._processes.create_service(preparer, Observer())
-        if self.rates is None:
-            now_s, facts = time.monotonic(), preparer.engine
-            resources = resources_of(facts, ModelConfig.from_folder(self._setup.model.folder))
-            self.rates = TokenRates(now_s)
-            self.work = WorkShares(resources, facts.info.num_blocks * facts.info.block_size, now_s)
-            self._estimate()
-        if not self.is_stopping:
-            self._feeder.set_capacity(2 * self._engine_config.scheduler.max_num_seqs)
-
-    def _estimate(self) -> None:
-        """Estimate the time left, once the engine is ready and the number of lines is known."""
-        if self.rates is not None:
-            num_at_once = self._engine_config.scheduler.max_num_seqs
-            self.time_left = TimeLeft(self.counts.unfinished, num_at_once, time.monotonic())
+        service = self._processes.create_service(preparer, Observer())
+        manager.engine_ready(service, self._engine_config.scheduler.max_num_seqs)
 
     def _on_report(self, report: StepReport) -> None:
-        now_s = time.monotonic()
-        if self.least_offload_interval is not None:
-            self.least_offload_interval = min(self.least_offload_interval, report.stats.offload_interval)
-        if self.rates is not None:
-            self.rates.on_report(report, now_s)
-        if self.work is not None:
-            self.work.on_report(report, now_s)
-
-    def _on_engine_lost(self) -> None:
-        self._service = None
-        self._feeder.set_capacity(0)
+        if self.speed is not None:
+            self.speed.on_report(report, time.monotonic())

@@ -16,6 +16,7 @@ from backfill.engine.tasks import TaskWatch
 from backfill.jobs.blobs import Download
 from backfill.jobs.claims import BatchClaims
 from backfill.jobs.config import JobsConfig
+from backfill.jobs.database_results import ResultStore
 from backfill.jobs.errors import Conflict, NotFound, TooMany
 from backfill.jobs.feeder import Feeder, LineRunner
 from backfill.jobs.leases import Claim, Lease
@@ -45,6 +46,7 @@ SWEEP_INTERVAL_S = 60.0
 _GARBAGE_INTERVAL_S = 3600.0
 # Limit of ``pause`` and ``stop`` together.
 STOP_TIMEOUT_S = 10.0
+_NO_WINDOW_S = 100 * 365 * 24 * 3600
 
 
 class JobObserver(Protocol):
@@ -78,6 +80,7 @@ class JobManager:
         url: of the server, shown to a second server on the same folder.
         on_event: counts results.
         runner: runs lines; by default on the service of ``engine_ready``.
+        results: of open batches; by default where ``config`` says.
         wall: Unix seconds.
     """
 
@@ -90,6 +93,7 @@ class JobManager:
         url: str = "",
         on_event: JobObserver | None = None,
         runner: LineRunner | None = None,
+        results: ResultStore | None = None,
         wall: Callable[[], float] = time.time,
         tasks: TaskWatch | None = None,
     ) -> None:
@@ -97,6 +101,7 @@ class JobManager:
         self._reader = reader
         self._model_names = model_names
         self._observer = on_event
+        self._results = results
         self._wall = wall
         self._lock = DataFolderLock(config.data_dir, url)
         self._service: CompletionService | None = None
@@ -127,6 +132,8 @@ class JobManager:
         await self._threads.results.run(self._lock.acquire)
         try:
             self._storage = await JobStorage.open(self.config, self._threads, self.now)
+            if self._results is not None:
+                self._storage = dataclasses.replace(self._storage, results=self._results)
             self._uploads = Uploads(self._storage)
             self._driver = BatchDriver(
                 self._storage,
@@ -159,6 +166,12 @@ class JobManager:
             raise
         self._is_open = True
         self._sweeper = self._tasks.start(self._sweep(), "sweeper")
+
+    async def drain(self, timeout_s: float) -> int:
+        """Begin no more lines, and wait so long for those that have begun. Returns: as ``Feeder.drain``."""
+        self._is_paused = True
+        self._set_capacity(0)
+        return await self._feeder.drain(timeout_s)
 
     async def pause(self) -> None:
         """Stop feeding at once. Lines in flight run again after the next start, or on another server.
@@ -229,6 +242,16 @@ class JobManager:
     def num_running(self) -> int:
         """Lines in the engine."""
         return self._feeder.num_running
+
+    @property
+    def num_in_flight(self) -> int:
+        """Lines in the engine, or whose results are not durable yet."""
+        return self._feeder.num_in_flight
+
+    @property
+    def num_begun(self) -> int:
+        """Lines in flight that have a token, or whose results are not durable yet."""
+        return self._feeder.num_begun
 
     def now(self) -> int:
         return int(self._wall())
@@ -339,6 +362,35 @@ class JobManager:
             self._begin(batch)
         return batch
 
+    async def run_input(self, name: str) -> OpenBatch:
+        """Begin a batch without a window, of an input that ``reader`` knows. Its id is ``name``."""
+        now = self.now()
+        file = FileRecord(
+            id=name,
+            owner="",
+            num_bytes=0,
+            created_at=now,
+            expires_at=None,
+            filename=name,
+            purpose="batch",
+        )
+        batch = BatchRecord(
+            id=name,
+            owner="",
+            endpoint="",
+            input_file_id=name,
+            completion_window="",
+            status=BatchStatus.VALIDATING,
+            created_at=now,
+            expires_at=now + _NO_WINDOW_S,
+            output_blob="",
+            error_blob="",
+            output_retention_s=0,
+        )
+        await self._storage.query(self._storage.store.add_file, file)
+        await self._storage.query(self._storage.store.add_batch, batch, self.config.batch_max_open)
+        return self._begin(batch)
+
     async def get_batch(self, owner: str, batch_id: str) -> BatchRecord:
         """Raises: NotFound."""
         return self._with_counts(await self._storage.read(self._storage.store.get_batch, owner, batch_id))
@@ -376,7 +428,7 @@ class JobManager:
     def _begin_claimed(self, claim: Claim) -> None:
         self._begin(claim.batch, claim.lease, claim.now_s)
 
-    def _begin(self, batch: BatchRecord, lease: Lease | None = None, now_s: float | None = None) -> None:
+    def _begin(self, batch: BatchRecord, lease: Lease | None = None, now_s: float | None = None) -> OpenBatch:
         log = self._driver.log_of(batch, lease)
         job = OpenBatch(batch, log, self._wall() if now_s is None else now_s, lease)
         self._jobs[job.name] = job
@@ -384,6 +436,7 @@ class JobManager:
             job.cancelled.set()
         job.task = self._tasks.start(self._driver.drive(job), "batch-driver")
         job.task.add_done_callback(partial(self._forget, job.name))
+        return job
 
     def _forget(self, name: str, task: asyncio.Task[None]) -> None:
         job = self._jobs.pop(name)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from backfill.blending.resources import ResourceModel
 from backfill.engine.messages import StepReport
+from backfill.execution.executor import ExecutorInfo
 
 _LEAST_SPAN_S = 3.0
 _BUCKET_S = 0.5
@@ -153,3 +154,30 @@ class WorkShares:
         """Of compute and memory traffic together; None in the first seconds, and without work."""
         compute, memory = self._compute.per_s(now_s), self._memory.per_s(now_s)
         return None if not compute or memory is None else compute / (compute + memory)
+
+
+class RunSpeed:
+    """How fast the lines of a run are done, from its engine's first step on.
+
+    Attributes:
+        offload_interval: in use at the start; None without offloading.
+        least_offload_interval: the smallest in use until now, likewise.
+
+    Args:
+        num_lines: to run.
+        num_at_once: most lines that run at the same time.
+    """
+
+    def __init__(
+        self, resources: ResourceModel, info: ExecutorInfo, *, num_lines: int, num_at_once: int, now_s: float
+    ) -> None:
+        self.rates = TokenRates(now_s)
+        self.work = WorkShares(resources, info.num_blocks * info.block_size, now_s)
+        self.time_left = TimeLeft(num_lines, num_at_once, now_s)
+        self.offload_interval = self.least_offload_interval = info.offload_interval
+
+    def on_report(self, report: StepReport, now_s: float) -> None:
+        if self.least_offload_interval is not None:
+            self.least_offload_interval = min(self.least_offload_interval, report.stats.offload_interval)
+        self.rates.on_report(report, now_s)
+        self.work.on_report(report, now_s)

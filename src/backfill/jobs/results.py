@@ -68,6 +68,7 @@ class ResultTally:
     """
 
     def __init__(self, name: str) -> None:
+        self.name = name
         self._prefix = f"batch_req_{name}_"
         self._done = bytearray()
         self.num_completed = 0
@@ -124,10 +125,12 @@ class ResultLog(ResultTally):
         self._is_torn = False  # a write failed, and part of it may still be in the files
 
     def open(self) -> None:
-        """Create the files, or read them and cut off a line that a crash left unfinished.
+        """Create the files, or read them and cut off a line that a crash left unfinished. Once is enough.
 
         Raises: ForeignResults, OSError.
         """
+        if self._files:
+            return
         for path in dict.fromkeys(self._paths):
             with _opened(path, os.O_CREAT) as file:
                 size = self._read_back(path)

@@ -55,7 +55,9 @@ class InputCheck:
         if self._num_warned:
             lines = "1 line has" if self._num_warned == 1 else f"{self._num_warned} lines have"
             warning = f"{lines} fields with no effect, first in {self._first_warning}"
-        parts = [] if self._division is None or self._errors else self._division.parts()
+        parts: list[bytes] = []
+        if self._division is not None and self._limits.divides and not self._errors:
+            parts = self._division.parts()
         return InputReport(self._total, self._model, self._errors, warning, parts)
 
     def advance(self, num_bytes: int = _GROUP_BYTES) -> bool:
