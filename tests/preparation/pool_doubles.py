@@ -59,8 +59,10 @@ def selection_of(path: Path, **fields: Any) -> LineSelection:
 
 def make_pool(order: OrderName = "fcfs", resources: ResourceModel = RESOURCES) -> LinePool:
     return LinePool(
-        lambda: OfflinePool(order, resources, kv_tokens=KV_TOKENS),
-        lambda: MemoryForecast(KV_TOKENS, 32) if order == "blend" else None,
+        lambda: (
+            OfflinePool(order, resources, kv_tokens=KV_TOKENS),
+            MemoryForecast(KV_TOKENS, 32) if order == "blend" else None,
+        )
     )
 
 
@@ -75,7 +77,7 @@ def open_file(
 ) -> None:
     path.write_bytes(content)
     selection = selection_of(path, **fields)
-    pool.open(reader_id, selection, LineFile(selection, prepare_with))
+    pool.open(reader_id, selection, LineFile(selection, prepare_with), {})
 
 
 def index_all(pool: LinePool, reader_id: int = 0, group: int = 7) -> int:

@@ -31,8 +31,8 @@ from backfill.preparation.messages import (
     TakeLines,
     ToPreparation,
 )
-from backfill.preparation.readers import PreparationDied, PreparedLines
-from backfill.preparation.supervisor import PreparationSupervisor
+from backfill.preparation.readers import PreparedLines
+from backfill.preparation.supervisor import PreparationDied, PreparationSupervisor
 from backfill.protocol.generation import Generation
 from backfill.protocol.preparer import RequestContext, ServedModel
 from tests.api.servers import TIMEOUT_S

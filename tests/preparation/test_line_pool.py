@@ -140,7 +140,7 @@ def recorder() -> Recorder:
 @pytest.fixture
 def recorded(recorder: Recorder) -> LinePool:
     as_pool: Any = recorder
-    return LinePool(lambda: as_pool)
+    return LinePool(lambda: (as_pool, None))
 
 
 def test_the_pool_is_told_limits_known_lengths_owners_and_deadlines(
@@ -417,18 +417,12 @@ def test_each_line_is_taken_once_whatever_happens(
 
 
 def test_the_pool_knows_what_online_traffic_uses(tmp_path: Path) -> None:
-    created = []
-
-    def create() -> OfflinePool:
-        created.append(OfflinePool("blend", RESOURCES, kv_tokens=10_000))
-        return created[-1]
-
-    pool = LinePool(create)
+    planner = OfflinePool("blend", RESOURCES, kv_tokens=10_000)
+    pool = LinePool(lambda: (planner, None))
     pool.note_online(OnlineTraffic(100.0, 1e6, 50))  # no line waits, so it is of no use
     open_file(pool, tmp_path / "in", prompts([1, 2, 3]))
     index_all(pool)
     pool.note_online(OnlineTraffic(1000.0, 2e6, 50))
-    (planner,) = created
     assert planner.online.compute_frac == pytest.approx(1000.0 * RESOURCES.token_s)
     assert planner.online.memory_frac == pytest.approx(2e6 * RESOURCES.cached_token_s)
 

@@ -67,8 +67,8 @@ class Child:
         if self._has_ended:
             return True
         match message:
-            case OpenLines(reader_id, selection):
-                self._pool.open(reader_id, selection, LineFile(selection, self._prepare))
+            case OpenLines(reader_id, selection, running):
+                self._pool.open(reader_id, selection, LineFile(selection, self._prepare), running)
             case Job(job_id, work):
                 self._report(JobBegun(job_id))
                 try:

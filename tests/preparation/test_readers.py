@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -34,8 +34,9 @@ from backfill.preparation.messages import (
     ToPreparation,
     Work,
 )
-from backfill.preparation.readers import LineReaders, PreparationDied, PreparedLines
+from backfill.preparation.readers import LineReaders, PreparedLines
 from backfill.preparation.spool import Span, Spool
+from backfill.preparation.supervisor import PreparationDied
 from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import RequestContext
 from tests.api.servers import TIMEOUT_S
@@ -60,7 +61,7 @@ class Process:
     def __init__(self, order: OrderName = "dfs") -> None:
         self._order = order
         self.pool = make_pool(order)
-        self.readers = LineReaders(self.ask, self.send)
+        self.readers = LineReaders(cast(Any, self))
         self.num_deaths = 0
         self.num_prepared: Counter[str] = Counter()
         self.before_job: Callable[[Work], None] = lambda work: None

@@ -9,7 +9,7 @@ import pytest
 
 from backfill.costs.model import PiecewiseLinear
 from backfill.models.config import ModelConfig
-from backfill.preparation.resources import create_forecast, resources_of, typical_resources
+from backfill.preparation.resources import create_pool, resources_of, typical_resources
 from tests.builders import linear_cost, make_profile
 from tests.preparation.facts import FACTS
 
@@ -42,10 +42,10 @@ def test_a_term_that_was_measured_as_nothing_is_in_proportion_to_the_others(mode
     assert resources_of(replace(FACTS, profile=make_profile(nothing)), model) == typical
 
 
-def test_the_room_is_that_of_the_kv_and_only_the_blend_asks_for_it() -> None:
-    forecast = create_forecast("blend", FACTS)
+def test_the_room_is_that_of_the_kv_and_only_the_blend_asks_for_it(small_model: Path) -> None:
+    _, forecast = create_pool("blend", FACTS, small_model)
     assert forecast is not None
     assert forecast.kv_tokens == FACTS.info.num_blocks * FACTS.info.block_size
     assert 0 < forecast.slack_tokens < forecast.kv_tokens
     for order in ("fcfs", "dfs", "random", "batchllm"):
-        assert create_forecast(order, FACTS) is None
+        assert create_pool(order, FACTS, small_model)[1] is None

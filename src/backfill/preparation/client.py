@@ -48,7 +48,7 @@ class PreparationClient:
         self.files = PreparationSupervisor(
             "files", setup, self._tasks, on_launch=self._configure_files, on_unclaimed=self._put_back
         )
-        self._readers = LineReaders(self.files.ask, self.files.send)
+        self._readers = LineReaders(self.files)
         self._indexing: asyncio.Task[None] | None = None
         self._facts: EngineFacts | None = None
         self._body_slots = {
@@ -120,7 +120,7 @@ class PreparationClient:
 
     def open_names(self, selection: LineSelection) -> LineNames:
         """The lines of a file without their bodies, in its order."""
-        return LineNames(self.files.ask, selection)
+        return LineNames(self.files, selection)
 
     def _configure_bodies(self) -> None:
         if self._facts is not None:

@@ -9,7 +9,6 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import msgspec
 
@@ -52,7 +51,7 @@ _decoder: msgspec.msgpack.Decoder[BatchLine] = msgspec.msgpack.Decoder(BatchLine
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """A line from its indexing to its end."""
+    """A line from its indexing to its end, or one that runs since before there was this process."""
 
     reader_id: int
     number: int
@@ -77,8 +76,6 @@ class _Reader:
     num_waiting: int = 0
     lines: dict[int, _Line] = field(default_factory=dict)  # by number
     namespaces: set[tuple[str, str]] = field(default_factory=set)  # of its lines
-    # By number: lines that an earlier reader of the file gave, each with its id in the forecast.
-    earlier: dict[int, tuple[int, RunningTokens]] = field(default_factory=dict)
 
 
 class LinePool:
@@ -95,18 +92,12 @@ class LinePool:
         scope: who shares cached prefixes.
 
     Args:
-        create: the pool; called when the first line is indexed.
-        create_forecast: of the KV; called then, too.
+        create: the pool, and where the order asks for it the forecast of the KV; called for the first line.
     """
 
-    def __init__(
-        self,
-        create: Callable[[], OfflinePool],
-        create_forecast: Callable[[], MemoryForecast | None] = lambda: None,
-    ) -> None:
+    def __init__(self, create: Callable[[], tuple[OfflinePool, MemoryForecast | None]]) -> None:
         self.scope: PrefixCacheScope = "owner"
         self._create = create
-        self._create_forecast = create_forecast
         self._pool: OfflinePool | None = None
         self._forecast: MemoryForecast | None = None
         self._readers: dict[int, _Reader] = {}
@@ -121,37 +112,38 @@ class LinePool:
         self._num_waiting_tokens = 0
 
     def open(
-        self,
-        reader_id: int,
-        selection: LineSelection,
-        file: LineFile,
-        running: Mapping[int, RunningTokens] = MappingProxyType({}),
+        self, reader_id: int, selection: LineSelection, file: LineFile, running: Mapping[int, RunningTokens]
     ) -> None:
         """Begin a reader, or begin it again. ``running``: see ``OpenLines``."""
         self.close(reader_id)
         spool = Spool(selection.spool_folder, selection.min_free_bytes)
-        self._readers[reader_id] = _Reader(selection, file, spool, selection.is_spooled)
+        reader = self._readers[reader_id] = _Reader(selection, file, spool, selection.is_spooled)
         for number, tokens in running.items():
-            request_id = next(self._ids)
-            self._readers[reader_id].earlier[number] = request_id, tokens
-            self._hold(request_id, tokens)
+            self._planner()
+            line = _Line(reader_id, number, next(self._ids), is_taken=True, tokens=tokens)
+            reader.lines[number] = self._by_id[line.request_id] = line
+            self._hold(line, tokens)
 
     def close(self, reader_id: int) -> None:
         """Drop a reader and its lines. An unknown one is ignored."""
-        reader = self._readers.pop(reader_id, None)
+        reader = self._readers.get(reader_id)
         if reader is None:
             return
-        for line in reader.lines.values():
-            self._forget(line)
-        for request_id, _ in reader.earlier.values():
-            self._release(request_id)
         owner = reader.selection.owner
+        for line in reader.lines.values():
+            del self._by_id[line.request_id]
+            self._release(line)
+            if self._to_plan.pop(line.request_id, None) is not None:
+                self._owners_to_plan[owner] -= 1
+            if not line.is_taken:
+                self._count_waiting(line, -1)
         unpooled = [line for line in self._unpooled.pop(owner, ()) if line.reader_id != reader_id]
         if unpooled:
             self._unpooled[owner] = deque(unpooled)
         if self._pool is not None:
             self._pool.cancel([line.request_id for line in reader.lines.values()])
         reader.spool.close()
+        del self._readers[reader_id]
         for namespace in reader.namespaces.difference(*(each.namespaces for each in self._readers.values())):
             del self._namespaces[namespace]
 
@@ -201,44 +193,48 @@ class LinePool:
     def end(self, reader_id: int, number: int, num_output_tokens: int | None) -> None:
         """A taken line has ended; ``num_output_tokens`` is None where it has no answer.
 
-        Of a line that an earlier reader gave only the KV is known. A line that is unknown is ignored.
+        A line that is unknown is ignored.
         """
         line = self._taken(reader_id, number)
         if line is None:
-            reader = self._readers.get(reader_id)
-            if reader is not None and number in reader.earlier:
-                self._release(reader.earlier.pop(number)[0])
             return
         del self._readers[reader_id].lines[number]
         self._by_id.pop(line.request_id, None)
-        self._release(line.request_id)
-        if self._pool is None or not line.num_prompt_tokens:
-            return
-        if num_output_tokens is None:
-            self._pool.cancel([line.request_id])
-        else:
-            self._pool.finish(line.request_id, num_output_tokens)
+        self._release(line)
+        if self._pool is not None and line.num_prompt_tokens:
+            if num_output_tokens is None:
+                self._pool.cancel([line.request_id])
+            else:
+                self._pool.finish(line.request_id, num_output_tokens)
 
     def put_back(self, reader_id: int, number: int) -> None:
         """A taken line did not run. An unknown one is ignored."""
         line = self._taken(reader_id, number)
-        if line is not None:
-            self._put_back(line)
+        if line is None:
+            return
+        line.is_taken = False
+        self._count_waiting(line, 1)
+        self._release(line)
+        if line.num_prompt_tokens and self._pool is not None:
+            self._pool.put_back(line.request_id)
+        else:
+            owner = self._readers[reader_id].selection.owner
+            self._unpooled.setdefault(owner, deque()).appendleft(line)
 
     def note_progress(self, reader_id: int, num_output_tokens: Mapping[int, int]) -> None:
         """Taken lines, by number, have generated so many tokens of a choice. Unknown ones are ignored."""
         num_known = 0
-        reader = self._readers.get(reader_id)
         for number, num_tokens in num_output_tokens.items():
-            if self._forecast is not None and reader is not None and number in reader.earlier:
-                self._forecast.note_progress(reader.earlier[number][0], num_tokens)
             line = self._taken(reader_id, number)
-            if line is None or not line.num_prompt_tokens or self._pool is None:
+            if line is None or self._pool is None:
                 continue
-            num_known += 1
-            self._pool.note_progress(line.request_id, num_tokens)
+            expected = None  # it stays as it was for a line that the pool does not know
+            if line.num_prompt_tokens:
+                num_known += 1
+                self._pool.note_progress(line.request_id, num_tokens)
+                if self._forecast is not None:
+                    expected = self._pool.expected_output_tokens(line.request_id)
             if self._forecast is not None:
-                expected = self._pool.expected_output_tokens(line.request_id)
                 self._forecast.note_progress(line.request_id, num_tokens, expected)
         logger.debug("%d of %d running lines go on", num_known, len(num_output_tokens))
 
@@ -321,77 +317,65 @@ class LinePool:
     def _plan(self, *, merges_all: bool = False) -> None:
         """Give the pool the lines that it does not have."""
         if self._to_plan:
-            if self._pool is None:
-                self._pool, self._forecast = self._create(), self._create_forecast()
-                for reader in self._readers.values():
-                    for request_id, tokens in reader.earlier.values():
-                        self._hold(request_id, tokens)
             requests, self._to_plan = list(self._to_plan.values()), {}
             self._owners_to_plan.clear()
-            self._pool.add(requests, merges_all=merges_all)
+            self._planner().add(requests, merges_all=merges_all)
+
+    def _planner(self) -> OfflinePool:
+        """The pool. There is one, and a forecast, from the first call on."""
+        if self._pool is None:
+            self._pool, self._forecast = self._create()
+        return self._pool
 
     # ---- Taking ----
 
     def _next(self, owner: str) -> _Line | None:
         """Take an owner's next line. What needs nothing of the engine goes first."""
-        unpooled = self._unpooled.get(owner)
-        if unpooled:
+        if unpooled := self._unpooled.get(owner):
             line = unpooled.popleft()
             if not unpooled:
                 del self._unpooled[owner]
-            self._mark_taken(line)
-            return line
-        planned = self._next_planned(owner)
-        if planned is None and self._owners_to_plan[owner]:
-            self._plan()
+        else:
             planned = self._next_planned(owner)
-        if planned is None:
-            return None
-        line = self._by_id[planned.request_id]
-        line.num_reused_tokens = max(0, planned.reused_tokens - line.has_namespace)
-        self._mark_taken(line)
-        if self._forecast is not None:
-            num_own_tokens = line.num_prompt_tokens - line.num_reused_tokens + line.num_more_tokens
-            line.tokens = RunningTokens(num_own_tokens, planned.expected_output_tokens, line.num_choices)
-            self._hold(line.request_id, line.tokens)
+            if planned is None:
+                return None
+            line = self._by_id[planned.request_id]
+            line.num_reused_tokens = max(0, planned.reused_tokens - line.has_namespace)
+            if self._forecast is not None:
+                num_own_tokens = line.num_prompt_tokens - line.num_reused_tokens + line.num_more_tokens
+                line.tokens = RunningTokens(num_own_tokens, planned.expected_output_tokens, line.num_choices)
+                self._hold(line, line.tokens)
+        line.is_taken = True
+        self._count_waiting(line, -1)
         return line
 
     def _next_planned(self, owner: str) -> PlannedRequest | None:
-        if self._pool is None:
-            return None
+        planned = None if self._pool is None else self._take_planned(self._pool, owner)
+        if planned is None and self._owners_to_plan[owner]:
+            self._plan()
+            return self._next_planned(owner)
+        return planned
+
+    def _take_planned(self, pool: OfflinePool, owner: str) -> PlannedRequest | None:
         now_s = time.monotonic()
         if self._forecast is None:
-            return self._pool.take(owner, now_s=now_s)
-        reserved_tokens = reserve_frac(self._pool.compute_bound_memory_frac) * self._forecast.offline_tokens
+            return pool.take(owner, now_s=now_s)
+        reserved_tokens = reserve_frac(pool.compute_bound_memory_frac) * self._forecast.offline_tokens
         most_output_tokens = self._forecast.room().most_output_tokens(int(reserved_tokens))
-        return self._pool.take(owner, now_s=now_s, most_output_tokens=most_output_tokens)
+        return pool.take(owner, now_s=now_s, most_output_tokens=most_output_tokens)
 
-    def _mark_taken(self, line: _Line) -> None:
-        line.is_taken = True
-        self._count_waiting(line, -1)
-
-    def _put_back(self, line: _Line) -> None:
-        line.is_taken = False
-        self._count_waiting(line, 1)
-        self._release(line.request_id)
-        if line.num_prompt_tokens and self._pool is not None:
-            self._pool.put_back(line.request_id)
-        else:
-            owner = self._readers[line.reader_id].selection.owner
-            self._unpooled.setdefault(owner, deque()).appendleft(line)
-
-    def _hold(self, request_id: int, tokens: RunningTokens) -> None:
-        """A line takes KV from here on; one of an earlier reader perhaps before there is a forecast."""
+    def _hold(self, line: _Line, tokens: RunningTokens) -> None:
+        """The line takes KV from here on."""
         if self._forecast is not None:
             self._forecast.add(
-                request_id, tokens.num_prompt_tokens, tokens.expected_output_tokens, tokens.num_choices
+                line.request_id, tokens.num_prompt_tokens, tokens.expected_output_tokens, tokens.num_choices
             )
-            self._forecast.note_progress(request_id, tokens.num_output_tokens)
+            self._forecast.note_progress(line.request_id, tokens.num_output_tokens)
 
-    def _release(self, request_id: int) -> None:
-        """A line holds no KV."""
+    def _release(self, line: _Line) -> None:
+        """The line holds no KV."""
         if self._forecast is not None:
-            self._forecast.remove(request_id)
+            self._forecast.remove(line.request_id)
 
     def _read_back(self, line: _Line) -> BatchLine:
         """Raises: OSError."""
@@ -413,16 +397,4 @@ class LinePool:
     def _count_waiting(self, line: _Line, change: int) -> None:
         self._num_waiting += change
         self._num_waiting_tokens += change * line.num_prompt_tokens
-        reader = self._readers.get(line.reader_id)
-        if reader is not None:
-            reader.num_waiting += change
-
-    def _forget(self, line: _Line) -> None:
-        """A line of a reader that is closed."""
-        del self._by_id[line.request_id]
-        self._release(line.request_id)
-        request = self._to_plan.pop(line.request_id, None)
-        if request is not None:
-            self._owners_to_plan[request.group] -= 1
-        if not line.is_taken:
-            self._count_waiting(line, -1)
+        self._readers[line.reader_id].num_waiting += change

@@ -58,7 +58,7 @@ from backfill.preparation.messages import (
     ToPreparation,
     failure_of,
 )
-from backfill.preparation.resources import create_forecast, create_pool, typical_resources
+from backfill.preparation.resources import create_pool, typical_resources
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.preparer import RequestPreparer
 
@@ -117,10 +117,7 @@ class Preparation:
         self._bodies = ThreadPoolExecutor(_NUM_BODY_THREADS, "bodies")
         self._lines = ThreadPoolExecutor(1, "lines")
         self._checks = ThreadPoolExecutor(1, "checks")
-        self._pool = LinePool(
-            lambda: create_pool(order, preparer.engine, preparer.model.folder),
-            lambda: create_forecast(order, preparer.engine),
-        )
+        self._pool = LinePool(lambda: create_pool(order, preparer.engine, preparer.model.folder))
         self._wanted_checks: set[int] = set()
         self._working: dict[int, float] = {}  # by thread: when it began the current body or line
 

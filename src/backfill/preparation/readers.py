@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
 
 import msgspec
 
-from backfill.core.errors import BackfillError
 from backfill.preparation.line_file import mark
 from backfill.preparation.lines import BatchLine
 from backfill.preparation.messages import (
@@ -28,31 +26,17 @@ from backfill.preparation.messages import (
     Position,
     PutBackLine,
     ReadNames,
-    Result,
     RunningTokens,
     TakeLines,
     TakenLine,
-    ToPreparation,
-    Work,
 )
+from backfill.preparation.supervisor import PreparationDied, PreparationSupervisor
 
 # Lines of a job. A job also ends after a time; the lines to run next wait for it.
 _INDEX_LINES = 256
 _FEW_LINES = 64
 # Until a file that could not be read is tried again.
 _RETRY_S = 5.0
-
-Wanted = TypeVar("Wanted", bound=Result)
-
-
-class PreparationDied(BackfillError):
-    """The process ended twice while it worked on a job, the second time on this job alone."""
-
-
-class Ask(Protocol):
-    """Gives the process a job."""
-
-    async def __call__(self, work: Work, kind: type[Wanted]) -> Wanted: ...
 
 
 class LineReaders:
@@ -65,9 +49,8 @@ class LineReaders:
     A file whose prepared lines cannot be read back is indexed again too. Its lines are then held in memory.
     """
 
-    def __init__(self, ask: Ask, send: Callable[[ToPreparation], None]) -> None:
-        self._ask = ask
-        self._send = send
+    def __init__(self, process: PreparationSupervisor) -> None:
+        self.process = process
         self._ids = itertools.count()
         self._open: dict[int, PreparedLines] = {}
         self._can_index = False
@@ -79,13 +62,13 @@ class LineReaders:
     def open(self, selection: LineSelection) -> PreparedLines:
         lines = PreparedLines(self, next(self._ids), selection)
         self._open[lines.reader_id] = lines
-        self._send(OpenLines(lines.reader_id, selection))
+        self.process.send(OpenLines(lines.reader_id, selection))
         self._changed.set()
         return lines
 
     def close(self, lines: PreparedLines) -> None:
         del self._open[lines.reader_id]
-        self._send(CloseLines(lines.reader_id))
+        self.process.send(CloseLines(lines.reader_id))
         self._try_held_up(self._open.values())
 
     def allow(self) -> None:
@@ -114,7 +97,7 @@ class LineReaders:
         owner = lines.selection.owner
         while True:
             more_ready, num_put_back = self._more_ready, self._num_put_back
-            taken = await self._ask(TakeLines(owner, max_lines), LinesTaken)
+            taken = await self.process.ask(TakeLines(owner, max_lines), LinesTaken)
             if found := self._note_taken(taken):
                 return found
             if lines.error is not None:
@@ -132,20 +115,8 @@ class LineReaders:
         self._num_put_back += bool(taken.lines)
         self._note_ready()
         for each in taken.lines:
-            self._send(PutBackLine(each.reader_id, each.line.number))
+            self.process.send(PutBackLine(each.reader_id, each.line.number))
         self._note_unreadable(taken)
-
-    def end(self, lines: PreparedLines, number: int, num_output_tokens: int | None) -> None:
-        """See ``PreparedLines.end``."""
-        lines.running.pop(number, None)
-        self._send(EndLine(lines.reader_id, number, num_output_tokens))
-
-    def note_progress(self, lines: PreparedLines, num_output_tokens: Mapping[int, int]) -> None:
-        """See ``PreparedLines.note_progress``."""
-        for number, num_tokens in num_output_tokens.items():
-            if (tokens := lines.running.get(number)) is not None:
-                lines.running[number] = msgspec.structs.replace(tokens, num_output_tokens=num_tokens)
-        self._send(LinesProgress(lines.reader_id, dict(num_output_tokens)))
 
     def _note_taken(self, taken: LinesTaken) -> list[tuple[PreparedLines, BatchLine]]:
         found = []
@@ -184,7 +155,7 @@ class LineReaders:
         lines.num_restarts += 1
         lines.position, lines.num_ahead = START, 0
         lines.is_indexed, lines.is_held_up, lines.error = False, False, None
-        self._send(OpenLines(lines.reader_id, lines.selection_left(), dict(lines.running)))
+        self.process.send(OpenLines(lines.reader_id, lines.selection_left(), dict(lines.running)))
         self._changed.set()
 
     def _next_to_index(self) -> PreparedLines | None:
@@ -200,7 +171,7 @@ class LineReaders:
         num_restarts, position, num_ahead = lines.num_restarts, lines.position, lines.num_ahead
         try:
             work = IndexLines(lines.reader_id, position, 1 if lines.num_single > 0 else _INDEX_LINES)
-            found = await self._ask(work, LinesIndexed)
+            found = await self.process.ask(work, LinesIndexed)
         except PreparationDied:
             if lines.num_single > 0:
                 lines.num_single = 0
@@ -231,7 +202,7 @@ class LineReaders:
     async def _leave_out_next(self, lines: PreparedLines, position: Position) -> None:
         """The line after a position is not prepared any more."""
         try:
-            names = await self._ask(ReadNames(lines.selection_left(), position, 1), LinesAt)
+            names = await self.process.ask(ReadNames(lines.selection_left(), position, 1), LinesAt)
         except Exception as error:
             self._note_error(lines, error)
             return
@@ -301,11 +272,15 @@ class PreparedLines:
 
     def end(self, number: int, num_output_tokens: int | None) -> None:
         """A line has ended, with so many tokens of a choice; None where it has no answer."""
-        self.readers.end(self, number, num_output_tokens)
+        self.running.pop(number, None)
+        self.readers.process.send(EndLine(self.reader_id, number, num_output_tokens))
 
     def note_progress(self, num_output_tokens: Mapping[int, int]) -> None:
         """Lines, by number, have generated so many tokens of a choice and run on."""
-        self.readers.note_progress(self, num_output_tokens)
+        for number, num_tokens in num_output_tokens.items():
+            if (tokens := self.running.get(number)) is not None:
+                self.running[number] = msgspec.structs.replace(tokens, num_output_tokens=num_tokens)
+        self.readers.process.send(LinesProgress(self.reader_id, dict(num_output_tokens)))
 
     def close(self) -> None:
         """Lines that were read are forgotten, too."""
@@ -332,12 +307,12 @@ class PreparedLines:
 class LineNames:
     """The lines of one file without their bodies, in the order of the file."""
 
-    ask: Ask
+    process: PreparationSupervisor
     selection: LineSelection
     position: Position = START
 
     async def read(self, max_lines: int) -> Sequence[BatchLine]:
         """At least one line unless the file has no more. Raises: BadLine, OSError, PreparationDied."""
-        found = await self.ask(ReadNames(self.selection, self.position, max_lines), LinesAt)
+        found = await self.process.ask(ReadNames(self.selection, self.position, max_lines), LinesAt)
         self.position = found.position
         return found.lines

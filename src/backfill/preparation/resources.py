@@ -18,18 +18,18 @@ _BYTES_PER_S = 2.039e12
 _DTYPE_BYTES = {"float32": 4}
 
 
-def create_pool(order: OrderName, facts: EngineFacts, folder: Path) -> OfflinePool:
-    """An empty pool for the engine. Raises: ModelError where the model's dimensions cannot be read."""
+def create_pool(
+    order: OrderName, facts: EngineFacts, folder: Path
+) -> tuple[OfflinePool, MemoryForecast | None]:
+    """An empty pool for the engine, and a forecast of its KV where the order asks for it.
+
+    Raises: ModelError where the model's dimensions cannot be read.
+    """
     resources = resources_of(facts, ModelConfig.from_folder(folder))
-    return OfflinePool(order, resources, kv_tokens=facts.info.num_blocks * facts.info.block_size)
-
-
-def create_forecast(order: OrderName, facts: EngineFacts) -> MemoryForecast | None:
-    """Of the engine's KV, without requests; None for an order that does not ask for it."""
-    info = facts.info
-    if order != "blend":
-        return None
-    return MemoryForecast(info.num_blocks * info.block_size, SLACK_BLOCKS * info.block_size)
+    block_size = facts.info.block_size
+    kv_tokens = facts.info.num_blocks * block_size
+    forecast = MemoryForecast(kv_tokens, SLACK_BLOCKS * block_size) if order == "blend" else None
+    return OfflinePool(order, resources, kv_tokens=kv_tokens), forecast
 
 
 def resources_of(facts: EngineFacts, model: ModelConfig) -> ResourceModel:

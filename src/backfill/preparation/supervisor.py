@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from backfill.core.errors import BackfillError, NotReady
 from backfill.engine.tasks import TaskWatch
@@ -29,7 +30,6 @@ from backfill.preparation.messages import (
     exception_of,
 )
 from backfill.preparation.process import run_preparation_process
-from backfill.preparation.readers import PreparationDied, Wanted
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,13 @@ _FIRST_RESTART_S = 0.1
 _LONGEST_RESTART_S = 10.0
 _NOT_READY = "The server cannot prepare requests at the moment. Please retry."
 
+Wanted = TypeVar("Wanted", bound=Result)
+
 _Child = ChildProcess[FromPreparation, ToPreparation]
+
+
+class PreparationDied(BackfillError):
+    """The process ended twice while it worked on a job, the second time on this job alone."""
 
 
 @dataclass(slots=True)
