@@ -15,7 +15,7 @@ from backfill.core.counters import ClassCounters
 from backfill.core.slo import SLO
 from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
 from backfill.http.metrics import JobMetrics
-from backfill.jobs.manager import JobsSnapshot
+from backfill.jobs.open_batch import JobsSnapshot
 from backfill.preparation.client import PreparationClient
 from backfill.preparation.messages import PreparationSetup
 from backfill.protocol.preparer import ServedModel

@@ -354,11 +354,10 @@ async def test_a_line_that_ends_the_engine_is_given_up_in_time(tmp_path: Path) -
 async def test_observers_get_every_line_and_snapshots_count_the_rest(start: Start) -> None:
     seen: list[tuple[LineOutcome, int, TokenUsage]] = []
 
-    class Observer:
-        def on_lines(self, outcome: LineOutcome, num_lines: int, usage: TokenUsage) -> None:
-            seen.append((outcome, num_lines, usage))
+    def on_lines(outcome: LineOutcome, num_lines: int, usage: TokenUsage) -> None:
+        seen.append((outcome, num_lines, usage))
 
-    manager = await start(on_event=Observer())
+    manager = await start(on_lines=on_lines)
     batch = await submit(manager, input_of(7))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
     async with asyncio.timeout(TIMEOUT_S):  # the database knows it first
@@ -398,7 +397,7 @@ async def test_the_order_says_whether_progress_is_reported(
     if order == "blend":
         await until(lambda: reader.opened[0].progress == {1: 7, 2: 7, 3: 7})
     else:
-        assert manager._feeder._reporting is None
+        assert manager.feeder._reporting is None
         assert not reader.opened[0].progress
     runner.release()
     await ended(manager, batch.id)

@@ -59,7 +59,7 @@ class StateReporter:
             step_s=self._step_s if admission.num_open else 0.0,
             num_online=admission.num_open_online,
             num_offline=admission.num_open - admission.num_open_online,
-            num_lines=0 if jobs is None else jobs.num_running,
+            num_lines=0 if jobs is None else jobs.feeder.num_running,
             store="" if jobs is None else jobs.store_id,
         )
         if facts is not None:

@@ -99,7 +99,7 @@ class Server:
                 self._processes.preparation,
                 model_names=model.names,
                 url=url,
-                on_event=self._job_metrics,
+                on_lines=self._job_metrics.on_lines,
                 tasks=self._tasks,
             )
             self._job_metrics.watch(self.state.jobs.snapshot)

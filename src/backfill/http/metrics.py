@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from backfill.jobs.manager import JobsSnapshot
+from backfill.jobs.open_batch import JobsSnapshot
 from backfill.jobs.records import BatchStatus, LineOutcome, TokenUsage
 
 PREFIX = "backfill:"
@@ -83,7 +83,7 @@ class Families:
 
 
 class JobMetrics(Collector):
-    """Batches and their lines. A ``jobs`` JobObserver; gauges are read when scraped.
+    """Batches and their lines. ``on_lines`` counts; gauges are read when scraped.
 
     Unlike the other groups it is made before the engine is loaded: batches may end in the meantime.
     """

@@ -45,7 +45,7 @@ class BatchClaims:
         leases: Leases,
         jobs: Mapping[str, OpenBatch],
         *,
-        begin: Callable[[Claim], None],
+        begin: Callable[[Claim], object],
         capacity: Callable[[], int],
         model_names: Collection[str],
     ) -> None:

@@ -24,7 +24,7 @@ from backfill.jobs.local_files import RunFiles, RunResults
 from backfill.jobs.manager import JobManager
 from backfill.jobs.open_batch import NameReader, OpenBatch
 from backfill.jobs.progress import RunSpeed
-from backfill.jobs.records import BatchStatus, RequestCounts, TokenUsage
+from backfill.jobs.records import BatchRecord, BatchStatus, FileRecord, RequestCounts, TokenUsage
 from backfill.jobs.results import ResultLog
 from backfill.jobs.threads import ThreadPool
 from backfill.models.config import ModelConfig
@@ -39,6 +39,7 @@ from backfill.preparation.validation import InputCheck
 from backfill.protocol.preparer import EngineFacts
 
 _MAX_LINE_BYTES = 32 << 20
+_NO_WINDOW_S = 100 * 365 * 24 * 3600
 # Docker kills a container 10 s after SIGTERM. What comes after the grace takes a second at most, but for a
 # write of results that a disk delays.
 _GRACE_S = 8.0
@@ -180,12 +181,12 @@ class LocalRun:
     @property
     def num_in_flight(self) -> int:
         """Lines that the engine has, or whose results are not durable yet."""
-        return 0 if self._manager is None else self._manager.num_in_flight
+        return 0 if self._manager is None else self._manager.feeder.num_in_flight
 
     @property
     def num_begun(self) -> int:
         """Lines in flight that have a token, or whose results are not durable yet."""
-        return 0 if self._manager is None else self._manager.num_begun
+        return 0 if self._manager is None else self._manager.feeder.num_begun
 
     def stop(self) -> None:
         """Begin no more lines, and end the run once those that have begun have ended, or after ``grace_s``.
@@ -251,7 +252,7 @@ class LocalRun:
     async def _drive(self, manager: JobManager, log: ResultLog, stopping: asyncio.Task[bool]) -> None:
         """Run the batch until it has ended or a stop is asked for. Raises: as ``run``."""
         assert self._input is not None
-        self._job = job = await manager.run_input(f"{self._files.input.name}-{log.name[:8]}")
+        self._job = job = await manager.run_batch(*_records(f"{self._files.input.name}-{log.name[:8]}"))
         assert job.task is not None
         opened = asyncio.create_task(self._input.is_opened.wait())
         ends: set[asyncio.Future[Any]] = {job.task, opened, stopping}
@@ -316,3 +317,25 @@ class LocalRun:
     def _on_report(self, report: StepReport) -> None:
         if self.speed is not None:
             self.speed.on_report(report, time.monotonic())
+
+
+def _records(name: str) -> tuple[FileRecord, BatchRecord]:
+    """Of a run's input, and of its batch, which has no window. Results are in the run's own files."""
+    now = int(time.time())
+    file = FileRecord(
+        id=name, owner="", num_bytes=0, created_at=now, expires_at=None, filename=name, purpose="batch"
+    )
+    batch = BatchRecord(
+        id=name,
+        owner="",
+        endpoint="",
+        input_file_id=name,
+        completion_window="",
+        status=BatchStatus.VALIDATING,
+        created_at=now,
+        expires_at=now + _NO_WINDOW_S,
+        output_blob="",
+        error_blob="",
+        output_retention_s=0,
+    )
+    return file, batch

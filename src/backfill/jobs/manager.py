@@ -7,9 +7,8 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 from backfill.core.errors import RequestError
 from backfill.engine.tasks import TaskWatch
@@ -19,10 +18,10 @@ from backfill.jobs.config import JobsConfig
 from backfill.jobs.database_results import ResultStore
 from backfill.jobs.errors import Conflict, NotFound, TooMany
 from backfill.jobs.feeder import Feeder, LineRunner
-from backfill.jobs.leases import Claim, Lease
+from backfill.jobs.leases import Lease
 from backfill.jobs.lifecycle import BatchDriver
 from backfill.jobs.lines import LineResult, ServiceRunner
-from backfill.jobs.open_batch import InputReader, OpenBatch
+from backfill.jobs.open_batch import InputReader, JobsSnapshot, OpenBatch
 from backfill.jobs.private_files import DataFolderLock
 from backfill.jobs.records import (
     BatchRecord,
@@ -46,23 +45,6 @@ SWEEP_INTERVAL_S = 60.0
 _GARBAGE_INTERVAL_S = 3600.0
 # Limit of ``pause`` and ``stop`` together.
 STOP_TIMEOUT_S = 10.0
-_NO_WINDOW_S = 100 * 365 * 24 * 3600
-
-
-class JobObserver(Protocol):
-    """Called with every group of results once it is durable."""
-
-    def on_lines(self, outcome: LineOutcome, num_lines: int, usage: TokenUsage) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class JobsSnapshot:
-    """Open batches now. ``least_slack_s`` is None where there are none."""
-
-    jobs_by_status: Mapping[BatchStatus, int]
-    num_lines_queued: int
-    oldest_line_s: float
-    least_slack_s: float | None
 
 
 class JobManager:
@@ -78,7 +60,7 @@ class JobManager:
         reader: of input files.
         model_names: what lines may call the model.
         url: of the server, shown to a second server on the same folder.
-        on_event: counts results.
+        on_lines: called with every group of results once it is durable.
         runner: runs lines; by default on the service of ``engine_ready``.
         results: of open batches; by default where ``config`` says.
         wall: Unix seconds.
@@ -91,7 +73,7 @@ class JobManager:
         *,
         model_names: Sequence[str],
         url: str = "",
-        on_event: JobObserver | None = None,
+        on_lines: Callable[[LineOutcome, int, TokenUsage], None] | None = None,
         runner: LineRunner | None = None,
         results: ResultStore | None = None,
         wall: Callable[[], float] = time.time,
@@ -100,14 +82,14 @@ class JobManager:
         self.config = config
         self._reader = reader
         self._model_names = model_names
-        self._observer = on_event
+        self._on_lines = on_lines
         self._results = results
         self._wall = wall
         self._lock = DataFolderLock(config.data_dir, url)
         self._service: CompletionService | None = None
         self._threads = JobThreads()
         self._tasks = tasks or TaskWatch()
-        self._feeder = Feeder(
+        self.feeder = Feeder(
             runner or ServiceRunner(lambda: self._service),
             self._threads.results,
             self._tasks,
@@ -137,7 +119,7 @@ class JobManager:
             self._uploads = Uploads(self._storage)
             self._driver = BatchDriver(
                 self._storage,
-                self._feeder,
+                self.feeder,
                 self._reader,
                 model_names=self._model_names,
                 on_lines=self._count,
@@ -156,7 +138,7 @@ class JobManager:
                     self._storage,
                     self._storage.store.leases,
                     self._jobs,
-                    begin=self._begin_claimed,
+                    begin=lambda claim: self._begin(claim.batch, claim.lease, claim.now_s),
                     capacity=lambda: self._capacity,
                     model_names=self._model_names,
                 )
@@ -171,7 +153,7 @@ class JobManager:
         """Begin no more lines, and wait so long for those that have begun. Returns: as ``Feeder.drain``."""
         self._is_paused = True
         self._set_capacity(0)
-        return await self._feeder.drain(timeout_s)
+        return await self.feeder.drain(timeout_s)
 
     async def pause(self) -> None:
         """Stop feeding at once. Lines in flight run again after the next start, or on another server.
@@ -238,47 +220,16 @@ class JobManager:
         """The same for servers that share files and batches, once it has started."""
         return self._storage.store_id
 
-    @property
-    def num_running(self) -> int:
-        """Lines in the engine."""
-        return self._feeder.num_running
-
-    @property
-    def num_in_flight(self) -> int:
-        """Lines in the engine, or whose results are not durable yet."""
-        return self._feeder.num_in_flight
-
-    @property
-    def num_begun(self) -> int:
-        """Lines in flight that have a token, or whose results are not durable yet."""
-        return self._feeder.num_begun
-
     def now(self) -> int:
         return int(self._wall())
 
     def snapshot(self) -> JobsSnapshot:
-        jobs = self._jobs.values()
-        num_queued = {job.name: job.num_unfinished for job in jobs}
-        ages = [self._wall() - job.batch.created_at for job in jobs if num_queued[job.name]]
-        statuses = {job.batch.id: job.batch.status for job in jobs}
-        return JobsSnapshot(
-            jobs_by_status=Counter(statuses.values()),
-            num_lines_queued=sum(num_queued.values()),
-            oldest_line_s=max(0.0, *ages) if ages else 0.0,
-            least_slack_s=min((job.deadline_s - time.monotonic() for job in jobs), default=None),
-        )
+        return JobsSnapshot.of_jobs(list(self._jobs.values()), self._wall())
 
     async def store_snapshot(self) -> JobsSnapshot:
         """As ``snapshot``, of the batches of all servers that share the database. Raises: Busy."""
         batches = await self._storage.read(self._storage.store.open_batches)
-        now_s = self._wall()
-        waiting = [batch for batch in batches if batch.request_counts.unfinished]
-        return JobsSnapshot(
-            jobs_by_status=Counter(batch.status for batch in batches),
-            num_lines_queued=sum(batch.request_counts.unfinished for batch in waiting),
-            oldest_line_s=max((now_s - batch.created_at for batch in waiting), default=0.0),
-            least_slack_s=min((batch.expires_at - now_s for batch in batches), default=None),
-        )
+        return JobsSnapshot.of_batches(batches, self._wall())
 
     # ---- Files ----
 
@@ -362,31 +313,8 @@ class JobManager:
             self._begin(batch)
         return batch
 
-    async def run_input(self, name: str) -> OpenBatch:
-        """Begin a batch without a window, of an input that ``reader`` knows. Its id is ``name``."""
-        now = self.now()
-        file = FileRecord(
-            id=name,
-            owner="",
-            num_bytes=0,
-            created_at=now,
-            expires_at=None,
-            filename=name,
-            purpose="batch",
-        )
-        batch = BatchRecord(
-            id=name,
-            owner="",
-            endpoint="",
-            input_file_id=name,
-            completion_window="",
-            status=BatchStatus.VALIDATING,
-            created_at=now,
-            expires_at=now + _NO_WINDOW_S,
-            output_blob="",
-            error_blob="",
-            output_retention_s=0,
-        )
+    async def run_batch(self, file: FileRecord, batch: BatchRecord) -> OpenBatch:
+        """Begin a new batch whose input ``reader`` knows. No other manager may share the database."""
         await self._storage.query(self._storage.store.add_file, file)
         await self._storage.query(self._storage.store.add_batch, batch, self.config.batch_max_open)
         return self._begin(batch)
@@ -425,9 +353,6 @@ class JobManager:
                         job.cancelled.set()
                 logger.info("%s: cancelled by its owner while %s", batch_id, batch.status.value)
 
-    def _begin_claimed(self, claim: Claim) -> None:
-        self._begin(claim.batch, claim.lease, claim.now_s)
-
     def _begin(self, batch: BatchRecord, lease: Lease | None = None, now_s: float | None = None) -> OpenBatch:
         log = self._driver.log_of(batch, lease)
         job = OpenBatch(batch, log, self._wall() if now_s is None else now_s, lease)
@@ -455,7 +380,7 @@ class JobManager:
 
     def _set_capacity(self, capacity: int) -> None:
         self._capacity = capacity
-        self._feeder.set_capacity(capacity)
+        self.feeder.set_capacity(capacity)
 
     async def _num_queued_lines(self, owner: str) -> int:
         """Unfinished lines of an owner's open batches whose counts are known."""
@@ -465,11 +390,11 @@ class JobManager:
         return sum(job.counts().unfinished for job in jobs)
 
     def _count(self, results: Sequence[LineResult]) -> None:
-        if self._observer is None:
+        if self._on_lines is None:
             return
         for outcome, num_lines in Counter(result.outcome for result in results).items():
             usage = sum((result.usage for result in results if result.outcome is outcome), TokenUsage())
-            self._observer.on_lines(outcome, num_lines, usage)
+            self._on_lines(outcome, num_lines, usage)
 
     def _with_counts(self, batch: BatchRecord) -> BatchRecord:
         """The batch with the counts of its result files, which the database gets when it ends.
@@ -487,20 +412,10 @@ class JobManager:
         next_garbage_s = time.monotonic()
         while True:
             try:
-                await self._delete_expired()
+                await self._storage.delete_expired()
                 if self._storage.is_shared and time.monotonic() >= next_garbage_s:
                     next_garbage_s = time.monotonic() + _GARBAGE_INTERVAL_S
                     await self._storage.sweep_garbage()
             except Exception:
                 logger.exception("expired files could not be deleted; trying again later")
             await asyncio.sleep(SWEEP_INTERVAL_S)
-
-    async def _delete_expired(self) -> None:
-        ids = await self._storage.query_with_retries(self._storage.store.delete_expired_files, self.now())
-        for file_id in ids:
-            try:
-                await self._threads.results.run(self._storage.blobs.delete, file_id)
-            except OSError as error:  # the next start deletes it
-                logger.error("%s: its contents cannot be deleted: %s", file_id, error.strerror or error)
-            else:
-                logger.info("%s: deleted, it had expired", file_id)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from backfill.jobs.database_results import BatchLog
@@ -83,3 +85,37 @@ class OpenBatch:
             await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             cancelled.cancel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsSnapshot:
+    """Open batches now. ``least_slack_s`` is None where there are none."""
+
+    jobs_by_status: Mapping[BatchStatus, int]
+    num_lines_queued: int
+    oldest_line_s: float
+    least_slack_s: float | None
+
+    @classmethod
+    def of_jobs(cls, jobs: Sequence[OpenBatch], now_s: float) -> JobsSnapshot:
+        """What one server runs."""
+        num_queued = [job.num_unfinished for job in jobs]
+        statuses = {job.batch.id: job.batch.status for job in jobs}
+        ages_s = [now_s - job.batch.created_at for job, num in zip(jobs, num_queued, strict=True) if num]
+        return cls(
+            jobs_by_status=Counter(statuses.values()),
+            num_lines_queued=sum(num_queued),
+            oldest_line_s=max(0.0, *ages_s) if ages_s else 0.0,
+            least_slack_s=min((job.deadline_s - time.monotonic() for job in jobs), default=None),
+        )
+
+    @classmethod
+    def of_batches(cls, batches: Sequence[BatchRecord], now_s: float) -> JobsSnapshot:
+        """What a database has."""
+        waiting = [batch for batch in batches if batch.request_counts.unfinished]
+        return cls(
+            jobs_by_status=Counter(batch.status for batch in batches),
+            num_lines_queued=sum(batch.request_counts.unfinished for batch in waiting),
+            oldest_line_s=max((now_s - batch.created_at for batch in waiting), default=0.0),
+            least_slack_s=min((batch.expires_at - now_s for batch in batches), default=None),
+        )

@@ -152,7 +152,7 @@ async def start_jobs(
         RoutedReader(config.order),
         model_names=model.models,
         url=url,
-        on_event=job_metrics,
+        on_lines=job_metrics.on_lines,
         runner=runner,
         tasks=tasks,
     )
