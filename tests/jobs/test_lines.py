@@ -37,6 +37,11 @@ def test_a_result_line_holds_a_body_whose_lists_are_encoded() -> None:
     }
 
 
+def test_a_line_that_could_not_be_prepared_has_an_internal_error() -> None:
+    result = asyncio.run(ServiceRunner(lambda: None).run(BatchLine(number=1, custom_id="c")))
+    assert result.error is not None and result.error["code"] == "internal_error"
+
+
 def test_the_tokens_of_a_running_line_are_counted_over_its_choices() -> None:
     async def run() -> None:
         engine, tokenizer, count = ScriptedEngine(), make_tokenizer(), TokenCount()

@@ -46,10 +46,11 @@ async def test_deaths_of_the_engine_fail_no_line_that_was_one_of_many() -> None:
     assert len(sink.results) == 200
 
 
-async def test_a_line_that_kills_the_engine_is_found_and_costs_no_other(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("survives", [False, True], ids=["it kills the engine", "its steps fail"])
+async def test_a_fatal_line_is_found_and_costs_no_other(
+    caplog: pytest.LogCaptureFixture, survives: bool
 ) -> None:
-    engine, sink = Engine(fatal={CAPACITY + 7}), Sink()
+    engine, sink = Engine(fatal={CAPACITY + 7}, survives=survives), Sink()
     feed = feed_of(lines_up_to(200), 200, sink)
     engine.start()
     engine.feeder.add(feed)
@@ -63,9 +64,8 @@ async def test_a_line_that_kills_the_engine_is_found_and_costs_no_other(
     assert engine.most_in_flight[1] == CAPACITY // 8
     assert engine.most_in_flight[2 : 1 + MAX_LONE_LOSSES] == [1] * (MAX_LONE_LOSSES - 1)
     assert max(engine.most_in_flight[-1:]) == CAPACITY, "once it is found, the full capacity is used again"
-    assert len(caplog.records) == engine.num_failures + 1, (
-        "one line of the log for each death, one for the line"
-    )
+    num_deaths = 0 if survives else engine.num_failures
+    assert len(caplog.records) == num_deaths + 1, "one line of the log for each death, one for the line"
 
 
 async def test_several_fatal_lines_of_several_batches() -> None:
@@ -92,19 +92,6 @@ async def test_a_step_that_fails_once_loses_no_line() -> None:
     assert sorted(result.line.number for result in sink.results) == list(range(200))
     assert engine.num_failures == 1
     assert engine.most_in_flight[-1] == CAPACITY
-
-
-async def test_a_line_that_fails_its_steps_is_found_and_costs_no_other() -> None:
-    engine, sink = Engine(fatal={CAPACITY + 7}, survives=True), Sink()
-    feed = feed_of(lines_up_to(200), 200, sink)
-    engine.start()
-    engine.feeder.add(feed)
-    await asyncio.wait_for(feed.finished, TIMEOUT_S)
-    assert sink.failed() == [CAPACITY + 7]
-    assert len({result.line.number for result in sink.results}) == 200
-    assert engine.num_failures == 2 + MAX_LONE_LOSSES
-    assert engine.most_in_flight[1] == CAPACITY // 8
-    assert engine.most_in_flight[2 : 1 + MAX_LONE_LOSSES] == [1] * (MAX_LONE_LOSSES - 1)
 
 
 async def test_an_online_request_that_kills_the_engine_fails_no_line_beside_it() -> None:

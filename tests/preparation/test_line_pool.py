@@ -18,7 +18,7 @@ from backfill.blending.pool import OfflinePool
 from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
 from backfill.preparation import line_pool
 from backfill.preparation.line_pool import WINDOW_LINES, LinePool
-from backfill.preparation.lines import BadLine, BatchLine
+from backfill.preparation.lines import BatchLine
 from backfill.preparation.messages import START, LinesTaken, OnlineTraffic, Position
 from backfill.preparation.spool import Span, Spool
 from tests.preparation.pool_doubles import (
@@ -278,33 +278,6 @@ def test_a_file_whose_lines_cannot_be_read_back_is_closed_and_the_owners_others_
     open_file(pool, tmp_path / "bad", prompts([3], [4], [5]), 2, is_spooled=False)
     index_all(pool, 2)
     assert numbers(take_all(pool)) == [1, 2, 3]
-
-
-class Unscanned(dict[int, PoolRequest]):
-    def values(self) -> Any:
-        raise AssertionError("the requests of all owners were looked at")
-
-
-def test_a_take_does_not_look_at_the_lines_of_other_owners(tmp_path: Path) -> None:
-    pool = make_pool()
-    open_file(pool, tmp_path / "a", prompts(*[[n] for n in range(9)]), 1, owner="a")
-    pool.index(1, START, 9)
-    assert len(pool._to_plan) == 9
-    with_values, pool._to_plan = pool._to_plan, Unscanned(pool._to_plan)
-    assert not pool.take("b", 1).lines
-    pool._to_plan = with_values
-    assert len(take_all(pool, "a")) == 9
-    assert not pool._owners_to_plan["a"]
-
-
-def test_a_bad_line_is_raised_after_those_before_it(tmp_path: Path) -> None:
-    pool = make_pool()
-    open_file(pool, tmp_path / "in", prompts([1], [2]) + b"{\n" + prompts([3]))
-    position = pool.index(0, START, 10).position
-    for _ in range(2):
-        with pytest.raises(BadLine):
-            pool.index(0, position, 10)
-    assert numbers(take_all(pool)) == [1, 2]
 
 
 ORDERS: tuple[OrderName, ...] = ("fcfs", "dfs", "random", "batchllm", "blend")

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from backfill.preparation import process
@@ -30,11 +29,9 @@ from backfill.preparation.messages import (
     LinesIndexed,
     LinesProgress,
     LinesTaken,
-    OnlineTraffic,
     OpenLines,
     PrepareBody,
     TakeLines,
-    ToPreparation,
 )
 from backfill.preparation.process import Preparation
 from backfill.protocol.body_check import BodyCheck
@@ -167,22 +164,6 @@ def test_lines_are_indexed_and_taken_until_their_reader_is_closed(
     assert channel.next_report() == JobDone(3, LinesTaken([]))
     channel.commands.put(Job(4, IndexLines(7, START, 3)))
     assert channel.next_report() == JobDone(4, LinesIndexed(0, START, is_end=True))
-
-
-def test_changes_of_lines_reach_the_pool_as_they_were_sent(
-    channel: Channel, preparer: Preparer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes = [LinesProgress(7, {1: 3, 400_000: 9}), OnlineTraffic(10.5, 2e6, 4096)]
-    told: list[object] = []
-    note_progress = lambda _, reader_id, numbers: told.append(LinesProgress(reader_id, numbers))  # noqa: E731
-    monkeypatch.setattr(LinePool, "note_progress", note_progress)
-    monkeypatch.setattr(LinePool, "note_online", lambda _, traffic: told.append(traffic))
-    for change in changes:
-        encoded = msgspec.msgpack.encode(change)
-        channel.commands.put(msgspec.msgpack.decode(encoded, type=ToPreparation))
-    channel.commands.put(Job(1, TakeLines("", 1)))
-    channel.next_report()
-    assert told == changes
 
 
 def test_a_cancelled_check_stops_reading(channel: Channel, preparer: Preparer, tmp_path: Path) -> None:

@@ -203,7 +203,8 @@ async def test_a_line_that_ends_the_process_costs_no_other(tmp_path: Path) -> No
         unprepared = [line.number for _, line in found if line.generation is None]
         assert sorted(unprepared) == [3, 300]
         assert (lines.num_indexed, other.num_indexed) == (400, 1)
-    assert process.num_deaths == 8
+    assert process.num_deaths == 8, "four for each"
+    assert max(process.num_prepared.values()) <= 1 + 2 * 5, "once, and again after each death or omission"
 
 
 async def test_lines_are_indexed_in_groups_again_after_a_death_without_a_poison_line(tmp_path: Path) -> None:
