@@ -28,15 +28,18 @@ def line_of(number: int, num_bytes: int = 2) -> BatchLine:
 
 
 class Source:
-    """Lines of an iterator, in groups. ``ended``: output tokens of lines that have ended."""
+    """Lines of an iterator, in groups.
 
-    progress: list[dict[int, int]]  # as it was told
+    Attributes:
+        ended: output tokens of lines that have ended.
+        progress: as it was told.
+    """
 
-    def __init__(self, lines: Iterator[BatchLine], group: int = 5) -> None:
-        self._lines = lines
+    def __init__(self, lines: Iterable[BatchLine] = (), group: int = 5) -> None:
+        self._lines = iter(lines)
         self._group = group
         self.ended: dict[int, int | None] = {}
-        self.progress = []
+        self.progress: list[dict[int, int]] = []
 
     async def read(self, max_lines: int) -> list[tuple[LineSource, BatchLine]]:
         await asyncio.sleep(0)
@@ -49,6 +52,8 @@ class Source:
     def note_progress(self, num_output_tokens: Mapping[int, int]) -> None:
         assert not self.ended.keys() & num_output_tokens.keys(), "only of lines that run"
         self.progress.append(dict(num_output_tokens))
+
+    def close(self) -> None: ...
 
 
 class NoThreads(ThreadPool):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -124,56 +124,57 @@ async def test_lines_start_a_few_at_a_time_so_that_others_get_their_turn() -> No
     assert max(after - before for before, after in itertools.pairwise(num_running)) <= 32
 
 
-class Pool:
-    """Lines of several batches of one owner, in an order of its own."""
+class SharedSource(Source):
+    """A source of one of several batches of an owner: a read returns lines of any of them."""
 
-    def __init__(self, order: Sequence[tuple[int, int]]) -> None:
-        self._order = deque(order)  # batch and number of a line
-        self.sources = [PoolSource(self) for _ in range(1 + max(batch for batch, _ in order))]
-
-    def next(self, max_lines: int) -> list[tuple[LineSource, BatchLine]]:
-        num_lines = min(max_lines, 4, len(self._order))
-        taken = [self._order.popleft() for _ in range(num_lines)]
-        return [(self.sources[batch], line_of(number)) for batch, number in taken]
-
-
-class PoolSource:
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self.ended: list[int] = []
+    def __init__(self, waiting: deque[tuple[LineSource, BatchLine]], may_read: asyncio.Event) -> None:
+        super().__init__()
+        self.waiting = waiting
+        self.may_read = may_read
+        self.num_reads = 0
 
     async def read(self, max_lines: int) -> list[tuple[LineSource, BatchLine]]:
+        self.num_reads += 1
         await asyncio.sleep(0)
-        return self._pool.next(max_lines)
-
-    def end(self, number: int, num_output_tokens: int | None) -> None:
-        self.ended.append(number)
-
-    def note_progress(self, num_output_tokens: Mapping[int, int]) -> None: ...
+        await self.may_read.wait()
+        return [self.waiting.popleft() for _ in range(min(max_lines, 4, len(self.waiting)))]
 
 
-def pooled(order: Sequence[tuple[int, int]], sinks: Sequence[Sink]) -> list[Feed]:
-    """Feeds of one owner, the last one with the earliest deadline."""
-    pool = Pool(order)
-    return [
+def pooled(
+    order: Sequence[tuple[int, int]], sinks: Sequence[Sink], may_read: asyncio.Event | None = None
+) -> tuple[list[Feed], list[SharedSource]]:
+    """Feeds of one owner, the last one with the earliest deadline.
+
+    Args:
+        order: batch and number of each line, in which they are read.
+    """
+    waiting: deque[tuple[LineSource, BatchLine]] = deque()
+    if may_read is None:
+        may_read = asyncio.Event()
+        may_read.set()
+    sources = [SharedSource(waiting, may_read) for _ in sinks]
+    waiting.extend((sources[batch], line_of(number)) for batch, number in order)
+    num_lines = Counter(batch for batch, _ in order)
+    feeds = [
         Feed(
             f"b{batch}",
             source,
-            sum(other == batch for other, _ in order),
+            num_lines[batch],
             sinks[batch],
             lambda results: None,
             owner="a",
             deadline_at_s=-batch,
         )
-        for batch, source in enumerate(pool.sources)
+        for batch, source in enumerate(sources)
     ]
+    return feeds, sources
 
 
 async def test_lines_of_an_owner_run_in_the_order_of_the_pool_whichever_batch_they_are_of() -> None:
     order = [(number % 3, number) for number in range(30)]
     random.Random(1).shuffle(order)
     engine, sinks = Engine(holds=True), [Sink() for _ in range(3)]
-    feeds = pooled(order, sinks)
+    feeds, _ = pooled(order, sinks)
     for feed in feeds:
         engine.feeder.add(feed)
     engine.feeder.set_capacity(1)
@@ -194,7 +195,7 @@ async def test_lines_of_an_owner_run_in_the_order_of_the_pool_whichever_batch_th
 async def test_a_batch_that_leaves_takes_its_lines_along_and_no_others() -> None:
     order = [(number % 2, number) for number in range(100)]
     engine, sinks = Engine(holds=True), [Sink(), Sink()]
-    leaving, staying = pooled(order, sinks)
+    (leaving, staying), _ = pooled(order, sinks)
     engine.start()
     engine.feeder.add(leaving)
     engine.feeder.add(staying)
@@ -273,40 +274,9 @@ async def test_lines_beyond_those_that_were_checked_are_dropped() -> None:
     assert {number for number, length in source.ended.items() if length is None} == {5, 6, 7}
 
 
-class SharedSource:
-    """A source of one of several batches of an owner: a read returns lines of any of them."""
-
-    def __init__(self, waiting: deque[tuple[LineSource, BatchLine]], may_read: asyncio.Event) -> None:
-        self.waiting = waiting
-        self.may_read = may_read
-        self.num_reads = 0
-
-    async def read(self, max_lines: int) -> Sequence[tuple[LineSource, BatchLine]]:
-        self.num_reads += 1
-        await self.may_read.wait()
-        return [self.waiting.popleft() for _ in range(min(max_lines, len(self.waiting)))]
-
-    def end(self, number: int, num_output_tokens: int | None) -> None: ...
-    def note_progress(self, num_output_tokens: Mapping[int, int]) -> None: ...
-
-
 async def test_one_read_at_a_time_is_enough_for_all_batches_of_an_owner() -> None:
-    engine, sinks = Engine(), [Sink(), Sink()]
-    waiting: deque[tuple[LineSource, BatchLine]] = deque()
-    may_read = asyncio.Event()
-    sources = [SharedSource(waiting, may_read) for _ in range(2)]
-    waiting.extend((sources[number % 2], line_of(number)) for number in range(10))
-    feeds = [
-        Feed(
-            f"batch {index}",
-            source,
-            5,
-            sink,
-            lambda results: None,
-            deadline_at_s=100.0 - index,
-        )
-        for index, (source, sink) in enumerate(zip(sources, sinks, strict=True))
-    ]
+    engine, sinks, may_read = Engine(), [Sink(), Sink()], asyncio.Event()
+    feeds, sources = pooled([(number % 2, number) for number in range(10)], sinks, may_read)
     engine.start()
     for feed in feeds:  # the second is more urgent, and its lines are the first one's read's too
         engine.feeder.add(feed)

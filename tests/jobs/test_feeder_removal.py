@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -143,7 +143,7 @@ async def test_an_unexpected_error_is_logged_and_counted(
 
 
 async def test_a_batch_removed_during_a_read_and_a_write_blocks_no_other() -> None:
-    class Hanging:
+    class Hanging(Source):
         """Gives two lines, and then no more."""
 
         is_read_again = False
@@ -153,9 +153,6 @@ async def test_a_batch_removed_during_a_read_and_a_write_blocks_no_other() -> No
                 await asyncio.Event().wait()
             self.is_read_again = True
             return [(self, line_of(0)), (self, line_of(1))]
-
-        def end(self, number: int, num_output_tokens: int | None) -> None: ...
-        def note_progress(self, num_output_tokens: Mapping[int, int]) -> None: ...
 
     class Refusing(Sink):
         def append(self, results: Sequence[LineResult]) -> None:

@@ -25,10 +25,12 @@ class InputChanged(BackfillError):
 
 
 class LineSource(Protocol):
+    """The lines of one file. Outside of tests these are ``PreparedLines``, and a router's ``RoutedLines``."""
+
     async def read(self, max_lines: int) -> Sequence[tuple[LineSource, BatchLine]]:
         """The next lines of the batch's owner, each with the source of its own batch.
 
-        At least one unless no open batch of the owner has more. Any error ends this batch.
+        At least one unless no open batch of the owner has more. Any error ends this batch: BadLine, OSError.
         """
         ...
 
@@ -39,6 +41,8 @@ class LineSource(Protocol):
     def note_progress(self, num_output_tokens: Mapping[int, int]) -> None:
         """Lines, by number, have generated so many tokens of a choice and run on."""
         ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)

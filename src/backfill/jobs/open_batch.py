@@ -17,12 +17,6 @@ from backfill.preparation.lines import BatchLine
 from backfill.preparation.messages import InputLimits, InputReport, LineSelection
 
 
-class LineReader(LineSource, Protocol):
-    """The lines of one file. ``read`` raises: BadLine, OSError."""
-
-    def close(self) -> None: ...
-
-
 class NameReader(Protocol):
     async def read(self, max_lines: int) -> Sequence[BatchLine]:
         """The next lines in the order of their file, without bodies. Raises: BadLine, OSError."""
@@ -36,7 +30,7 @@ class InputReader(Protocol):
         """Raises: OSError."""
         ...
 
-    def open_lines(self, selection: LineSelection) -> LineReader: ...
+    def open_lines(self, selection: LineSelection) -> LineSource: ...
 
     def open_names(self, selection: LineSelection) -> NameReader: ...
 

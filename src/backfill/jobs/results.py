@@ -14,6 +14,7 @@ from backfill.core.errors import BackfillError
 from backfill.jobs.lines import LineResult, Usage
 from backfill.jobs.private_files import FILE_MODE, sync_folder, write_all
 from backfill.jobs.records import LineOutcome, RequestCounts, TokenUsage
+from backfill.preparation.line_file import is_marked, mark
 
 
 class ForeignResults(BackfillError):
@@ -80,8 +81,7 @@ class ResultTally:
         return f"{self._prefix}{number}"
 
     def is_done(self, number: int) -> bool:
-        byte, bit = divmod(number, 8)
-        return byte < len(self._done) and bool(self._done[byte] >> bit & 1)
+        return is_marked(self._done, number)
 
     @property
     def done(self) -> bytes:
@@ -96,10 +96,7 @@ class ResultTally:
         return RequestCounts(total, self.num_completed, self.num_failed)
 
     def _note(self, number: int, is_completed: bool, usage: TokenUsage) -> None:
-        byte, bit = divmod(number, 8)
-        if byte >= len(self._done):
-            self._done.extend(bytes(byte + 1 - len(self._done)))
-        self._done[byte] |= 1 << bit
+        mark(self._done, number)
         if is_completed:
             self.num_completed += 1
             self.usage += usage

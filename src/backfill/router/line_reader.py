@@ -89,7 +89,7 @@ class RoutedNames:
 
 
 class RoutedLines:
-    """A ``LineReader``: lines in the order of a pool, or of the file where they are too many to plan."""
+    """A ``LineSource``: lines in the order of a pool, or of the file where they are too many to plan."""
 
     def __init__(self, selection: LineSelection, order: OrderName) -> None:
         self._selection = selection
