@@ -119,7 +119,7 @@ def input_line(index: int) -> bytes:
 
 
 async def upload(manager: JobManager, content: bytes, purpose: str) -> str:
-    receiver = await manager.begin_upload("")
+    receiver = await manager.files.begin_upload("")
     for start in range(0, len(content), PIECE_BYTES):
         await receiver.write(content[start : start + PIECE_BYTES])
     return (await receiver.finish(filename="in.jsonl", purpose=purpose, expires_after_s=None)).id

@@ -236,7 +236,7 @@ async def test_a_rotated_key_keeps_its_owners_files(tmp_path: Path, key_file: Pa
         assert await files_of("other") == []
         assert await files_of("bare") == ["bare.jsonl"]
         # The owner of a key without a name is its digest, as before keys had names.
-        page = await jobs.list_files(digest_of("bare"), purpose=None, order="asc", limit=1, after=None)
+        page = await jobs.files.list(digest_of("bare"), purpose=None, order="asc", limit=1, after=None)
         assert [file.filename for file in page.items] == ["bare.jsonl"]
     await jobs.pause()
     await jobs.stop()

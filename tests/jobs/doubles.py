@@ -163,7 +163,7 @@ def ready(manager: JobManager) -> None:
 
 
 async def store_input(manager: JobManager, content: bytes, purpose: str = "batch", owner: str = OWNER) -> str:
-    upload = await manager.begin_upload(owner)
+    upload = await manager.files.begin_upload(owner)
     try:
         await upload.write(content)
         return (await upload.finish(filename="in.jsonl", purpose=purpose, expires_after_s=None)).id
@@ -214,7 +214,7 @@ async def in_status(
 
 
 async def content_of(manager: JobManager, record: FileRecord) -> bytes:
-    download = await manager.open_content(record)
+    download = await manager.files.open(record)
     try:
         return b"".join([chunk async for chunk in download.chunks()])
     finally:
@@ -227,7 +227,7 @@ async def results_of(manager: JobManager, batch: BatchRecord) -> tuple[list[Any]
     for file_id in (batch.output_file_id, batch.error_file_id):
         lines: list[Any] = []
         if file_id is not None:
-            record = await manager.get_file(OWNER, file_id)
+            record = await manager.files.get(OWNER, file_id)
             content = await content_of(manager, record)
             assert len(content) == record.num_bytes
             lines = [json.loads(line) for line in content.splitlines()]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from backfill.core.config import GIB
 from backfill.core.errors import ConfigError
+from backfill.jobs import files as files_module
 from backfill.jobs import manager as manager_module
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchStatus
@@ -22,6 +22,7 @@ from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
+    Start,
     check_accounts,
     check_completed,
     content_of,
@@ -83,153 +84,146 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingDisk]:
     assert hanging.seen_on_loop == []
 
 
-@contextlib.asynccontextmanager
-async def running(folder: Path, **options: Any) -> AsyncIterator[JobManager]:
-    manager = await started(folder, **options)
-    try:
-        yield manager
-    finally:
-        await manager.stop()
-
-
 def is_blob(path: Any, *_: Any) -> bool:
     return "file-" in os.fspath(path) if isinstance(path, str | os.PathLike) else False
 
 
 @pytest.mark.parametrize("name", ["fsync", "write", "open"])
-async def test_results_that_wait_for_the_disk(tmp_path: Path, disk: HangingDisk, name: str) -> None:
-    async with running(tmp_path) as manager:
-        batch = await submit(manager, input_of(30))
-        await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
-        content = await store_input(manager, b"meanwhile")
-        disk.hang(name)
-        ready(manager)
-        await disk.hangs()
-        assert (await manager.get_batch(OWNER, batch.id)).request_counts.completed == 0
-        record = await manager.get_file(OWNER, content)
-        if name != "open":
-            assert await content_of(manager, record) == b"meanwhile"
-        disk.release()
-        batch = await ended(manager, batch.id)
-        await check_completed(manager, batch, 30)
+async def test_results_that_wait_for_the_disk(disk: HangingDisk, name: str, start: Start) -> None:
+    manager = await start()
+    batch = await submit(manager, input_of(30))
+    await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
+    content = await store_input(manager, b"meanwhile")
+    disk.hang(name)
+    ready(manager)
+    await disk.hangs()
+    assert (await manager.get_batch(OWNER, batch.id)).request_counts.completed == 0
+    record = await manager.files.get(OWNER, content)
+    if name != "open":
+        assert await content_of(manager, record) == b"meanwhile"
+    disk.release()
+    batch = await ended(manager, batch.id)
+    await check_completed(manager, batch, 30)
 
 
 @pytest.mark.parametrize("name", ["open", "write", "fsync", "replace", "statvfs"])
-async def test_an_upload_that_waits_for_the_disk(tmp_path: Path, disk: HangingDisk, name: str) -> None:
-    async with running(tmp_path, limits={"batch_min_free_gib": 1 / GIB}) as manager:
-        disk.hang(name)
-        upload = asyncio.create_task(store_input(manager, b"x" * 3_000_000))
-        await disk.hangs()
-        assert not upload.done()
-        assert (await manager.list_files(OWNER, purpose=None, order="asc", limit=9, after=None)).items == []
-        disk.release()
-        assert (await manager.get_file(OWNER, await upload)).num_bytes == 3_000_000
+async def test_an_upload_that_waits_for_the_disk(disk: HangingDisk, name: str, start: Start) -> None:
+    manager = await start(limits={"batch_min_free_gib": 1 / GIB})
+    disk.hang(name)
+    upload = asyncio.create_task(store_input(manager, b"x" * 3_000_000))
+    await disk.hangs()
+    assert not upload.done()
+    assert (await manager.files.list(OWNER, purpose=None, order="asc", limit=9, after=None)).items == []
+    disk.release()
+    assert (await manager.files.get(OWNER, await upload)).num_bytes == 3_000_000
 
 
-async def test_an_upload_aborted_on_a_hung_disk_leaves_nothing(tmp_path: Path, disk: HangingDisk) -> None:
-    async with running(tmp_path) as manager:
-        disk.hang("open", is_blob)
-        upload = asyncio.create_task(manager.begin_upload(OWNER))
-        await disk.hangs()
-        upload.cancel()
-        disk.release()
-        with pytest.raises(asyncio.CancelledError):
-            await upload
-        assert list((tmp_path / "files").iterdir()) == []
+async def test_an_upload_aborted_on_a_hung_disk_leaves_nothing(
+    tmp_path: Path, disk: HangingDisk, start: Start
+) -> None:
+    manager = await start()
+    disk.hang("open", is_blob)
+    upload = asyncio.create_task(manager.files.begin_upload(OWNER))
+    await disk.hangs()
+    upload.cancel()
+    disk.release()
+    with pytest.raises(asyncio.CancelledError):
+        await upload
+    assert list((tmp_path / "files").iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["stat", "unlink"])
-async def test_the_end_of_a_batch_that_waits_for_the_disk(
-    tmp_path: Path, disk: HangingDisk, name: str
-) -> None:
-    async with running(tmp_path) as manager:
-        batch = await submit(manager, input_of(3))
-        disk.hang(name, is_blob)  # looks how long the results are; deletes the error file, which is empty
-        ready(manager)
-        await disk.hangs()
-        batch = await manager.get_batch(OWNER, batch.id)
-        assert (batch.status, batch.request_counts.completed) == (BatchStatus.FINALIZING, 3)
-        disk.release()
-        assert (await ended(manager, batch.id)).status is BatchStatus.COMPLETED
+async def test_the_end_of_a_batch_that_waits_for_the_disk(disk: HangingDisk, name: str, start: Start) -> None:
+    manager = await start()
+    batch = await submit(manager, input_of(3))
+    disk.hang(name, is_blob)  # looks how long the results are; deletes the error file, which is empty
+    ready(manager)
+    await disk.hangs()
+    batch = await manager.get_batch(OWNER, batch.id)
+    assert (batch.status, batch.request_counts.completed) == (BatchStatus.FINALIZING, 3)
+    disk.release()
+    assert (await ended(manager, batch.id)).status is BatchStatus.COMPLETED
 
 
-async def test_a_deletion_that_waits_for_the_disk(tmp_path: Path, disk: HangingDisk) -> None:
-    async with running(tmp_path) as manager:
-        file_id = await store_input(manager, b"x")
-        disk.hang("unlink", is_blob)
-        deletion = asyncio.create_task(manager.delete_file(OWNER, file_id))
-        await disk.hangs()
-        other = await store_input(manager, b"y")
-        assert (await manager.get_file(OWNER, other)).num_bytes == 1
-        assert not deletion.done()
-        disk.release()
-        await deletion
-        assert not (tmp_path / "files" / file_id).exists()
+async def test_a_deletion_that_waits_for_the_disk(tmp_path: Path, disk: HangingDisk, start: Start) -> None:
+    manager = await start()
+    file_id = await store_input(manager, b"x")
+    disk.hang("unlink", is_blob)
+    deletion = asyncio.create_task(manager.files.delete(OWNER, file_id))
+    await disk.hangs()
+    other = await store_input(manager, b"y")
+    assert (await manager.files.get(OWNER, other)).num_bytes == 1
+    assert not deletion.done()
+    disk.release()
+    await deletion
+    assert not (tmp_path / "files" / file_id).exists()
 
 
-async def test_a_download_that_waits_for_the_disk(tmp_path: Path, disk: HangingDisk) -> None:
-    async with running(tmp_path) as manager:
-        record = await manager.get_file(OWNER, await store_input(manager, b"x" * 10))
-        disk.hang("pread")
-        downloads = [asyncio.create_task(content_of(manager, record)) for _ in range(50)]
-        await disk.hangs()
-        assert (await manager.get_file(OWNER, await store_input(manager, b"y"))).num_bytes == 1
-        disk.release()
-        assert set(await asyncio.gather(*downloads)) == {b"x" * 10}
+async def test_a_download_that_waits_for_the_disk(disk: HangingDisk, start: Start) -> None:
+    manager = await start()
+    record = await manager.files.get(OWNER, await store_input(manager, b"x" * 10))
+    disk.hang("pread")
+    downloads = [asyncio.create_task(content_of(manager, record)) for _ in range(50)]
+    await disk.hangs()
+    assert (await manager.files.get(OWNER, await store_input(manager, b"y"))).num_bytes == 1
+    disk.release()
+    assert set(await asyncio.gather(*downloads)) == {b"x" * 10}
 
 
 async def test_a_sweep_that_waits_for_the_disk(
-    tmp_path: Path, disk: HangingDisk, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, disk: HangingDisk, monkeypatch: pytest.MonkeyPatch, start: Start
 ) -> None:
-    monkeypatch.setattr(manager_module, "SWEEP_INTERVAL_S", 0.001)
+    monkeypatch.setattr(files_module, "SWEEP_INTERVAL_S", 0.001)
     wall = [1_000_000.0]
-    async with running(tmp_path, wall=lambda: wall[0]) as manager:
-        file_id = await store_input(manager, b"x")
-        disk.hang("unlink", is_blob)
-        wall[0] += 31 * 24 * 3600
-        await disk.hangs()
-        assert (await manager.get_file(OWNER, await store_input(manager, b"y"))).num_bytes == 1
-        disk.release()
-        await until(lambda: not (tmp_path / "files" / file_id).exists())
+    manager = await start(wall=lambda: wall[0])
+    file_id = await store_input(manager, b"x")
+    disk.hang("unlink", is_blob)
+    wall[0] += 31 * 24 * 3600
+    await disk.hangs()
+    assert (await manager.files.get(OWNER, await store_input(manager, b"y"))).num_bytes == 1
+    disk.release()
+    await until(lambda: not (tmp_path / "files" / file_id).exists())
 
 
-async def test_a_sweep_that_fails_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_module, "SWEEP_INTERVAL_S", 0.001)
+async def test_a_sweep_that_fails_is_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Start
+) -> None:
+    monkeypatch.setattr(files_module, "SWEEP_INTERVAL_S", 0.001)
     wall = [1_000_000.0]
-    async with running(tmp_path, wall=lambda: wall[0]) as manager:
-        real_delete = manager._storage.store.delete_expired_files
-        errors_to_raise = [OSError("no disk"), ValueError("a bug")]
+    manager = await start(wall=lambda: wall[0])
+    real_delete = manager._storage.store.delete_expired_files
+    errors_to_raise = [OSError("no disk"), ValueError("a bug")]
 
-        def delete(now: int) -> list[str]:
-            if errors_to_raise:
-                raise errors_to_raise.pop()
-            return real_delete(now)
+    def delete(now: int) -> list[str]:
+        if errors_to_raise:
+            raise errors_to_raise.pop()
+        return real_delete(now)
 
-        monkeypatch.setattr(manager._storage.store, "delete_expired_files", delete)
-        file_id = await store_input(manager, b"x")
-        wall[0] += 31 * 24 * 3600
-        await until(lambda: not (tmp_path / "files" / file_id).exists())
-        assert not errors_to_raise
+    monkeypatch.setattr(manager._storage.store, "delete_expired_files", delete)
+    file_id = await store_input(manager, b"x")
+    wall[0] += 31 * 24 * 3600
+    await until(lambda: not (tmp_path / "files" / file_id).exists())
+    assert not errors_to_raise
 
 
 async def test_one_file_that_cannot_be_deleted_blocks_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Start
 ) -> None:
-    monkeypatch.setattr(manager_module, "SWEEP_INTERVAL_S", 0.001)
+    monkeypatch.setattr(files_module, "SWEEP_INTERVAL_S", 0.001)
     wall = [1_000_000.0]
     real_unlink = os.unlink
-    async with running(tmp_path, wall=lambda: wall[0]) as manager:
-        stuck, other = [await store_input(manager, b"x") for _ in range(2)]
+    manager = await start(wall=lambda: wall[0])
+    stuck, other = [await store_input(manager, b"x") for _ in range(2)]
 
-        def unlink(path: Any, **options: Any) -> None:
-            if os.fspath(path).endswith(stuck):
-                raise PermissionError(1, "Operation not permitted")
-            real_unlink(path, **options)
+    def unlink(path: Any, **options: Any) -> None:
+        if os.fspath(path).endswith(stuck):
+            raise PermissionError(1, "Operation not permitted")
+        real_unlink(path, **options)
 
-        monkeypatch.setattr(os, "unlink", unlink)
-        wall[0] += 31 * 24 * 3600
-        await until(lambda: not (tmp_path / "files" / other).exists())
-        assert (tmp_path / "files" / stuck).exists()
+    monkeypatch.setattr(os, "unlink", unlink)
+    wall[0] += 31 * 24 * 3600
+    await until(lambda: not (tmp_path / "files" / other).exists())
+    assert (tmp_path / "files" / stuck).exists()
 
 
 @pytest.mark.parametrize("name", ["fsync", "write"])
@@ -240,7 +234,7 @@ async def test_a_stop_does_not_wait_for_a_hung_disk(
     manager = await started(tmp_path)
     batch = await submit(manager, input_of(30))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
-    upload = await manager.begin_upload(OWNER)
+    upload = await manager.files.begin_upload(OWNER)
     disk.hang(name)
     ready(manager)
     await disk.hangs()
@@ -276,17 +270,18 @@ async def test_no_file_is_opened_or_deleted_on_the_event_loop(tmp_path: Path) ->
             seen.append(f"{event} {args}")
 
     async def live(act: Callable[[JobManager], Awaitable[None]]) -> None:
-        async with running(tmp_path) as manager:
-            ready(manager)
-            await act(manager)
+        manager = await started(tmp_path)
+        ready(manager)
+        await act(manager)
+        await manager.stop()
 
     async def run_batches(manager: JobManager) -> None:
         batch = await run_batch(manager, input_of(5))
         await check_accounts(manager, batch, 5)
-        await manager.delete_file(OWNER, batch.input_file_id)
+        await manager.files.delete(OWNER, batch.input_file_id)
         await run_batch(manager, input_of(5), window_s=0)
         await run_batch(manager, b"{")
-        await (await manager.begin_upload(OWNER)).abort()
+        await (await manager.files.begin_upload(OWNER)).abort()
 
     async def nothing(manager: JobManager) -> None: ...
 

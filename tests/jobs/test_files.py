@@ -36,12 +36,12 @@ async def test_an_input_file_is_kept_while_its_batch_runs(manager: JobManager) -
     batch = await submit(manager, input_of(5))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
     with pytest.raises(Conflict):
-        await manager.delete_file(OWNER, batch.input_file_id)
+        await manager.files.delete(OWNER, batch.input_file_id)
     ready(manager)
     batch = await ended(manager, batch.id)
-    await manager.delete_file(OWNER, batch.input_file_id)
+    await manager.files.delete(OWNER, batch.input_file_id)
     with pytest.raises(NotFound):
-        await manager.get_file(OWNER, batch.input_file_id)
+        await manager.files.get(OWNER, batch.input_file_id)
     await check_accounts(manager, batch, 5)
 
 
@@ -73,8 +73,8 @@ async def test_one_server_for_one_folder(tmp_path: Path) -> None:
 async def test_other_owners_see_nothing(manager: JobManager) -> None:
     batch = await submit(manager, input_of(1))
     for attempt in (
-        manager.get_file("other", batch.input_file_id),
-        manager.delete_file("other", batch.input_file_id),
+        manager.files.get("other", batch.input_file_id),
+        manager.files.delete("other", batch.input_file_id),
         manager.get_batch("other", batch.id),
         manager.cancel_batch("other", batch.id),
     ):
@@ -111,4 +111,4 @@ async def test_expired_files_are_deleted_at_the_next_sweep(tmp_path: Path, start
         while list((tmp_path / "files").iterdir()):
             await asyncio.sleep(0.01)
     with pytest.raises(NotFound):
-        await manager.get_file(OWNER, file_id)
+        await manager.files.get(OWNER, file_id)

@@ -140,7 +140,7 @@ async def test_a_lasting_error_fails_a_batch(manager: JobManager, monkeypatch: p
     batch = await run_batch(manager, input_of(9))
     assert batch.status is BatchStatus.FAILED
     assert [error.code for error in batch.errors] == ["internal_error"]
-    await manager.delete_file(OWNER, batch.input_file_id)
+    await manager.files.delete(OWNER, batch.input_file_id)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ async def test_concurrent_uploads_share_the_free_storage(tmp_path: Path) -> None
     manager = make_manager(tmp_path, InstantRunner())
     object.__setattr__(manager.config, "batch_max_storage_gib", 100 / GIB)
     await manager.start()
-    uploads = [await manager.begin_upload(OWNER) for _ in range(3)]
+    uploads = [await manager.files.begin_upload(OWNER) for _ in range(3)]
     await uploads[0].write(b"x" * 60)
     with pytest.raises(TooLarge, match="storage is full"):
         await uploads[1].write(b"x" * 60)
@@ -257,7 +257,7 @@ async def test_a_paused_manager_answers_and_leaves_batches_to_the_next_start(
     runner = InstantRunner()
     manager = await start(runner)
     ready(manager)
-    upload = await manager.begin_upload(OWNER)
+    upload = await manager.files.begin_upload(OWNER)
     await upload.write(input_of(3))
     await manager.pause()
     with pytest.raises(ConfigError, match="in use"):

@@ -42,7 +42,7 @@ async def test_open_batches_of_one_owner_are_limited(start: Start) -> None:
     refused = [error for error in made if isinstance(error, TooMany)]
     assert len(refused) == 15
     assert "At most 5 of your batches" in str(refused[0])
-    upload = await manager.begin_upload("other")
+    upload = await manager.files.begin_upload("other")
     await upload.write(input_of(3))
     other = await upload.finish(filename="in.jsonl", purpose="batch", expires_after_s=None)
     await create(manager, other.id, "other")
@@ -116,16 +116,16 @@ async def test_bytes_of_one_owner_are_limited(start: Start) -> None:
     first = await store_input(manager, b"x" * 60)
     with pytest.raises(TooLarge, match="limited to 100 bytes together"):
         await store_input(manager, b"x" * 41)
-    uploads = [await manager.begin_upload(OWNER) for _ in range(2)]
+    uploads = [await manager.files.begin_upload(OWNER) for _ in range(2)]
     await uploads[0].write(b"x" * 40)
     with pytest.raises(TooLarge):
         await uploads[1].write(b"x")
     for upload in uploads:
         await upload.abort()
-    other = await manager.begin_upload("other")
+    other = await manager.files.begin_upload("other")
     await other.write(b"x" * 100)
     await other.finish(filename="a", purpose="user_data", expires_after_s=None)
-    await manager.delete_file(OWNER, first)
+    await manager.files.delete(OWNER, first)
     await store_input(manager, b"x" * 100)
 
 
@@ -152,14 +152,14 @@ async def test_the_rest_of_the_disk_is_kept_for_results(
     monkeypatch.setattr(os, "statvfs", statvfs)
     file_id = await store_input(manager, input_of(10))
     batch = await create(manager, file_id)
-    upload = await manager.begin_upload(OWNER)
+    upload = await manager.files.begin_upload(OWNER)
     await upload.write(b"x" * 4000)
     with pytest.raises(StorageFull):
         await upload.write(b"x" * 4001)
     await upload.abort()
     num_free = 999
     with pytest.raises(StorageFull):
-        await manager.begin_upload(OWNER)
+        await manager.files.begin_upload(OWNER)
     with pytest.raises(StorageFull):
         await create(manager, file_id)
     ready(manager)
@@ -184,20 +184,20 @@ def test_limits_out_of_range_are_refused(field: str, value: int) -> None:
 
 async def test_open_uploads_are_limited_for_each_owner_and_for_all(start: Start) -> None:
     manager = await start(limits={"batch_max_uploads": 8, "batch_max_bytes": 100})
-    uploads = [await manager.begin_upload(f"owner {number // 2}") for number in range(8)]
+    uploads = [await manager.files.begin_upload(f"owner {number // 2}") for number in range(8)]
     with pytest.raises(TooManyUploads, match="2 of your uploads"):
-        await manager.begin_upload("owner 0")
+        await manager.files.begin_upload("owner 0")
     with pytest.raises(TooManyUploads, match="At most 8 uploads"):
-        await manager.begin_upload("other")
+        await manager.files.begin_upload("other")
     await uploads[0].abort()
     await uploads[0].abort()
     await uploads[1].finish(filename="in", purpose="user_data", expires_after_s=None)
     await uploads[2].write(b"x" * 101)
     with pytest.raises(TooLarge):
         await uploads[2].finish(filename="in.jsonl", purpose="batch", expires_after_s=None)
-    uploads += [await manager.begin_upload("other"), await manager.begin_upload("another")]
-    uploads.append(await manager.begin_upload("owner 1"))
+    uploads += [await manager.files.begin_upload("other"), await manager.files.begin_upload("another")]
+    uploads.append(await manager.files.begin_upload("owner 1"))
     with pytest.raises(TooManyUploads):
-        await manager.begin_upload("one more")
+        await manager.files.begin_upload("one more")
     for upload in uploads[3:]:
         await upload.abort()

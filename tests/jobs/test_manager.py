@@ -18,7 +18,7 @@ import pytest
 from backfill.core.errors import EngineDead
 from backfill.engine.tasks import TaskWatch
 from backfill.jobs import feeder as feeder_module
-from backfill.jobs import manager as manager_module
+from backfill.jobs import files as files_module
 from backfill.jobs.errors import Conflict
 from backfill.jobs.lifecycle import BatchDriver
 from backfill.jobs.lines import LineResult
@@ -305,7 +305,7 @@ async def test_tasks_that_an_exception_ends_are_counted(
         raise ValueError("a bug")
 
     monkeypatch.setattr(BatchDriver, "drive", fail)
-    monkeypatch.setattr(manager_module, "SWEEP_INTERVAL_S", None)
+    monkeypatch.setattr(files_module, "SWEEP_INTERVAL_S", None)
     tasks = TaskWatch()
     manager = await start(tasks=tasks)
     batch = await submit(manager, input_of(1))

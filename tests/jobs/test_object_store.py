@@ -77,12 +77,12 @@ async def test_servers_on_s3_share_files_and_go_on_with_each_others_batches(
     batch = await ended(second, batch.id)
     await check_completed(second, batch, 60)
     await check_completed(first, batch, 60)
-    record = await second.get_file(OWNER, batch.input_file_id)
-    download = await second.open_content(record)
+    record = await second.files.get(OWNER, batch.input_file_id)
+    download = await second.files.open(record)
     assert b"".join([chunk async for chunk in download.chunks(10, 200)]) == content[10:200]
-    await second.delete_file(OWNER, record.id)
+    await second.files.delete(OWNER, record.id)
     with pytest.raises(NotFound, match="missing"):
-        await first.open_content(record)
+        await first.files.open(record)
     left = fsspec.filesystem("s3", skip_instance_cache=True).find(bucket)
     assert sorted(path.rsplit("/", 1)[-1] for path in left) == sorted([str(batch.output_file_id), "store.id"])
     await fleet.stop()
@@ -124,14 +124,14 @@ async def test_an_input_removed_from_the_bucket_fails_its_batch(start: Start, me
 
 async def test_an_aborted_upload_leaves_nothing(tmp_path: Path, start: Start, memory: str) -> None:
     manager = await start(limits={"batch_file_store": memory})
-    upload = await manager.begin_upload(OWNER)
+    upload = await manager.files.begin_upload(OWNER)
     await upload.write(b"x" * 100)
     await upload.abort()
     kept = await store_input(manager, b"y" * 3_000_000)
     assert list((tmp_path / "files").iterdir()) == []
     store = ObjectStore(memory, tmp_path)
     assert store.num_bytes() == 3_000_000
-    assert await content_of(manager, await manager.get_file(OWNER, kept)) == b"y" * 3_000_000
+    assert await content_of(manager, await manager.files.get(OWNER, kept)) == b"y" * 3_000_000
     assert store.garbage() == [], "none is a day old"
     store.delete_garbage([kept])
     store.delete_garbage([kept])

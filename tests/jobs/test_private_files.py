@@ -45,7 +45,7 @@ async def test_only_the_servers_user_may_read_the_data_folder(tmp_path: Path) ->
         await manager.start()
         ready(manager)
         await run_batch(manager, input_of(5))
-        upload = await manager.begin_upload("owner")
+        upload = await manager.files.begin_upload("owner")
         await upload.write(b"x")
         assert {"jobs.db", "jobs.db-wal", "jobs.db-shm", "server.lock", "store.id"} <= set(modes(folder))
         assert_private(folder)

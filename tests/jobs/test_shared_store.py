@@ -113,13 +113,13 @@ async def test_every_server_answers_for_the_batches_of_all(fleet: Fleet) -> None
     front = await fleet.add(has_engine=False)
     back = await fleet.add(runner)
     file_id = await store_input(front, input_of(40))
-    assert await content_of(back, await back.get_file(OWNER, file_id)) == input_of(40)
+    assert await content_of(back, await back.files.get(OWNER, file_id)) == input_of(40)
     batch = await create(front, file_id)
     await hold_after(front, runner, batch, 6)
     assert [found.id for found in (await front.list_batches(OWNER, limit=9, after=None)).items] == [batch.id]
     for server in (front, back):
         with pytest.raises(Conflict):
-            await server.delete_file(OWNER, file_id)
+            await server.files.delete(OWNER, file_id)
         with pytest.raises(NotFound):
             await server.get_batch("other", batch.id)
     runner.release()
@@ -127,9 +127,9 @@ async def test_every_server_answers_for_the_batches_of_all(fleet: Fleet) -> None
     await check_completed(front, batch, 40)
     assert set(runner.runs.values()) == {1}
     assert await results_of(back, batch) == await results_of(front, batch)
-    await front.delete_file(OWNER, file_id)
+    await front.files.delete(OWNER, file_id)
     with pytest.raises(NotFound):
-        await back.get_file(OWNER, file_id)
+        await back.files.get(OWNER, file_id)
 
 
 async def test_batches_are_spread_and_each_runs_on_one_server(fleet: Fleet) -> None:
@@ -295,7 +295,7 @@ async def test_servers_that_start_at_once_share_an_empty_database(fleet: Fleet) 
 
 async def test_files_of_other_servers_are_not_swept_away(fleet: Fleet) -> None:
     first = await fleet.add()
-    upload = await first.begin_upload(OWNER)
+    upload = await first.files.begin_upload(OWNER)
     await upload.write(input_of(3))
     kept = await store_input(first, input_of(3))
     files = fleet.folder / "shared" / "files"
@@ -329,7 +329,7 @@ async def test_batches_wait_for_a_database_that_is_away(
         with pytest.raises(Busy, match="database of files and batches does not answer"):
             await manager.get_batch(OWNER, batch.id)
         with pytest.raises(Busy):
-            await manager.list_files(OWNER, purpose=None, order="asc", limit=9, after=None)
+            await manager.files.list(OWNER, purpose=None, order="asc", limit=9, after=None)
         async with asyncio.timeout(TIMEOUT_S):
             while "results cannot be written" not in caplog.text:
                 await asyncio.sleep(0.002)

@@ -15,9 +15,9 @@ from backfill.http.bodies import BodyBudget, check_announced_size, owner_of, que
 from backfill.http.downloads import DownloadResponse
 from backfill.http.multipart import MAX_OVERHEAD_BYTES, FileStart, FormField, read_form
 from backfill.http.openapi import answers, takes_upload
+from backfill.jobs.files import Upload
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import FileRecord
-from backfill.jobs.uploads import Upload
 from backfill.protocol.batches import (
     DEFAULT_EXPIRY_ANCHOR,
     FILE_PURPOSES,
@@ -72,7 +72,7 @@ def build_files_router(state: HasJobs) -> APIRouter:
             raise RequestError(
                 f"purpose must be one of {', '.join(FILE_PURPOSES)}, got {purpose[:40]!r}.", param="purpose"
             )
-        page = await state.ready_jobs().list_files(
+        page = await state.ready_jobs().files.list(
             owner_of(request),
             purpose=purpose,
             order=order,
@@ -84,12 +84,12 @@ def build_files_router(state: HasJobs) -> APIRouter:
     @router.get("/v1/files/{file_id}")
     async def retrieve_file(request: Request, file_id: str) -> Json:
         """Retrieve a file's name, size and purpose."""
-        return file_body(await state.ready_jobs().get_file(owner_of(request), file_id))
+        return file_body(await state.ready_jobs().files.get(owner_of(request), file_id))
 
     @router.delete("/v1/files/{file_id}")
     async def delete_file(request: Request, file_id: str) -> Json:
         """Delete a file."""
-        await state.ready_jobs().delete_file(owner_of(request), file_id)
+        await state.ready_jobs().files.delete(owner_of(request), file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
     @router.get(
@@ -100,8 +100,8 @@ def build_files_router(state: HasJobs) -> APIRouter:
     async def content(request: Request, file_id: str) -> Response:
         """Download a file, or one range of it."""
         jobs = state.ready_jobs()
-        record = await jobs.get_file(owner_of(request), file_id)
-        download = await jobs.open_content(record)
+        record = await jobs.files.get(owner_of(request), file_id)
+        download = await jobs.files.open(record)
         return DownloadResponse(download, record.filename, request.headers.get("range"))
 
     return router
@@ -168,7 +168,7 @@ class _Receiver:
                 self._filename = event.filename
                 if "purpose" in self._fields:  # it may also come after the file
                     clean_filename(self._filename, self._fields["purpose"])
-                self._upload = await self._jobs.begin_upload(self._owner)
+                self._upload = await self._jobs.files.begin_upload(self._owner)
             case bytearray():
                 assert self._upload is not None
                 await self._upload.write(event)

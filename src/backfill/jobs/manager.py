@@ -12,12 +12,12 @@ from functools import partial
 
 from backfill.core.errors import RequestError
 from backfill.engine.tasks import TaskWatch
-from backfill.jobs.blobs import Download
 from backfill.jobs.claims import BatchClaims
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.database_results import ResultStore
-from backfill.jobs.errors import Conflict, NotFound, TooMany
+from backfill.jobs.errors import Conflict, TooMany
 from backfill.jobs.feeder import Feeder, LineRunner
+from backfill.jobs.files import Files
 from backfill.jobs.leases import Lease
 from backfill.jobs.lifecycle import BatchDriver
 from backfill.jobs.lines import LineResult, ServiceRunner
@@ -36,13 +36,10 @@ from backfill.jobs.records import (
 from backfill.jobs.storage import SUSPECTS_FOLDER, JobStorage
 from backfill.jobs.suspects import sweep as sweep_suspects
 from backfill.jobs.threads import JobThreads
-from backfill.jobs.uploads import Upload, Uploads
 from backfill.protocol.service import CompletionService
 
 logger = logging.getLogger(__name__)
 
-SWEEP_INTERVAL_S = 60.0
-_GARBAGE_INTERVAL_S = 3600.0
 # Limit of ``pause`` and ``stop`` together.
 STOP_TIMEOUT_S = 10.0
 
@@ -105,7 +102,7 @@ class JobManager:
         self._stop_by_s: float | None = None  # on the monotonic clock, once it is pausing
         self._storage: JobStorage
         self._driver: BatchDriver
-        self._uploads: Uploads
+        self.files: Files
 
     # ---- Life ----
 
@@ -116,7 +113,7 @@ class JobManager:
             self._storage = await JobStorage.open(self.config, self._threads, self.now)
             if self._results is not None:
                 self._storage = dataclasses.replace(self._storage, results=self._results)
-            self._uploads = Uploads(self._storage)
+            self.files = Files(self._storage)
             self._driver = BatchDriver(
                 self._storage,
                 self.feeder,
@@ -147,7 +144,7 @@ class JobManager:
             self._lock.release()
             raise
         self._is_open = True
-        self._sweeper = self._tasks.start(self._sweep(), "sweeper")
+        self._sweeper = self._tasks.start(self.files.sweep(), "sweeper")
 
     async def drain(self, timeout_s: float) -> int:
         """Begin no more lines, and wait so long for those that have begun. Returns: as ``Feeder.drain``."""
@@ -231,37 +228,6 @@ class JobManager:
         batches = await self._storage.read(self._storage.store.open_batches)
         return JobsSnapshot.of_batches(batches, self._wall())
 
-    # ---- Files ----
-
-    async def begin_upload(self, owner: str) -> Upload:
-        """Raises: StorageFull, TooManyUploads."""
-        return await self._uploads.begin(owner)
-
-    async def get_file(self, owner: str, file_id: str) -> FileRecord:
-        """Raises: NotFound."""
-        return await self._storage.read(self._storage.store.get_file, owner, file_id)
-
-    async def list_files(
-        self, owner: str, *, purpose: str | None, order: str, limit: int, after: str | None
-    ) -> Page[FileRecord]:
-        """In order of creation, ``asc`` or ``desc``. Raises: NotFound for an unknown ``after``."""
-        query = self._storage.store.list_files
-        return await self._storage.read(query, owner, purpose=purpose, order=order, limit=limit, after=after)
-
-    async def delete_file(self, owner: str, file_id: str) -> None:
-        """Raises: NotFound, Conflict while a batch that has not ended reads it."""
-        await self._storage.query(self._storage.store.delete_file, owner, file_id)
-        await self._threads.results.run(self._storage.blobs.delete, file_id)
-
-    async def open_content(self, record: FileRecord) -> Download:
-        """Raises: NotFound also where the disk has lost the contents."""
-        try:
-            return await Download.open(partial(self._storage.blobs.open, record.id), self._threads.downloads)
-        except FileNotFoundError:
-            logger.error("%s: its contents are missing from the file store", record.id)
-            message = f"The contents of the file {record.id} are missing from the server's storage."
-            raise NotFound(message) from None
-
     # ---- Batches ----
 
     async def create_batch(
@@ -277,7 +243,7 @@ class JobManager:
     ) -> BatchRecord:
         """Raises: NotFound for an unknown file, RequestError for one of another purpose, TooMany where the
         owner's open batches are at a limit, StorageFull."""
-        file = await self.get_file(owner, input_file_id)
+        file = await self.files.get(owner, input_file_id)
         if file.purpose != "batch":
             message = f"The file {input_file_id} has purpose {file.purpose!r}; a batch needs one of 'batch'."
             raise RequestError(message, param="input_file_id")
@@ -287,7 +253,7 @@ class JobManager:
                 f"Your open batches have the {most} unfinished lines that they may "
                 "have together. Wait until some have ended, or cancel them."
             )
-        await self._uploads.check_free_space()
+        await self.files.check_free_space()
         now = self.now()
         batch = BatchRecord(
             id=new_batch_id(),
@@ -406,16 +372,3 @@ class JobManager:
             return batch
         counts = job.log.counts(batch.request_counts.total)
         return dataclasses.replace(batch, request_counts=counts, usage=job.log.usage)
-
-    async def _sweep(self) -> None:
-        """Delete expired files at an interval. Errors are logged."""
-        next_garbage_s = time.monotonic()
-        while True:
-            try:
-                await self._storage.delete_expired()
-                if self._storage.is_shared and time.monotonic() >= next_garbage_s:
-                    next_garbage_s = time.monotonic() + _GARBAGE_INTERVAL_S
-                    await self._storage.sweep_garbage()
-            except Exception:
-                logger.exception("expired files could not be deleted; trying again later")
-            await asyncio.sleep(SWEEP_INTERVAL_S)

@@ -102,16 +102,6 @@ class JobStorage:
             raise ConfigError(f"{database} cannot be used: {reason_of(error)}.") from error
         return storage
 
-    async def delete_expired(self) -> None:
-        """Delete files whose time is over. Contents that cannot be deleted are logged."""
-        for file_id in await self.query_with_retries(self.store.delete_expired_files, self.now()):
-            try:
-                await self.threads.results.run(self.blobs.delete, file_id)
-            except OSError as error:  # the next start deletes it
-                logger.error("%s: its contents cannot be deleted: %s", file_id, error.strerror or error)
-            else:
-                logger.info("%s: deleted, it had expired", file_id)
-
     async def sweep_garbage(self) -> None:
         """Delete what servers that died left among shared files. Raises: OSError."""
         names = await self.threads.results.run(self.blobs.garbage)

@@ -1,25 +1,31 @@
-"""Uploads of files, chunk by chunk, within the limits of storage."""
+"""Files of owners: uploads, chunk by chunk, within the limits of storage, and what becomes of them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 
-from backfill.jobs.errors import StorageFull, TooLarge, TooManyUploads
+from backfill.jobs.blobs import Download
+from backfill.jobs.errors import NotFound, StorageFull, TooLarge, TooManyUploads
 from backfill.jobs.private_files import write_all
-from backfill.jobs.records import FileRecord, new_file_id
+from backfill.jobs.records import FileRecord, Page, new_file_id
 from backfill.jobs.storage import JobStorage
 
 logger = logging.getLogger(__name__)
 
+SWEEP_INTERVAL_S = 60.0
+_GARBAGE_INTERVAL_S = 3600.0
 
-class Uploads:
-    """Begins uploads and counts the bytes of all. One event loop owns it."""
+
+class Files:
+    """The Files API without HTTP. It counts the bytes of all uploads. One event loop owns it."""
 
     def __init__(self, storage: JobStorage) -> None:
         self.storage = storage
@@ -29,7 +35,59 @@ class Uploads:
         self._num_unfinished_of: Counter[str] = Counter()  # of those, in uploads that have not ended
         self._num_open_of: Counter[str] = Counter()
 
-    async def begin(self, owner: str) -> Upload:
+    async def get(self, owner: str, file_id: str) -> FileRecord:
+        """Raises: NotFound."""
+        return await self.storage.read(self.storage.store.get_file, owner, file_id)
+
+    async def list(
+        self, owner: str, *, purpose: str | None, order: str, limit: int, after: str | None
+    ) -> Page[FileRecord]:
+        """In order of creation, ``asc`` or ``desc``. Raises: NotFound for an unknown ``after``."""
+        query = self.storage.store.list_files
+        return await self.storage.read(query, owner, purpose=purpose, order=order, limit=limit, after=after)
+
+    async def delete(self, owner: str, file_id: str) -> None:
+        """Raises: NotFound, Conflict while a batch that has not ended reads it."""
+        await self.storage.query(self.storage.store.delete_file, owner, file_id)
+        await self.storage.threads.results.run(self.storage.blobs.delete, file_id)
+
+    async def open(self, record: FileRecord) -> Download:
+        """Its contents. Raises: NotFound also where the disk has lost them."""
+        try:
+            return await Download.open(
+                partial(self.storage.blobs.open, record.id), self.storage.threads.downloads
+            )
+        except FileNotFoundError:
+            logger.error("%s: its contents are missing from the file store", record.id)
+            message = f"The contents of the file {record.id} are missing from the server's storage."
+            raise NotFound(message) from None
+
+    async def sweep(self) -> None:
+        """Delete expired files at an interval, and garbage. Errors are logged."""
+        next_garbage_s = time.monotonic()
+        while True:
+            try:
+                await self._delete_expired()
+                if self.storage.is_shared and time.monotonic() >= next_garbage_s:
+                    next_garbage_s = time.monotonic() + _GARBAGE_INTERVAL_S
+                    await self.storage.sweep_garbage()
+            except Exception:
+                logger.exception("expired files could not be deleted; trying again later")
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+
+    async def _delete_expired(self) -> None:
+        storage = self.storage
+        for file_id in await storage.query_with_retries(storage.store.delete_expired_files, storage.now()):
+            try:
+                await storage.threads.results.run(storage.blobs.delete, file_id)
+            except OSError as error:  # the next start deletes it
+                logger.error("%s: its contents cannot be deleted: %s", file_id, error.strerror or error)
+            else:
+                logger.info("%s: deleted, it had expired", file_id)
+
+    # ---- Uploads ----
+
+    async def begin_upload(self, owner: str) -> Upload:
         """Raises: StorageFull, TooManyUploads."""
         self._check_open(owner)
         self._num_open_of[owner] += 1
@@ -118,7 +176,7 @@ class Uploads:
 class Upload:
     """An open upload. End it with ``finish`` or ``abort``."""
 
-    uploads: Uploads
+    files: Files
     owner: str
     file_id: str
     file: FileIO
@@ -131,23 +189,23 @@ class Upload:
     async def write(self, data: bytes | bytearray) -> None:
         """Raises: TooLarge beyond the limit of any file, or when the store, the owner's part of it, or the
         disk is full."""
-        limit = self.uploads.storage.config.max_file_bytes
+        limit = self.files.storage.config.max_file_bytes
         self._num_bytes += len(data)
-        num_received, num_received_of_owner = self.uploads.receive(self.owner, len(data))
+        num_received, num_received_of_owner = self.files.receive(self.owner, len(data))
         if self._num_bytes > limit:
             raise TooLarge(f"The file is over the limit of {limit} bytes.")
         if self.most_received is not None and num_received > self.most_received:
             raise TooLarge("The server's file storage is full. Delete files that are no longer needed.")
         if self.most_received_of_owner is not None and num_received_of_owner > self.most_received_of_owner:
-            most = self.uploads.storage.config.max_owner_bytes
+            most = self.files.storage.config.max_owner_bytes
             raise TooLarge(
                 f"Your files are limited to {most} bytes together. Delete files that are no longer needed."
             )
-        await self.uploads.write(self.file, data)
+        await self.files.write(self.file, data)
 
     async def finish(self, *, filename: str, purpose: str, expires_after_s: int | None) -> FileRecord:
         """Make the file durable. Raises: TooLarge for a batch's input over its limit; it is aborted then."""
-        storage = self.uploads.storage
+        storage = self.files.storage
         config = storage.config
         if purpose == "batch" and self._num_bytes > config.batch_max_bytes:
             await self.abort()
@@ -164,15 +222,15 @@ class Upload:
             filename=filename,
             purpose=purpose,
         )
-        await self.uploads.keep(record, self.file)
+        await self.files.keep(record, self.file)
         self._end()
         return record
 
     async def abort(self) -> None:
-        self.uploads.receive(self.owner, -self._num_bytes)
+        self.files.receive(self.owner, -self._num_bytes)
         self._num_bytes = 0
         try:
-            storage = self.uploads.storage
+            storage = self.files.storage
             await storage.threads.uploads.run(storage.blobs.discard, self.file_id, self.file)
         finally:
             self._end()
@@ -180,7 +238,7 @@ class Upload:
     def _end(self) -> None:
         if self._is_open:
             self._is_open = False
-            self.uploads.note_ended(self.owner)
+            self.files.note_ended(self.owner)
 
 
 @contextlib.contextmanager
