@@ -104,20 +104,16 @@ def test_every_line_is_answered_and_a_second_run_has_nothing_to_do(folder: Folde
     assert "3 completed, 0 failed (3 of them in an earlier run);" in again.stderr
 
 
-@pytest.mark.parametrize("order", ["blend", "dfs"])
-def test_the_pool_learns_how_far_lines_are_under_blend_only(
-    folder: Folder, order: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_the_pool_learns_how_far_lines_are(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(feeder, "PROGRESS_PERIOD_S", 0.002)  # this run takes less than a second
     lines = [completion_line(f"r{n}", max_tokens=60, ignore_eos=True) for n in range(8)]
     folder.input.write_bytes(as_jsonl(lines))
-    run = folder.run_here("--order", order, "--log-level", "debug")
+    run = folder.run_here("--log-level", "debug")
     assert run.returncode == 0, run.stderr
     reports = re.findall(r"preparation of files: (\d+) of (\d+) running lines", capfd.readouterr().err)
-    if order == "dfs":
-        assert not reports
-    else:
-        assert any(0 < int(num_known) == int(num_lines) for num_known, num_lines in reports)
+    assert any(0 < int(num_known) == int(num_lines) for num_known, num_lines in reports)
 
 
 def test_failed_lines_go_into_their_own_file_where_one_is_named(folder: Folder) -> None:

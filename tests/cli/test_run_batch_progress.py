@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,15 +52,13 @@ def speed_of(num_lines: int, offload_interval: int | None = None) -> RunSpeed:
     return RunSpeed(resources, info, num_lines=num_lines, num_at_once=8, now_s=0.0)
 
 
-async def use_progress(tmp_path: Path) -> None:
-    console = Console(file=(tmp_path / "screen").open("w"), force_terminal=True)
-    async with _LiveProgress(running(), console).drawn():
-        raise ConfigError("no such file")
+def test_a_run_that_ends_before_anything_is_drawn_says_why() -> None:
+    async def use_progress() -> None:
+        async with _LiveProgress(running(), Console(file=io.StringIO(), force_terminal=True)).drawn():
+            raise ConfigError("no such file")
 
-
-def test_a_run_that_ends_before_anything_is_drawn_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
-        asyncio.run(use_progress(tmp_path))
+        asyncio.run(use_progress())
 
 
 def test_what_a_run_does_is_told_in_words() -> None:
@@ -147,16 +144,16 @@ def test_the_bar_takes_one_line_of_the_terminal(width: int) -> None:
     assert screen.getvalue().rstrip().count("\n") == 0
 
 
-async def use_progress_without_a_terminal(screen: io.StringIO) -> None:
-    console = Console(file=screen, force_terminal=False)
-    async with _LiveProgress(running("loading the model"), console, line_interval_s=0.0).drawn():
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-
-
 def test_without_a_terminal_it_prints_a_line_now_and_then() -> None:
     screen = io.StringIO()
-    asyncio.run(use_progress_without_a_terminal(screen))
+
+    async def use_progress() -> None:
+        console = Console(file=screen, force_terminal=False)
+        async with _LiveProgress(running("loading the model"), console, line_interval_s=0.0).drawn():
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    asyncio.run(use_progress())
     assert screen.getvalue() == "0 of 0 lines; loading the model\n"
 
 

@@ -50,10 +50,14 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+def setup_of(folder: Path) -> PreparationSetup:
+    model = ServedModel(names=("m",), root="m", folder=folder, created=0)
+    return PreparationSetup(model=model, order="fcfs")
+
+
 @pytest.fixture
 async def client(default_model: Path) -> AsyncIterator[PreparationClient]:
-    model = ServedModel(names=("m",), root="m", folder=default_model, created=0)
-    client = PreparationClient(PreparationSetup(model=model, order="fcfs"))
+    client = PreparationClient(setup_of(default_model))
     client.start()
     client.configure(FACTS)
     yield client
@@ -221,76 +225,64 @@ class Child:
 
 
 @pytest.fixture
-def children(monkeypatch: pytest.MonkeyPatch) -> type[Child]:
+async def lone_client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PreparationClient]:
+    """With a ``Child`` for each process."""
     monkeypatch.setattr("backfill.preparation.supervisor.ChildProcess", Child)
     monkeypatch.setattr(Child, "lives", [])
-    return Child
-
-
-def lone_client() -> PreparationClient:
-    model = ServedModel(names=("m",), root="m", folder=Path(), created=0)
-    return PreparationClient(PreparationSetup(model=model, order="fcfs"))
-
-
-async def test_a_body_that_ends_the_process_is_found_and_costs_no_other(
-    children: type[Child], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Child, "poison", lambda work: work.body == b"poison")
-    client = lone_client()
-    client.start()
-    bodies = [b"a", b"poison", b"b", b"c"]
-    jobs = [client.prepare("/v1/completions", body, CONTEXT) for body in bodies]
-    results = await asyncio.gather(*jobs, return_exceptions=True)
-    assert isinstance(results[1], PreparationDied)
-    assert all(isinstance(result, Generation) for index, result in enumerate(results) if index != 1)
-    together, *later = children.lives
-    assert len(together) == 4
-    assert client.num_deaths == 2
-    assert later[0] == together[:2], "one by one, until the one to blame has ended it alone"
+    client = PreparationClient(setup_of(Path()))
+    yield client
     await client.stop()
 
 
-async def test_offline_bodies_do_not_keep_online_ones_waiting(
-    children: type[Child], monkeypatch: pytest.MonkeyPatch
+async def test_a_body_that_ends_the_process_is_found_and_costs_no_other(
+    lone_client: PreparationClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Child, "poison", lambda work: work.body == b"poison")
+    lone_client.start()
+    bodies = [b"a", b"poison", b"b", b"c"]
+    jobs = [lone_client.prepare("/v1/completions", body, CONTEXT) for body in bodies]
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    assert isinstance(results[1], PreparationDied)
+    assert all(isinstance(result, Generation) for index, result in enumerate(results) if index != 1)
+    together, *later = Child.lives
+    assert len(together) == 4
+    assert lone_client.num_deaths == 2
+    assert later[0] == together[:2], "one by one, until the one to blame has ended it alone"
+
+
+async def test_offline_bodies_do_not_keep_online_ones_waiting(lone_client: PreparationClient) -> None:
     answered: list[str] = []
-    client = lone_client()
-    client.start()
+    lone_client.start()
 
     async def ask(name: str, service_class: ServiceClass) -> None:
-        await client.prepare("/v1/completions", b"x", CONTEXT, service_class)
+        await lone_client.prepare("/v1/completions", b"x", CONTEXT, service_class)
         answered.append(name)
 
     offline = [ask(f"offline {index}", ServiceClass.OFFLINE) for index in range(20)]
     await asyncio.gather(*offline, ask("online", ServiceClass.ONLINE))
     assert answered.index("online") <= 1
-    await client.stop()
 
 
 async def test_jobs_are_refused_while_no_process_can_be_started(
-    children: type[Child], monkeypatch: pytest.MonkeyPatch
+    lone_client: PreparationClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: Child) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    start = Child.start
-    monkeypatch.setattr(Child, "start", refuse)
-    client = lone_client()
-    client.start()
-    with pytest.raises(BackfillError, match="Cannot allocate memory"):
-        await client.bodies.wait_ready()
-    with pytest.raises(NotReady):  # after more failed launches
-        await client.prepare("/v1/completions", b"x", CONTEXT)
-    monkeypatch.setattr(Child, "start", start)
-    while not client.is_up:
+    with monkeypatch.context() as patch:
+        patch.setattr(Child, "start", refuse)
+        lone_client.start()
+        with pytest.raises(BackfillError, match="Cannot allocate memory"):
+            await lone_client.bodies.wait_ready()
+        with pytest.raises(NotReady):  # after more failed launches
+            await lone_client.prepare("/v1/completions", b"x", CONTEXT)
+    while not lone_client.is_up:
         await asyncio.sleep(0.01)
-    assert await client.prepare("/v1/completions", b"x", CONTEXT)
-    await client.stop()
+    assert await lone_client.prepare("/v1/completions", b"x", CONTEXT)
 
 
 async def test_a_process_that_cannot_be_started_is_tried_again(default_model: Path, tmp_path: Path) -> None:
-    model = ServedModel(names=("m",), root="m", folder=tmp_path, created=0)
-    client = PreparationClient(PreparationSetup(model=model, order="fcfs"))
+    client = PreparationClient(setup_of(tmp_path))
     client.configure(FACTS)
     client.start(bodies_within_s=3600)  # the first job launches it earlier
     job = asyncio.create_task(client.prepare("/v1/completions", b'{"prompt": "x"}', CONTEXT))
@@ -303,10 +295,8 @@ async def test_a_process_that_cannot_be_started_is_tried_again(default_model: Pa
     await client.stop()
 
 
-async def test_a_caller_that_is_cancelled_as_its_job_fails_is_cancelled(default_model: Path) -> None:
-    model = ServedModel(names=("m",), root="m", folder=default_model, created=0)
-    setup = PreparationSetup(model=model, order="fcfs")
-    process = PreparationSupervisor("files", setup, TaskWatch(), on_launch=lambda: None)
+async def test_a_caller_that_is_cancelled_as_its_job_fails_is_cancelled() -> None:
+    process = PreparationSupervisor("files", setup_of(Path()), TaskWatch(), on_launch=lambda: None)
     asking = asyncio.create_task(process.ask(TakeLines("o", 1), LinesTaken))
     await asyncio.sleep(0)
     for pending in process._jobs.values():

@@ -148,19 +148,12 @@ async def test_each_line_is_prepared_once_and_read_once(tmp_path: Path) -> None:
     path = write(tmp_path / "in", *[[n] for n in range(1000)])
     async with process.running() as readers:
         lines = readers.open(selection_of(path))
-        assert numbers(await rest(lines, 32)) == list(range(1, 1001))
+        first = list(await lines.read(3))
+        assert process.num_prepared.total() < 1000, "lines are read before the file is indexed"
+        assert numbers(first + await rest(lines, 32)) == list(range(1, 1001))
         assert lines.num_indexed == 1000
         assert await lines.read(1) == []
     assert len(process.num_prepared) == process.num_prepared.total() == 1000
-
-
-async def test_the_first_lines_are_read_before_the_file_is_indexed(tmp_path: Path) -> None:
-    process = Process()
-    path = write(tmp_path / "in", *[[n] for n in range(10_000)])
-    async with process.running() as readers:
-        lines = readers.open(selection_of(path))
-        assert await lines.read(3)
-        assert process.num_prepared.total() < 5000
 
 
 async def test_nothing_is_prepared_before_the_engine_is_known(tmp_path: Path) -> None:
@@ -332,18 +325,6 @@ async def test_lines_of_a_file_that_is_closed_are_not_returned(tmp_path: Path) -
         first.close()
         found = await reading
         assert {lines for lines, _ in found} == {second}
-
-
-async def test_indexing_goes_on_when_lines_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_pool, "MAX_LINES", 100)
-    process = Process()
-    path = write(tmp_path / "in", *[[n] for n in range(500)])
-    async with process.running() as readers:
-        lines = readers.open(selection_of(path))
-        for _ in range(200):
-            await asyncio.sleep(0)
-        assert process.num_prepared.total() == 100
-        assert numbers(await rest(lines)) == list(range(1, 501))
 
 
 @settings(max_examples=40)

@@ -46,11 +46,6 @@ def test_a_file_is_read_in_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sizes[-1] >= 1 << 20, "other threads starve when the check reads often"
 
 
-def test_blank_lines_are_neither_lines_nor_errors(tmp_path: Path) -> None:
-    check = checked(tmp_path, b"\n" + input_line(0) + b"  \n\n" + prompt_line(1, model="m").strip())
-    assert (check.total, check.model, check.errors) == (2, "m", [])
-
-
 @pytest.mark.parametrize(
     ("line", "code", "param"),
     [
@@ -93,14 +88,22 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, code: str, param: str 
     assert [(error.code, error.line, error.param) for error in check.errors] == [(code, 2, param)]
 
 
-def test_a_file_without_lines(tmp_path: Path) -> None:
-    for content in (b"", b"\n \n"):
-        assert [error.code for error in checked(tmp_path, content).errors] == ["empty_file"]
-
-
-def test_too_many_lines(tmp_path: Path) -> None:
-    assert checked(tmp_path, input_of(10)).errors == []
-    assert [error.code for error in checked(tmp_path, input_of(11)).errors] == ["too_many_tasks"]
+@pytest.mark.parametrize(
+    ("content", "total", "errors"),
+    [
+        (b"", 0, [("empty_file", None)]),
+        (b"\n \n", 0, [("empty_file", None)]),
+        (b"\n" + input_line(0) + b"  \n\n" + input_line(1).strip(), 2, []),
+        (b"\xef\xbb\xbf" + input_of(10), 10, []),
+        (input_of(11), 11, [("too_many_tasks", None)]),
+        (json.dumps({"x": "y" * 5000}).encode() + b"\n" + input_line(1), 2, [("invalid_value", 1)]),
+    ],
+)
+def test_lines_are_counted(
+    tmp_path: Path, content: bytes, total: int, errors: list[tuple[str, int | None]]
+) -> None:
+    check = checked(tmp_path, content)
+    assert (check.total, [(error.code, error.line) for error in check.errors]) == (total, errors)
 
 
 def test_the_number_of_listed_errors_is_limited(tmp_path: Path) -> None:
@@ -185,12 +188,6 @@ def test_a_message_echoes_a_bounded_part_of_a_line(tmp_path: Path) -> None:
     assert len(error.message) < 600
 
 
-def test_a_long_line_hides_no_other(tmp_path: Path) -> None:
-    content = json.dumps({"x": "y" * 5000}).encode() + b"\n" + input_line(1)
-    check = checked(tmp_path, content)
-    assert (check.total, [error.line for error in check.errors]) == (2, [1])
-
-
 @pytest.mark.parametrize(
     ("line", "part"),
     [
@@ -207,11 +204,6 @@ def test_a_line_that_is_not_json_is_reported_with_place_and_reason(
     (error,) = checked(tmp_path, line).errors
     assert (error.code, error.line) == ("invalid_json_line", 1)
     assert part in error.message
-
-
-def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path: Path) -> None:
-    check = checked(tmp_path, b"\xef\xbb\xbf" + input_of(2))
-    assert (check.total, check.errors) == (2, [])
 
 
 def test_half_a_surrogate_pair_in_a_body_is_replaced(tmp_path: Path) -> None:
