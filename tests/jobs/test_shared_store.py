@@ -344,12 +344,12 @@ async def test_batches_wait_for_a_database_that_is_away(
 async def test_a_database_that_hangs_delays_no_reader_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage_module, "READ_TIMEOUT_S", 0.1)
     server = PostgresServer()
     try:
         fleet = Fleet(tmp_path, server.new_schema())
         manager = await fleet.add(lease_s=1.0)
         batch = await submit(manager, input_of(60))
+        monkeypatch.setattr(storage_module, "READ_TIMEOUT_S", 0.1)
         server.freeze()
         with pytest.raises(Busy):
             await asyncio.wait_for(manager.get_batch(OWNER, batch.id), TIMEOUT_S)
