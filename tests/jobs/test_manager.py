@@ -117,25 +117,6 @@ async def test_owners_share_the_engine_evenly_and_the_earlier_deadline_goes_firs
         assert (await ended(manager, batch_id, owner)).status is BatchStatus.COMPLETED
 
 
-async def test_with_many_open_batches_each_owner_and_deadline_gets_its_turn(start: Start) -> None:
-    runner, reader = InstantRunner(), InThreadReader()
-    manager = await start(runner, num_in_flight=4, reader=reader)
-    for number in range(70):
-        content = b"".join(input_line(i, custom_id=f"{number} {i}") for i in range(2))
-        await submit(manager, content, window_s=7200)
-    batches = [
-        (OWNER, await submit(manager, input_line(0, custom_id="urgent"), 3600)),
-        ("other", await submit(manager, input_line(0, custom_id="other"), 7200, "other")),
-    ]
-    async with asyncio.timeout(TIMEOUT_S):
-        while len(reader.selections) < 72:
-            await asyncio.sleep(0.001)
-    ready(manager)
-    for owner, batch in batches:
-        assert (await ended(manager, batch.id, owner)).status is BatchStatus.COMPLETED
-    assert {"urgent", "other"} <= set(list(runner.runs)[:4])
-
-
 @pytest.mark.parametrize("seed", range(5))
 async def test_no_line_is_lost_or_answered_twice_over_restarts(
     tmp_path: Path, start: Start, seed: int

@@ -73,16 +73,3 @@ async def test_cached_tokens_of_lines_add_up_to_the_batchs(start: Start, engine:
     usages = [each["response"]["body"]["usage"] for each in output]
     assert [usage["prompt_tokens_details"] for usage in usages] == [{"cached_tokens": 32}] * 3
     assert (batch.usage.input_tokens, batch.usage.cached_tokens, batch.usage.output_tokens) == (120, 96, 6)
-
-
-@pytest.mark.parametrize("salt", ["", "s" * 257, 5])
-async def test_a_bad_salt_fails_the_batch_and_is_named(
-    start: Start, engine: ScriptedEngine, salt: object
-) -> None:
-    manager = await start(**doubles(engine))
-    ready(manager)
-    batch = await run_batch(manager, line(0) + line(1, cache_salt=salt))
-    assert batch.status is BatchStatus.FAILED
-    (error,) = batch.errors
-    assert (error.code, error.line, error.param) == ("invalid_value", 2, "cache_salt")
-    assert not engine.requests

@@ -48,11 +48,6 @@ def left_after(times: list[float], num_lines: int, num_at_once: int, now_s: floa
     return said
 
 
-def test_steady_lines_give_the_time_that_is_left() -> None:
-    said = left_after([float(second) for second in range(1, 101)], 100, 8, 50.0)
-    assert said[-1] == pytest.approx(50, rel=0.1)
-
-
 def test_there_is_no_estimate_before_a_wave_has_ended() -> None:
     rng = random.Random(0)
     wave = sorted(rng.uniform(20, 120) for _ in range(64))

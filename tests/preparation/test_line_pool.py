@@ -53,6 +53,9 @@ def test_lines_come_back_as_they_were_prepared_with_what_others_need_of_them(tmp
     assert first.generation.request.prompts == [[1, 2, 3, 4, 5, 6]]
     assert (first.custom_id, first.generation.request.owner) == ("r0", "a")
     assert first.generation.created > 0, "when it was taken"
+    open_file(pool, tmp_path / "choices", lines_of({"prompt": [1, 2], "n": 3}, {"prompt": [1, 2]}))
+    index_all(pool)
+    assert reused(take_all(pool)) == [None, 0], "several choices share a prompt, whatever others need"
 
 
 @pytest.mark.parametrize(("order", "is_grouped"), [("fcfs", False), ("dfs", True)])
@@ -90,13 +93,6 @@ def test_requests_of_another_salt_or_owner_share_nothing(tmp_path: Path) -> None
         open_file(pool, tmp_path / "in", lines_of(*bodies), owner="alice")
         index_all(pool)
         assert reused(take_all(pool, "alice")) == expected
-
-
-def test_the_reuse_of_a_prompt_with_several_choices_is_not_told(tmp_path: Path) -> None:
-    pool = make_pool()
-    open_file(pool, tmp_path / "in", lines_of({"prompt": [1, 2], "n": 3}, {"prompt": [1, 2]}))
-    index_all(pool)
-    assert reused(take_all(pool)) == [None, 0]
 
 
 class Recorder:

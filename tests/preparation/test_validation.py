@@ -72,6 +72,8 @@ def test_a_file_is_read_in_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (input_line(1, body={}), "missing_required_parameter", "prompt"),
         (prompt_line(1, prompt=[]), "invalid_value", "prompt"),
         (prompt_line(1, prompt={"a": 1}), "invalid_value", "prompt"),
+        (prompt_line(1, cache_salt=""), "invalid_value", "cache_salt"),
+        (prompt_line(1, cache_salt="s" * 257), "invalid_value", "cache_salt"),
         (prompt_line(1, stream=True), "invalid_value", "stream"),
         (prompt_line(1, max_tokens=0), "invalid_value", "max_tokens"),
         (prompt_line(1, max_tokens=2**30), "invalid_value", "max_tokens"),
