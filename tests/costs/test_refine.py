@@ -142,6 +142,20 @@ def test_unserved_loads_follow_the_speed_of_served_ones() -> None:
     assert refined.known_tokens == refined.known_chunk_tokens == 0, "it knows of no prompt"
 
 
+def test_times_that_a_busy_machine_left_beyond_the_served_steps_are_forgotten() -> None:
+    """Large steps that look 20 times as long as they are are never planned, so none of them is served."""
+    rows = TRUTH.rows_s
+    spoilt = replace(rows, y=tuple(20.0 * y if x > 256 else y for x, y in zip(rows.x, rows.y, strict=True)))
+    service = Service(coarse_profile(replace(TRUTH, rows_s=spoilt)))
+    large: Shape = [(0, 1024, True)]
+    assert errors(service.refiner.profile.cost, [large])[0] > 5
+    for _ in range(3):
+        service.serve_chats(200, most_tokens=200)
+        service.refine()
+    assert errors(service.refiner.profile.cost, [large])[0] < 0.5
+    assert max(errors(service.refiner.profile.cost, [[(0, 100, True)], [(100, 1, True)] * 4])) < 0.1
+
+
 def test_known_tokens_and_known_chunk_tokens_are_kept_apart() -> None:
     service = Service(coarse_profile(TRUTH))
     for _ in range(100):

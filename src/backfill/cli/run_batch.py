@@ -177,7 +177,7 @@ async def _run(run: LocalRun, console: Console) -> signal.Signals | None:
 def _print_summary(run: LocalRun, console: Console, part: str, *, is_whole: bool, as_json: bool) -> None:
     counts, usage = run.counts, run.usage
     num_ended = counts.completed + counts.failed
-    intervals = None, None
+    intervals: tuple[int | None, int | None] = None, None
     if run.speed is not None:
         intervals = run.speed.offload_interval, run.speed.least_offload_interval
     if not is_whole and run.speed is None:

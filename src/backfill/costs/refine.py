@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -13,7 +13,7 @@ from backfill.core.clock import Clock
 from backfill.core.plan import StepPlan
 from backfill.costs.fit import TimedStep, fit_error, fit_few_steps
 from backfill.costs.load import StepLoad
-from backfill.costs.model import CostModel
+from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CostProfile, FitError
 
 # Knots of the refined functions: one for each power of two, as for the strata, so each interval has samples.
@@ -37,6 +37,9 @@ _LEAST_GAIN = 0.05
 _LEAST_MOVE, _LEAST_GROWTH = 0.02, 0.1
 _LEAST_S = 1e-6  # no step takes less
 _LOWEST_SCALE, _HIGHEST_SCALE = 0.5, 2.0
+# A step of more rows than were served takes at most so many times as long for each of them: products do not
+# become less efficient, but for a part of a tile.
+_MOST_PER_ROW = 1.25
 # Weight of a stratum without served steps; one with them weighs 1. All strata share attention's terms.
 _UNSERVED_WEIGHT = 0.1
 
@@ -174,8 +177,9 @@ class ProfileRefiner:
         typical = self._sample.typical(self.profile.cost)
         if len(held_out) < _LEAST_HELD_OUT or not typical:
             return None
-        cost, error = self.profile.cost, fit_error(self.profile.cost, held_out)
-        fitted = self._fit(typical)
+        cost = _bounded(self.profile.cost, typical.values())
+        error = fit_error(cost, held_out)
+        fitted = self._fit(cost, typical)
         fitted_error = fit_error(fitted, held_out)
         is_better = _total_error(fitted_error) < (1 - _LEAST_GAIN) * _total_error(error)
         if is_better:
@@ -189,14 +193,13 @@ class ProfileRefiner:
             known_chunk_tokens=max(step.chunk_tokens for step in typical.values()),
             provenance=f"refined by served steps of {len(typical)} kinds; {len(held_out)} others held out.",
         )
-        if not is_better and _is_unchanged(refined, self.profile):
+        if cost == self.profile.cost and _is_unchanged(refined, self.profile):
             return None
         self.profile = refined
         self._on_refined(refined)
         return refined
 
-    def _fit(self, typical: dict[StratumKey, ServedStep]) -> CostModel:
-        cost = self.profile.cost
+    def _fit(self, cost: CostModel, typical: dict[StratumKey, ServedStep]) -> CostModel:
         served = [step.timed for step in typical.values()]
         ratio = statistics.median(step.seconds / _predicted_s(cost, step.load) for step in served)
         scale = min(max(ratio, _LOWEST_SCALE), _HIGHEST_SCALE)
@@ -215,6 +218,31 @@ class ProfileRefiner:
             _knots_within(_SAMPLED_KNOTS, most_sampled),
             weights=[1.0] * len(served) + _unserved_weights(unserved),
         )
+
+
+def _bounded(cost: CostModel, served: Collection[ServedStep]) -> CostModel:
+    """The model with times beyond the served steps that these make credible.
+
+    Steps that look too long are never planned, so no step would ever correct a time that a busy machine left
+    there.
+    """
+    tokens = max(step.timed.load.num_tokens for step in served)
+    sampled = max(step.timed.load.num_sampled for step in served)
+    return replace(
+        cost,
+        rows_s=_bounded_beyond(cost.rows_s, tokens),
+        sampled_s=_bounded_beyond(cost.sampled_s, sampled),
+    )
+
+
+def _bounded_beyond(seconds: PiecewiseLinear, known: int) -> PiecewiseLinear:
+    if known == 0:
+        return seconds
+    most_s = _MOST_PER_ROW * seconds(known) / known
+    return PiecewiseLinear(
+        seconds.x,
+        tuple(min(y, most_s * x) if x > known else y for x, y in zip(seconds.x, seconds.y, strict=True)),
+    )
 
 
 def stratum_of(load: StepLoad) -> StratumKey:
