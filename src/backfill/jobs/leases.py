@@ -152,7 +152,7 @@ class Leases:
                 if parts:
                     break
                 passed_over.add(first.batch_id)
-            lease = self._take(session, parts)
+            lease = self._take(session.connection(), parts)
             found = select(BatchRecord, self._now_s).where(BatchRecord.id == lease.batch_id)
             batch, now_s = session.execute(found).one()
             return Claim(batch, lease, now_s)
@@ -204,16 +204,18 @@ class Leases:
             num_taken += part.num_lines
         return parts
 
-    def _take(self, session: Session, parts: Sequence[LeasedPart]) -> Lease:
+    def _take(self, connection: Connection, parts: Sequence[LeasedPart]) -> Lease:
         batch_id, token = parts[0].batch_id, 1 + max(part.token for part in parts)
-        for part in parts:
-            part.holder, part.token, part.expires_at = self.holder, token, self._end_s
+        taken = {"holder": self.holder, "token": token, "expires_at": self._end_s}
+        numbers = tuple(part.part for part in parts)
+        of_parts = (LeasedPart.batch_id == batch_id) & LeasedPart.part.in_(numbers)
+        connection.execute(update(LeasedPart).where(of_parts).values(taken))
         if parts[0].part == WHOLE:
             others = delete(LeasedPart).where(LeasedPart.batch_id == batch_id, LeasedPart.part != WHOLE)
-            session.execute(others)
+            connection.execute(others)
             return Lease(batch_id, token)
         lines = reduce(union, (part.lines or b"" for part in parts))
-        return Lease(batch_id, token, tuple(part.part for part in parts), lines)
+        return Lease(batch_id, token, numbers, lines)
 
     def renew(self, held: Collection[Lease] = (), *, is_ready: bool = True) -> Renewal:
         """Renew leases, also those that have ended while nobody else claimed what they are of.
@@ -309,11 +311,6 @@ def lock_lease(connection: Connection, batch_id: str) -> None:
     """Wait for a write of the holder, whoever it is. Every transaction takes the lease's row first."""
     of_batch = (LeasedPart.batch_id == batch_id) & (LeasedPart.part == WHOLE)
     connection.execute(select(LeasedPart.token).where(of_batch).with_for_update())
-
-
-def delete_lease(connection: Connection, batch_id: str) -> None:
-    """Of a batch that has ended."""
-    connection.execute(delete(LeasedPart).where(LeasedPart.batch_id == batch_id))
 
 
 def _released() -> Update:

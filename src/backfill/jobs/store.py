@@ -12,12 +12,13 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from backfill.jobs.database import lock_inputs
 from backfill.jobs.errors import Conflict, NotFound, TooMany
-from backfill.jobs.leases import WHOLE, Lease, Leases, add_lease, delete_lease, lock_lease
+from backfill.jobs.leases import WHOLE, Lease, Leases, add_lease, lock_lease
 from backfill.jobs.records import (
     OPEN_STATUSES,
     BatchRecord,
     BatchStatus,
     FileRecord,
+    LeasedPart,
     OwnedRecord,
     Page,
     RecordedResult,
@@ -148,8 +149,7 @@ class JobStore:
         change = update(BatchRecord).where(is_it, BatchRecord.status.in_(only_from)).values(**changes)
         with self._sessions.begin() as session:
             connection = session.connection()
-            if self.leases is not None:
-                lock_lease(connection, batch_id)
+            lock_lease(connection, batch_id)
             if session.scalar(select(BatchRecord.status).where(is_it)) is status:
                 return True
             if self.leases is not None and lease is not None:
@@ -158,9 +158,8 @@ class JobStore:
                 return False
             session.add_all(new_files)
             if status.is_final:
-                for kind in (RecordedResult, SavedLosses):
-                    session.execute(delete(kind).where(kind.batch_id == batch_id))
-                delete_lease(connection, batch_id)
+                for kind in (RecordedResult, SavedLosses, LeasedPart):
+                    connection.execute(delete(kind).where(kind.batch_id == batch_id))
             elif parts and self.leases is not None and lease is not None:
                 add_lease(connection, batch_id, parts, first=WHOLE + 1)
                 self.leases.release_in(connection, lease)
