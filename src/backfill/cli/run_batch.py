@@ -189,7 +189,7 @@ def _print_summary(run: LocalRun, console: Console, part: str, *, is_whole: bool
             f"{resumed}; {usage.input_tokens} tokens in, {usage.output_tokens} out"
         ]
         if intervals[0] is not None:
-            lines.append(_intervals_used(*intervals))
+            lines.append(_intervals_used(intervals[0], intervals[1]))
         if not is_whole:
             if run.num_dropped:
                 ended = f"what was computed of {run.num_dropped} lines is dropped"
