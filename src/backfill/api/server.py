@@ -141,14 +141,13 @@ class Server:
             on_offline_suspended=self.state.suspend_offline,
         )
         self._processes.preparation.start(bodies_within_s=_BODIES_WITHIN_S)
-        stopping = asyncio.create_task(self._signals.asked.wait())
         try:
-            await asyncio.wait({engine, stopping, http}, return_when=asyncio.FIRST_COMPLETED)
+            await self._signals.wait(engine, http)
             if not engine.done():
                 await self._drain()
             self.state.phase = Phase.DRAINING
         finally:
-            for task in (stopping, stats_log, self._lag_task):
+            for task in (stats_log, self._lag_task):
                 if task is not None:
                     task.cancel()
             engine.cancel()  # first: an engine that gets ready now must not be served

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -92,6 +93,14 @@ class StopSignals:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+
+    async def wait(self, *others: asyncio.Future[Any]) -> None:
+        """Return when a stop is asked for, or one of the others has ended."""
+        asked = asyncio.ensure_future(self.asked.wait())
+        try:
+            await asyncio.wait({asked, *others}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asked.cancel()
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self.asked.is_set():

@@ -15,12 +15,11 @@ from backfill.blending.requests import OrderName
 from backfill.blending.resources import ResourceModel
 from backfill.jobs.feed import InputChanged, LineSource
 from backfill.preparation.division import MAX_PLANNED_BYTES, Division, pool_request
-from backfill.preparation.line_file import LineFile, is_marked, named
+from backfill.preparation.line_file import is_marked, named
 from backfill.preparation.lines import BatchLine, parse_line, read_lines
-from backfill.preparation.messages import START, InputLimits, InputReport, LineSelection
+from backfill.preparation.messages import InputLimits, InputReport, LineSelection
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.body_check import BodyCheck
-from backfill.protocol.generation import Generation
 from backfill.router.policy import RoutedRequest
 from backfill.router.requests import peek
 
@@ -76,16 +75,13 @@ class RoutedReader:
 
 
 class RoutedNames:
-    """A ``NameReader``."""
+    """A ``NameReader``: the lines themselves, in the order of the file."""
 
     def __init__(self, selection: LineSelection) -> None:
-        self._file = LineFile(selection, _prepare_nothing)
-        self._position = START
+        self._lines = RoutedLines(selection, "fcfs")
 
     async def read(self, max_lines: int) -> Sequence[BatchLine]:
-        found = await asyncio.to_thread(self._file.read_names, self._position, max_lines)
-        self._position = found.position
-        return found.lines
+        return [line for _, line in await self._lines.read(max_lines)]
 
 
 class RoutedLines:
@@ -161,7 +157,3 @@ class RoutedLines:
                     )
                 )
         return lines
-
-
-def _prepare_nothing(*_: object) -> Generation:
-    raise AssertionError("names alone are read")

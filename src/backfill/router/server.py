@@ -102,9 +102,7 @@ class RouterServer:
             async with serving(create_router_app(state), config, listener, clock, self._api_keys) as http:
                 if self._on_ready is not None:
                     self._on_ready(engines)
-                stopping = asyncio.create_task(self._signals.asked.wait())
-                await asyncio.wait({stopping, http}, return_when=asyncio.FIRST_COMPLETED)
-                stopping.cancel()
+                await self._signals.wait(http)
                 await self._drain(state)
         finally:
             if state is not None and state.jobs is not None:
@@ -115,16 +113,14 @@ class RouterServer:
     async def _unless_stopped(self, engines: Engines) -> bool:
         """Let the engines join. Returns: False where a signal came first."""
         joining = asyncio.ensure_future(engines.start())
-        stopping = asyncio.ensure_future(self._signals.asked.wait())
         try:
-            await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await self._signals.wait(joining)
             if joining.done():
                 joining.result()
             return joining.done()
         finally:
-            for task in (joining, stopping):
-                task.cancel()
-            await asyncio.gather(joining, stopping, return_exceptions=True)
+            joining.cancel()
+            await asyncio.gather(joining, return_exceptions=True)
 
     async def _drain(self, state: RouterState) -> None:
         """Refuse new requests, leave batches for the next start, and let online requests end in time."""
