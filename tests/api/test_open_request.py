@@ -103,15 +103,14 @@ async def test_a_request_that_is_refused_holds_nothing(
     assert held(state) == (0, 0, 0, 0, 0)
 
 
-async def test_an_offline_request_holds_nothing_after_its_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_offline_request_that_is_refused_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     state = await ready_state(monkeypatch, make_generation())
     state.bodies.max_offline_bytes = 1
-    with pytest.raises(OfflineUnavailable):
-        await open_request(state, "/v1/completions", make_request(service_tier="flex"))
-    state.admission.is_offline_suspended = True
-    with pytest.raises(OfflineSuspended):
-        await open_request(state, "/v1/completions", make_request(service_tier="flex"))
-    assert held(state) == (0, 0, 0, 0, 0)
+    for error in (OfflineUnavailable, OfflineSuspended):
+        with pytest.raises(error):
+            await open_request(state, "/v1/completions", make_request(service_tier="flex"))
+        assert held(state) == (0, 0, 0, 0, 0)
+        state.admission.is_offline_suspended = True
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,8 @@ def test_requests_sent_while_the_engine_dies_get_an_answer(own_server: RunningSe
 
 def test_shutdown_lets_online_requests_end_and_stops_offline_ones(small_model: Path, tmp_path: Path) -> None:
     """Also if the whole process group gets the signal."""
-    with small_server(small_model, data_dir=tmp_path) as server, ThreadPoolExecutor(2) as pool:
+    patient = ("--shutdown-timeout", str(TIMEOUT_S))
+    with small_server(small_model, *patient, data_dir=tmp_path) as server, ThreadPoolExecutor(2) as pool:
         flex = pool.submit(server.http.post, "/v1/completions", json={**LONGER, "service_tier": "flex"})
         # The offline request starts first and keeps its blocks: behind a late online one it would not start.
         wait_until(lambda: server.metric("backfill:num_requests_running") == 1, "the first to run")

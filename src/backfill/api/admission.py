@@ -81,7 +81,10 @@ class Admission:
         return Reservation(self, service_class, num_choices)
 
     def occupy(self, which: ServiceClass, num_choices: int, num_held: int = 0) -> None:
-        """Replace ``num_held`` choices of a class. Raises as ``reserve``. For reservations, as the next."""
+        """Count so many choices of a class in place of ``num_held``; called by ``Reservation``.
+
+        Raises, changing nothing: as ``reserve``.
+        """
         if which is ServiceClass.OFFLINE and self.is_offline_suspended:
             raise OfflineSuspended
         limit = self._limits[which]
@@ -94,6 +97,7 @@ class Admission:
         self._num_open[which] += num_choices - num_held
 
     def vacate(self, which: ServiceClass, num_choices: int, *, have_ended: bool = False) -> None:
+        """Count so many choices less; called by ``Reservation``. ``have_ended``: they have run."""
         assert 0 <= num_choices <= self._num_open[which], (num_choices, self._num_open)
         self._num_open[which] -= num_choices
         if have_ended:

@@ -88,7 +88,7 @@ class ClientStalls:
             self._began_at_s = self._clock.now_s()
 
     def end(self) -> None:
-        """The buffer has room again, or the connection is lost. Does nothing outside a stall."""
+        """The buffer has space again, or the connection is lost. Does nothing outside a stall."""
         self._ended_s, self._began_at_s = self.total_s(), None
 
     def total_s(self) -> float:

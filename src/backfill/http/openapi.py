@@ -43,7 +43,6 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": Error, "description": "The request cannot be served."},
     "5XX": {"model": Error, "description": "The server failed."},
 }
-_OBJECT: Json = {"type": "object"}
 UPLOAD_SCHEMA: Json = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -68,7 +67,7 @@ def takes_upload() -> dict[str, Any]:
 def answers(*content_types: str) -> dict[int | str, dict[str, Any]]:
     """A route's ``responses``: the content types that it may return with status 200."""
     schemas: dict[str, Json] = {
-        "application/json": _OBJECT,
+        "application/json": {"type": "object"},
         "application/octet-stream": {"type": "string", "format": "binary"},
     }
     content = {kind: {"schema": schemas.get(kind, {"type": "string"})} for kind in content_types}

@@ -37,13 +37,13 @@ class EngineLost(Exception):
 
     Attributes:
         was_reached: the engine may have begun the request.
-        had_company: other requests of this router were there at some time.
+        had_others: the engine had other requests of this router beside it.
     """
 
-    def __init__(self, message: str, *, was_reached: bool = True, had_company: bool = True) -> None:
+    def __init__(self, message: str, *, was_reached: bool = True, had_others: bool = True) -> None:
         super().__init__(message)
         self.was_reached = was_reached
-        self.had_company = had_company
+        self.had_others = had_others
 
 
 class EngineRefused(BackfillError):
@@ -84,21 +84,21 @@ class Engine:
         """Send a request to the engine in the block. Raises: EngineLost as soon as the engine is lost."""
         task = asyncio.current_task()
         assert task is not None
-        attempt = _Attempt(task, had_company=bool(self.attempts))
+        attempt = _Attempt(task, had_others=bool(self.attempts))
         if len(self.attempts) == 1:  # that one was alone until now
             for other in self.attempts:
-                other.had_company = True
+                other.had_others = True
         self.attempts.add(attempt)
         try:
             yield
         except asyncio.CancelledError:
             if attempt.is_lost and task.uncancel() == 0:
-                raise EngineLost("it does not answer", had_company=attempt.had_company) from None
+                raise EngineLost("it does not answer", had_others=attempt.had_others) from None
             raise
         except (aiohttp.ClientConnectorError, aiohttp.ClientConnectorDNSError) as error:
             raise EngineLost(_reason(error), was_reached=False) from error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise EngineLost(_reason(error), had_company=attempt.had_company) from error
+            raise EngineLost(_reason(error), had_others=attempt.had_others) from error
         finally:
             self.attempts.discard(attempt)
 
@@ -106,7 +106,7 @@ class Engine:
 @dataclass(slots=True, eq=False)
 class _Attempt:
     task: asyncio.Task[object]
-    had_company: bool
+    had_others: bool
     is_lost: bool = False
 
 

@@ -132,7 +132,7 @@ class EngineRunner:
                 content = await response.read()
         except EngineLost as error:
             self.metrics.retries["lost" if error.was_reached else "unreachable"] += 1
-            return _Answer(503, {}, int(error.had_company)) if error.was_reached else None
+            return _Answer(503, {}, int(error.had_others)) if error.was_reached else None
         lost = response.headers.get(LOST_HEADER)
         if lost is not None:
             self.metrics.retries["lost"] += 1
