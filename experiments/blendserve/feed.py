@@ -72,7 +72,7 @@ class PoolFeed:
         reserved_tokens = int(self._reserve_frac * self._forecast.offline_tokens)
         for request in self.in_flight.values():
             self._forecast.note_progress(request.request_id, len(request.output_token_ids))
-        room = self._forecast.room()
+        room = self._forecast.free()
         while len(self._waiting) < self._queue_depth:
             planned = self._pool.take(most_output_tokens=room.most_output_tokens(reserved_tokens))
             if planned is None:
@@ -82,7 +82,7 @@ class PoolFeed:
                 self._pool.put_back(planned.request_id)
                 return
             self._join(planned)
-            room = self._forecast.room()
+            room = self._forecast.free()
 
     def on_step(self) -> None:
         """A step has been computed."""

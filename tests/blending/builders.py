@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from backfill.blending.pool import OfflinePool
-from backfill.blending.requests import OrderName, PoolRequest
+from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
 from backfill.blending.resources import ResourceModel
 from backfill.blending.tree import PrefixTree
 
@@ -31,6 +31,13 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 def make_pool(order: OrderName = "blend", *, sample_share: float = 0.0, seed: int = 0) -> OfflinePool:
     return OfflinePool(order, LLAMA_8B_ON_A100, kv_tokens=KV_TOKENS, sample_share=sample_share, seed=seed)
+
+
+def take(pool: OfflinePool, group: str | None = None, **arguments: float) -> PlannedRequest:
+    """The next request, of a pool in which one waits."""
+    taken = pool.take(group, **arguments)
+    assert taken is not None
+    return taken
 
 
 def make_request(

@@ -1,4 +1,4 @@
-"""How much KV requests will need, and what it has room for."""
+"""How much KV requests will need, and what fits beside it."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ def test_what_is_held_before_each_end_adds_up() -> None:
     """10 + 90 tokens beside 10 + 40: both hold 50 after 40 steps, and the longer one 100 in the end."""
     forecast = MemoryForecast(100, 0)
     forecast.add(0, 10, 90.0)
-    assert forecast.room().most_output_tokens(10) == 40.0
-    assert forecast.room().most_output_tokens(11) == 39.5
-    assert forecast.room().most_output_tokens(90) == 0.0
+    assert forecast.free().most_output_tokens(10) == 40.0
+    assert forecast.free().most_output_tokens(11) == 39.5
+    assert forecast.free().most_output_tokens(90) == 0.0
     forecast.remove(0)
-    assert forecast.room().most_output_tokens(10) == 90.0
+    assert forecast.free().most_output_tokens(10) == 90.0
 
 
 def test_it_looks_past_the_ends_of_others() -> None:
     """After 20 steps the first one ends, and what it held is free."""
     forecast = MemoryForecast(100, 0)
     forecast.add(0, 20, 20.0)
-    assert forecast.room().most_output_tokens(40) == 60.0
-    assert forecast.room().most_output_tokens(42) == 19.0
+    assert forecast.free().most_output_tokens(40) == 60.0
+    assert forecast.free().most_output_tokens(42) == 19.0
 
 
 def test_short_requests_are_followed_by_others() -> None:
     forecast = MemoryForecast(1000, 0)
     forecast.add(100, 100, 400.0)
-    assert forecast.room().most_output_tokens(0) == 1000.0
+    assert forecast.free().most_output_tokens(0) == 1000.0
     for number in range(4):
         forecast.add(number, 98, 4.0)
-    assert forecast.room().most_output_tokens(0) == 250.0  # (1000 - 4 * 100 - 100) / 2
+    assert forecast.free().most_output_tokens(0) == 250.0  # (1000 - 4 * 100 - 100) / 2
 
 
 def test_progress_brings_the_end_nearer_and_a_corrected_expectation_moves_it() -> None:
     """After 50 of 60 tokens 40 are free: 20 + 10 fit beside its last 10, and later all does."""
     forecast = MemoryForecast(100, 0)
     forecast.add(0, 10, 60.0)
-    assert forecast.room().most_output_tokens(20) == 35.0
+    assert forecast.free().most_output_tokens(20) == 35.0
     forecast.note_progress(0, 50)
-    assert forecast.room().most_output_tokens(20) == 80.0
-    assert forecast.room().most_output_tokens(22) == 9.0
+    assert forecast.free().most_output_tokens(20) == 80.0
+    assert forecast.free().most_output_tokens(22) == 9.0
     forecast.note_progress(0, 50, 80.0)
-    assert forecast.room().most_output_tokens(20) == 10.0
+    assert forecast.free().most_output_tokens(20) == 10.0
     forecast.note_progress(1, 50)  # unknown
     forecast.remove(1)
-    assert forecast.room().most_output_tokens(20) == 10.0
+    assert forecast.free().most_output_tokens(20) == 10.0
 
 
 def test_one_that_outlives_its_expectation_may_end_at_any_step() -> None:
     forecast = MemoryForecast(100, 0)
     forecast.add(0, 10, 20.0)
     forecast.note_progress(0, 40)
-    assert forecast.room().most_output_tokens(50) == 0.0
-    assert forecast.room().most_output_tokens(48) == 52.0
+    assert forecast.free().most_output_tokens(50) == 0.0
+    assert forecast.free().most_output_tokens(48) == 52.0
 
 
 def test_choices_share_a_prompt_and_grow_each() -> None:
@@ -66,21 +66,21 @@ def test_choices_share_a_prompt_and_grow_each() -> None:
     forecast = MemoryForecast(100, 0)
     forecast.add(0, 20, 15.0, num_choices=4)
     forecast.note_progress(0, 10)
-    assert forecast.room().most_output_tokens(10) == 90.0
-    assert forecast.room().most_output_tokens(20) == 4.0  # (100 - 60 - 20) / 5
+    assert forecast.free().most_output_tokens(10) == 90.0
+    assert forecast.free().most_output_tokens(20) == 4.0  # (100 - 60 - 20) / 5
 
 
 def test_slack_is_of_each_output_and_online_requests_leave_the_rest() -> None:
     forecast = MemoryForecast(200, 8)
-    assert forecast.room().most_output_tokens(0) == 192.0
+    assert forecast.free().most_output_tokens(0) == 192.0
     forecast.add(0, 10, 40.0, num_choices=2)
     forecast.online_tokens = 50
     assert forecast.offline_tokens == 150
-    assert forecast.room().most_output_tokens(0) == (150 - 8 - 26) / 3
-    assert forecast.room().most_output_tokens(30) == (150 - 8 - 26 - 30) / 3
+    assert forecast.free().most_output_tokens(0) == (150 - 8 - 26) / 3
+    assert forecast.free().most_output_tokens(30) == (150 - 8 - 26 - 30) / 3
     forecast.online_tokens = 300
     assert forecast.offline_tokens == 0
-    assert forecast.room().most_output_tokens(0) == 0.0
+    assert forecast.free().most_output_tokens(0) == 0.0
 
 
 def test_the_reserve_is_more_than_the_need_and_at_most_all() -> None:
@@ -102,7 +102,7 @@ EVENTS = st.lists(
 
 @given(EVENTS, st.integers(0, 600))
 @settings(max_examples=examples(200))
-def test_room_is_never_negative_and_no_larger_for_longer_prompts(
+def test_what_fits_is_never_negative_and_no_larger_for_longer_prompts(
     events: list[tuple[str, int, int, int]], num_prompt_tokens: int
 ) -> None:
     forecast = MemoryForecast(1000, 8)
@@ -117,10 +117,10 @@ def test_room_is_never_negative_and_no_larger_for_longer_prompts(
             forecast.remove(request_id)
         else:
             forecast.online_tokens = 5 * num_tokens
-        room = forecast.room()
-        most = room.most_output_tokens(num_prompt_tokens)
+        free_kv = forecast.free()
+        most = free_kv.most_output_tokens(num_prompt_tokens)
         assert 0.0 <= most <= max(forecast.offline_tokens, 0)
-        assert most <= room.most_output_tokens(num_prompt_tokens // 2)
+        assert most <= free_kv.most_output_tokens(num_prompt_tokens // 2)
 
 
 # Not much shorter than each other: those are counted by their mean size.
@@ -130,16 +130,16 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 200), st.integers(10, 300), st.integ
 @given(LENGTHS)
 @settings(max_examples=examples(200))
 def test_what_fits_leaves_every_instant_within_the_kv(lengths: list[tuple[int, int, int]]) -> None:
-    """Requests are added where they fit, as the others go on. Room is without one more request's slack."""
+    """Requests are added where they fit, as the others go on. The slack of one more request is not free."""
     slack_tokens = 8
     forecast = MemoryForecast(1000, slack_tokens)
     running: dict[int, tuple[int, int]] = {}  # tokens generated, and in the end
     for number, (prompt, output, num_steps) in enumerate(lengths):
-        if forecast.room().most_output_tokens(prompt) >= output:
+        if forecast.free().most_output_tokens(prompt) >= output:
             forecast.add(number, prompt, float(output))
             running[number] = 0, output
-        room = forecast.room()
-        free = room.free_tokens[:-1] - room.ends[:-1] * room.num_running[:-1]
+        free_kv = forecast.free()
+        free = free_kv.free_tokens[:-1] - free_kv.ends[:-1] * free_kv.num_running[:-1]
         assert np.all(free + slack_tokens >= -1e-6)
         for each, (so_far, end) in list(running.items()):
             running[each] = so_far + num_steps, end
@@ -160,7 +160,7 @@ def test_requests_that_are_admitted_never_hold_more_than_there_is(lengths: list[
     while running or waiting:
         while waiting:
             number, (prompt, output) = waiting[0]
-            if forecast.room().most_output_tokens(prompt) < output:
+            if forecast.free().most_output_tokens(prompt) < output:
                 break
             waiting.pop(0)
             forecast.add(number, prompt, float(output))

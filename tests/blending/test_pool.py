@@ -16,7 +16,6 @@ from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
 from backfill.blending.resources import OnlineUse
 from backfill.core.errors import ConfigError, RequestError
 from tests.blending.builders import (
-    KV_TOKENS,
     LLAMA_8B_ON_A100,
     ORDERS,
     as_bytes,
@@ -25,6 +24,7 @@ from tests.blending.builders import (
     make_request,
     num_shared,
     prompts,
+    take,
 )
 from tests.shared import examples
 
@@ -186,8 +186,7 @@ def test_one_request_and_equal_prompts(order: OrderName) -> None:
     assert pool.take() == PlannedRequest(1, 0, 100.0)
     pool.add([make_request(i, [4, 5, 6]) for i in range(2, 6)])
     assert pool.optimal_sharing == pytest.approx(0.75)
-    taken = [pool.take() for _ in range(4)]
-    assert [request.reused_tokens for request in taken if request is not None] == [3, 3, 3, 0]
+    assert [take(pool).reused_tokens for _ in range(4)] == [3, 3, 3, 0]
 
 
 def test_fcfs_is_the_order_of_arrival_over_any_additions() -> None:
@@ -212,7 +211,7 @@ def test_the_random_order_depends_on_the_seed_alone() -> None:
 def test_a_request_that_does_not_fit_keeps_only_its_own_kind_waiting() -> None:
     pool = make_pool()
     pool.add([known(i, 1000, 1) for i in range(20)] + [known(i, 10, 4000) for i in range(20, 40)])
-    in_flight = [taken.request_id for _ in range(20) if (taken := pool.take()) is not None]
+    in_flight = [take(pool).request_id for _ in range(20)]
     sparse = next(request_id for request_id in in_flight if request_id >= 20)
     pool.put_back(sparse)
     rest = take_all(pool)
@@ -222,43 +221,33 @@ def test_a_request_that_does_not_fit_keeps_only_its_own_kind_waiting() -> None:
 
 def test_memory_bound_requests_that_are_too_long_are_passed_over() -> None:
     pool = make_pool()
-    lengths = [3000, 5000, 4000]
-    pool.add(
-        [known(i, 1000, 1) for i in range(3)] + [known(3 + i, 10, length) for i, length in enumerate(lengths)]
-    )
-    dense = pool.take(most_output_tokens=3999)
-    assert dense is not None
-    assert dense.request_id < 3
-    shortest = pool.take(most_output_tokens=3999)
-    assert shortest is not None
-    assert shortest.request_id == 3
-    pool.finish(shortest.request_id, 3000)
-    other = pool.take(most_output_tokens=3999)  # no memory-bound one fits
-    assert other is not None
-    assert other.request_id < 3
+    sparse = [known(3 + i, 10, length) for i, length in enumerate((3000, 5000, 4000))]
+    pool.add([known(i, 1000, 1) for i in range(3)] + sparse)
+    assert take(pool, most_output_tokens=3999).request_id < 3
+    assert take(pool, most_output_tokens=3999).request_id == 3
+    pool.finish(3, 3000)
+    assert take(pool, most_output_tokens=3999).request_id < 3, "no memory-bound one fits"
 
 
 @pytest.mark.parametrize(
     "long", [make_request(0, max_output_tokens=4000), known(0, 10, 4000, complete_by_s=30.0)]
 )
-def test_samples_and_batches_in_danger_go_whatever_there_is_room_for(long: PoolRequest) -> None:
-    pool = OfflinePool("blend", LLAMA_8B_ON_A100, kv_tokens=KV_TOKENS, sample_share=1.0)
+def test_samples_and_batches_in_danger_go_whatever_fits(long: PoolRequest) -> None:
+    pool = make_pool(sample_share=1.0)
     pool.add([long, *(known(1 + i, 1000, 1) for i in range(3)), *(known(4 + i, 10, 900) for i in range(3))])
-    taken = pool.take(most_output_tokens=1.0)
-    assert taken is not None
+    taken = take(pool, most_output_tokens=1.0)
     assert taken.request_id == 0
     assert taken.expected_output_tokens > 1
 
 
 def test_what_is_expected_of_a_request_in_flight_is_corrected() -> None:
     """The others end after 8 tokens; those in flight have generated 100."""
-    pool = OfflinePool("blend", LLAMA_8B_ON_A100, kv_tokens=KV_TOKENS, sample_share=0.0)
+    pool = make_pool()
     pool.add([make_request(number, (1, number), max_output_tokens=4000) for number in range(60)])
-    taken = [planned for _ in range(40) if (planned := pool.take()) is not None]
-    kept = taken[0]
+    kept, *others = (take(pool) for _ in range(40))
     assert pool.expected_output_tokens(kept.request_id) == kept.expected_output_tokens
     pool.note_progress(kept.request_id, 100)
-    for planned in taken[1:33]:
+    for planned in others[:32]:
         pool.finish(planned.request_id, 8)
     corrected = pool.expected_output_tokens(kept.request_id)
     assert corrected is not None
@@ -267,13 +256,11 @@ def test_what_is_expected_of_a_request_in_flight_is_corrected() -> None:
     assert pool.expected_output_tokens(kept.request_id) is None
 
 
-def test_a_request_that_does_not_fit_keeps_its_place_in_other_orders() -> None:
+def test_in_other_orders_a_request_that_does_not_fit_goes_first_again() -> None:
     pool = make_pool("fcfs")
     pool.add([known(0, 10, 4000), known(1, 10, 4000), known(2, 1000, 1)])
     for _ in range(2):
-        taken = pool.take(most_output_tokens=10)
-        assert taken is not None
-        assert taken.request_id == 0
+        assert take(pool, most_output_tokens=10).request_id == 0
         pool.put_back(0)
 
 
@@ -306,33 +293,19 @@ def test_progress_moves_what_is_left() -> None:
     assert pool.density == pytest.approx(before)
 
 
-def test_progress_corrects_estimates_of_requests_in_flight() -> None:
-    """Sixteen end after 10 tokens while four go on for 1,000: these are expected to go on."""
-    pool = make_pool(sample_share=0.0)
+@pytest.mark.parametrize("merges", [False, True])
+def test_progress_corrects_estimates(merges: bool) -> None:
+    """Some go on while others have ended: these are expected to go on, also in a run that is merged."""
+    pool = make_pool()
     pool.add([make_request(i, [1, i], 5000) for i in range(40)])
-    taken = [request.request_id for _ in range(20) if (request := pool.take()) is not None]
-    long, short = taken[:4], taken[4:]
-    for request_id in long:
+    taken = [take(pool).request_id for _ in range(20)]
+    for request_id in taken[:4]:
         pool.note_progress(request_id, 1000)
-    for request_id in short:
+    for request_id in taken[4:]:
         pool.finish(request_id, 10)
-    planned = pool.take()
-    assert planned is not None
-    assert planned.expected_output_tokens == pytest.approx((16 * 10 + 4 * 1000) / 16)
-
-
-def test_runs_that_are_merged_keep_the_weight_of_finished_requests() -> None:
-    pool = make_pool("fcfs")
-    pool.add([make_request(i, [1, i], 5000) for i in range(120)])
-    taken = [request.request_id for _ in range(110) if (request := pool.take()) is not None]
-    for request_id in taken[:100]:
-        pool.finish(request_id, 100)
-    for request_id in taken[100:]:
-        pool.note_progress(request_id, 50)
-    pool.add([make_request(1000, [1, 1000], 5000)], merges_all=True)
-    planned = pool.take()
-    assert planned is not None
-    assert planned.expected_output_tokens == pytest.approx((100 * 100 + 10 * 50) / 100)
+    if merges:
+        pool.add([make_request(1000, [1, 1000], 5000)], merges_all=True)
+    assert take(pool).expected_output_tokens == pytest.approx((16 * 10 + 4 * 1000) / 16)
 
 
 def test_an_output_is_not_expected_to_be_larger_than_the_kv_cache() -> None:
@@ -355,18 +328,14 @@ def test_samples_run_first_and_correct_the_order() -> None:
     pool = make_pool(sample_share=0.1)
     pool.add([make_request(i, [i % 2, i, *range(50)], 20_000) for i in range(400)])
     before = pool.density
-    sampled = [pool.take() for _ in range(40)]
-    assert {request.request_id % 2 for request in sampled if request is not None} == {0, 1}
-    for request in sampled:
-        assert request is not None
-        pool.finish(request.request_id, 10_000 if request.request_id % 2 else 10)
+    sampled = [take(pool).request_id for _ in range(40)]
+    assert {request_id % 2 for request_id in sampled} == {0, 1}
+    for request_id in sampled:
+        pool.finish(request_id, 10_000 if request_id % 2 else 10)
     assert pool.density < before / 10
-    first, second = pool.take(), pool.take()
-    assert first is not None and second is not None
-    assert first.request_id % 2 == 0
-    assert first.expected_output_tokens == 10
-    assert second.request_id % 2 == 1
-    assert second.expected_output_tokens == 10_000
+    next_two = [take(pool) for _ in range(2)]
+    assert [each.request_id % 2 for each in next_two] == [0, 1]
+    assert [each.expected_output_tokens for each in next_two] == [10, 10_000]
 
 
 def test_a_group_is_served_alone() -> None:
@@ -391,7 +360,7 @@ def test_a_cancelled_batch_leaves_no_samples() -> None:
     pool.add([make_request(i, [i], group="other") for i in range(100, 200)])
     pool.cancel(range(100))
     assert sum(each.request_id < 100 for samples in pool._samples.values() for each in samples) == 0
-    assert {pool.take(now_s=0.0).request_id for _ in range(100)} == set(range(100, 200))
+    assert {take(pool).request_id for _ in range(100)} == set(range(100, 200))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backfill.blending.deadlines import Pace
 from backfill.blending.requests import OrderName, PlannedRequest
-from tests.blending.builders import LLAMA_8B_ON_A100, ORDERS, known, make_pool
+from tests.blending.builders import LLAMA_8B_ON_A100, ORDERS, known, make_pool, take
 from tests.shared import examples
 
 
@@ -18,9 +19,7 @@ def test_a_deadline_comes_before_the_plan_and_before_a_later_one() -> None:
     pool.add([known(i, 100, 100, group="soon", complete_by_s=500.0) for i in range(20, 30)])
     assert pool.take(now_s=0.0) == PlannedRequest(0, 0, 100.0)
     assert [pool.take(now_s=450.0) for _ in range(2)] == [PlannedRequest(i, 0, 100.0) for i in (20, 21)]
-    late = pool.take("late", now_s=950.0)
-    assert late is not None
-    assert late.request_id == 10
+    assert take(pool, "late", now_s=950.0).request_id == 10
     # Nothing can be done for `soon` any more: the order is that of the plan.
     assert pool.take(now_s=2000.0) == PlannedRequest(1, 0, 100.0)
 
@@ -29,8 +28,7 @@ def test_in_order_of_arrival_the_earliest_deadline_goes_first() -> None:
     pool = make_pool("fcfs")
     pool.add([known(i, 100, 100, group="a", complete_by_s=90_000.0) for i in range(3)])
     pool.add([known(i, 100, 100, group="a", complete_by_s=5_000.0) for i in range(3, 6)])
-    taken = [pool.take("a", now_s=0.0) for _ in range(6)]
-    assert [each and each.request_id for each in taken] == [3, 4, 5, 0, 1, 2]
+    assert [take(pool, "a").request_id for _ in range(6)] == [3, 4, 5, 0, 1, 2]
 
 
 deadline_batches = st.lists(
@@ -88,3 +86,46 @@ def test_deadlines_are_met_where_they_can_be(
         now_s = max(done_compute_s, done_memory_s)
         pool.finish(taken.request_id, request.max_output_tokens)
         assert request.complete_by_s is None or now_s <= request.complete_by_s
+
+
+# The pace: how long work takes over its least time.
+
+
+def paced(slowdown: float, *, num_s: int, is_busy: bool = True, pace: Pace | None = None) -> Pace:
+    """Work of a second every ``slowdown`` seconds."""
+    pace = pace or Pace()
+    at_s = 0.0
+    pace.advance(at_s, is_busy=False)
+    while at_s < num_s:
+        at_s += slowdown
+        pace.advance(at_s, is_busy=is_busy)
+        pace.add(1.0, 0.5)
+    return pace
+
+
+def test_a_device_is_ideal_until_it_was_seen() -> None:
+    assert Pace().slowdown == 1.0
+
+
+@pytest.mark.parametrize("slowdown", [2.0, 10.0, 300.0])
+def test_the_pace_is_learned(slowdown: float) -> None:
+    assert paced(slowdown, num_s=6000).slowdown == pytest.approx(slowdown, rel=0.3)
+
+
+def test_a_device_faster_than_its_model_counts_as_ideal() -> None:
+    assert paced(0.1, num_s=600).slowdown == 1.0
+
+
+def test_time_without_requests_in_flight_says_nothing() -> None:
+    pace = Pace()
+    pace.advance(0.0, is_busy=False)
+    pace.advance(1e6, is_busy=False)
+    assert pace.slowdown == 1.0
+
+
+def test_work_that_never_ends_makes_every_deadline_urgent() -> None:
+    pace = Pace()
+    pace.advance(0.0, is_busy=False)
+    for at_s in range(10, 100_000, 10):
+        pace.advance(float(at_s), is_busy=True)
+    assert pace.slowdown > 1e9

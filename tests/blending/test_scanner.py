@@ -9,11 +9,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from backfill.blending.pool import OfflinePool
 from backfill.blending.requests import PoolRequest
 from backfill.blending.scanner import MOST_PASSED, Cursor
 from backfill.blending.waiting import Waiting
-from tests.blending.builders import KV_TOKENS, LLAMA_8B_ON_A100, as_bytes, known
+from tests.blending.builders import LLAMA_8B_ON_A100, as_bytes, known, make_pool, take
 from tests.shared import examples
 
 MODEL = LLAMA_8B_ON_A100
@@ -34,14 +33,12 @@ def in_flight_tokens(
     requests: list[PoolRequest], num_tokens: float, is_left: Callable[[PoolRequest], bool]
 ) -> tuple[float, float]:
     """KV tokens of either kind once the pool has filled a device of so many."""
-    pool = OfflinePool("blend", MODEL, kv_tokens=KV_TOKENS)
+    pool = make_pool()
     pool.add(requests)
     by_id = {request.request_id: request for request in requests}
     left = right = 0.0
     while left + right < num_tokens:
-        taken = pool.take()
-        assert taken is not None
-        request = by_id[taken.request_id]
+        request = by_id[take(pool).request_id]
         if is_left(request):
             left += footprint(request)
         else:
@@ -78,15 +75,13 @@ def test_each_request_brings_those_in_flight_nearer_to_the_density(
     assume(density_of(*dense) > 1.01 * density_of(*sparse))
     requests = [known(i, *dense) for i in range(num_dense)]
     requests += [known(num_dense + i, *sparse) for i in range(num_sparse)]
-    pool = OfflinePool("blend", MODEL, kv_tokens=KV_TOKENS)
+    pool = make_pool()
     pool.add(requests)
     left = {True: num_dense, False: num_sparse}
     compute = memory = 0.0
     while all(left.values()):
         missing = pool.density * memory - compute
-        taken = pool.take()
-        assert taken is not None
-        is_dense = taken.request_id < num_dense
+        is_dense = take(pool).request_id < num_dense
         assert is_dense == (missing >= 0) or abs(missing) < 1e-9 * compute
         left[is_dense] -= 1
         kind = dense if is_dense else sparse
@@ -96,11 +91,10 @@ def test_each_request_brings_those_in_flight_nearer_to_the_density(
 
 def test_a_pool_of_one_kind_is_served_from_either_end() -> None:
     """Both pointers are in one unit, and densities are equal: there is no partition, and all is served."""
-    pool = OfflinePool("blend", MODEL, kv_tokens=KV_TOKENS)
+    pool = make_pool()
     pool.add([known(i, 100, 100) for i in range(10)])
-    taken = [pool.take() for _ in range(11)]
-    assert taken[-1] is None
-    assert {request.request_id for request in taken if request is not None} == set(range(10))
+    assert {take(pool).request_id for _ in range(10)} == set(range(10))
+    assert pool.take() is None
 
 
 def test_both_ends_meet() -> None:

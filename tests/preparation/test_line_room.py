@@ -103,13 +103,13 @@ def test_expectations_of_running_lines_are_corrected_with_their_progress(tmp_pat
     taken = [each.line.number for each in pool.take("", 40).lines]
     forecast = pool._forecast
     assert forecast is not None
-    before = forecast.room().most_output_tokens(0)
+    before = forecast.free().most_output_tokens(0)
     pool.note_progress(0, {taken[0]: 5})
     for number in taken[1:33]:
         pool.end(0, number, 2)
     for number in taken[33:]:
         pool.end(0, number, None)
-    assert forecast.room().most_output_tokens(0) > before
+    assert forecast.free().most_output_tokens(0) > before
     pool.note_progress(0, {taken[0]: 6})
     (output,) = forecast.outputs.values()
     assert 6 < output.expected < 256

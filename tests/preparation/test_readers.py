@@ -396,12 +396,12 @@ async def test_a_new_process_knows_the_kv_of_lines_that_run(tmp_path: Path) -> N
         taken = [line.number for _, line in await lines.read(5)]
         lines.note_progress({taken[0]: 7, taken[1]: 8, taken[2]: 9})
         lines.end(taken[0], 100)
-        before, room = outputs(), forecast().room().most_output_tokens(0)
+        before, room = outputs(), forecast().free().most_output_tokens(0)
         assert (len(before), num_so_far()) == (4, 17)
         process.die()
         await until(lambda: lines.is_indexed)
         assert outputs() == before
-        assert forecast().room().most_output_tokens(0) == room
+        assert forecast().free().most_output_tokens(0) == room
         lines.note_progress({taken[1]: 20, 99: 1})
         assert num_so_far() == 29
         lines.end(taken[1], 100)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from backfill.blending.requests import Batch
-from backfill.blending.resources import Work
+from backfill.blending.resources import Cost, Work
 
 MARGIN_FRAC = 0.25
 MARGIN_S = 60.0
@@ -27,8 +27,7 @@ class BatchWork(NamedTuple):
 
     batch: Batch
     num_requests: int
-    compute_s: float
-    memory_s: float
+    cost: Cost
 
 
 class Pace:
@@ -82,7 +81,7 @@ class Deadlines:
             self._left[batch] = _Left()
             insort(self._ordered, (batch.complete_by_s, batch.group))
         self._left[batch].num_requests += some.num_requests
-        self._left[batch].work.add(some.compute_s, some.memory_s)
+        self._left[batch].work.add(*some.cost)
 
     def remove(self, some: BatchWork) -> None:
         batch = some.batch
@@ -90,7 +89,7 @@ class Deadlines:
             return
         left = self._left[batch]
         left.num_requests -= some.num_requests
-        left.work.remove(some.compute_s, some.memory_s)
+        left.work.remove(*some.cost)
         if left.num_requests == 0:
             del self._left[batch]
             del self._ordered[bisect_left(self._ordered, (batch.complete_by_s, batch.group))]

@@ -16,7 +16,7 @@ SLACK_BLOCKS = 2
 """KV blocks whose tokens an output leaves unused at most."""
 
 # Requests that generate less than this part of what the longest one does end long before it, and others like
-# them take their places.
+# them follow.
 _MUCH_SHORTER = 1 / 32
 # The KV kept for compute-bound requests beside memory-bound ones, over what they need in the mean.
 _RESERVE_FACTOR = 1.5
@@ -41,7 +41,7 @@ class Output(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Room:
+class FreeKV:
     """The KV that is expected to be free at each later instant. Instants are steps from now.
 
     Attributes:
@@ -78,16 +78,16 @@ class MemoryForecast:
     def __init__(self, kv_tokens: int, slack_tokens: int) -> None:
         self.kv_tokens, self.online_tokens = kv_tokens, 0
         self.slack_tokens = slack_tokens
-        # ``room`` is asked for with each request that is taken, so it loops over none.
+        # ``free`` is asked for with each request that is taken, so it loops over none.
         self._columns = np.empty((len(_Column), 64))
-        self._ids: list[Hashable] = []  # by place in the columns
-        self._places: dict[Hashable, int] = {}
+        self._ids: list[Hashable] = []  # by column
+        self._index_of: dict[Hashable, int] = {}
 
     @property
     def outputs(self) -> Mapping[Hashable, Output]:
         """Of the requests, by id."""
         expected, so_far = self._columns[[_Column.EXPECTED, _Column.SO_FAR]]
-        return {each: Output(float(expected[at]), int(so_far[at])) for each, at in self._places.items()}
+        return {each: Output(float(expected[at]), int(so_far[at])) for each, at in self._index_of.items()}
 
     @property
     def offline_tokens(self) -> int:
@@ -103,11 +103,11 @@ class MemoryForecast:
             num_prompt_tokens: without those whose KV others hold as well.
             output_tokens: expected, of each choice.
         """
-        place = self._places[request_id] = len(self._ids)
+        index = self._index_of[request_id] = len(self._ids)
         self._ids.append(request_id)
-        if place == self._columns.shape[1]:
+        if index == self._columns.shape[1]:
             self._columns = np.concatenate([self._columns, np.empty_like(self._columns)], axis=1)
-        self._columns[:, place] = num_prompt_tokens, num_choices, output_tokens, 0
+        self._columns[:, index] = num_prompt_tokens, num_choices, output_tokens, 0
 
     def note_progress(
         self, request_id: Hashable, num_output_tokens: int, expected_tokens: float | None = None
@@ -117,24 +117,24 @@ class MemoryForecast:
         Args:
             expected_tokens: of each choice in all, if that was corrected.
         """
-        place = self._places.get(request_id)
-        if place is not None:
-            self._columns[_Column.SO_FAR, place] = num_output_tokens
+        index = self._index_of.get(request_id)
+        if index is not None:
+            self._columns[_Column.SO_FAR, index] = num_output_tokens
             if expected_tokens is not None:
-                self._columns[_Column.EXPECTED, place] = expected_tokens
+                self._columns[_Column.EXPECTED, index] = expected_tokens
 
     def remove(self, request_id: Hashable) -> None:
         """An unknown one is ignored."""
-        place = self._places.pop(request_id, None)
-        if place is None:
+        index = self._index_of.pop(request_id, None)
+        if index is None:
             return
         last_id = self._ids.pop()
         if last_id != request_id:
-            self._columns[:, place] = self._columns[:, len(self._ids)]
-            self._ids[place] = last_id
-            self._places[last_id] = place
+            self._columns[:, index] = self._columns[:, len(self._ids)]
+            self._ids[index] = last_id
+            self._index_of[last_id] = index
 
-    def room(self) -> Room:
+    def free(self) -> FreeKV:
         columns = self._columns[:, : len(self._ids)]
         expected = columns[_Column.EXPECTED]
         is_short = expected < _MUCH_SHORTER * expected.max(initial=0.0)
@@ -145,7 +145,7 @@ class MemoryForecast:
         to_go = np.maximum(expected - so_far, 1.0)  # one that outlives its expectation may end at any step
         order = np.argsort(to_go)
         held = prompts + choices * (so_far + self.slack_tokens)
-        return Room(
+        return FreeKV(
             np.append(to_go[order], math.inf),
             free - _from_here(held[order]),
             _from_here(choices[order]),
@@ -153,5 +153,5 @@ class MemoryForecast:
 
 
 def _from_here(values: Floats) -> Floats:
-    """At each place, the sum of what is there and behind it; 0 in the end."""
+    """At each index, the sum of what is there and behind it; 0 in the end."""
     return np.append(np.cumsum(values[::-1])[::-1], 0.0)

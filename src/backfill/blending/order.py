@@ -109,14 +109,14 @@ def layer_sort(tree: PrefixTree, costs: Forecast, chosen: NDArray[np.bool_]) -> 
     offset[order] = before - np.maximum.accumulate(np.where(is_eldest, before, 0))
     node_offset = np.zeros(num_nodes, np.int64)
     node_offset[nodes] = offset[: len(nodes)]
-    place = tree.path_sums(node_offset)[tree.leaf_parent[leaves]] + offset[len(nodes) :]
+    position = tree.path_sums(node_offset)[tree.leaf_parent[leaves]] + offset[len(nodes) :]
     sequence = np.empty(len(leaves), np.int64)
-    sequence[place] = leaves
+    sequence[position] = leaves
     return sequence
 
 
 def dense_side(tree: PrefixTree, costs: Forecast) -> NDArray[np.bool_]:
-    """Which side of the pool's density each prompt is put on (in place of algorithm 2).
+    """Which side of the pool's density each prompt is put on (instead of algorithm 2).
 
     At a node that is split, each child goes to the side of its own density, and the node's prefix is
     computed on both sides. Below a node that is not split, all prompts stay together. The root is split,

@@ -9,12 +9,11 @@ from collections.abc import Collection, Sequence
 from typing import get_args
 
 from backfill.blending.deadlines import BatchWork, Deadlines, Pace
-from backfill.blending.entry import Entry, Expected, Left, State
 from backfill.blending.estimates import OutputEstimator, OutputHistory, choose_samples, output_moments
 from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
-from backfill.blending.resources import OnlineUse, ResourceModel, Work, target_density
+from backfill.blending.resources import Cost, Expected, OnlineUse, ResourceModel, Work, target_density
 from backfill.blending.returned import Returned
-from backfill.blending.run import Run, Scope
+from backfill.blending.run import Entry, Run, Scope, State
 from backfill.blending.scanner import Blend
 from backfill.blending.tree import Progress
 from backfill.core.errors import ConfigError, RequestError
@@ -178,7 +177,7 @@ class OfflinePool:
 
         Args:
             now_s: on the clock of deadlines.
-            most_output_tokens: what the device's KV cache has room for. In the blend, memory-bound requests
+            most_output_tokens: what fits the device's KV cache. In the blend, memory-bound requests
                 that are expected to generate more are passed over: those put back, and those of the plan if
                 another one waits. Batches in danger and samples are not: a deadline is worth a preemption,
                 and samples are few and tell what the others need.
@@ -203,7 +202,8 @@ class OfflinePool:
             self._returned.remove(entry)
         else:
             self._remove_waiting(entry)
-            entry.is_dense = entry.expected.compute_s >= target * entry.expected.memory_s
+            cost = entry.expected.cost
+            entry.is_dense = cost.compute_s >= target * cost.memory_s
         entry.state = State.IN_FLIGHT
         self._blend.add(entry.expected)
         return PlannedRequest(
@@ -218,7 +218,7 @@ class OfflinePool:
         entry.state = State.RETURNED
         self._blend.remove(entry.expected)
         self._set_so_far(entry, 0)
-        self._set_left(entry, Left(entry.expected.compute_s, entry.expected.memory_s))
+        self._set_left(entry, entry.expected.cost)
         self._returned.add(entry)
 
     def note_progress(self, request_id: int, num_output_tokens: int) -> None:
@@ -264,7 +264,7 @@ class OfflinePool:
             if request.request_id in self._entries or request.request_id in ids:
                 raise RequestError(f"request id {request.request_id} is in use", param="request_id")
             ids.add(request.request_id)
-            added.append(Entry(request, sequence, self._random.random()))
+            added.append(Entry.of(request, sequence, self._random.random()))
         return added
 
     def _queue_samples(self, added: Sequence[Entry]) -> None:
@@ -277,14 +277,14 @@ class OfflinePool:
             self._samples.setdefault(entry.batch.group, deque()).append(entry)
 
     def _plan(self, run: Run, replaced: Sequence[Run]) -> None:
-        """Plan a run, whose expected work takes the place of that of others or of its own."""
+        """Plan a run, whose expected work replaces that of others or its own of before."""
         for old in replaced:
             for some in old.work_left():
-                self._left.remove(some.compute_s, some.memory_s)
+                self._left.remove(*some.cost)
                 self._deadlines.remove(some)
         run.plan(self._order, self.resources, self._history)
         for some in run.work_left():
-            self._left.add(some.compute_s, some.memory_s)
+            self._left.add(*some.cost)
             self._deadlines.add(some)
         for entry, mean, mean_square in run.estimated_in_flight():
             self._expect(entry, mean, mean_square)
@@ -292,10 +292,10 @@ class OfflinePool:
     def _expect(self, entry: Entry, mean: float, mean_square: float) -> None:
         """Correct what a request in flight is expected to generate in all."""
         old = entry.expected
-        compute_s = old.compute_s + self.resources.token_s * (mean - old.output_tokens)
+        compute_s = old.cost.compute_s + self.resources.token_s * (mean - old.output_tokens)
         memory_s = self.resources.expected_memory_s(float(entry.num_prompt_tokens), mean, mean_square)
         self._blend.remove(old)
-        entry.expected = Expected(mean, compute_s, memory_s)
+        entry.expected = Expected(mean, Cost(compute_s, memory_s))
         self._blend.add(entry.expected)
         self._set_left(entry, self._left_of(entry))
 
@@ -310,23 +310,23 @@ class OfflinePool:
         run = entry.run
         assert run is not None
         entry.expected = run.remove(entry.index)
-        entry.left = Left(entry.expected.compute_s, entry.expected.memory_s)
+        entry.left = entry.expected.cost
         if run.waiting.count == 0:
             self._runs.remove(run)
 
     def _end(self, entry: Entry) -> None:
         entry.state = State.ENDED
         self._left.remove(*entry.left)
-        self._deadlines.remove(BatchWork(entry.batch, 1, *entry.left))
+        self._deadlines.remove(BatchWork(entry.batch, 1, entry.left))
 
-    def _left_of(self, entry: Entry) -> Left:
+    def _left_of(self, entry: Entry) -> Cost:
         """What a request in flight is expected to do after what it has generated: a token at least."""
         resources, so_far = self.resources, entry.num_so_far
         done_s = resources.memory_s(entry.num_prompt_tokens, so_far)
         least_s = resources.cached_token_s * (entry.num_prompt_tokens + so_far)
-        return Left(
+        return Cost(
             resources.token_s * max(entry.expected.output_tokens - so_far, 1.0),
-            max(entry.expected.memory_s - done_s, least_s),
+            max(entry.expected.cost.memory_s - done_s, least_s),
         )
 
     def _set_so_far(self, entry: Entry, num_output_tokens: int) -> None:
@@ -334,11 +334,11 @@ class OfflinePool:
         assert entry.run is not None
         entry.run.note_so_far(entry)
 
-    def _set_left(self, entry: Entry, left: Left) -> None:
+    def _set_left(self, entry: Entry, left: Cost) -> None:
         self._left.add(*left)
         self._left.remove(*entry.left)
-        self._deadlines.add(BatchWork(entry.batch, 1, *left))
-        self._deadlines.remove(BatchWork(entry.batch, 1, *entry.left))
+        self._deadlines.add(BatchWork(entry.batch, 1, left))
+        self._deadlines.remove(BatchWork(entry.batch, 1, entry.left))
         entry.left = left
 
     def _urgent(self, group: str | None, now_s: float, from_left: bool) -> Entry | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,6 +105,20 @@ class ResourceModel:
     def expected_memory_s(self, num_prompt_tokens: Number, mean: Number, mean_square: Number) -> Number:
         """E[Mem(r)] of a random output length d, from E[d] and E[d^2]."""
         return self.cached_token_s * (num_prompt_tokens * mean + mean_square / 2)
+
+
+class Cost(NamedTuple):
+    """Expected seconds of each resource."""
+
+    compute_s: float
+    memory_s: float
+
+
+class Expected(NamedTuple):
+    """What a request is expected to generate and to cost."""
+
+    output_tokens: float
+    cost: Cost
 
 
 @dataclass(slots=True)

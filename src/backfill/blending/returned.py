@@ -1,4 +1,4 @@
-"""Requests that were put back, in the order in which they came back."""
+"""Requests that were put back, in that order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from backfill.blending.entry import Entry
+from backfill.blending.run import Entry
 from backfill.blending.tree import shared_prefix_tokens
 
 
@@ -36,7 +36,7 @@ class Returned:
         *,
         is_dense: bool | None = None,
     ) -> Entry | None:
-        """The one that came back first, of a group or of all, and of one kind or of both.
+        """The one that was put back first, of a group or of all, and of one kind or of both.
 
         Memory-bound ones that are expected to generate more tokens are passed over.
         """
@@ -48,6 +48,6 @@ class Returned:
 
     def longest_shared(self, prompt: bytes) -> int:
         """Leading tokens of the prompt that any of these prompts begins with too."""
-        place = bisect_left(self._prompts, prompt)
-        neighbours = self._prompts[max(place - 1, 0) : place + 1]
+        index = bisect_left(self._prompts, prompt)
+        neighbours = self._prompts[max(index - 1, 0) : index + 1]
         return max((shared_prefix_tokens(prompt, other) for other in neighbours), default=0)

@@ -1,17 +1,18 @@
-"""Requests that are planned together: one prefix tree, and the order of those of them that wait."""
+"""Requests inside a pool, and those that are planned together: one prefix tree, and their order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 
 import numpy as np
 
 from backfill.blending.deadlines import BatchWork
-from backfill.blending.entry import Entry, Expected, State
 from backfill.blending.estimates import Lengths, OutputEstimator, OutputHistory, output_moments
 from backfill.blending.order import Forecast, batchllm_order, blend_order, forecast
-from backfill.blending.requests import Batch, OrderName
-from backfill.blending.resources import Floats, Ints, ResourceModel
+from backfill.blending.requests import TOKEN_BYTES, Batch, OrderName, PoolRequest, prompt_bytes
+from backfill.blending.resources import Cost, Expected, Floats, Ints, ResourceModel
 from backfill.blending.scanner import Cursor
 from backfill.blending.tree import PrefixTree, Progress
 from backfill.blending.waiting import Waiting
@@ -24,6 +25,65 @@ KEY_PROMPTS = 32
 
 Scope = str | Batch | None
 """Whose requests: a group's, a batch's, or everyone's."""
+
+_NOT_TAKEN = Expected(1.0, Cost(0.0, 0.0))
+
+
+class State(Enum):
+    WAITING = auto()  # in the plan of its run
+    IN_FLIGHT = auto()  # taken
+    RETURNED = auto()  # put back, to be taken before those of any plan
+    ENDED = auto()  # finished or cancelled
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Entry:
+    """A request of a pool, and where it is.
+
+    Attributes:
+        prompt: token ids, as bytes of uint32.
+        sequence: its number in the order of arrival.
+        random_key: uniform in [0, 1), its key in the random order.
+        num_output_tokens: what it generated, once it has finished; 0 before.
+        num_so_far: what it has generated in flight, as last noted; else 0.
+        run, index: the run that it belongs to and its index there.
+        expected: fixed when it is taken; later corrected.
+        left: of this, what it has yet to do; valid from when it is taken.
+        is_dense: it counts as compute-bound, from when it is taken.
+    """
+
+    request_id: int
+    prompt: bytes
+    batch: Batch
+    max_output_tokens: int
+    known_output_tokens: int | None
+    sequence: int
+    random_key: float
+    num_output_tokens: int = 0
+    num_so_far: int = 0
+    state: State = State.WAITING
+    run: Run | None = None
+    index: int = -1
+    expected: Expected = _NOT_TAKEN
+    left: Cost = _NOT_TAKEN.cost
+    is_dense: bool = True
+
+    @classmethod
+    def of(cls, request: PoolRequest, sequence: int, random_key: float = 0.0) -> Entry:
+        """Raises: RequestError for a request that is malformed."""
+        return cls(
+            request_id=request.request_id,
+            prompt=prompt_bytes(request),
+            batch=Batch(request.group, request.complete_by_s),
+            max_output_tokens=request.max_output_tokens,
+            known_output_tokens=request.known_output_tokens,
+            sequence=sequence,
+            random_key=random_key,
+        )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt) // TOKEN_BYTES
 
 
 class Run:
@@ -127,11 +187,8 @@ class Run:
         costs = self.costs
         if self._is_compute_bound[index]:
             self.compute_bound_memory_s -= float(costs.memory_s[index])
-        return Expected(
-            float(costs.outputs.mean[index]),
-            float(costs.compute_s[index]),
-            float(costs.memory_s[index]),
-        )
+        cost = Cost(float(costs.compute_s[index]), float(costs.memory_s[index]))
+        return Expected(float(costs.outputs.mean[index]), cost)
 
     def work_left(self) -> Iterator[BatchWork]:
         """What waits, by batch."""
@@ -141,15 +198,15 @@ class Run:
         compute_s = np.bincount(codes, self.costs.compute_s[waiting], num)
         memory_s = np.bincount(codes, self.costs.memory_s[waiting], num)
         for code in np.flatnonzero(count):
-            yield BatchWork(
-                self._batches[code], int(count[code]), float(compute_s[code]), float(memory_s[code])
-            )
+            cost = Cost(float(compute_s[code]), float(memory_s[code]))
+            yield BatchWork(self._batches[code], int(count[code]), cost)
 
     def kept_entries(self) -> list[Entry]:
         """Those that a run which replaces this one needs.
 
-        Of the finished ones as many as wait, evenly spread over the tree: they have told what they can. All
-        where requests in flight have told how far they are, as their number is weighed against these.
+        Of the finished ones as many as wait, evenly spread over the tree: more would hardly change the
+        estimates. All where the progress of requests in flight is known, as their number is weighed against
+        these.
         """
         kept = [entry for entry in self.entries if entry.state is not State.ENDED]
         observed = np.flatnonzero(self._lengths.finished)

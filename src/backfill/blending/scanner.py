@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 
-from backfill.blending.entry import Expected
-from backfill.blending.resources import Floats, Ints, Work
+from backfill.blending.resources import Cost, Expected, Floats, Ints, Work
 from backfill.blending.waiting import Waiting
 
 
@@ -38,8 +37,9 @@ class Blend:
         return self._per_step.compute_s <= target_density * self._per_step.memory_s
 
 
-def _per_step(expected: Expected) -> tuple[float, float]:
-    return expected.compute_s / expected.output_tokens, expected.memory_s / expected.output_tokens
+def _per_step(expected: Expected) -> Cost:
+    num_steps, cost = expected.output_tokens, expected.cost
+    return Cost(cost.compute_s / num_steps, cost.memory_s / num_steps)
 
 
 MOST_PASSED = 1024
@@ -80,12 +80,12 @@ class Cursor:
         while self._left <= self._right and self._sequence[self._right] not in self._waiting:
             self._right -= 1
         num_passed = num_gone = 0
-        for place in range(self._right, self._left - 1, -1):
-            index = self._sequence[place]
+        for at in range(self._right, self._left - 1, -1):
+            index = self._sequence[at]
             if index not in self._waiting:
                 num_gone += 1
             elif self._output_tokens[index] <= most_output_tokens:
-                found = self._keys[place], index
+                found = self._keys[at], index
                 break
             elif (num_passed := num_passed + 1) == MOST_PASSED:
                 found = None
@@ -98,9 +98,7 @@ class Cursor:
 
     def _leave_out_gone(self) -> None:
         """Those that left behind one that stays would be passed in every search."""
-        places = [
-            place for place in range(self._left, self._right + 1) if self._sequence[place] in self._waiting
-        ]
-        self._sequence = [self._sequence[place] for place in places]
-        self._keys = [self._keys[place] for place in places]
-        self._left, self._right = 0, len(places) - 1
+        kept = [at for at in range(self._left, self._right + 1) if self._sequence[at] in self._waiting]
+        self._sequence = [self._sequence[at] for at in kept]
+        self._keys = [self._keys[at] for at in kept]
+        self._left, self._right = 0, len(kept) - 1

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from backfill.blending.entry import Entry
 from backfill.blending.estimates import OutputHistory
 from backfill.blending.requests import PoolRequest
 from backfill.blending.resources import Floats, ResourceModel
-from backfill.blending.run import Run
+from backfill.blending.run import Entry, Run
 from backfill.core.errors import ConfigError, RequestError
 
 
@@ -36,14 +35,14 @@ def split_requests(
         raise RequestError("request ids must be unique", param="request_id")
     if not requests:
         return [[] for _ in range(num_shards)]
-    run = Run([Entry(request, place, 0.0) for place, request in enumerate(requests)], 1)
+    run = Run([Entry.of(request, number) for number, request in enumerate(requests)], 1)
     run.plan("blend", resources, OutputHistory())
     cuts = _Cuts(run.costs.compute_s[run.sequence], run.costs.memory_s[run.sequence])
     shards: list[list[int]] = []
     for num_left in range(num_shards, 0, -1):
         blocks = cuts.next(num_left)
-        places = sorted(run.entries[index].sequence for block in blocks for index in run.sequence[block])
-        shards.append([requests[place].request_id for place in places])
+        numbers = sorted(run.entries[index].sequence for block in blocks for index in run.sequence[block])
+        shards.append([requests[number].request_id for number in numbers])
     return shards
 
 
@@ -87,8 +86,8 @@ class _Cuts:
         return self._nearest(end_s - max(rest_s, 0.0), left_end)
 
     def _nearest(self, compute_s: float, at_least: int) -> int:
-        """The place up to which the compute is nearest to the given."""
-        place = min(int(np.searchsorted(self._compute_s, compute_s)), self._high)
-        if place > 0 and compute_s - self._compute_s[place - 1] < self._compute_s[place] - compute_s:
-            place -= 1
-        return min(max(place, at_least), self._high)
+        """The index up to which the compute is nearest to the given."""
+        end = min(int(np.searchsorted(self._compute_s, compute_s)), self._high)
+        if end > 0 and compute_s - self._compute_s[end - 1] < self._compute_s[end] - compute_s:
+            end -= 1
+        return min(max(end, at_least), self._high)

@@ -361,7 +361,7 @@ class LinePool:
         if self._forecast is None:
             return pool.take(owner, now_s=now_s)
         reserved_tokens = reserve_frac(pool.compute_bound_memory_frac) * self._forecast.offline_tokens
-        most_output_tokens = self._forecast.room().most_output_tokens(int(reserved_tokens))
+        most_output_tokens = self._forecast.free().most_output_tokens(int(reserved_tokens))
         return pool.take(owner, now_s=now_s, most_output_tokens=most_output_tokens)
 
     def _hold(self, line: _Line, tokens: RunningTokens) -> None:
