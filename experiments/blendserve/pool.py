@@ -23,9 +23,8 @@ from backfill.costs.hardware import HardwareProfile, load_hardware_profile
 from backfill.costs.model import CostModel
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
-from backfill.scheduling.fill import serve
 from backfill.scheduling.policies.baselines import FcfsPolicy
-from backfill.scheduling.policy import BatchBuilder, ChunkLimits, R, Snapshot
+from backfill.scheduling.policy import BatchBuilder, ChunkLimits, R, Snapshot, serve
 from backfill.simulation.device import executor_info
 from backfill.simulation.progress import RunShare
 from experiments.blendserve.feed import PoolFeed
@@ -196,8 +195,8 @@ class SizedSteps(FcfsPolicy):
     def __init__(self, step_tokens: int) -> None:
         self.step_tokens = step_tokens
 
-    def build(self, view: Snapshot[R], batch: BatchBuilder[R]) -> None:
-        serve(view, batch, frozenset(PriorityLevel), ChunkLimits(step_sizes=(self.step_tokens,)))
+    def build(self, view: Snapshot[R], builder: BatchBuilder[R]) -> None:
+        serve(view, builder, frozenset(PriorityLevel), ChunkLimits(step_sizes=(self.step_tokens,)))
 
 
 class PoolLoop:

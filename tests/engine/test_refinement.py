@@ -308,4 +308,4 @@ def test_a_default_that_was_widened_on_a_busy_device_returns() -> None:
     slow.engine.arrive(request)
     assert request.slo == ended
     policy = slow.engine.scheduler.policy
-    assert isinstance(policy, SloPolicy) and policy.config.default_slo == ended
+    assert isinstance(policy, SloPolicy) and policy.default_slo == ended

@@ -86,7 +86,7 @@ class Driver:
                 self.act(lambda request=request: model.cache.match_more(request))  # type: ignore[misc]
             end = min(request.num_tokens, request.num_computed_tokens + rng.randint(1, 2 * model.size))
             end = each.suspended_until or end
-            if not self.make_way(each, end, slices):
+            if not self.preempt_for_slots(each, end, slices):
                 continue
             limit = rng.choice(self.limits)
             while not model.grow(each, end, limit):
@@ -100,14 +100,14 @@ class Driver:
                 slices[each] = end
         return slices
 
-    def make_way(self, each: Running, end: int, slices: dict[Running, int]) -> bool:
+    def preempt_for_slots(self, each: Running, end: int, slices: dict[Running, int]) -> bool:
         """Preempt who shares a block with the request and is in its way; False if that is the request."""
         victims = list[Running | None]()
-        self.act(lambda: victims.append(self.model.make_way(each, end)))
+        self.act(lambda: victims.append(self.model.preempt_for_slots(each, end)))
         for victim in victims:
             if victim is not None:
                 slices.pop(victim, None)
-        return victims[0] is not each and self.model.cache.sharing.claim(each.request, end)
+        return victims[0] is not each and self.model.cache.sharing.reserve_slots(each.request, end)
 
     def step(self, slices: dict[Running, int]) -> None:
         model, rng = self.model, self.rng

@@ -105,6 +105,21 @@ def copy_all(model: CacheModel) -> int:
     return num_copies
 
 
+def swap_out(model: CacheModel, *requests: Running) -> None:
+    """Preempt the requests, copy what they want, and evict all that nobody uses from the device."""
+    for each in requests:
+        model.preempt(each)
+    copy_all(model)
+    take(model, model.cache.counts.available(Evictable.ALL))
+
+
+def checkpointed(model: CacheModel, tokens: Sequence[int]) -> Running:
+    """A request whose tokens are all computed and copied."""
+    each = run(model, tokens)
+    copy_all(model)
+    return each
+
+
 def num_copied(model: CacheModel, each: Running) -> int:
     """Blocks of a running request with a host copy, complete or in flight."""
     num_blocks = len(model.cache.table(each.request.request_id))

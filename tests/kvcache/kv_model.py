@@ -346,9 +346,9 @@ class CacheModel:
                 self.device[block.index] = -1
         return True
 
-    def make_way(self, each: Running, num_tokens: int) -> Running | None:
+    def preempt_for_slots(self, each: Running, num_tokens: int) -> Running | None:
         """Preempt the request that is in the way of this one, if there is one."""
-        victim = self.cache.sharing.in_the_way(each.request, num_tokens)
+        victim = self.cache.sharing.to_preempt(each.request, num_tokens)
         if victim is None:
             return None
         self.preempt(self.all[victim.request_id])

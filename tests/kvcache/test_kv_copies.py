@@ -14,6 +14,7 @@ from tests.kvcache.kv_examples import (
     B,
     C,
     admit,
+    checkpointed,
     compute,
     copy_all,
     found,
@@ -22,6 +23,7 @@ from tests.kvcache.kv_examples import (
     num_copied,
     run,
     submit,
+    swap_out,
     take,
 )
 
@@ -209,9 +211,7 @@ def test_blocks_in_a_copy_count_once_in_a_shortage() -> None:
 
 def test_two_fetches_share_an_entry_and_one_of_them_may_be_cancelled() -> None:
     model = make_cache(8, 8, "eager")
-    leaver = run(model, A[:8])
-    copy_all(model)
-    model.free(leaver)
+    model.free(checkpointed(model, A[:8]))
     take(model, 8)
     first, second = submit(model, [*A[:8], 1]), submit(model, [*A[:8], 2])
     for each in (first, second):
@@ -224,12 +224,15 @@ def test_two_fetches_share_an_entry_and_one_of_them_may_be_cancelled() -> None:
     assert (admit(model, first), first.place) == (8, "running")
 
 
-def test_a_cancelled_restore_is_forgotten_if_it_has_not_begun() -> None:
+def test_a_cancelled_restore_is_forgotten_if_it_has_not_begun_and_never_counted() -> None:
     model = make_cache(8, 8, "eager")
     each = run(model, A[:10])
-    model.preempt(each)
-    copy_all(model)
-    take(model, 8)
+    swap_out(model, each)
+    counters = model.cache.counters[OFFLINE]
+    for _ in range(3):
+        assert (admit(model, each), each.place) == (10, "restoring")
+        model.preempt(each)
+        model.check()
     admit(model, each)
     model.advance(0.0, 1)
     model.take_copies()
@@ -237,35 +240,16 @@ def test_a_cancelled_restore_is_forgotten_if_it_has_not_begun() -> None:
     assert (model.cache.counts.empty, model.cache.counts.becoming_available) == (7, 1)
     copy_all(model)
     model.advance(0.0, 100)
+    before = counters.num_restored_tokens
     assert (admit(model, each), each.place) == (10, "restoring")
-    copy_all(model)
-    assert each.place == "running"
-
-
-def test_cancelled_restores_are_not_counted_as_restored() -> None:
-    model = make_cache(8, 8, "eager")
-    each = run(model, A[:8])
-    model.preempt(each)
-    copy_all(model)
-    take(model, 8)
-    counters = model.cache.counters[OFFLINE]
-    for _ in range(3):
-        assert (admit(model, each), each.place) == (8, "restoring")
-        model.preempt(each)
-        model.check()
-    assert counters.num_restored_tokens == 0
-    admit(model, each)
-    assert copy_all(model) == 2
-    assert counters.num_restored_tokens == 8
+    assert (copy_all(model), each.place) == (2, "running"), "one block is on the device already"
+    assert counters.num_restored_tokens - before == 6
 
 
 def test_restores_begin_in_their_order_as_far_as_copies_are_allowed() -> None:
     model = make_cache(8, 8, "eager")
     both = [run(model, tokens[:8]) for tokens in (A, B)]
-    for each in both:
-        model.preempt(each)
-    copy_all(model)
-    take(model, 8)
+    swap_out(model, *both)
     for each in both:
         admit(model, each)
     model.advance(0.0, 2)
@@ -278,10 +262,7 @@ def test_restores_begin_in_their_order_as_far_as_copies_are_allowed() -> None:
 def test_a_queued_restore_that_an_online_request_needs_too_begins_first() -> None:
     model = make_cache(12, 12, "eager")
     ahead, shared = (run(model, tokens[:8]) for tokens in (A, B))
-    for each in (ahead, shared):
-        model.preempt(each)
-    copy_all(model)
-    take(model, 12)
+    swap_out(model, ahead, shared)
     online = submit(model, [*B[:8], 1], ONLINE)
     for each in (ahead, shared, online):
         admit(model, each)
@@ -293,10 +274,7 @@ def test_a_queued_restore_that_an_online_request_needs_too_begins_first() -> Non
 def test_online_restores_begin_first_and_though_the_step_can_afford_no_other_copy() -> None:
     model = make_cache(16, 16, "eager")
     offline, online = run(model, A[:8]), run(model, B[:8], ONLINE)
-    for each in (offline, online):
-        model.preempt(each)
-    copy_all(model)
-    take(model, 16)
+    swap_out(model, offline, online)
     for each in (offline, online):
         admit(model, each)
     running = run(model, C[:8])
@@ -315,9 +293,7 @@ def test_online_restores_begin_first_and_though_the_step_can_afford_no_other_cop
 def test_a_block_is_not_checkpointed_before_the_same_plan_restores_it() -> None:
     model = make_cache(8, 8, "eager", CopyDirections.RESTORE)
     each = run(model, A[:10])
-    model.preempt(each)
-    copy_all(model)
-    take(model, 8)
+    swap_out(model, each)
     admit(model, each)
     model.preempt(each)
     copy_all(model)

@@ -45,9 +45,9 @@ def make_shared_cache(
 def decode(model: CacheModel, each: Running) -> bool:
     """Compute the last token of a request and sample another one; False if it has to wait, or gave way."""
     end = each.request.num_tokens
-    victim = model.make_way(each, end)
+    victim = model.preempt_for_slots(each, end)
     model.check()
-    if victim is each or not model.cache.sharing.claim(each.request, end):
+    if victim is each or not model.cache.sharing.reserve_slots(each.request, end):
         return False
     assert model.grow(each, end, NOTHING)
     model.check()

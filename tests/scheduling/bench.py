@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from hypothesis import strategies as st
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import StepPlan
-from backfill.core.request import Request, ServiceClass
+from backfill.core.request import PriorityLevel, Request, ServiceClass
 from backfill.core.slo import SLO
 from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.policies.bros import BrosPolicy
 from backfill.scheduling.policies.conserve import ConServePolicy
-from backfill.scheduling.policies.slo import SloPolicy, SloPolicyConfig
-from backfill.scheduling.policy import Policy
+from backfill.scheduling.policies.slo import SloPolicy
+from backfill.scheduling.policy import Policy, Snapshot
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import Scheduler
 from tests.builders import ScriptedExecutor, linear_cost, make_info, make_request
@@ -23,10 +24,15 @@ from tests.builders import ScriptedExecutor, linear_cost, make_info, make_reques
 BLOCK_SIZE = 4
 SLO_100_MS = SLO(ttft_s=1.0, tpot_s=0.1)
 MARGIN = 0.1  # at least, of a limit's time, until steps have been observed
+LIMITS = {"max_num_seqs": 64, "max_num_batched_tokens": 1000, "max_prefill_chunk_tokens": 1000}
 
 
 class Bench:
-    """A scheduler with a scripted executor; each step takes its predicted time of a virtual clock."""
+    """A scheduler with a scripted executor; each step takes its predicted time of a virtual clock.
+
+    Args:
+        limits: of steps, as in ``SchedulerConfig``.
+    """
 
     def __init__(
         self,
@@ -34,42 +40,43 @@ class Bench:
         *,
         slo: SLO = SLO_100_MS,
         num_blocks: int = 1000,
-        max_num_seqs: int = 64,
         can_stop: bool = True,
         step_efficiency: float = 1.0,
         step_s: float = 1e-6,
         bidirectional: bool = False,
+        next_token: int | None = None,
+        **limits: int,
     ) -> None:
         self.cost = linear_cost(step_s=step_s)
         self.predictor = StepPredictor(self.cost)
         self.clock = VirtualClock()
-        self.executor = ScriptedExecutor(make_info(num_blocks=num_blocks, block_size=BLOCK_SIZE))
+        self.executor = ScriptedExecutor(make_info(num_blocks=num_blocks, block_size=BLOCK_SIZE), next_token)
         if callable(policy):
             policy = policy(self.predictor)
         if policy is None:
-            policy = SloPolicy(
-                SloPolicyConfig(
-                    default_slo=slo, step_efficiency=step_efficiency, offline_efficiency=step_efficiency
-                ),
+            policy = slo_policy(
                 self.predictor,
-                max_step_tokens=1000,
+                default_slo=slo,
                 can_stop=can_stop,
+                step_efficiency=step_efficiency,
+                offline_efficiency=step_efficiency,
             )
         self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=max_num_seqs, max_num_batched_tokens=1000, max_prefill_chunk_tokens=1000
-            ),
+            SchedulerConfig(**{**LIMITS, **limits}),
             KVCacheManager(num_blocks, BLOCK_SIZE, bidirectional=bidirectional),
             policy,
             predictor=self.predictor,
             default_slo=slo,
+            end_token_ids=self.executor.info.end_token_ids,
         )
 
     def add(self, *requests: Request) -> None:
         for request in requests:
             self.scheduler.add(request)
 
-    def step(self) -> StepPlan:
+    def step(self, *requests: Request) -> StepPlan:
+        """A step, before which these requests arrive."""
+        self.add(*requests)
         plan = self.scheduler.plan_step(self.clock.now_s())
         self.clock.advance(plan.predicted_s)
         self.scheduler.commit(plan, self.executor.run(plan), self.clock.now_s())
@@ -85,16 +92,24 @@ def offline(prompt_tokens: int = 4, max_tokens: int = 500, **fields: object) -> 
     return make_request(prompt_tokens, max_tokens, service_class=ServiceClass.OFFLINE, **fields)  # type: ignore[arg-type]
 
 
-def slo_policy(predictor: StepPredictor) -> SloPolicy:
-    return SloPolicy(SloPolicyConfig(default_slo=SLO_100_MS), predictor, max_step_tokens=1000, can_stop=True)
+slo_policy = partial(SloPolicy, default_slo=SLO_100_MS, max_step_tokens=1000, can_stop=True)
+conserve_policy = partial(ConServePolicy, default_slo=SLO_100_MS)
+bros_policy = partial(BrosPolicy, max_num_seqs=64, max_chunk_tokens=1000)
 
 
-def conserve_policy(predictor: StepPredictor) -> ConServePolicy:
-    return ConServePolicy(predictor, default_slo=SLO_100_MS)
-
-
-def bros_policy(predictor: StepPredictor) -> BrosPolicy:
-    return BrosPolicy(predictor, max_num_seqs=64, max_chunk_tokens=1000)
+def view_of(
+    now_s: float,
+    *,
+    running: Sequence[Request] = (),
+    restoring: Sequence[Request] = (),
+    waiting: Sequence[Request] = (),
+) -> Snapshot[Request]:
+    """A snapshot of online requests."""
+    nobody: dict[PriorityLevel, Sequence[Request]] = dict.fromkeys(PriorityLevel, ())
+    online = PriorityLevel.ONLINE
+    return Snapshot(
+        now_s, {**nobody, online: running}, restoring, {**nobody, online: waiting}, 100, online_blocks=2
+    )
 
 
 @st.composite

@@ -30,8 +30,7 @@ def batch_size(bench: Bench) -> int:
 
 def test_the_next_deadline_decides_across_prompts_and_decodes() -> None:
     bench = Bench(of_batch_size(1))
-    bench.add(make_request(4, 500, request_id="decode"))
-    bench.step()  # its next token is due at 0.104
+    bench.step(make_request(4, 500, request_id="decode"))  # its next token is due at 0.104
     bench.add(
         make_request(4, 1, request_id="prompt", arrived_at_s=-0.5),
         make_request(4, 1, request_id="late prompt", arrived_at_s=-0.95),
@@ -46,8 +45,7 @@ def test_the_next_deadline_decides_across_prompts_and_decodes() -> None:
 def test_requests_pulled_from_both_queues_alternate_by_urgency() -> None:
     bench = Bench(bros_policy)
     running = [make_request(1, 500, request_id=f"decode{i}", slo=SLO(1.0, 0.1 + 0.2 * i)) for i in range(3)]
-    bench.add(*running)
-    bench.step()
+    bench.step(*running)
     now_s = bench.clock.now_s()
     slos = [SLO(0.2 + 0.2 * i, 1.0) for i in range(2)]
     bench.add(*(make_request(2, 2, request_id=f"p{i}", arrived_at_s=now_s, slo=slos[i]) for i in range(2)))
@@ -56,8 +54,7 @@ def test_requests_pulled_from_both_queues_alternate_by_urgency() -> None:
 
 def test_a_step_ends_where_it_would_pass_the_least_residual_time() -> None:
     bench = Bench(bros_policy)
-    bench.add(*(make_request(1, 500, request_id=f"chat{i}") for i in range(30)))
-    bench.step()
+    bench.step(*(make_request(1, 500, request_id=f"chat{i}") for i in range(30)))
     bench.add(offline(4, request_id="job"))
     bench.clock.advance(0.0795)  # of the 0.1 s that the next tokens may take
     plan = bench.step()
@@ -70,8 +67,7 @@ def test_decodes_that_do_not_fit_and_can_wait_end_the_online_part_alone() -> Non
     bench = Bench(bros_policy)
     tight, loose = SLO(1.0, 0.05), SLO(1.0, 0.5)
     bench.add(*(make_request(1, 500, request_id=f"tight{i}", slo=tight) for i in range(20)))
-    bench.add(*(make_request(1, 500, request_id=f"loose{i}", slo=loose) for i in range(12)))
-    bench.step()
+    bench.step(*(make_request(1, 500, request_id=f"loose{i}", slo=loose) for i in range(12)))
     bench.clock.advance(0.0245)  # of the 0.05 s
     assert len(bench.step().slices) == 25
     assert batch_size(bench) == INITIAL_BATCH_SIZE + 2
@@ -89,11 +85,9 @@ def test_the_batch_size_grows_by_one_a_step_up_to_the_limit() -> None:
 
 def test_a_prompt_that_does_not_fit_and_can_wait_is_passed_over_and_computed_whole_in_time() -> None:
     bench = Bench(bros_policy)
-    bench.add(make_request(4, 1500, request_id="chat"), offline(4, 1500, request_id="job"))
-    bench.step()
+    bench.step(make_request(4, 1500, request_id="chat"), offline(4, 1500, request_id="job"))
     prompt = make_request(400, 2, request_id="prompt", arrived_at_s=bench.clock.now_s())
-    bench.add(prompt)
-    assert sizes(bench.step()) == {"chat": 1, "job": 1}
+    assert sizes(bench.step(prompt)) == {"chat": 1, "job": 1}
     while "prompt" not in (plan := sizes(bench.step())):
         assert bench.clock.now_s() < 2.0
     assert plan["prompt"] == 400
@@ -104,11 +98,9 @@ def test_a_prompt_that_does_not_fit_and_can_wait_is_passed_over_and_computed_who
 
 def test_requests_that_are_late_in_any_case_do_not_bound_the_step() -> None:
     bench = Bench(bros_policy)
-    bench.add(make_request(4, 50, request_id="late"))
-    bench.step()
+    bench.step(make_request(4, 50, request_id="late"))
     bench.clock.advance(0.5)
-    bench.add(make_request(40, 2, request_id="prompt", arrived_at_s=bench.clock.now_s()), offline(8))
-    plan = bench.step()
+    plan = bench.step(make_request(40, 2, request_id="prompt", arrived_at_s=bench.clock.now_s()), offline(8))
     assert len(plan.slices) == 3
     assert next(iter(sizes(plan))) == "late"
     assert batch_size(bench) > INITIAL_BATCH_SIZE
@@ -116,22 +108,17 @@ def test_requests_that_are_late_in_any_case_do_not_bound_the_step() -> None:
 
 def test_a_late_prompt_that_does_not_fit_keeps_nobody_else_out() -> None:
     bench = Bench(bros_policy)
-    bench.add(make_request(4, 50, request_id="chat"))
-    bench.step()
+    bench.step(make_request(4, 50, request_id="chat"))
     bench.add(*(make_request(n, 2, request_id=f"late{n}", arrived_at_s=-9.0 + n / 100) for n in (10, 400)))
-    bench.add(offline(4, request_id="job"))
-    assert sizes(bench.step()) == {"late10": 10, "chat": 1, "job": 4}
+    assert sizes(bench.step(offline(4, request_id="job"))) == {"late10": 10, "chat": 1, "job": 4}
     assert batch_size(bench) > INITIAL_BATCH_SIZE
 
 
 def test_offline_requests_join_by_what_must_be_computed_again() -> None:
     bench = Bench(bros_policy, num_blocks=20)
-    bench.add(offline(40, 8, request_id="victim"))
-    bench.step()
-    bench.add(make_request(60, 2, request_id="chat"))
-    assert sizes(bench.step()) == {"chat": 60}
-    bench.add(offline(8, 4, request_id="new", arrived_at_s=1.0))
-    bench.step()
+    bench.step(offline(40, 8, request_id="victim"))
+    assert sizes(bench.step(make_request(60, 2, request_id="chat"))) == {"chat": 60}
+    bench.step(offline(8, 4, request_id="new", arrived_at_s=1.0))
     assert list(sizes(bench.step())) == ["new", "victim"]
 
 
@@ -144,10 +131,8 @@ def test_a_waiting_online_request_preempts_offline_ones_unless_that_is_off() -> 
             num_blocks=12,
         )
         job, chat = offline(40, 8, request_id="job"), make_request(12, 9, request_id="chat")
-        bench.add(job)
-        bench.step()
-        bench.add(chat)
-        bench.step()
+        bench.step(job)
+        bench.step(chat)
         assert (job.status, chat.status) == (
             (RequestStatus.PREEMPTED, RequestStatus.RUNNING)
             if preempts
@@ -158,8 +143,7 @@ def test_a_waiting_online_request_preempts_offline_ones_unless_that_is_off() -> 
 def test_tokens_of_less_than_a_block_cost_no_swap() -> None:
     bench = Bench(bros_policy, num_blocks=5, bidirectional=True)
     job, chat = offline(12, 8, request_id="job"), make_request(4, 9)
-    bench.add(job)
-    bench.step()
+    bench.step(job)
     bench.add(chat)
     while job.status is RequestStatus.RUNNING:
         bench.step()
@@ -175,20 +159,16 @@ def test_tokens_of_less_than_a_block_cost_no_swap() -> None:
 def test_of_offline_requests_the_one_that_loses_least_is_preempted() -> None:
     bench = Bench(bros_policy, num_blocks=20)
     much, little = offline(36, 8, request_id="much"), offline(24, 8, request_id="little", arrived_at_s=-1.0)
-    bench.add(much, little)
-    bench.step()
-    bench.add(make_request(24, 4, request_id="chat"))
-    assert "chat" in sizes(bench.step())
+    bench.step(much, little)
+    assert "chat" in sizes(bench.step(make_request(24, 4, request_id="chat")))
     assert (much.status, little.status) == (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
 
 
 def test_an_offline_request_replaces_the_least_urgent_online_one_that_can_wait() -> None:
     bench = Bench(of_batch_size(2))
     relaxed = make_request(4, 50, request_id="relaxed", slo=SLO(1.0, 0.5))
-    bench.add(make_request(4, 2000, request_id="urgent"), relaxed)
-    bench.step()
-    bench.add(offline(4, 3000, request_id="job"))
-    assert sizes(bench.step()) == {"urgent": 1, "job": 4}
+    bench.step(make_request(4, 2000, request_id="urgent"), relaxed)
+    assert sizes(bench.step(offline(4, 3000, request_id="job"))) == {"urgent": 1, "job": 4}
     first_at_s = relaxed.last_token_at_s
     assert first_at_s is not None
     while "relaxed" not in sizes(bench.step()):
@@ -199,8 +179,7 @@ def test_an_offline_request_replaces_the_least_urgent_online_one_that_can_wait()
 
 def test_an_online_request_that_cannot_wait_is_not_replaced() -> None:
     bench = Bench(of_batch_size(2))
-    bench.add(*(make_request(4, 50, request_id=f"chat{i}") for i in range(2)))
-    bench.step()
+    bench.step(*(make_request(4, 50, request_id=f"chat{i}") for i in range(2)))
     bench.add(offline(4, request_id="job"))
     bench.clock.advance(0.095)  # 5 ms are left: enough for one step
     assert sizes(bench.step()) == {"chat0": 1, "chat1": 1}
@@ -208,10 +187,8 @@ def test_an_online_request_that_cannot_wait_is_not_replaced() -> None:
 
 def test_an_offline_prompt_that_fits_no_step_beside_online_decodes_is_cut() -> None:
     bench = Bench(bros_policy)
-    bench.add(make_request(4, 50, request_id="chat"))
-    bench.step()
-    bench.add(offline(400, request_id="long"))
-    assert sizes(bench.step()) == {"chat": 1, "long": 98}
+    bench.step(make_request(4, 50, request_id="chat"))
+    assert sizes(bench.step(offline(400, request_id="long"))) == {"chat": 1, "long": 98}
 
 
 @settings(max_examples=examples(60), deadline=None)

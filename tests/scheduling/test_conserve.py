@@ -1,62 +1,52 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
-from backfill.core.request import PriorityLevel, Request, RequestStatus
+from backfill.core.request import Request, RequestStatus
 from backfill.core.slo import SLO
 from backfill.scheduling.policies.conserve import MARGIN
-from backfill.scheduling.policy import Snapshot
 from backfill.scheduling.prediction import StepPredictor
 from tests.builders import linear_cost, make_request
-from tests.scheduling.bench import SLO_100_MS, Bench, conserve_policy, offline, sizes
+from tests.scheduling.bench import SLO_100_MS, Bench, conserve_policy, offline, sizes, view_of
 
 # A step takes 1 ms a token and a little more; objectives are 1 s and 0.1 s.
 
 
 def test_beside_online_decodes_the_tpot_objective_is_the_budget() -> None:
     bench = Bench(conserve_policy)
-    bench.add(make_request(10, 50, request_id="chat"))
-    bench.step()
-    bench.add(offline(400, request_id="long"))
-    plan = bench.step()
+    bench.step(make_request(10, 50, request_id="chat"))
+    plan = bench.step(offline(400, request_id="long"))
     assert plan.predicted_s <= 0.1 * (1 - MARGIN)
     assert sizes(plan) == {"chat": 1, "long": 88}
 
 
 def test_the_budget_is_the_objective_however_late_the_request_is() -> None:
     bench = Bench(conserve_policy)
-    bench.add(make_request(10, 50, request_id="chat"), offline(4, request_id="job"))
-    bench.step()
+    bench.step(make_request(10, 50, request_id="chat"), offline(4, request_id="job"))
     bench.clock.advance(0.09)
-    bench.add(offline(400, request_id="long"))
-    assert sizes(bench.step()) == {"chat": 1, "job": 1, "long": 87}
+    assert sizes(bench.step(offline(400, request_id="long"))) == {"chat": 1, "job": 1, "long": 87}
 
 
 def test_beside_online_prompts_alone_the_ttft_objective_is_the_budget() -> None:
     bench = Bench(conserve_policy)
-    bench.add(make_request(30, 5, request_id="chat"), offline(2000, request_id="job"))
-    plan = bench.step()
+    plan = bench.step(make_request(30, 5, request_id="chat"), offline(2000, request_id="job"))
     assert sizes(plan) == {"chat": 30, "job": 868}
     assert plan.predicted_s <= 1.0 * (1 - MARGIN)
 
 
 def test_the_tightest_objective_of_those_that_decode_counts() -> None:
     bench = Bench(conserve_policy)
-    bench.add(make_request(4, 50, request_id="tight", slo=SLO(1.0, 0.03)), make_request(4, 50))
-    bench.step()
-    bench.add(offline(400, request_id="job"))
-    plan = bench.step()
+    bench.step(make_request(4, 50, request_id="tight", slo=SLO(1.0, 0.03)), make_request(4, 50))
+    plan = bench.step(offline(400, request_id="job"))
     assert plan.predicted_s <= 0.03 * (1 - MARGIN)
     assert sizes(plan)["job"] == 24
 
 
 def test_online_prompts_are_cut_to_the_budget_beside_decodes() -> None:
     bench = Bench(conserve_policy)
-    bench.add(make_request(4, 50, request_id="chat"))
-    bench.step()
+    bench.step(make_request(4, 50, request_id="chat"))
     bench.add(make_request(200, 5, request_id="prompt"))
     assert [sizes(bench.step())["prompt"] for _ in range(3)] == [88, 88, 24]
 
@@ -70,10 +60,8 @@ def test_without_online_requests_the_largest_batch_runs() -> None:
 def test_offline_requests_that_do_not_fit_the_budget_are_preempted_the_latest_first() -> None:
     bench = Bench(conserve_policy)
     jobs = [offline(4, request_id=f"job{i}", arrived_at_s=float(i)) for i in range(40)]
-    bench.add(*jobs)
-    bench.step()
-    bench.add(make_request(4, 50, request_id="chat", slo=SLO(ttft_s=1.0, tpot_s=0.02)))
-    bench.step()
+    bench.step(*jobs)
+    bench.step(make_request(4, 50, request_id="chat", slo=SLO(ttft_s=1.0, tpot_s=0.02)))
     assert all(each.status is RequestStatus.RUNNING for each in jobs)
     plan = bench.step()
     assert plan.predicted_s <= 0.02 * (1 - MARGIN)
@@ -86,11 +74,9 @@ def test_an_offline_prompt_is_preempted_where_nothing_of_the_budget_is_left() ->
     bench = Bench(conserve_policy)
     bench.add(*(make_request(1, 50, request_id=f"chat{i}") for i in range(60)))
     job = offline(2000, request_id="job")
-    bench.add(job)
-    bench.step()
+    bench.step(job)
     assert job.status is RequestStatus.RUNNING
-    bench.add(make_request(1, 50, slo=SLO(1.0, 0.05)))
-    bench.step()
+    bench.step(make_request(1, 50, slo=SLO(1.0, 0.05)))
     assert job.status is RequestStatus.RUNNING, "the new request does not decode yet"
     plan = bench.step()
     assert "job" not in sizes(plan)
@@ -101,35 +87,32 @@ def test_an_offline_prompt_is_preempted_where_nothing_of_the_budget_is_left() ->
 def test_an_online_request_takes_the_blocks_of_the_latest_offline_one() -> None:
     bench = Bench(conserve_policy, num_blocks=20)
     early, late = offline(24, 8, request_id="early"), offline(36, 8, request_id="late", arrived_at_s=1.0)
-    bench.add(early, late)
-    bench.step()
-    bench.add(make_request(24, 4, request_id="chat"))
-    assert "chat" in sizes(bench.step())
+    bench.step(early, late)
+    assert "chat" in sizes(bench.step(make_request(24, 4, request_id="chat")))
     assert (early.status, late.status) == (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
+
+
+def decoding(slo: SLO) -> Request:
+    """A chat with a token, sampled at 4.99."""
+    chat = make_request(4, 8, slo=slo)
+    chat.append(7)
+    chat.num_computed_tokens, chat.last_token_at_s = 4, 4.99
+    return chat
 
 
 def test_suspended_slices_resume_in_what_the_objectives_leave() -> None:
     policy = conserve_policy(StepPredictor(linear_cost()))
-    chat = make_request(4, 8, slo=SLO_100_MS)
-    nobody: dict[PriorityLevel, list[Request]] = {level: [] for level in PriorityLevel}
-    view = Snapshot(5.0, {**nobody, PriorityLevel.ONLINE: [chat]}, (), nobody, 100, 2)
-    assert policy.resume_s(view) == 0.0, "a prompt does not wait"
-    chat.append(7)
-    chat.num_computed_tokens, chat.last_token_at_s = 4, 4.99
-    assert math.isclose(policy.resume_s(view), 0.09 * (1 - MARGIN) - 0.001)
-    assert policy.resume_s(replace(view, running=nobody)) == math.inf
+    prompt = make_request(4, 8, slo=SLO_100_MS)
+    assert policy.resume_s(view_of(5.0, running=[prompt])) == 0.0, "a prompt does not wait"
+    resume_s = policy.resume_s(view_of(5.0, running=[decoding(SLO_100_MS)]))
+    assert math.isclose(resume_s, 0.09 * (1 - MARGIN) - 0.001)
+    assert policy.resume_s(view_of(5.0)) == math.inf
 
 
 def test_copies_are_bounded_by_the_objective_of_the_step() -> None:
-    policy = conserve_policy(StepPredictor(linear_cost()))
-    nobody: dict[PriorityLevel, list[Request]] = {level: [] for level in PriorityLevel}
-    view = Snapshot(5.0, nobody, (), nobody, num_blocks=100, online_blocks=0)
-    assert policy.step_limit_s(view) == math.inf
-    prompt = make_request(4, 8, slo=SLO(0.7, 0.2))
-    view = replace(view, waiting={**nobody, PriorityLevel.ONLINE: [prompt]})
-    assert policy.step_limit_s(view) == pytest.approx(0.9 * 0.7)
-    decode = make_request(4, 8, slo=SLO(0.7, 0.2))
-    decode.append(7)
-    decode.num_computed_tokens = 4
-    decoding = replace(view, running={**nobody, PriorityLevel.ONLINE: [decode]})
-    assert policy.step_limit_s(decoding) == pytest.approx(0.9 * 0.2)
+    policy, slo = conserve_policy(StepPredictor(linear_cost())), SLO(0.7, 0.2)
+    prompt = make_request(4, 8, slo=slo)
+    assert policy.step_limit_s(view_of(5.0)) == math.inf
+    assert policy.step_limit_s(view_of(5.0, waiting=[prompt])) == pytest.approx(0.9 * 0.7)
+    beside = view_of(5.0, waiting=[prompt], running=[decoding(slo)])
+    assert policy.step_limit_s(beside) == pytest.approx(0.9 * 0.2)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backfill.scheduling.copy_budget import CopyLimits, copy_limits
+from backfill.scheduling.planner import CopyLimits, copy_limits
 
 
 @pytest.mark.parametrize(

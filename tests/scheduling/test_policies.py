@@ -18,7 +18,7 @@ from backfill.scheduling.policies.baselines import (
     RoundRobinPolicy,
 )
 from backfill.scheduling.policies.create import create_policy
-from backfill.scheduling.policies.slo import SloPolicyConfig
+from backfill.scheduling.policies.slo import UNSTOPPABLE_TTFT_SHARE
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
 from tests.builders import make_request
@@ -55,10 +55,8 @@ def test_fcfs_serves_both_classes_in_order_of_arrival() -> None:
 
 def test_priority_does_not_preempt_running_offline_requests() -> None:
     bench = Bench(PriorityPolicy(), num_blocks=20)
-    bench.add(offline(64, 8, request_id="job"))
-    bench.step()
-    bench.add(make_request(16, 4, request_id="chat"))
-    assert list(sizes(bench.step())) == ["job"]
+    bench.step(offline(64, 8, request_id="job"))
+    assert list(sizes(bench.step(make_request(16, 4, request_id="chat")))) == ["job"]
 
 
 def test_round_robin_alternates_and_fills_in_when_one_class_has_nothing() -> None:
@@ -83,9 +81,8 @@ def test_without_safepoints_steps_of_offline_work_alone_are_short(safepoints: bo
     bench = Bench(
         lambda predictor: create_policy(config, predictor, default_slo=slo, can_stop=True), step_s=0.1
     )
-    limit_s = 2.0 * SloPolicyConfig(default_slo=slo).unsafe_ttft_share
-    bench.add(offline(900))
-    assert (bench.step().predicted_s > limit_s) == safepoints
+    limit_s = 2.0 * UNSTOPPABLE_TTFT_SHARE
+    assert (bench.step(offline(900)).predicted_s > limit_s) == safepoints
 
 
 @pytest.mark.parametrize("name", ["slo", "conserve", "bros"])
@@ -122,8 +119,7 @@ def test_under_every_policy_all_requests_end_and_no_block_is_lost(
     bench = Bench(MAKERS[name], num_blocks=12, max_num_seqs=max_num_seqs)
     num_steps = 0
     while num_steps <= 12 or bench.scheduler.has_unfinished:
-        bench.add(*(request for arrives_at, request in workload if arrives_at == num_steps))
-        plan = bench.step()
+        plan = bench.step(*(request for arrives_at, request in workload if arrives_at == num_steps))
         assert len(plan.slices) <= max_num_seqs
         assert plan.slices or not bench.scheduler.has_unfinished, "a step made no progress"
         num_steps += 1

@@ -2,183 +2,142 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backfill.core.config import SchedulerConfig
-from backfill.core.plan import StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, RequestStatus, ServiceClass
-from backfill.costs.model import CostModel
-from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.policies.baselines import PriorityPolicy
-from backfill.scheduling.policy import Policy
-from backfill.scheduling.prediction import StepPredictor
-from backfill.scheduling.scheduler import Scheduler
-from tests.builders import ScriptedExecutor, make_info, make_request
-from tests.scheduling.bench import BLOCK_SIZE, sizes, workloads
+from tests.builders import make_request
+from tests.scheduling.bench import Bench, sizes, workloads
 from tests.shared import examples
 
 
-def make_scheduler(
-    *requests: Request,
-    num_blocks: int = 16,
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int = 32,
-    max_prefill_chunk_tokens: int = 32,
-    policy: Policy | None = None,
-    cost: CostModel | None = None,
-) -> Scheduler:
-    config = SchedulerConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_prefill_chunk_tokens=max_prefill_chunk_tokens,
-    )
-    scheduler = Scheduler(
-        config,
-        KVCacheManager(num_blocks, BLOCK_SIZE),
-        policy or PriorityPolicy(),
-        predictor=None if cost is None else StepPredictor(cost),
-        end_token_ids=(2,),
-    )
-    for request in requests:
-        scheduler.add(request)
-    return scheduler
+def make_bench(*requests: Request, **options: int) -> Bench:
+    defaults = {
+        "num_blocks": 16,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "max_prefill_chunk_tokens": 32,
+    }
+    bench = Bench(PriorityPolicy(), **{**defaults, **options})  # type: ignore[arg-type]
+    bench.add(*requests)
+    return bench
 
 
-def step(scheduler: Scheduler, executor: ScriptedExecutor) -> StepPlan:
-    plan = scheduler.plan_step(now_s=0.0)
-    scheduler.commit(plan, executor.run(plan), now_s=0.0)
-    scheduler.check_integrity()
-    return plan
+def run_to_end(bench: Bench) -> None:
+    while bench.scheduler.has_unfinished:
+        bench.step()
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_samples_only_at_its_end() -> None:
-    scheduler = make_scheduler(
-        make_request(10, max_tokens=1, request_id="a"), max_num_batched_tokens=4, max_num_seqs=4
-    )
-    executor = ScriptedExecutor(make_info())
-    plans = [step(scheduler, executor) for _ in range(3)]
-    assert [(p.slices[0].start, p.slices[0].num_tokens) for p in plans] == [(0, 4), (4, 4), (8, 2)]
-    assert [p.slices[0].samples for p in plans] == [False, False, True]
-    assert not scheduler.has_unfinished
+    bench = make_bench(make_request(10, max_tokens=1), max_num_batched_tokens=4, max_num_seqs=4)
+    slices = [bench.step().slices[0] for _ in range(3)]
+    assert [(each.start, each.num_tokens) for each in slices] == [(0, 4), (4, 4), (8, 2)]
+    assert [each.samples for each in slices] == [False, False, True]
+    assert not bench.scheduler.has_unfinished
 
 
 def test_decodes_keep_their_tokens_beside_a_long_prefill() -> None:
-    first = make_request(3, max_tokens=6, request_id="decoding")
-    scheduler = make_scheduler(first, max_num_batched_tokens=8)
-    executor = ScriptedExecutor(make_info())
-    step(scheduler, executor)
+    bench = make_bench(make_request(3, max_tokens=6, request_id="decoding"), max_num_batched_tokens=8)
+    bench.step()
     # More urgent than the one that decodes; still, the decode's token comes first.
-    scheduler.add(make_request(20, priority=-1, request_id="long"))
-    assert sizes(step(scheduler, executor)) == {"decoding": 1, "long": 7}
-    assert sizes(step(scheduler, executor)) == {"decoding": 1, "long": 7}
+    bench.add(make_request(20, priority=-1, request_id="long"))
+    for _ in range(2):
+        assert sizes(bench.step()) == {"decoding": 1, "long": 7}
 
 
 def test_waiting_requests_join_in_order_of_class_priority_and_arrival() -> None:
-    scheduler = make_scheduler(
+    bench = make_bench(
         make_request(request_id="offline", service_class=ServiceClass.OFFLINE),
         make_request(request_id="late", arrived_at_s=2.0),
         make_request(request_id="early", arrived_at_s=1.0),
         make_request(request_id="urgent", priority=-1, arrived_at_s=3.0),
         max_num_seqs=3,
     )
-    plan = step(scheduler, ScriptedExecutor(make_info()))
-    assert list(sizes(plan)) == ["urgent", "early", "late"]
+    assert list(sizes(bench.step())) == ["urgent", "early", "late"]
 
 
 def test_the_least_urgent_is_preempted_when_blocks_run_out_and_recomputed_later() -> None:
     urgent = make_request(8, max_tokens=6, request_id="urgent", arrived_at_s=0.0)
     later = make_request(4, max_tokens=6, request_id="later", arrived_at_s=1.0)
-    scheduler = make_scheduler(urgent, later, num_blocks=4)
-    executor = ScriptedExecutor(make_info(num_blocks=4))
-    step(scheduler, executor)
-    assert len(scheduler.requests.running) == 2
-    plan = step(scheduler, executor)  # both need a third and a second block, one is left
-    assert sizes(plan) == {"urgent": 1}
+    bench = make_bench(urgent, later, num_blocks=4)
+    bench.step()
+    assert len(bench.scheduler.requests.running) == 2
+    new = make_request(2, max_tokens=1, arrived_at_s=2.0, request_id="new")
+    plan = bench.step(new)  # the two need a third and a second block, one is left
+    assert sizes(plan) == {"urgent": 1}, "and nobody is admitted in a step that preempts"
     assert later.status is RequestStatus.PREEMPTED
     assert later.num_computed_tokens == 4, "nobody needed its block yet"
-    assert scheduler.counters[ServiceClass.ONLINE].num_preemptions == 1
-    while scheduler.has_unfinished:
-        plan = step(scheduler, executor)
-    assert scheduler.counters[ServiceClass.ONLINE].num_recomputed_tokens == 4
-    assert executor.num_tokens["later"] == 10
-    assert not [a for p in executor.plans[1:] for a in p.admitted], "the executor kept its tokens"
+    counters = bench.scheduler.counters[ServiceClass.ONLINE]
+    assert counters.num_preemptions == 1
+    run_to_end(bench)
+    assert counters.num_recomputed_tokens == 4
+    assert bench.executor.num_tokens["later"] == 10
+    admitted = [each.request_id for plan in bench.executor.plans[1:] for each in plan.admitted]
+    assert admitted == ["new"], "the executor kept the tokens of the others"
 
 
 def test_blocks_are_reserved_for_later_chunks() -> None:
     requests = [make_request(28, max_tokens=4, request_id=f"r{i}") for i in range(4)]
-    scheduler = make_scheduler(*requests, num_blocks=20, max_prefill_chunk_tokens=4)
-    executor = ScriptedExecutor(make_info(num_blocks=20))
-    while scheduler.has_unfinished:
-        step(scheduler, executor)
-    assert scheduler.counters[ServiceClass.ONLINE].num_preemptions == 0
+    bench = make_bench(*requests, num_blocks=20, max_prefill_chunk_tokens=4)
+    run_to_end(bench)
+    assert bench.scheduler.counters[ServiceClass.ONLINE].num_preemptions == 0
 
 
-def test_no_admission_in_a_step_that_preempts() -> None:
-    scheduler = make_scheduler(
-        make_request(8, max_tokens=6, arrived_at_s=0.0),
-        make_request(4, max_tokens=6, arrived_at_s=1.0, request_id="later"),
-        num_blocks=4,
-    )
-    executor = ScriptedExecutor(make_info(num_blocks=4))
-    step(scheduler, executor)
-    scheduler.add(make_request(2, max_tokens=1, arrived_at_s=2.0, request_id="new"))
-    plan = step(scheduler, executor)
-    assert "new" not in sizes(plan)
-    assert "later" not in sizes(plan)
-
-
-def test_end_tokens_stop_tokens_and_lengths_end_outputs() -> None:
-    def ended(next_token: int, **sampling: object) -> tuple[FinishReason | None, int]:
-        request = make_request(max_tokens=4, **sampling)  # type: ignore[arg-type]
-        scheduler = make_scheduler(request)
-        executor = ScriptedExecutor(make_info(), next_token=next_token)
-        while scheduler.has_unfinished:
-            step(scheduler, executor)
-        return request.finish_reason, len(request.output_token_ids)
-
-    assert ended(2) == (FinishReason.STOP, 1)
-    assert ended(2, ignore_eos=True) == (FinishReason.LENGTH, 4)
-    assert ended(2, min_tokens=3) == (FinishReason.STOP, 3)
-    assert ended(9, stop_token_ids=(9,)) == (FinishReason.STOP, 1)
-    assert ended(9, stop_token_ids=(9,), ignore_eos=True) == (FinishReason.STOP, 1)
-    assert ended(7) == (FinishReason.LENGTH, 4)
+@pytest.mark.parametrize(
+    ("next_token", "sampling", "reason", "num_tokens"),
+    [
+        (2, {}, FinishReason.STOP, 1),
+        (2, {"ignore_eos": True}, FinishReason.LENGTH, 4),
+        (2, {"min_tokens": 3}, FinishReason.STOP, 3),
+        (9, {"stop_token_ids": (9,)}, FinishReason.STOP, 1),
+        (9, {"stop_token_ids": (9,), "ignore_eos": True}, FinishReason.STOP, 1),
+        (7, {}, FinishReason.LENGTH, 4),
+    ],
+)
+def test_end_tokens_stop_tokens_and_lengths_end_outputs(
+    next_token: int, sampling: dict[str, object], reason: FinishReason, num_tokens: int
+) -> None:
+    request = make_request(max_tokens=4, **sampling)  # type: ignore[arg-type]
+    run_to_end(make_bench(request, next_token=next_token))
+    assert (request.finish_reason, len(request.output_token_ids)) == (reason, num_tokens)
 
 
 def test_the_stop_token_is_reported_but_the_models_own_end_is_not() -> None:
     for token_id, sampling, expected in ((9, {"stop_token_ids": (9,)}, 9), (2, {}, None)):
-        scheduler = make_scheduler(make_request(**sampling))  # type: ignore[arg-type]
-        executor = ScriptedExecutor(make_info(), next_token=token_id)
-        plan = scheduler.plan_step(0.0)
-        (committed,) = scheduler.commit(plan, executor.run(plan), now_s=0.0)
+        bench = make_bench(make_request(**sampling), next_token=token_id)  # type: ignore[arg-type]
+        plan = bench.scheduler.plan_step(0.0)
+        (committed,) = bench.scheduler.commit(plan, bench.executor.run(plan), now_s=0.0)
         assert committed.stop_token_id == expected
 
 
 def test_finishing_a_request_in_any_state_frees_it_once() -> None:
-    running = make_request(request_id="running")
-    waiting = make_request(request_id="waiting", arrived_at_s=1.0)
-    scheduler = make_scheduler(running, waiting, max_num_seqs=1)
-    executor = ScriptedExecutor(make_info())
-    step(scheduler, executor)
+    running, waiting = (
+        make_request(request_id="running"),
+        make_request(request_id="waiting", arrived_at_s=1.0),
+    )
+    bench = make_bench(running, waiting, max_num_seqs=1)
+    scheduler = bench.scheduler
+    bench.step()
     for request_id in ("running", "waiting"):
         assert scheduler.finish(RequestId(request_id), FinishReason.ABORT) is not None
         assert scheduler.finish(RequestId(request_id), FinishReason.ABORT) is None
         scheduler.check_integrity()
     assert scheduler.kv.counts.referenced == 0
-    assert step(scheduler, executor).released == ("running",)
+    assert bench.step().released == ("running",)
 
 
 def test_it_knows_whether_an_online_request_is_unfinished() -> None:
-    scheduler = make_scheduler(make_request(service_class=ServiceClass.OFFLINE))
-    assert not scheduler.requests.num_online
-    scheduler.add(make_request(request_id="waiting"))
-    scheduler.add(make_request(request_id="running", max_tokens=1))
-    assert scheduler.requests.num_online
-    scheduler.finish(RequestId("waiting"), FinishReason.ABORT)
-    assert scheduler.requests.num_online
-    step(scheduler, ScriptedExecutor(make_info()))
-    assert not scheduler.requests.num_online and scheduler.has_unfinished
-    scheduler.check_integrity()
+    bench = make_bench(make_request(service_class=ServiceClass.OFFLINE))
+    requests = bench.scheduler.requests
+    assert not requests.num_online
+    bench.add(make_request(request_id="waiting"), make_request(request_id="running", max_tokens=1))
+    assert requests.num_online
+    bench.scheduler.finish(RequestId("waiting"), FinishReason.ABORT)
+    assert requests.num_online
+    bench.step()
+    assert not requests.num_online and bench.scheduler.has_unfinished
 
 
 @settings(max_examples=examples(80), deadline=None)
@@ -196,22 +155,19 @@ def test_any_workload_ends_with_every_token_computed_and_every_block_free(
     max_prefill_chunk_tokens: int,
     aborted: dict[int, int],
 ) -> None:
-    scheduler = make_scheduler(
-        num_blocks=8,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_prefill_chunk_tokens=max_prefill_chunk_tokens,
-    )
-    executor = ScriptedExecutor(make_info(num_blocks=8))
+    limits = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_prefill_chunk_tokens": max_prefill_chunk_tokens,
+    }
+    bench = make_bench(num_blocks=8, **limits)
+    scheduler = bench.scheduler
     num_steps = 0
     while num_steps <= 20 or scheduler.has_unfinished:
-        for arrives_at, request in workload:
-            if arrives_at == num_steps:
-                scheduler.add(request)
         for number, at_step in aborted.items():
             if at_step == num_steps:
                 scheduler.finish(RequestId(f"r{number}"), FinishReason.ABORT)
-        plan = step(scheduler, executor)
+        plan = bench.step(*(request for arrives_at, request in workload if arrives_at == num_steps))
         assert plan.num_tokens <= max_num_batched_tokens
         assert len(plan.slices) <= max_num_seqs
         assert plan.slices or not scheduler.has_unfinished, "a step made no progress"
@@ -219,6 +175,5 @@ def test_any_workload_ends_with_every_token_computed_and_every_block_free(
         assert num_steps < 3000
     assert scheduler.kv.counts.referenced == 0
     for number, (_, request) in enumerate(workload):
-        assert request.finish_reason in (
-            {FinishReason.LENGTH, FinishReason.ABORT} if number in aborted else {FinishReason.LENGTH}
-        )
+        reasons = {FinishReason.LENGTH, *([FinishReason.ABORT] if number in aborted else [])}
+        assert request.finish_reason in reasons

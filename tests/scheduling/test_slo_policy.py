@@ -9,28 +9,34 @@ from hypothesis import given, settings
 from backfill.core.request import PriorityLevel, Request, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.scheduling.policies.baselines import FcfsPolicy
-from backfill.scheduling.policy import Policy, Snapshot
+from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.preemption import may_be_preempted
 from tests.builders import linear_cost, make_request
-from tests.scheduling.bench import MARGIN, SLO_100_MS, Bench, offline, policy_workloads, sizes, slo_policy
+from tests.scheduling.bench import (
+    MARGIN,
+    SLO_100_MS,
+    Bench,
+    offline,
+    policy_workloads,
+    sizes,
+    slo_policy,
+    view_of,
+)
 from tests.shared import examples
 
 
 def test_offline_fills_what_the_tpot_objective_leaves_beside_an_online_decode() -> None:
     bench = Bench()
-    bench.add(make_request(10, 50, request_id="chat"))
-    assert sizes(bench.step()) == {"chat": 10}
-    bench.add(offline(400, request_id="long"))
-    plan = bench.step()
+    assert sizes(bench.step(make_request(10, 50, request_id="chat"))) == {"chat": 10}
+    plan = bench.step(offline(400, request_id="long"))
     assert plan.predicted_s <= 0.1 * (1 - MARGIN)
     assert sizes(plan) == {"chat": 1, "long": 88}  # 90 ms at 1 ms a token, less for the blocks online holds
 
 
 def test_offline_decodes_lengthen_a_step_with_an_online_prompt_by_a_fifth_at_most() -> None:
     bench = Bench()
-    bench.add(*(offline(8, request_id=f"job{i}") for i in range(10)))
-    bench.step()
+    bench.step(*(offline(8, request_id=f"job{i}") for i in range(10)))
     bench.add(offline(40, request_id="next"), make_request(30, 5, request_id="chat"))
     assert sizes(bench.step()) == {"chat": 30, **{f"job{i}": 1 for i in range(6)}}, "and no offline prompt"
     assert len(sizes(bench.step())) == 12
@@ -38,8 +44,7 @@ def test_offline_decodes_lengthen_a_step_with_an_online_prompt_by_a_fifth_at_mos
 
 def test_offline_waits_while_an_online_request_is_late() -> None:
     bench = Bench()
-    bench.add(make_request(10, 50, request_id="chat"))
-    bench.step()
+    bench.step(make_request(10, 50, request_id="chat"))
     bench.add(offline(8, request_id="job"))
     bench.clock.advance(0.2)
     assert sizes(bench.step()) == {"chat": 1}
@@ -48,10 +53,8 @@ def test_offline_waits_while_an_online_request_is_late() -> None:
 
 def test_offline_decodes_are_left_out_from_the_least_urgent_when_time_is_short() -> None:
     bench = Bench()
-    bench.add(*(offline(4, request_id=f"job{i}", arrived_at_s=float(i)) for i in range(40)))
-    bench.step()
-    bench.add(make_request(4, 50, request_id="chat", slo=SLO(ttft_s=1.0, tpot_s=0.02)))
-    bench.step()
+    bench.step(*(offline(4, request_id=f"job{i}", arrived_at_s=float(i)) for i in range(40)))
+    bench.step(make_request(4, 50, request_id="chat", slo=SLO(ttft_s=1.0, tpot_s=0.02)))
     plan = bench.step()
     assert plan.predicted_s <= 0.02 * (1 - MARGIN)
     assert set(sizes(plan)) == {"chat", *(f"job{i}" for i in range(len(sizes(plan)) - 1))}
@@ -61,24 +64,19 @@ def test_offline_decodes_are_left_out_from_the_least_urgent_when_time_is_short()
 def test_an_online_request_preempts_the_offline_request_with_least_work_done() -> None:
     bench = Bench(num_blocks=20)
     much, little = offline(36, 8, request_id="much"), offline(24, 8, request_id="little")
-    bench.add(much, little)
-    bench.step()
+    bench.step(much, little)
     assert len(bench.scheduler.requests.running) == 2
-    bench.add(make_request(24, 4, request_id="chat"))
-    assert sizes(bench.step()) == {"chat": 24, "much": 1}
+    assert sizes(bench.step(make_request(24, 4, request_id="chat"))) == {"chat": 24, "much": 1}
     assert little.status is RequestStatus.PREEMPTED
     assert much.status is RequestStatus.RUNNING
 
 
 def test_nothing_is_preempted_for_an_online_request_that_would_still_not_fit() -> None:
     bench = Bench(num_blocks=20)
-    bench.add(make_request(48, 8, request_id="running"))
-    bench.step()
+    bench.step(make_request(48, 8, request_id="running"))
     job = offline(8, 4, request_id="job")
-    bench.add(job)
-    bench.step()
-    bench.add(make_request(40, 4, request_id="waiting"))
-    bench.step()
+    bench.step(job)
+    bench.step(make_request(40, 4, request_id="waiting"))
     assert job.status is RequestStatus.RUNNING
 
 
@@ -86,8 +84,7 @@ def test_online_requests_are_served_even_where_their_objective_cannot_be_met() -
     bench = Bench()
     hopeless = SLO(ttft_s=0.001, tpot_s=0.001)
     bench.add(*(make_request(40, 5, request_id=f"chat{i}", slo=hopeless) for i in range(3)))
-    bench.add(offline(8, request_id="job"))
-    first = bench.step()
+    first = bench.step(offline(8, request_id="job"))
     assert "chat0" in sizes(first)
     for _ in range(30):
         plan = bench.step()
@@ -105,25 +102,15 @@ def test_without_online_requests_a_step_is_bounded_only_where_it_cannot_be_stopp
         (False, 222),
     ):  # a quarter of the TTFT objective of 1 s, less 11 %
         bench = Bench(can_stop=can_stop)
-        bench.add(offline(900, 2, request_id="job"))
-        assert sizes(bench.step()) == {"job": num_tokens}
+        assert sizes(bench.step(offline(900, 2, request_id="job"))) == {"job": num_tokens}
 
 
 def test_offline_prompts_are_computed_in_steps_no_larger_than_pays() -> None:
-    bench = Bench(step_efficiency=0.8, step_s=0.01)
-    bench.add(make_request(4, 50, request_id="chat"))
-    bench.step()
-    bench.add(offline(400, request_id="job"))
-    # 10 ms a step and 1 ms a token: 50 tokens cost 1.2 ms each, 1,000 cost 1.01.
-    assert sizes(bench.step()) == {"chat": 1, "job": 49}
-
-
-def test_a_tighter_objective_of_one_request_bounds_the_step() -> None:
-    bench = Bench()
-    bench.add(make_request(4, 50, request_id="chat", slo=SLO(ttft_s=1.0, tpot_s=0.05)))
-    bench.step()
-    bench.add(offline(400, request_id="job"))
-    assert bench.step().predicted_s <= 0.05
+    """10 ms a step and 1 ms a token: 50 tokens cost 1.2 ms each, 1,000 cost 1.01."""
+    for chats in ([], [make_request(4, 50, request_id="chat")]):
+        bench = Bench(step_efficiency=0.8, step_s=0.01)
+        bench.step(*chats)
+        assert bench.step(offline(400)).num_tokens == 50
 
 
 def run_to_end(bench: Bench, chats: Sequence[Request]) -> dict[str, list[float]]:
@@ -166,8 +153,7 @@ def test_a_short_prompt_with_a_tight_objective_goes_before_an_earlier_long_one()
     bench = Bench(num_blocks=2000)
     long = make_request(900, 2, request_id="long", slo=SLO(60.0, 1.0))
     short = make_request(50, 2, request_id="short", slo=SLO(0.1, 1.0))
-    bench.add(long, short)
-    plan = bench.step()
+    plan = bench.step(long, short)
     assert list(sizes(plan)) == ["short", "long"]
     assert plan.predicted_s <= 0.1
     assert short.first_token_at_s is not None
@@ -192,8 +178,7 @@ def test_a_step_of_prompts_alone_leaves_time_for_who_arrives_in_it() -> None:
 
 def test_one_tight_gap_objective_does_not_stop_the_prompts_of_others() -> None:
     bench = Bench(step_s=0.01)
-    bench.add(make_request(4, 50, request_id="greedy", slo=SLO(ttft_s=1.0, tpot_s=0.001)))
-    bench.step()
+    bench.step(make_request(4, 50, request_id="greedy", slo=SLO(ttft_s=1.0, tpot_s=0.001)))
     bench.add(make_request(300, 2, request_id="chat"))
     num_steps = 0
     while sizes(bench.step()).get("chat", 0) != 1:
@@ -221,8 +206,7 @@ def test_what_decodes_have_banked_goes_to_prompts_that_would_be_late() -> None:
 
 def test_a_prompt_that_would_be_late_even_alone_leaves_other_requests_their_gaps() -> None:
     bench = Bench()
-    bench.add(make_request(4, 200, request_id="chat"))
-    bench.step()
+    bench.step(make_request(4, 200, request_id="chat"))
     late = make_request(2000, 5, request_id="late", arrived_at_s=bench.clock.now_s())
     bench.add(late)
     for _ in range(30):
@@ -257,8 +241,7 @@ def test_the_priority_that_clients_give_goes_before_the_number_of_prompts_in_tim
 def test_a_burst_on_an_idle_server_is_admitted_only_as_far_as_gaps_allow() -> None:
     slo = SLO(ttft_s=2.0, tpot_s=0.02)
     bench = Bench(slo=slo)
-    bench.add(*(make_request(4, 30, request_id=f"chat{i}") for i in range(60)))
-    bench.step()
+    bench.step(*(make_request(4, 30, request_id=f"chat{i}") for i in range(60)))
     for _ in range(20):
         assert bench.step().predicted_s <= slo.tpot_s
 
@@ -273,8 +256,7 @@ def test_a_request_that_computes_lost_kv_again_goes_first_and_takes_no_time_from
     old.cache_salt = "lost"  # what it computed is found no more
     bench.clock.advance(5.0)
     now_s = bench.clock.now_s()
-    bench.add(*(make_request(200, 2, request_id=f"new{i}", arrived_at_s=now_s) for i in range(3)))
-    plan = bench.step()
+    plan = bench.step(*(make_request(200, 2, request_id=f"new{i}", arrived_at_s=now_s) for i in range(3)))
     assert sizes(plan)["old"] == 105, "its known tokens, in one chunk"
     assert plan.num_tokens > 300, "its deadline has passed and bounds nothing"
 
@@ -314,8 +296,7 @@ def test_no_online_request_starves_below_capacity() -> None:
 
 def test_slow_steps_make_the_next_ones_smaller() -> None:
     bench = Bench()
-    bench.add(make_request(4, 50, request_id="chat"), offline(3000, 2, request_id="job"))
-    bench.step()
+    bench.step(make_request(4, 50, request_id="chat"), offline(3000, 2, request_id="job"))
     before = sizes(bench.step())["job"]
     for _ in range(100):
         bench.predictor.observe(0.1, 0.15)
@@ -325,8 +306,7 @@ def test_slow_steps_make_the_next_ones_smaller() -> None:
 def test_an_offline_request_is_promoted_near_the_end_of_its_window() -> None:
     bench = Bench()
     starving = offline(8, 400, request_id="starving", complete_by_s=10_000.0)
-    bench.add(make_request(4, 400, request_id="chat"), offline(800, request_id="other"), starving)
-    bench.step()
+    bench.step(make_request(4, 400, request_id="chat"), offline(800, request_id="other"), starving)
     assert starving.priority_level is PriorityLevel.OFFLINE
     bench.clock.advance(10_000.0 - 3600.0)
     bench.step()
@@ -337,8 +317,7 @@ def test_an_offline_request_is_promoted_near_the_end_of_its_window() -> None:
 
 def test_promoted_work_keeps_the_objectives_of_online_requests() -> None:
     bench = Bench()
-    bench.add(make_request(4, 400, request_id="chat"))
-    bench.step()
+    bench.step(make_request(4, 400, request_id="chat"))
     jobs = [offline(400, 4, request_id=f"job{i}", complete_by_s=1.0) for i in range(4)]
     bench.add(*jobs)
     bench.clock.advance(0.06)
@@ -351,11 +330,9 @@ def test_promoted_work_keeps_the_objectives_of_online_requests() -> None:
 
 def test_as_many_blocks_as_online_requests_recently_used_are_kept_free() -> None:
     bench = Bench(num_blocks=100)
-    bench.add(make_request(200, 2, request_id="chat"))
+    bench.step(make_request(200, 2, request_id="chat"))
     bench.step()
-    bench.step()
-    bench.add(*(offline(40, 4, request_id=f"job{i}") for i in range(9)))
-    bench.step()
+    bench.step(*(offline(40, 4, request_id=f"job{i}") for i in range(9)))
     assert bench.scheduler.kv.counts.referenced <= 60
     bench.clock.advance(1000.0)
     bench.step()
@@ -366,12 +343,10 @@ def test_what_is_protected_for_online_requests_need_not_be_kept_free_too() -> No
     bench = Bench(num_blocks=100)
     prompt = list(range(3, 163))
     for index in range(12):
-        bench.add(make_request(prompt_token_ids=prompt, max_tokens=2, request_id=f"chat{index}"))
-        bench.step()
+        bench.step(make_request(prompt_token_ids=prompt, max_tokens=2, request_id=f"chat{index}"))
         bench.step()
     assert bench.scheduler.kv.counts.protected >= 39
-    bench.add(*(offline(40, 4, request_id=f"job{i}") for i in range(9)))
-    bench.step()
+    bench.step(*(offline(40, 4, request_id=f"job{i}") for i in range(9)))
     assert bench.scheduler.kv.counts.referenced >= 44, "about half the pool is protected, the rest is not"
 
 
@@ -401,66 +376,36 @@ def test_offline_slices_never_take_a_step_past_the_tightest_objective(
 def test_finished_requests_do_not_stay_in_the_heap_of_promotions() -> None:
     bench = Bench()
     for index in range(400):
-        bench.add(offline(1, 1, request_id=f"job{index}", complete_by_s=1e6))
-        bench.step()
+        bench.step(offline(1, 1, request_id=f"job{index}", complete_by_s=1e6))
     assert len(bench.scheduler.requests._changes) < 100
 
 
 def test_an_online_prompt_is_cut_to_the_slack_of_the_decodes_beside_it() -> None:
     bench = Bench()
-    bench.add(make_request(4, 50, request_id="chat"))
-    bench.step()
+    bench.step(make_request(4, 50, request_id="chat"))
     bench.clock.advance(0.06)  # of the 100 ms that its next token may take
-    bench.add(make_request(90, 2, request_id="prompt"))
-    plan = bench.step()
+    plan = bench.step(make_request(90, 2, request_id="prompt"))
     assert sizes(plan)["chat"] == 1
     assert plan.predicted_s <= 0.04
 
 
 def test_without_online_requests_promoted_ones_preempt_other_offline_work() -> None:
     bench = Bench(num_blocks=20)
-    bench.add(offline(60, 8, request_id="job"))
-    bench.step()
+    bench.step(offline(60, 8, request_id="job"))
     starving = offline(16, 4, request_id="starving", complete_by_s=1.0)
     bench.add(starving)
     bench.clock.advance(0.9)
     assert "starving" in sizes(bench.step())
 
 
-def test_an_online_request_that_is_being_restored_bounds_the_steps() -> None:
+def test_requests_that_are_restored_or_wait_bound_steps_while_they_can_be_in_time() -> None:
     policy = slo_policy(StepPredictor(linear_cost()))
-    chat = make_request(4, 8, slo=SLO_100_MS)
+    chat, prompt = make_request(4, 8, slo=SLO_100_MS), make_request(300, 8, slo=SLO_100_MS, arrived_at_s=6.0)
     chat.last_token_at_s = 5.0
-    nobody: dict[PriorityLevel, list[Request]] = {level: [] for level in PriorityLevel}
-    view = Snapshot(5.01, nobody, [chat], nobody, num_blocks=100, online_blocks=2)
-    assert policy.resume_s(view) < SLO_100_MS.tpot_s
-    assert policy.resume_s(replace(view, restoring=())) == math.inf
-
-
-def test_a_late_request_that_is_being_restored_bounds_no_step() -> None:
-    """No step that begins now brings its token."""
-    bench = Bench()
-    late = make_request(4, 8, request_id="late", slo=SLO_100_MS)
-    late.last_token_at_s = 5.0
-    prompt = make_request(300, 8, request_id="prompt", slo=SLO_100_MS, arrived_at_s=6.0)
-    nobody: dict[PriorityLevel, list[Request]] = {level: [] for level in PriorityLevel}
-    running = {**nobody, PriorityLevel.ONLINE: [prompt]}
-    view = Snapshot(6.0, running, [late], nobody, num_blocks=100, online_blocks=2)
-    policy = slo_policy(bench.predictor)
-    assert policy.step_limit_s(view) > 0.8, "the deadline of the prompt alone"
-    assert policy.resume_s(replace(view, running=nobody)) == math.inf
-
-
-def test_copies_beside_prompts_keep_to_their_deadlines() -> None:
-    prompt = make_request(300, 8, slo=SLO_100_MS, arrived_at_s=6.0)
-    nobody: dict[PriorityLevel, list[Request]] = {level: [] for level in PriorityLevel}
-    waiting = {**nobody, PriorityLevel.ONLINE: [prompt]}
-    view = Snapshot(6.2, nobody, (), waiting, num_blocks=100, online_blocks=2)
-    limit_s = slo_policy(StepPredictor(linear_cost())).step_limit_s(view)
-    assert 0.6 < limit_s < 0.8
-
-
-def test_steps_of_offline_work_alone_are_no_larger_than_pays() -> None:
-    bench = Bench(step_efficiency=0.8, step_s=0.01)
-    bench.add(offline(400, request_id="job"))
-    assert sizes(bench.step()) == {"job": 50}
+    restoring = view_of(5.01, restoring=[chat])
+    assert policy.resume_s(restoring) < SLO_100_MS.tpot_s
+    assert policy.resume_s(replace(restoring, restoring=())) == math.inf
+    assert 0.6 < policy.step_limit_s(view_of(6.2, waiting=[prompt])) < 0.8
+    # No step that begins now brings the token of a late request that is being restored.
+    assert policy.step_limit_s(view_of(6.0, running=[prompt], restoring=[chat])) > 0.8
+    assert policy.resume_s(view_of(6.0, restoring=[chat])) == math.inf

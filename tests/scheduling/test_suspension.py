@@ -17,9 +17,8 @@ from backfill.core.request import FinishReason, PriorityLevel, RequestId
 from backfill.core.slo import SLO
 from backfill.kvcache.create import create_kv_cache
 from backfill.scheduling.batch import Batch
-from backfill.scheduling.fill import serve
-from backfill.scheduling.policies.slo import SloPolicy, SloPolicyConfig
-from backfill.scheduling.policy import BatchBuilder, Policy, R, RequestView, Snapshot
+from backfill.scheduling.policies.slo import SloPolicy
+from backfill.scheduling.policy import BatchBuilder, Policy, R, RequestView, Snapshot, serve
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import Scheduler
 from backfill.scheduling.suspension import Suspension
@@ -35,9 +34,9 @@ class PausingPolicy(Policy):
     stops_steps = True
     is_paused = False
 
-    def build(self, view: Snapshot[R], batch: BatchBuilder[R]) -> None:
+    def build(self, view: Snapshot[R], builder: BatchBuilder[R]) -> None:
         if not self.is_paused:
-            serve(view, batch, frozenset(PriorityLevel))
+            serve(view, builder, frozenset(PriorityLevel))
 
     def resume_s(self, view: Snapshot[RequestView]) -> float:
         return 0.0 if self.is_paused else math.inf
@@ -103,7 +102,6 @@ def test_as_many_suspended_slices_resume_as_fit() -> None:
         SchedulerConfig(),
         StepPredictor(linear_cost()),
         NUM_LAYERS,
-        can_stop=True,
         on_discarded=lambda name, _: discarded.append(name),
     )
     _, small, smaller = stopped_slices(suspension, 100, 30, 20)
@@ -124,9 +122,7 @@ def test_as_many_suspended_slices_resume_as_fit() -> None:
 
 
 def test_slices_of_a_failed_step_are_dropped_though_no_outcome_says_that_they_were_suspended() -> None:
-    suspension = Suspension(
-        SchedulerConfig(), StepPredictor(linear_cost()), NUM_LAYERS, True, lambda *_: None
-    )
+    suspension = Suspension(SchedulerConfig(), StepPredictor(linear_cost()), NUM_LAYERS, lambda *_: None)
     (scheduled,) = stopped_slices(suspension, 30)
     resumed = suspension.resume(1.0)
     assert resumed is not None
@@ -147,7 +143,7 @@ def test_other_offline_work_does_not_wait_for_what_is_suspended() -> None:
 
 def test_a_suspended_relegated_request_and_one_that_waits_for_its_blocks_both_end() -> None:
     slo, predictor = SLO(0.2, 0.1), StepPredictor(linear_cost())
-    policy = SloPolicy(SloPolicyConfig(default_slo=slo), predictor, max_step_tokens=1000, can_stop=True)
+    policy = SloPolicy(predictor, default_slo=slo, max_step_tokens=1000, can_stop=True)
     config = SchedulerConfig(max_num_batched_tokens=1000, max_prefill_chunk_tokens=1000)
     scheduler = Scheduler(
         config,
@@ -185,7 +181,6 @@ def test_a_group_is_discarded_after_refusals_of_its_own() -> None:
         SchedulerConfig(),
         StepPredictor(linear_cost()),
         NUM_LAYERS,
-        can_stop=True,
         on_discarded=lambda name, _: discarded.append(name),
     )
     for num_tokens in (100, 90):
@@ -202,7 +197,6 @@ def test_no_step_is_suspended_beyond_the_memory_for_two() -> None:
         SchedulerConfig(max_num_batched_tokens=64),
         StepPredictor(linear_cost()),
         NUM_LAYERS,
-        can_stop=True,
         on_discarded=lambda *_: None,
     )
     batch = Batch(8, 64)

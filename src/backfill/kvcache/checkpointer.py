@@ -87,7 +87,7 @@ class Checkpointer:
         return len(chosen)
 
     def swap_out(self, wanted: Iterable[Content]) -> None:
-        """If steps wait for copies, copy what a preempted request wants, as far as there is room."""
+        """If steps wait for copies, copy what a preempted request wants, as far as the host has blocks."""
         if self.saves_victims and self._store.ledger.checkpoints_block:
             for content in wanted:
                 if content.host is None and content.device is not None and not self.checkpoint(content):
@@ -127,7 +127,7 @@ class Checkpointer:
         num = tail.num_unsaved - first
         self._store.ledger.checkpoint(block, host, (self._block_size - tail.num_unsaved, num))
         tail.num_unsaved = first
-        self._store.place(tail)
+        self._store.update(tail)
         self._counters[tail.service_class].num_checkpointed_tokens += num
         return True
 

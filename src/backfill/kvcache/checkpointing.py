@@ -48,13 +48,10 @@ class NoCheckpoints:
         return 0
 
 
-class SwapAtPreemption:
+class SwapAtPreemption(NoCheckpoints):
     """A request is checkpointed when it is preempted, and the step waits: what swapping engines do."""
 
     checkpoints_at_preemption = True
-
-    def max_blocks(self, view: PoolView) -> int:
-        return 0
 
 
 class EagerCheckpoints:

@@ -83,8 +83,8 @@ class Content:
         service_class: of the request that used it last.
         device, host: the blocks that hold it.
         num_wanted: preempted requests that will come back for it.
-        released_at_s: when the last request that used it let it go.
-        is_protected: an online request let it go a short time ago.
+        released_at_s: when the last request that used it released it.
+        is_protected: an online request released it a short time ago.
         has_unplanned_users: a request that used it did not know what others need of its prompt.
         planned_at_s: arrival of the last request among its users that did know.
         is_unneeded: that one knew that no other needs this, and all users were planned.

@@ -94,7 +94,7 @@ class CopyLedger:
             self._restore.append(copy)
             self._in_flight[copy] = device, host
 
-    def hurry(self, device: Block) -> None:
+    def prioritize(self, device: Block) -> None:
         """An online request waits for the block too."""
         queued = self._offline.pop(device, None)
         if queued is not None:

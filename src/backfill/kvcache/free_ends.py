@@ -33,7 +33,7 @@ class FreeEnd(NamedTuple):
     table: BlockTable | None = None
 
 
-class _Place(NamedTuple):
+class _Rank(NamedTuple):
     """Where a last block is queued.
 
     Attributes:
@@ -50,21 +50,21 @@ class _LastBlock:
 
     Attributes:
         age: the smaller, the longer the request runs, or waits.
-        queued_at: None if it is not queued.
+        queued_as: None if it is not queued.
     """
 
     age: int
     request: Request
     table: BlockTable
     content: Content | None = None
-    queued_at: _Place | None = None
+    queued_as: _Rank | None = None
 
 
 class FreeEnds:
     """Last blocks by group and slots in use, so that to find the emptiest one takes no look at all of them.
 
     A queued block is looked at again when its turn comes: it may be fuller, or closed, by then. So only what
-    may open a block or make it emptier has to be said: ``add``, ``add_preempted``, ``reconsider`` and
+    may open a block or make it emptier has to be said: ``add``, ``add_preempted``, ``update`` and
     ``on_updated``.
     """
 
@@ -98,10 +98,10 @@ class FreeEnds:
         """The request no longer takes part in steps, or no longer wants its KV."""
         last = self._running.pop(request_id, None)
         if last is not None:
-            last.queued_at = None
+            last.queued_as = None
         last = self._preempted.pop(request_id, None)
         if last is not None:
-            last.queued_at = None
+            last.queued_as = None
             assert last.content is not None
             wanting = self._wanting[last.content]
             wanting.remove(last)
@@ -115,7 +115,7 @@ class FreeEnds:
 
     # What may open a block or make it emptier.
 
-    def reconsider(self, request_id: RequestId) -> None:
+    def update(self, request_id: RequestId) -> None:
         """The request has another last block, or has it for itself again."""
         last = self._running.get(request_id)
         if last is not None:
@@ -133,71 +133,71 @@ class FreeEnds:
         last = self._first(service_class)
         if last is None:
             return None
-        assert last.queued_at is not None
-        return FreeEnd(last.table.blocks[-1], last.queued_at.num_slots, owner=last.request)
+        assert last.queued_as is not None
+        return FreeEnd(last.table.blocks[-1], last.queued_as.num_slots, owner=last.request)
 
-    def preempted(self, states: Iterable[BlockState], but_for: Collection[Content] = ()) -> FreeEnd | None:
+    def preempted(self, states: Iterable[BlockState], excluded: Collection[Content] = ()) -> FreeEnd | None:
         """Of the blocks in these states that preempted offline requests want: secured, wanted or both."""
         for content in self._changed:
             for last in self._wanting[content]:
                 self._queue(last)
         self._changed.clear()
-        found = [each for state in states if (each := self._first(state, but_for)) is not None]
+        found = [each for state in states if (each := self._first(state, excluded)) is not None]
         if not found:
             return None
-        last = min(found, key=_turn)
+        last = min(found, key=_order)
         assert last.content is not None and last.content.device is not None
         return FreeEnd(
             last.content.device, last.content.num_device_tokens, content=last.content, table=last.table
         )
 
-    def _first(self, group: Group, but_for: Collection[Content] = ()) -> _LastBlock | None:
-        queue, passed_over = self._queues[group], list[tuple[int, int, _LastBlock]]()
+    def _first(self, group: Group, excluded: Collection[Content] = ()) -> _LastBlock | None:
+        queue, skipped = self._queues[group], list[tuple[int, int, _LastBlock]]()
         found = None
         while queue:
             num_slots, _, last = queue[0]
-            if last.queued_at != (group, num_slots):
+            if last.queued_as != (group, num_slots):
                 heapq.heappop(queue)
-            elif self._place_of(last) != last.queued_at:
+            elif self._rank_of(last) != last.queued_as:
                 heapq.heappop(queue)
                 self._queue(last)
-            elif last.content in but_for:
-                passed_over.append(heapq.heappop(queue))
+            elif last.content in excluded:
+                skipped.append(heapq.heappop(queue))
             else:
                 found = last
                 break
-        for each in passed_over:
+        for each in skipped:
             heapq.heappush(queue, each)
         return found
 
     def _queue(self, last: _LastBlock) -> None:
-        place = self._place_of(last)
-        if place == last.queued_at:
+        rank = self._rank_of(last)
+        if rank == last.queued_as:
             return
-        last.queued_at = place
-        if place is None:
+        last.queued_as = rank
+        if rank is None:
             return
-        queue = self._queues[place.group]
-        heapq.heappush(queue, (*_turn(last), last))
+        queue = self._queues[rank.group]
+        heapq.heappush(queue, (*_order(last), last))
         if len(queue) > _LEAST_REBUILT + 2 * (len(self._running) + len(self._preempted)):
-            lasts = {each for *_, each in queue if each.queued_at and each.queued_at.group == place.group}
-            queue[:] = [(*_turn(each), each) for each in lasts]
+            lasts = {each for *_, each in queue if each.queued_as and each.queued_as.group == rank.group}
+            queue[:] = [(*_order(each), each) for each in lasts]
             heapq.heapify(queue)
 
-    def _place_of(self, last: _LastBlock) -> _Place | None:
+    def _rank_of(self, last: _LastBlock) -> _Rank | None:
         """Where it belongs; None if it may not be entered."""
-        return self._running_place(last) if last.content is None else self._preempted_place(last.content)
+        return self._running_rank(last) if last.content is None else self._preempted_rank(last.content)
 
-    def _running_place(self, last: _LastBlock) -> _Place | None:
+    def _running_rank(self, last: _LastBlock) -> _Rank | None:
         blocks = last.table.blocks
         # In use once all its known tokens are computed.
         num_slots = last.request.num_tokens - (len(blocks) - 1) * self._block_size
         is_open = bool(blocks) and 0 < num_slots < self._block_size
         if not is_open or blocks[-1].peer is not None or len(blocks) <= last.table.num_entered:
             return None
-        return _Place(last.request.service_class, num_slots)
+        return _Rank(last.request.service_class, num_slots)
 
-    def _preempted_place(self, content: Content) -> _Place | None:
+    def _preempted_rank(self, content: Content) -> _Rank | None:
         block, host = content.device, content.host
         if block is None or block.peer is not None or content.num_wanted != 1:
             return None
@@ -208,22 +208,22 @@ class FreeEnds:
         has_same_slots = host is None or is_reversed(host.ref) is is_reversed(block.ref)
         if not is_reversed(block.ref) or not has_same_slots:
             return None
-        return _Place(block.state, content.num_device_tokens)
+        return _Rank(block.state, content.num_device_tokens)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each block that may be entered is found where it is looked for."""
         for last in (*self._running.values(), *self._preempted.values()):
-            place, queued_at = self._place_of(last), last.queued_at
-            if place is not None and last.content not in self._changed:
-                assert queued_at is not None and queued_at.group == place.group, f"{last} is not queued"
-                assert queued_at.num_slots <= place.num_slots, f"{last} is queued as a fuller block"
-            if queued_at is not None:
-                assert (*_turn(last), last) in self._queues[queued_at.group], f"{last} is not in its queue"
+            rank, queued_as = self._rank_of(last), last.queued_as
+            if rank is not None and last.content not in self._changed:
+                assert queued_as is not None and queued_as.group == rank.group, f"{last} is not queued"
+                assert queued_as.num_slots <= rank.num_slots, f"{last} is queued as a fuller block"
+            if queued_as is not None:
+                assert (*_order(last), last) in self._queues[queued_as.group], f"{last} is not in its queue"
         wanting = [last for lasts in self._wanting.values() for last in lasts]
         assert set(wanting) == set(self._preempted.values()) and len(wanting) == len(self._preempted)
 
 
-def _turn(last: _LastBlock) -> tuple[int, int]:
+def _order(last: _LastBlock) -> tuple[int, int]:
     """The smaller, the sooner it is entered: by slots in use, then by age."""
-    assert last.queued_at is not None
-    return last.queued_at.num_slots, last.age
+    assert last.queued_as is not None
+    return last.queued_as.num_slots, last.age

@@ -89,9 +89,9 @@ class LastBlocks:
             self._drop(table.tail)
             table.tail = None
 
-    # Room, without which blocks are evicted and requests preempted.
+    # Blocks to enter, without which others are evicted and requests preempted.
 
-    def saves_block(
+    def can_enter(
         self, request: Request, num_tokens: int, limit: int, matched: Collection[Content] = ()
     ) -> bool:
         """There is a block to enter, which an allocation up to ``limit`` may not take."""
@@ -103,11 +103,11 @@ class LastBlocks:
         """Enter a block for the last of those that the request lacks, if too few are free."""
         return ()
 
-    def in_the_way(self, request: Request, num_tokens: int) -> Request | None:
+    def to_preempt(self, request: Request, num_tokens: int) -> Request | None:
         """Whom to preempt before a running request computes its first ``num_tokens`` tokens; maybe itself."""
         return None
 
-    def claim(self, request: Request, num_tokens: int) -> bool:
+    def reserve_slots(self, request: Request, num_tokens: int) -> bool:
         """The running request is about to write its first ``num_tokens`` tokens.
 
         Returns: False if it has to wait, because a copy reads a slot that it would write.

@@ -141,7 +141,7 @@ class KVCacheManager:
                     available -= 1  # it is available until the request references it
         lack = needed - available
         if lack == 1 and self.blocks_for(request.num_tokens) > len(match.contents):
-            lack -= self.sharing.saves_block(request, request.num_tokens, limit, match.contents)
+            lack -= self.sharing.can_enter(request, request.num_tokens, limit, match.contents)
         return lack
 
     def allocate(self, request: Request, match: Match, limit: Evictable) -> bool:
@@ -196,7 +196,7 @@ class KVCacheManager:
         """Blocks that lack for the request's first ``num_tokens`` tokens; at most 0 if none."""
         lack = self.num_missing_blocks(request.request_id, num_tokens) - self._device.available(limit)
         if lack == 1:
-            lack -= self.sharing.saves_block(request, num_tokens, limit)
+            lack -= self.sharing.can_enter(request, num_tokens, limit)
         return lack
 
     def grow(self, request: Request, num_tokens: int, limit: Evictable) -> None:

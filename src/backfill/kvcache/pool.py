@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import islice
-from typing import Protocol
 
 from backfill.core.block import is_reversed, pack_block_ref
 from backfill.core.request import ServiceClass
@@ -36,26 +35,11 @@ class Tier(Enum):
     HOST = "host"
 
 
-class EmptyBlocks(Protocol):
-    """The empty blocks of a pool."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Block]: ...
-
-    def append(self, block: Block) -> None: ...
-
-    def pop(self) -> Block:
-        """The block that is handed out next."""
+class LatestFirst(list[Block]):
+    """Empty blocks, the latest freed first: its memory is the likeliest to be in a processor's cache."""
 
     def take(self, count: int) -> list[Block]:
         """As many as there are, at most ``count``."""
-
-
-class LatestFirst(list[Block]):
-    """The most recently freed block first: its memory is the likeliest to be in a processor's cache."""
-
-    def take(self, count: int) -> list[Block]:
         first = max(0, len(self) - count)
         taken = self[first:][::-1]
         del self[first:]
@@ -63,7 +47,7 @@ class LatestFirst(list[Block]):
 
 
 class LowestFirst:
-    """The lowest index first, for a pool that shrinks from its upper end: little has to leave it then.
+    """Empty blocks, the lowest index first, for a pool that shrinks from its upper end: little is there then.
 
     Args:
         blocks: of the pool, by index. None of those that are in here may change its index.
@@ -104,16 +88,14 @@ class BlockPool:
     A pool with ``max_num_blocks`` can be resized. Blocks from index ``num_blocks`` on are *beyond its end*:
     they are not taken, and each is absent as soon as it has no use (``Resizing``).
 
-    Attributes:
-        num_blocks: that may be used; they have the lowest indices.
-        blocks: by index, those beyond the end as well.
-        num_pinned: blocks of each state that may not be taken: in a copy, or beyond the end.
-
     Args:
         on_evicted: called with each content that loses its block in this pool.
         max_num_blocks: the most that it may ever have; None: it is never resized.
 
     Attributes:
+        num_blocks: that may be used; they have the lowest indices.
+        blocks: by index, those beyond the end as well.
+        num_pinned: blocks of each state that may not be taken: in a copy, or beyond the end.
         on_updated: called with the content of each block whose use has changed; None if nobody asks.
     """
 
@@ -132,7 +114,7 @@ class BlockPool:
         self.counts[_EMPTY] = self.num_blocks
         self._is_host = tier is Tier.HOST
         self._lowest_first = None if max_num_blocks is None else LowestFirst(self.blocks)
-        self._empty: EmptyBlocks = LatestFirst(self.blocks[::-1])
+        self._empty: LatestFirst | LowestFirst = LatestFirst(self.blocks[::-1])
         if self._lowest_first is not None:
             self._empty = self._lowest_first
         self._cached: list[OrderedDict[Block, None]] = [OrderedDict() for _ in BlockState]
@@ -343,7 +325,7 @@ class BlockPool:
             on_evicted(content)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every block is in its place and counted once."""
+        """Raise AssertionError unless every block is in the right queue and counted once."""
         counts, pinned = [0] * len(BlockState), [0] * len(BlockState)
         for index, block in enumerate(self.blocks):
             assert block.index == index, f"{self.tier}: {block} is at {index}"

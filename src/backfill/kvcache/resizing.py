@@ -17,7 +17,7 @@ class Resizing:
     To grow takes effect at once. To shrink takes effect for allocations at once, and a *drain* follows: each
     block beyond the end gets the memory of one before it. That is a copy on the device (``BlockMove``), in
     bookkeeping an exchange of indices, so content, references and the order of eviction stay as they are.
-    Cached content for which nothing of less worth makes room is evicted.
+    Cached content is evicted where no block of less worth can be taken for it.
     """
 
     def __init__(self, store: ContentStore, tables: Mapping[RequestId, BlockTable]) -> None:
@@ -59,13 +59,13 @@ class Resizing:
         return table is not None and any(block.index >= end for block in table.blocks)
 
     def drain(self, limit: int, max_moves: int) -> None:
-        """Empty blocks beyond the end, as far as there is room, before anything else of a plan.
+        """Empty blocks beyond the end, as far as others can be taken, before anything else of a plan.
 
         Blocks in a copy wait for its end. Nothing is done while copies of the next plan are queued: moves
         come before them. Slices that are suspended must not use blocks beyond the end.
 
         Args:
-            limit: cached content up to this state is evicted for room.
+            limit: cached content up to this state is evicted.
         """
         store, device = self._store, self._store.device
         if not device.num_draining or store.ledger.has_begun:

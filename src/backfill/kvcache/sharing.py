@@ -25,10 +25,10 @@ class SharedLastBlocks(LastBlocks):
     a preempted offline one, or nothing that is of use any more but a copy still reads.
 
     Only last blocks are shared, whose requests' known tokens end in them, so each end grows by a token a
-    step. While they do not meet, nothing is copied. The offline request of the two gives way: it is preempted
-    a step before an online token would be written over one of its own. Its tail stays, and loses its last
-    tokens one by one. Each is copied to the host a step before, unless the tail has a host copy (section 5.2,
-    lazy checkpointing). What the host has no room for is lost, and computed again, and so are a few tokens.
+    step. While they do not meet, nothing is copied. The offline request of the two is preempted a step before
+    an online token would be written over one of its own. Its tail stays, and loses its last tokens one by
+    one. Each is copied to the host a step before, unless the tail has a host copy (section 5.2, lazy
+    checkpointing). What the host has no blocks for is lost, and computed again, and so are a few tokens.
     """
 
     is_on = True
@@ -51,7 +51,7 @@ class SharedLastBlocks(LastBlocks):
         if tail is not None and block is not None and block.peer is not None:
             tail.device, block.content, tail.num_lost = None, None, 0
             self._part(block)
-            self._store.place(tail)
+            self._store.update(tail)
         return tail
 
     def restore_lost(self, tail: Content) -> None:
@@ -69,8 +69,7 @@ class SharedLastBlocks(LastBlocks):
         self._free_ends.add(request, table)
 
     def grown(self, request: Request) -> None:
-        """See ``LastBlocks``."""
-        self._free_ends.reconsider(request.request_id)
+        self._free_ends.update(request.request_id)
 
     def preempt(
         self, request: Request, table: BlockTable, contents: Sequence[Content], num_tokens: int
@@ -85,18 +84,16 @@ class SharedLastBlocks(LastBlocks):
             self._free_ends.add_preempted(request, table)
 
     def forget(self, request: Request, table: BlockTable) -> None:
-        """See ``LastBlocks``."""
         self._free_ends.remove(request.request_id)
         super().forget(request, table)
 
     def release(self, table: BlockTable) -> None:
-        """See ``LastBlocks``."""
         if table.blocks and table.blocks[-1].peer is not None:
             self._leave(table.blocks[-1])
 
-    # Room.
+    # Blocks to enter.
 
-    def saves_block(
+    def can_enter(
         self, request: Request, num_tokens: int, limit: int, matched: Collection[Content] = ()
     ) -> bool:
         """See ``find``."""
@@ -113,9 +110,9 @@ class SharedLastBlocks(LastBlocks):
         """A block to enter for the last of those that a request's first ``num_tokens`` tokens fill.
 
         It is the one that costs least. At first no KV is overwritten: preempted requests' last blocks come
-        before those of running ones, because nobody has to give way soon. Of each kind the block with the
-        most free slots is taken (BROS's ``FindPreemptBlock``). Then an online request's tokens overwrite a
-        preempted one's last tokens: better those that have a host copy, then as few as possible.
+        before those of running ones, because no request has to be preempted for it soon. Of each kind the
+        block with the most free slots is taken (BROS's ``FindPreemptBlock``). Then an online request's tokens
+        overwrite a preempted one's last tokens: better those that have a host copy, then as few as possible.
 
         Args:
             beyond: only blocks that an allocation up to this state may not take.
@@ -123,16 +120,16 @@ class SharedLastBlocks(LastBlocks):
             matched: what the request is about to reference, which is not entered.
         """
         size = self._block_size
-        room = size - (request.num_tokens - (num_tokens - 1) // size * size)
-        if room <= 0:
+        num_free = size - (request.num_tokens - (num_tokens - 1) // size * size)
+        if num_free <= 0:
             return None
         ends, is_online = self._free_ends, request.service_class is ServiceClass.ONLINE
         states = [state for state in (BlockState.SECURED, BlockState.WANTED) if is_online and state > beyond]
         best = ends.preempted(states, matched)
-        if best is not None and best.num_slots <= room:
+        if best is not None and best.num_slots <= num_free:
             return best
         running = ends.running(ServiceClass.OFFLINE if is_online else ServiceClass.ONLINE)
-        if running is not None and running.num_slots + max(1, size // _LEAST_FREE) <= room:
+        if running is not None and running.num_slots + max(1, size // _LEAST_FREE) <= num_free:
             return running
         saved = ends.preempted([state for state in states if state is BlockState.SECURED], matched)
         return best if saved is None and may_lose else saved
@@ -178,11 +175,11 @@ class SharedLastBlocks(LastBlocks):
 
     # Growth.
 
-    def in_the_way(self, request: Request, num_tokens: int) -> Request | None:
+    def to_preempt(self, request: Request, num_tokens: int) -> Request | None:
         """See ``LastBlocks``.
 
         An offline request leaves a slot free for the next online token. An online one that takes the last
-        free slot makes the offline one give way, so that the slot after it can be copied beside this step.
+        free slot preempts the offline one, so that the slot after it can be copied beside this step.
         """
         block = self.blocks.get(request.request_id)
         if block is None or block.peer is None or not block.peer.num_refs:
@@ -192,8 +189,8 @@ class SharedLastBlocks(LastBlocks):
             return None
         return self._owners[block.peer] if request.service_class is ServiceClass.ONLINE else request
 
-    def claim(self, request: Request, num_tokens: int) -> bool:
-        """See ``LastBlocks``. It writes over a tail that is in the way."""
+    def reserve_slots(self, request: Request, num_tokens: int) -> bool:
+        """See ``LastBlocks``. It writes over a tail that has these slots."""
         block = self.blocks.get(request.request_id)
         if block is None:
             return True
@@ -227,7 +224,7 @@ class SharedLastBlocks(LastBlocks):
         if not left:
             self._part(end)
             tail.device, end.content, tail.num_lost = None, None, 0
-            self._store.place(tail)
+            self._store.update(tail)
 
     def begin_copies(self, max_copies: int) -> None:
         """See ``LastBlocks``.
@@ -310,10 +307,9 @@ class SharedLastBlocks(LastBlocks):
         owner = self._owners.pop(peer, None)
         if owner is not None:
             del self.blocks[owner.request_id]
-            self._free_ends.reconsider(owner.request_id)
+            self._free_ends.update(owner.request_id)
 
     def check_integrity(self) -> None:
-        """See ``LastBlocks``."""
         self._free_ends.check_integrity()
         shared = [block for block in self._store.device.blocks if block.peer is not None]
         owners = set[Block]()

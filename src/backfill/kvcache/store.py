@@ -46,7 +46,7 @@ class ContentStore:
         self._now_s = 0.0
         self._protection = CacheProtection(max_num_blocks or num_blocks)
 
-    def place(self, content: Content) -> None:
+    def update(self, content: Content) -> None:
         """What the content is used for, or where it resides, has changed."""
         if content.device is not None:
             self.device.update(content.device)
@@ -69,7 +69,7 @@ class ContentStore:
         is_as_before = block.num_refs and block.content is None and content.host is None
         content.device, block.content = block, content
         if not is_as_before or self.device.on_updated is not None:
-            self.place(content)
+            self.update(content)
 
     def reference(self, content: Content, service_class: ServiceClass) -> Block:
         """Count one more block table, of a request of this class, that names the content's device block."""
@@ -78,9 +78,9 @@ class ContentStore:
         block.num_refs += 1
         block.num_online_refs += is_online
         if block.num_refs == 1 or (is_online and block.num_online_refs == 1):
-            self.place(content)
+            self.update(content)
         if is_online and not block.is_valid:
-            self.ledger.hurry(block)
+            self.ledger.prioritize(block)
         return block
 
     def take(self, count: int, limit: int, service_class: ServiceClass) -> list[Block]:
@@ -105,7 +105,7 @@ class ContentStore:
             self.device.update(block)
             if content is not None:
                 content.device = None
-                self.place(content)
+                self.update(content)
         elif content is None:
             self.device.update(block)
         else:
@@ -123,7 +123,7 @@ class ContentStore:
     def end_use(
         self, contents: Iterable[Content | None], num_needed: int | None, arrived_at_s: float
     ) -> None:
-        """A request that holds or wants these is about to let them go for good.
+        """A request that holds or wants these is about to end.
 
         Args:
             contents: of its leading blocks; None for a block that another one has computed too.
@@ -144,7 +144,7 @@ class ContentStore:
         for content in contents:
             content.num_wanted += change
             if content.device is None or not content.device.num_refs:  # else it is in use anyway
-                self.place(content)
+                self.update(content)
 
     def drop(self, content: Content) -> None:
         """Make content reside nowhere. Its blocks stay with the tables and the copies that use them."""
@@ -180,7 +180,7 @@ class ContentStore:
                 if content.released_at_s > since_s and pool.counts[BlockState.PROTECTED] <= most:
                     break
                 content.is_protected = False
-                self.place(content)
+                self.update(content)
 
     def observe_reuse(self, keys: Sequence[BlockKey], found: Sequence[Content]) -> None:
         """Learn from an online request how much of its prompt was used before, and how long ago.
@@ -204,7 +204,7 @@ class ContentStore:
             del self.by_key[content.key]
             content.key = None
         content.service_class, content.is_protected = ServiceClass.OFFLINE, False
-        self.place(content)
+        self.update(content)
 
     def truncate(self, tail: Content, num_tokens: int) -> None:
         """Only the tail's first tokens are left, on the device."""
@@ -233,7 +233,7 @@ class ContentStore:
         self.num_host_evictions += content.device is not None and content.device.num_refs > 0
         if content.num_lost or content.num_unsaved:
             self.truncate(content, content.num_device_tokens)
-        self.place(content)
+        self.update(content)
         self._forget_if_gone(content)
 
     def _forget_if_gone(self, content: Content) -> None:

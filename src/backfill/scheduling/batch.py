@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from backfill.core.request import Request, RequestId
+from backfill.core.request import PriorityLevel, Request, RequestId
 from backfill.costs.load import StepLoad
+from backfill.costs.model import CostModel
 
 
 class Batch:
@@ -14,19 +15,40 @@ class Batch:
     Attributes:
         has_headroom: another request can join.
         has_preempted: a request was preempted for one of this step.
+        paused_levels: priority levels whose requests do not join: some of them in flight are to be preempted
+            for a waiting request.
+
+    Args:
+        cost: predicts steps; None where nothing does.
     """
 
-    def __init__(self, max_num_seqs: int, max_num_tokens: int) -> None:
+    def __init__(self, max_num_seqs: int, max_num_tokens: int, cost: CostModel | None = None) -> None:
         self.members: dict[RequestId, tuple[Request, int]] = {}
         self.load = StepLoad()
         self.num_prefill_tokens = 0
         self.has_headroom = True
         self.has_preempted = False
+        self.paused_levels: Collection[PriorityLevel] = ()
         self.num_tokens_left = max_num_tokens
         self._max_num_seqs = max_num_seqs
+        self._cost = cost
 
-    def has_headroom_for(self, num_decodes: int) -> bool:
-        return num_decodes <= min(self.num_tokens_left, self._max_num_seqs - len(self.members))
+    @property
+    def num_seqs(self) -> int:
+        return len(self.members)
+
+    @property
+    def num_seqs_left(self) -> int:
+        return self._max_num_seqs - len(self.members)
+
+    @property
+    def predicted_s(self) -> float:
+        """0 where steps are not predicted."""
+        return 0.0 if self._cost is None else self._cost.step_time_s(self.load)
+
+    def tokens_of(self, request_id: RequestId) -> int:
+        member = self.members.get(request_id)
+        return 0 if member is None else member[1]
 
     def add(self, request: Request, num_tokens: int) -> None:
         self.members[request.request_id] = (request, num_tokens)

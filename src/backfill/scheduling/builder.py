@@ -48,55 +48,19 @@ class StepBuilder:
     started: list[Request] = field(init=False, default_factory=list)
     # The blocks that this step computes, or one in flight, each with the most urgent request that does, and
     # the indices where prompts begin.
-    _in_step: dict[BlockKey, Request] = field(init=False, default_factory=dict)
+    _computing: dict[BlockKey, Request] = field(init=False, default_factory=dict)
     _starts: set[int] = field(init=False, default_factory=set)
     _num_looked_up: int = field(init=False, default=0)
-    _owed: _Owed | None = field(init=False, default=None)
+    _reserved: _Reserved | None = field(init=False, default=None)
     _max_prefill_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         max_tokens = self.config.max_num_batched_tokens
-        self.batch = Batch(self.config.max_num_seqs, max_tokens)
+        self.batch = Batch(self.config.max_num_seqs, max_tokens, self.cost)
         self._max_prefill_tokens = self.in_flight.max_prefill_tokens(max_tokens)
-        self.preemption.held_back = ()
         for scheduled in self.in_flight.all_slices:
             request = self.requests.by_id[scheduled.request_id]
             self._note_blocks(request, scheduled.start, scheduled.num_tokens)
-
-    @property
-    def predicted_s(self) -> float:
-        return 0.0 if self.cost is None else self.cost.step_time_s(self.batch.load)
-
-    @property
-    def tokens_left(self) -> int:
-        return self.batch.num_tokens_left
-
-    @property
-    def seqs_left(self) -> int:
-        return self.config.max_num_seqs - len(self.batch.members)
-
-    @property
-    def num_seqs(self) -> int:
-        return len(self.batch.members)
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        return self.batch.num_prefill_tokens
-
-    @property
-    def has_headroom(self) -> bool:
-        return self.batch.has_headroom
-
-    @property
-    def has_preempted(self) -> bool:
-        return self.batch.has_preempted
-
-    def tokens_of(self, request: Request) -> int:
-        member = self.batch.members.get(request.request_id)
-        return 0 if member is None else member[1]
-
-    def time_left_s(self, limit_s: float) -> float:
-        return limit_s - self.predicted_s
 
     def time_with_s(self, request: Request) -> float:
         if self.cost is None:
@@ -111,18 +75,14 @@ class StepBuilder:
         return max(0, request.num_ever_computed_tokens - num_on_device) // self.kv.block_size
 
     def add_decodes(self, requests: Sequence[Request], max_step_s: float = math.inf) -> int:
+        batch, size = self.batch, self.kv.block_size
+        if batch.paused_levels:
+            requests = [each for each in requests if each.priority_level not in batch.paused_levels]
         if not requests:
             return 0
-        held_back = self.preemption.held_back
-        if held_back:
-            requests = [each for each in requests if each.priority_level not in held_back]
-        num_fitting = min(self._num_fitting(requests, max_step_s), self.seqs_left, self.tokens_left)
+        num_fitting = min(self._num_fitting(requests, max_step_s), batch.num_seqs_left, batch.num_tokens_left)
         requests = requests[:num_fitting]
-        batch, size = self.batch, self.kv.block_size
-        if not batch.has_headroom_for(num_fitting):
-            self._grow_decodes(requests)
-            return num_fitting
-        # Where all of them fit, those whose last block has a slot follow together.
+        # Those whose last block has a free slot need no allocation: they follow together.
         together = [each for each in requests if each.num_computed_tokens % size]
         if self.kv.sharing.blocks:
             together = [each for each in together if each.request_id not in self.kv.sharing.blocks]
@@ -142,12 +102,12 @@ class StepBuilder:
     def try_add(self, request: Request, limits: ChunkLimits = NO_LIMITS) -> int:
         if request.status is not RequestStatus.RUNNING or not self.batch.has_headroom:
             return 0
-        if request.priority_level in self.preemption.held_back:
+        if request.priority_level in self.batch.paused_levels:
             return 0
         if not request.is_decoding:
             if request.request_id not in self.in_flight.slices:
                 self.kv.match_more(request)
-            if self._waits_for_next_block(request):
+            if self._defer_at_next_block(request):
                 return 0
         num_tokens = self._chunk(request, limits)
         return num_tokens if num_tokens and self._grow(request, num_tokens) else 0
@@ -162,34 +122,34 @@ class StepBuilder:
     ) -> Admission:
         if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             return Admission.DEFERRED  # preempted for another one in this step, and moved within its queue
-        if request.priority_level in self.preemption.held_back:
+        if request.priority_level in self.batch.paused_levels:
             return Admission.REFUSED
-        if any(self._waits_for_prefix(request, index) for index in self._starts):
+        if any(self._defer(request, index) for index in self._starts):
             return Admission.DEFERRED  # it was looked up before, and has all blocks before this in common
         match = self.kv.match(request)
         request.num_computed_tokens = match.num_tokens
         takes_part = match.is_on_device or CopyDirections.RESTORE in self.kv.blocking
-        if takes_part and not self._is_in_step(request) and not self._chunk(request, limits):
+        if takes_part and not self._is_next_block_computed(request) and not self._chunk(request, limits):
             return Admission.REFUSED  # the common case where time is short, before anything is summed
-        owed = self._owed
-        if owed is None or owed.but_for != may_preempt:
+        reserved = self._reserved
+        if reserved is None or reserved.without != may_preempt:
             if not may_preempt and not self._may_fit(request, match):
                 return Admission.REFUSED  # the common case where memory is full, before anything is summed
-            owed = self._owed = self._sum_owed(may_preempt)
-        if owed.num_holders >= self.config.max_num_seqs:
+            reserved = self._reserved = self._sum_reserved(may_preempt)
+        if reserved.num_holders >= self.config.max_num_seqs:
             return Admission.REFUSED
-        if self._waits_for_next_block(request):
+        if self._defer_at_next_block(request):
             self._num_looked_up += 1
             return Admission.DEFERRED if self._num_looked_up < _MAX_LOOKED_UP else Admission.REFUSED
         if takes_part and not self._chunk(request, limits):
             return Admission.REFUSED
-        reserved = owed.num_blocks + (reserved_blocks if self.requests.running else 0)
-        room = self.preemption.make_room_for_waiting(request, match, reserved, may_preempt, self.batch)
-        if room is None:
+        num_reserved = reserved.num_blocks + (reserved_blocks if self.requests.running else 0)
+        found = self.preemption.free_for_waiting(request, match, num_reserved, may_preempt, self.batch)
+        if found is None:
             return Admission.REFUSED
-        self._admit(request, *room, limits)
-        owed.add(request, self._blocks_needed_next(request))
-        self._owed = owed
+        self._admit(request, *found, limits)
+        reserved.add(request, self._blocks_needed_next(request))
+        self._reserved = reserved
         return Admission.ADMITTED
 
     def remove(self, request: Request) -> None:
@@ -198,7 +158,7 @@ class StepBuilder:
     def preempt(self, request: Request) -> None:
         holds_blocks = request.status in (RequestStatus.RUNNING, RequestStatus.RESTORING)
         if holds_blocks and request.request_id not in self.in_flight.slices:
-            self._owed = None
+            self._reserved = None
             self.preemption.preempt(request, self.batch)
 
     def _num_fitting(self, decodes: Sequence[Request], max_step_s: float) -> int:
@@ -206,7 +166,7 @@ class StepBuilder:
 
         Those that do not fit take no blocks.
         """
-        if max_step_s == math.inf or not decodes:
+        if max_step_s == math.inf:
             return len(decodes)
         assert self.cost is not None
         load, cost = self.batch.load, self.cost
@@ -232,12 +192,12 @@ class StepBuilder:
         """Add a running request's tokens and allocate their blocks, preempting for them."""
         needed = request.num_computed_tokens + num_tokens
         if request.request_id in self.kv.sharing.blocks:
-            self._owed = None
-            if not self.preemption.make_way(request, needed, self.batch):
+            self._reserved = None
+            if not self.preemption.free_shared_slots(request, needed, self.batch):
                 return False
         if self.kv.num_missing_blocks(request.request_id, needed):
-            self._owed = None
-            may_evict = self.preemption.make_room(request, needed, self.batch)
+            self._reserved = None
+            may_evict = self.preemption.free_for_running(request, needed, self.batch)
             if may_evict is None:
                 return False
             self.kv.grow(request, needed, may_evict)
@@ -254,9 +214,9 @@ class StepBuilder:
             level = request.priority_level.value
             self._starts.add(start // self.kv.block_size)
             for key in self.kv.keys_of(request, start, start + num_tokens):
-                known = self._in_step.get(key)
+                known = self._computing.get(key)
                 if known is None or level < known.priority_level.value:
-                    self._in_step[key] = request
+                    self._computing[key] = request
 
     def _admit(self, request: Request, match: Match, may_evict: Evictable, limits: ChunkLimits) -> None:
         """Give a waiting request its blocks; it takes part in this step if all its KV is on the device."""
@@ -275,16 +235,14 @@ class StepBuilder:
             self.kv.grow(request, request.num_computed_tokens + num_tokens, may_evict)
             self._add(request, num_tokens)
 
-    def _waits_for_prefix(self, request: Request, index: int) -> bool:
-        """Whether another request computes this one's block in this step, or in one in flight.
+    def _defer(self, request: Request, index: int) -> bool:
+        """Let the request wait if another one computes this block of it in this step, or in one in flight.
 
-        A later step then finds it.
-
-        A request never waits for one that is less urgent. It waits a bounded number of steps beyond those
-        that found it a block: who is waited for may be stopped.
+        A later step then finds the block. A request never waits for one that is less urgent. It waits a
+        bounded number of steps beyond those that found it a block: the other request may be stopped.
         """
         key = self.kv.key_of(request.request_id, index)
-        other = None if key is None else self._in_step.get(key)
+        other = None if key is None else self._computing.get(key)
         if other is None or other.priority_level.value > request.priority_level.value:
             return False
         name = other.request_id
@@ -293,32 +251,32 @@ class StepBuilder:
         request.num_prefix_waits += 1
         return request.num_prefix_waits <= _MAX_PREFIX_WAITS + index
 
-    def _is_in_step(self, request: Request) -> bool:
-        """Whether this step, or one in flight, may compute the request's next block for another one."""
+    def _is_next_block_computed(self, request: Request) -> bool:
+        """Whether this step, or one in flight, may compute the next block of the request for another one."""
         index = request.num_computed_tokens // self.kv.block_size
-        return self.kv.key_of(request.request_id, index) in self._in_step
+        return self.kv.key_of(request.request_id, index) in self._computing
 
-    def _waits_for_next_block(self, request: Request) -> bool:
+    def _defer_at_next_block(self, request: Request) -> bool:
         index, offset = divmod(request.num_computed_tokens, self.kv.block_size)
-        return not offset and self._waits_for_prefix(request, index)
+        return not offset and self._defer(request, index)
 
     def _may_fit(self, request: Request, match: Match) -> bool:
         needed = self.kv.blocks_for(request.num_tokens) - match.num_device_blocks - self.kv.sharing.is_on
         return needed <= self.kv.counts.available(Evictable.ALL)
 
-    def _sum_owed(self, may_preempt: Collection[PriorityLevel]) -> _Owed:
+    def _sum_reserved(self, may_preempt: Collection[PriorityLevel]) -> _Reserved:
         holders: Sequence[Request] = self.preemption.block_holders
         if may_preempt:
             holders = [each for each in holders if not may_be_preempted(each, may_preempt)]
-        owed = _Owed(may_preempt, self.kv.sharing.is_on)
+        reserved = _Reserved(may_preempt, self.kv.sharing.is_on)
         if len(holders) >= self.config.max_num_seqs:
-            owed.num_holders = len(holders)
+            reserved.num_holders = len(holders)
         else:
-            owed.add_all(holders, len(holders) + self.kv.counts.missing(holders))
-        return owed
+            reserved.add_all(holders, len(holders) + self.kv.counts.missing(holders))
+        return reserved
 
     def _blocks_needed_next(self, request: Request) -> int:
-        """Blocks for the rest of its known tokens and one more, so that its next steps preempt nobody."""
+        """Blocks for the rest of its known tokens and one more, so that its next steps preempt no request."""
         return 1 + self.kv.num_missing_blocks(request.request_id, request.num_tokens)
 
     def _most_tokens(self, request: Request) -> int:
@@ -353,10 +311,10 @@ class StepBuilder:
 
 
 @dataclass(slots=True)
-class _Owed:
+class _Reserved:
     """What the requests that hold blocks need next, without those that may be preempted."""
 
-    but_for: Collection[PriorityLevel]
+    without: Collection[PriorityLevel]
     shares_blocks: bool
     num_holders: int = 0
     _num_blocks: int = 0

@@ -15,7 +15,6 @@ from backfill.kvcache.content import Evictable
 from backfill.kvcache.manager import KVCacheManager
 from backfill.offloading.interval import step_bounds
 from backfill.offloading.residency import Residency, ResidencyPolicy, Situation
-from backfill.scheduling.batch import Batch
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.preemption import Preemption
 from backfill.scheduling.queues import UnfinishedRequests
@@ -24,10 +23,10 @@ from backfill.scheduling.suspension import Suspension
 # What the moves of one step may take beside it, and how many they are where the time of a copy is not known.
 _MOST_MOVES_S = 2e-3
 _MOST_MOVES = 64
-# Plans for which a drain waits for room before it preempts, and then for copies of what was preempted.
-_PATIENCE = 8
-# Predictions count with another transfer time once it is so much longer or shorter.
-_NEAR = 0.1
+# Plans in which a drain is short of blocks before it preempts, and then before it drops what has no copy yet.
+_MAX_SHORT_PLANS = 8
+# Predictions count with another transfer time once it is longer or shorter by this share.
+_TRANSFER_CHANGE = 0.1
 _ONLINE_LEVELS = (PriorityLevel.ONLINE, PriorityLevel.RELEGATED)
 OFFLINE_LEVELS = (PriorityLevel.PROMOTED, PriorityLevel.OFFLINE)
 
@@ -73,7 +72,7 @@ class MemoryDivision:
     _transfer_s: float = field(init=False, default=0.0)
     _interval: int = field(init=False)
     _predicted: tuple[int, float] = field(init=False)  # interval and transfer that predictions count with
-    _num_waited: int = field(init=False, default=0)  # plans in which the drain was short of room
+    _num_short: int = field(init=False, default=0)  # plans in which the drain was short of blocks
     _changes: MemoryChanges = field(init=False, default_factory=MemoryChanges)
 
     def __post_init__(self) -> None:
@@ -99,7 +98,7 @@ class MemoryDivision:
         if resizing.num_draining:
             self._drain()
         if not resizing.num_draining:
-            self._num_waited = 0
+            self._num_short = 0
         moves = resizing.take_moves()
         if target is not self.present and not resizing.num_draining and not moves:
             self.present = target
@@ -117,7 +116,7 @@ class MemoryDivision:
     def _predict(self) -> None:
         """Let predictions count with the interval, and with a transfer that is not far from the latest."""
         interval, transfer_s = self._predicted
-        is_near = abs(self._transfer_s - transfer_s) <= _NEAR * transfer_s
+        is_near = abs(self._transfer_s - transfer_s) <= _TRANSFER_CHANGE * transfer_s
         if interval == self._interval and is_near:
             return
         self._predicted = self._interval, self._transfer_s
@@ -133,29 +132,28 @@ class MemoryDivision:
         max_moves = _MOST_MOVES
         if self.block_copy_s is not None:
             max_moves = max(1, int(_MOST_MOVES_S / self.block_copy_s))
-        if self._num_waited > _PATIENCE:
-            self._preempt_for_room()
+        if self._num_short > _MAX_SHORT_PLANS:
+            self._preempt_offline()
         resizing.drain(self._may_evict(), max_moves)
         if resizing.num_moves < max_moves:  # else only time is short
-            self._num_waited += 1
+            self._num_short += 1
 
     def _may_evict(self) -> Evictable:
         kv = self.kv
         if not self.preemption.block_holders:
             return Evictable.ALL  # nothing would run until the drain ends
-        # What was preempted for room may have a copy soon.
-        patience = 2 * _PATIENCE if kv.num_host_blocks else _PATIENCE
-        if self._num_waited <= patience:
+        # What was preempted may have a copy soon.
+        max_plans = 2 * _MAX_SHORT_PLANS if kv.num_host_blocks else _MAX_SHORT_PLANS
+        if self._num_short <= max_plans:
             return Evictable.LOSING_NOTHING
         return Evictable.OFFLINE if kv.counts.available(Evictable.OFFLINE) or self._victims else Evictable.ALL
 
-    def _preempt_for_room(self) -> None:
+    def _preempt_offline(self) -> None:
         """Preempt offline requests until the others fit, first those with blocks beyond the end."""
         kv, holds = self.kv, self.kv.resizing.holds
         victims = sorted(self._victims, key=lambda each: (holds(each.request_id), self.preemption.key(each)))
-        batch = Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)  # they are in none yet
         while victims and kv.resizing.num_kept(Evictable.OFFLINE) > kv.counts.available(Evictable.OFFLINE):
-            self.preemption.preempt(victims.pop(), batch)
+            self.preemption.preempt(victims.pop())
 
     @property
     def _victims(self) -> Sequence[Request]:

@@ -63,14 +63,9 @@ def impossible_objectives(
     """
     if profile is None or not config.needs_cost_model:
         return {}
-    least = achievable_slo(profile.cost, config, num_prompt_tokens)
-    impossible = impossible_slo(profile, config, num_prompt_tokens)
-    rules = {"ttft": (least.ttft_s, impossible.ttft_s), "tpot": (least.tpot_s, impossible.tpot_s)}
-    return {
-        name: rounded_up(least_s)
-        for name, (least_s, impossible_s) in rules.items()
-        if name in asked and asked[name] < impossible_s
-    }
+    least = _by_name(achievable_slo(profile.cost, config, num_prompt_tokens))
+    impossible = _by_name(impossible_slo(profile, config, num_prompt_tokens))
+    return {name: rounded_up(least[name]) for name in least if asked.get(name, math.inf) < impossible[name]}
 
 
 def objectives_below_floor(asked: Mapping[str, float], config: SchedulerConfig) -> dict[str, float]:
@@ -80,12 +75,8 @@ def objectives_below_floor(asked: Mapping[str, float], config: SchedulerConfig) 
         asked: seconds, by ``ttft`` and ``tpot``.
     Returns: by the same names, the floor in seconds.
     """
-    floors_s = {"ttft": config.min_ttft_slo, "tpot": config.min_tpot_slo}
-    return {
-        name: floor_s
-        for name, floor_s in floors_s.items()
-        if floor_s is not None and name in asked and asked[name] < floor_s
-    }
+    floors_s = _by_name(SLO(config.min_ttft_slo or 0.0, config.min_tpot_slo or 0.0))
+    return {name: floor_s for name, floor_s in floors_s.items() if asked.get(name, math.inf) < floor_s}
 
 
 def least_tpot_slo(decode_s: float) -> float:
@@ -160,18 +151,22 @@ def check_server_slo(config: SchedulerConfig, profile: CostProfile | None) -> li
     if profile is None:
         return []
     warnings = []
-    least, impossible = achievable_slo(profile.cost, config), impossible_slo(profile, config)
-    for field, asked_s, least_s, impossible_s in (
-        ("ttft_slo", config.ttft_slo, least.ttft_s, impossible.ttft_s),
-        ("tpot_slo", config.tpot_slo, least.tpot_s, impossible.tpot_s),
-    ):
-        if asked_s is None or asked_s >= least_s:
+    least, impossible = (
+        _by_name(achievable_slo(profile.cost, config)),
+        _by_name(impossible_slo(profile, config)),
+    )
+    for name, asked_s in {"ttft": config.ttft_slo, "tpot": config.tpot_slo}.items():
+        if asked_s is None or asked_s >= least[name]:
             continue
-        needs = f"`{field}` {asked_s:g}: one request alone needs {rounded_up(least_s):g} s"
-        if asked_s < impossible_s:
+        needs = f"`{name}_slo` {asked_s:g}: one request alone needs {rounded_up(least[name]):g} s"
+        if asked_s < impossible[name]:
             raise ConfigError(f"{needs} on this device; give at least that.")
         warnings.append(f"{needs}, by a {profile.quality} cost profile; it may often be missed")
     return warnings
+
+
+def _by_name(slo: SLO) -> dict[str, float]:
+    return {"ttft": slo.ttft_s, "tpot": slo.tpot_s}
 
 
 def _chunk_tokens(config: SchedulerConfig) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import (
@@ -19,7 +21,6 @@ from backfill.core.request import PriorityLevel, Request, RequestId
 from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.builder import StepBuilder
-from backfill.scheduling.copy_budget import copy_limits
 from backfill.scheduling.in_flight import StepsInFlight
 from backfill.scheduling.memory_division import OFFLINE_LEVELS, MemoryChanges, MemoryDivision
 from backfill.scheduling.policy import Policy, RequestView, Snapshot
@@ -29,6 +30,9 @@ from backfill.scheduling.queues import UnfinishedRequests
 from backfill.scheduling.suspension import Suspension
 
 _MAX_UNTIMED_COPIES = 64  # in flight at once where the time of a copy is not known
+# A step that computes nothing waits for copies. No more begin than the link moves in this time, so that the
+# copies of a request that arrives meanwhile do not queue for longer.
+_IDLE_STEP_S = 0.05
 # Waiting requests of one level that a policy sees, beyond those that a step can hold: some are passed over
 # because another one in the step computes their next block.
 _MAX_PASSED_OVER = 1024
@@ -102,12 +106,9 @@ class StepPlanner:
         batch = self._build(view, now_s)
         if batch.has_preempted and not batch.members:  # others may run in its place
             batch = self._build(self._snapshot(now_s), now_s)
-        predicted_s = 0.0 if self.predictor is None else self.predictor.cost.step_time_s(batch.load)
-        work = Compute(
-            self._slices_of(batch),
-            predicted_s,
-            self.suspension.safepoints(batch, predicted_s, self.in_flight.may_suspend),
-        )
+        predicted_s = batch.predicted_s
+        safepoints = self.suspension.safepoints(batch, predicted_s, self.in_flight.may_suspend)
+        work = Compute(self._slices_of(batch), predicted_s, safepoints)
         return self._plan_of(view, work, self._take_admitted(batch))
 
     def _build(self, view: Snapshot[Request], now_s: float) -> Batch:
@@ -173,28 +174,28 @@ class StepPlanner:
         kv, requests = self.kv, self.requests
         in_flight, num_most = self.in_flight, self.config.max_num_seqs + _MAX_PASSED_OVER
         running = requests.running_by_level(excluded=in_flight.closed.union(self.suspension.requests))
-        elsewhere: Mapping[PriorityLevel, Sequence[RequestView]] = {}
+        in_other_steps: Mapping[PriorityLevel, Sequence[RequestView]] = {}
         if in_flight.max_steps > 1:
-            elsewhere = self._leave_shares(running, now_s)
+            in_other_steps = self._divide(running, now_s)
         is_draining = self.division is not None and self.division.is_draining
-        held_back = OFFLINE_LEVELS if is_draining else ()
+        paused = OFFLINE_LEVELS if is_draining else ()
         return Snapshot(
             now_s=in_flight.begins_at_s(now_s),
             running=running,
             restoring=tuple(requests.restoring.values()),
             waiting={
                 level: ()
-                if level in held_back
+                if level in paused
                 else tuple(islice(queue.requests, min(num_most, -(-len(queue) // in_flight.max_more))))
                 for level, queue in requests.waiting.items()
             },
             num_blocks=kv.num_blocks,
             online_blocks=kv.counts.online,
             reclaimable_blocks=kv.counts.reclaimable + kv.counts.protected,
-            elsewhere=elsewhere,
+            in_other_steps=in_other_steps,
         )
 
-    def _leave_shares(
+    def _divide(
         self, running: dict[PriorityLevel, list[Request]], now_s: float
     ) -> Mapping[PriorityLevel, Sequence[RequestView]]:
         """Leave in ``running`` what this step has of each level; returns the others, and those in flight.
@@ -203,11 +204,11 @@ class StepPlanner:
         it, so that they are tried whenever that one is in flight no more.
         """
         in_flight = self.in_flight
-        elsewhere: dict[PriorityLevel, list[RequestView]] = {level: [] for level in PriorityLevel}
+        others: dict[PriorityLevel, list[RequestView]] = {level: [] for level in PriorityLevel}
         for view in in_flight.views(self.requests.by_id, now_s):
-            elsewhere[view.priority_level].append(view)
+            others[view.priority_level].append(view)
         for level, requests in running.items():
-            num_of_step = -(-(len(requests) + len(elsewhere[level])) // in_flight.max_steps)
+            num_of_step = -(-(len(requests) + len(others[level])) // in_flight.max_steps)
             of_step = [
                 each
                 for index, each in enumerate(requests)
@@ -215,9 +216,9 @@ class StepPlanner:
             ]
             if len(of_step) < len(requests):
                 chosen = {each.request_id for each in of_step}
-                elsewhere[level] += [each for each in requests if each.request_id not in chosen]
+                others[level] += [each for each in requests if each.request_id not in chosen]
                 running[level] = of_step
-        return elsewhere
+        return others
 
     def _slices_of(self, batch: Batch) -> tuple[ScheduledSlice, ...]:
         table, online = self.kv.table, PriorityLevel.ONLINE
@@ -238,3 +239,38 @@ class StepPlanner:
                 for request_id, (request, num_tokens) in batch.members.items()
             ]
         )
+
+
+class CopyLimits(NamedTuple):
+    """Most copies that may be in flight while copies of a kind begin.
+
+    Attributes:
+        online: restores for online requests. Their KV is what an objective waits for, so they are limited by
+            the link alone.
+        background: restores for offline requests, and checkpoints.
+    """
+
+    online: int
+    background: int
+
+
+def copy_limits(step_s: float, slack_s: float, block_copy_s: float, interference: float) -> CopyLimits:
+    """Copies that the link can move beside a step, and those whose slow-down the step can afford.
+
+    ConServe (4.5) "uses the SLO to decide the maximum number of KV cache blocks that can be swapped in the
+    background, and defers the extra blocks to the next round". A copy that does not end with its step also
+    slows the next one, and counts there as in flight.
+
+    Args:
+        step_s: predicted time of the step without copies; 0 if it computes nothing.
+        slack_s: seconds by which it could be longer; inf where no objective bounds it. Below 0 is as 0.
+        block_copy_s: seconds that the copy of one block takes.
+        interference: seconds by which a step becomes longer for each second of copying beside it; 0 where
+            that was not measured. Then copies count as free.
+    """
+    link = math.ceil((step_s or _IDLE_STEP_S) / block_copy_s)
+    slowdown_s = block_copy_s * interference  # of each block
+    slack_s = max(0.0, slack_s)
+    if step_s == 0.0 or slack_s >= link * slowdown_s:
+        return CopyLimits(link, link)
+    return CopyLimits(link, math.floor(slack_s / slowdown_s))

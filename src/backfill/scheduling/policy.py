@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from heapq import merge
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from backfill.core.request import OrderKey, PriorityLevel, RequestId
+from backfill.core.request import OrderKey, PriorityLevel, RequestId, order_key
 from backfill.core.slo import SLO
+from backfill.scheduling.batch import Batch
 
 PreemptionKey: TypeAlias = tuple[float, ...]
 
@@ -78,7 +80,7 @@ class Snapshot(Generic[R_co]):
     """What a policy sees before a step.
 
     Attributes:
-        now_s: when the step can begin. With steps in flight that is when they are predicted to leave room.
+        now_s: when the step can begin. With steps in flight: when the first stage is predicted to be free.
         running: requests that can take part in the step, by priority level, the most urgent first.
             Those with a suspended slice are left out.
         restoring: requests that hold blocks to which KV is being copied.
@@ -88,8 +90,9 @@ class Snapshot(Generic[R_co]):
         online_blocks: device blocks of running and restoring online requests.
         reclaimable_blocks: blocks that an online request can have at once though they are not empty:
             checkpointed ones of offline requests, and those that are protected from offline requests.
-        elsewhere: requests that could run but for the steps in flight: those in one of them, as they will be
-            when it ends, and those that are left to the next step. The step delays their next tokens too.
+        in_other_steps: requests that could run but for the steps in flight: those in one of them, as they
+            will be when it ends, and those that are left to the next step. The step delays their next tokens
+            too.
     """
 
     now_s: float
@@ -99,7 +102,14 @@ class Snapshot(Generic[R_co]):
     num_blocks: int
     online_blocks: int
     reclaimable_blocks: int = 0
-    elsewhere: Mapping[PriorityLevel, Sequence[RequestView]] = field(default_factory=dict)
+    in_other_steps: Mapping[PriorityLevel, Sequence[RequestView]] = field(default_factory=dict)
+
+    def holders(self, level: PriorityLevel) -> Sequence[R_co]:
+        """Requests of a level that hold blocks: those that run, then those that are being restored."""
+        running = self.running[level]
+        if not self.restoring:
+            return running
+        return [*running, *(each for each in self.restoring if each.priority_level is level)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,37 +141,15 @@ class Admission(Enum):
 
     ADMITTED = "admitted"  # it holds its blocks, and is in the step if its KV is on the device
     DEFERRED = "deferred"  # the next step finds more of its prefix in the cache; others may be tried
-    REFUSED = "refused"  # no blocks, time or place are left: less urgent requests need not be tried
+    REFUSED = "refused"  # no blocks, time or sequences are left: less urgent requests need not be tried
 
 
 class BatchBuilder(Protocol[R_contra]):
     """Builds a step's batch. Every call leaves the batch and the requests in a state that can run."""
 
     @property
-    def predicted_s(self) -> float:
-        """Of the step as it is now; 0 where steps are not predicted."""
-
-    @property
-    def tokens_left(self) -> int: ...
-    @property
-    def seqs_left(self) -> int: ...
-    @property
-    def num_seqs(self) -> int: ...
-    @property
-    def num_prefill_tokens(self) -> int: ...
-    @property
-    def has_headroom(self) -> bool:
-        """Another request can join."""
-
-    @property
-    def has_preempted(self) -> bool:
-        """A request was preempted for one of this step."""
-
-    def tokens_of(self, request: R_contra) -> int:
-        """Tokens of a request in the step."""
-
-    def time_left_s(self, limit_s: float) -> float:
-        """Seconds by which the step may still grow under a limit of its predicted time."""
+    def batch(self) -> Batch:
+        """The step as it is now. A policy reads it, and changes it by the methods here alone."""
 
     def time_with_s(self, request: R_contra) -> float:
         """Predicted seconds of the step with all the tokens of one more request that its limits leave."""
@@ -220,8 +208,8 @@ class Policy(ABC):
     orders_by_deadline = False  # online requests, by that of their first token; else by arrival
 
     @abstractmethod
-    def build(self, view: Snapshot[R], batch: BatchBuilder[R]) -> None:
-        """Fill the batch. Called again, with a new snapshot, if preemptions have left it empty.
+    def build(self, view: Snapshot[R], builder: BatchBuilder[R]) -> None:
+        """Fill the step's batch. Called again, with a new snapshot, if preemptions have left it empty.
 
         What it decides depends on the snapshot, and on what the policy has learned from steps before.
         """
@@ -251,3 +239,60 @@ class Policy(ABC):
     def set_default_slo(self, slo: SLO) -> None:
         """From now on these are the objectives of online requests that bring none."""
         return
+
+
+def serve(
+    view: Snapshot[R],
+    builder: BatchBuilder[R],
+    levels: Collection[PriorityLevel],
+    limits: ChunkLimits = NO_LIMITS,
+    *,
+    reserved_blocks: int = 0,
+    may_preempt: Collection[PriorityLevel] = (),
+) -> None:
+    """Serve requests of these levels: those that run first, decodes before prefills, then those that wait.
+
+    Requests wait in order: the first that does not fit ends the round.
+    """
+    decodes, prefills = split(_merged([view.running[level] for level in levels]))
+    builder.add_decodes(decodes, limits.max_step_s)
+    for request in prefills:
+        if not builder.batch.has_headroom:
+            break
+        builder.try_add(request, limits)
+    waiting = _merged([view.waiting[level] for level in levels])
+    if waiting and (may_preempt or not builder.batch.has_preempted):
+        admit(builder, waiting, limits, reserved_blocks=reserved_blocks, may_preempt=may_preempt)
+
+
+def admit(
+    builder: BatchBuilder[R],
+    waiting: Iterable[R],
+    limits: ChunkLimits = NO_LIMITS,
+    *,
+    reserved_blocks: int = 0,
+    may_preempt: Collection[PriorityLevel] = (),
+) -> None:
+    """Admit waiting requests until one does not fit."""
+    for request in waiting:
+        admission = builder.try_admit(
+            request, limits, reserved_blocks=reserved_blocks, may_preempt=may_preempt
+        )
+        if admission is Admission.REFUSED:
+            break
+
+
+def split(requests: Sequence[R]) -> tuple[Sequence[R], Sequence[R]]:
+    """(those that decode, those with more tokens to compute), in their order."""
+    decodes = [request for request in requests if request.is_decoding]
+    if len(decodes) == len(requests):
+        return decodes, ()
+    return decodes, [request for request in requests if not request.is_decoding]
+
+
+def _merged(levels: Sequence[Sequence[R]]) -> Sequence[R]:
+    """Requests of several levels by their order within a level."""
+    some = [requests for requests in levels if requests]
+    if len(some) < 2:
+        return some[0] if some else ()
+    return list(merge(*some, key=order_key))

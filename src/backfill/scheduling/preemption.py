@@ -1,4 +1,4 @@
-"""Room for KV: what an allocation may evict, which request is preempted when that does not suffice."""
+"""Blocks for requests: what an allocation may evict, and who is preempted when that does not suffice."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from backfill.scheduling.policy import Policy, PreemptionKey
 from backfill.scheduling.queues import UnfinishedRequests
 from backfill.scheduling.suspension import Suspension
 
-# Preemptions after which a relegated request keeps its blocks: prompts that can be in time would else take
-# them for ever, and a long one never came to its first token.
+# Preemptions after which a relegated request keeps its blocks. Else prompts that can be in time could take
+# them again and again, and a long one would never come to its first token.
 _MAX_RELEGATED_PREEMPTIONS = 3
 
 
@@ -29,17 +29,13 @@ def may_be_preempted(request: Request, levels: Collection[PriorityLevel]) -> boo
 
 @dataclass(slots=True, eq=False)
 class Preemption:
-    """Makes room for requests by the policy's order, preempts requests and counts them.
+    """Frees blocks for requests, in the policy's order, and counts preemptions.
 
-    An allocation takes first what costs nobody anything, then the KV of preempted offline requests that has
-    no host copy yet. Under a policy that protects the online requests' cache, only they may take it, and
-    only once no offline request is left to preempt.
+    An allocation takes first what loses no KV, then the KV of preempted offline requests that has no host
+    copy yet. Under a policy that protects the online requests' cache, only they may take it, and only once no
+    offline request is left to preempt.
 
     A request in flight is not preempted. Who needs its blocks waits until its step has committed.
-
-    Attributes:
-        held_back: priority levels whose requests join no step of this plan: some of them in flight are to be
-            preempted for a waiting request.
     """
 
     policy: Policy
@@ -48,7 +44,6 @@ class Preemption:
     suspension: Suspension
     counters: Mapping[ServiceClass, ClassCounters]
     in_flight: StepsInFlight = field(default_factory=StepsInFlight)
-    held_back: Collection[PriorityLevel] = field(init=False, default=frozenset[PriorityLevel]())
 
     @property
     def block_holders(self) -> tuple[Request, ...]:
@@ -62,20 +57,20 @@ class Preemption:
             lost = self.kv.num_unsecured_tokens(request) + self.suspension.lost_tokens(request.request_id)
         return self.policy.preemption_key(request, lost)
 
-    def make_way(self, request: Request, num_tokens: int, batch: Batch) -> bool:
+    def free_shared_slots(self, request: Request, num_tokens: int, batch: Batch) -> bool:
         """Let a running request write its first ``num_tokens`` tokens into the last block that it shares.
 
         Returns: False if it has to wait for a copy in flight, or was preempted itself.
         """
-        victim = self.kv.sharing.in_the_way(request, num_tokens)
+        victim = self.kv.sharing.to_preempt(request, num_tokens)
         if victim is not None:
             if victim.request_id in self.in_flight.slices:
                 self.in_flight.blocked.add(request.request_id)
                 return False
             self.preempt(victim, batch)
-        return victim is not request and self.kv.sharing.claim(request, num_tokens)
+        return victim is not request and self.kv.sharing.reserve_slots(request, num_tokens)
 
-    def make_room(self, request: Request, num_tokens: int, batch: Batch) -> Evictable | None:
+    def free_for_running(self, request: Request, num_tokens: int, batch: Batch) -> Evictable | None:
         """What a running request may evict for its first ``num_tokens`` tokens; preempts until that suffices.
 
         Returns: None if the request has to wait for copies or a step in flight, or was preempted itself.
@@ -104,7 +99,7 @@ class Preemption:
                 return None
         return Evictable.LOSING_NOTHING
 
-    def make_room_for_waiting(
+    def free_for_waiting(
         self,
         request: Request,
         match: Match,
@@ -124,7 +119,7 @@ class Preemption:
         if lack <= 0:
             return match, Evictable.LOSING_NOTHING
         if request.priority_level is not PriorityLevel.ONLINE and lack <= kv.counts.becoming_available:
-            return None  # the copies in flight will make room
+            return None  # the copies in flight will free as many
         if kv.shortage(request, match, num_reserved, limit) <= 0:
             return match, limit
         lack = kv.shortage(request, match, num_reserved, last_limit)
@@ -134,7 +129,7 @@ class Preemption:
             if self.in_flight.slices:
                 victims = [each for each in victims if each.request_id not in self.in_flight.slices]
                 if lack > kv.counts.num_freed((each.request_id for each in victims), match, last_limit):
-                    self.held_back = frozenset((*self.held_back, *preemptible))
+                    batch.paused_levels = frozenset((*batch.paused_levels, *preemptible))
                     return None
             victims.sort(key=self.key)
             while victims:
@@ -145,12 +140,13 @@ class Preemption:
             lack = kv.shortage(request, match, num_reserved, last_limit)
         return (match, last_limit) if lack <= 0 else None
 
-    def preempt(self, request: Request, batch: Batch) -> None:
-        """Drop the request's references to its blocks and queue it again."""
+    def preempt(self, request: Request, batch: Batch | None = None) -> None:
+        """Drop the request's references to its blocks, queue it again, and take it out of the batch."""
         assert request.request_id not in self.in_flight.slices, f"{request.request_id} is in flight"
         self.in_flight.forget(request.request_id)
-        batch.remove(request)
-        batch.has_preempted = True
+        if batch is not None:
+            batch.remove(request)
+            batch.has_preempted = True
         if request.status is RequestStatus.RUNNING:
             self._count(request)
         self.kv.preempt(request)

@@ -14,13 +14,12 @@ from backfill.core.slo import SLO
 from backfill.kvcache.manager import KVCacheManager
 from backfill.offloading.residency import ResidencyPolicy
 from backfill.scheduling.in_flight import StepsInFlight
-from backfill.scheduling.levels import LevelRule
 from backfill.scheduling.memory_division import MemoryDivision
 from backfill.scheduling.planner import StepPlanner
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.preemption import Preemption
-from backfill.scheduling.queues import UnfinishedRequests
+from backfill.scheduling.queues import LevelRule, UnfinishedRequests
 from backfill.scheduling.suspension import Suspension
 
 
@@ -82,9 +81,8 @@ class Scheduler:
         self._end_token_ids = frozenset(end_token_ids)
         self._suspension = Suspension(
             config,
-            predictor if policy.stops_steps else None,
+            predictor if policy.stops_steps and num_layers is not None else None,
             num_layers or 1,
-            num_layers is not None,
             self._count_discarded,
             stage_layers,
         )
@@ -299,7 +297,7 @@ class Scheduler:
 
         Args: lost: requests of which an earlier chunk has failed.
 
-        The predictor is told how many online requests that are in time have kept their gap.
+        The predictor learns how many online requests that are in time have kept their gap.
         """
         by_id, end_token_ids, predictor = self.requests.by_id, self._end_token_ids, self.predictor
         online = PriorityLevel.ONLINE

@@ -40,9 +40,8 @@ class Suspension:
     as fit. Those that were suspended first are the first to resume.
 
     Args:
-        predictor: predicts steps; without one no step is stopped.
+        predictor: predicts steps; None where none is stopped.
         num_layers: of the model.
-        can_stop: the executor can stop a step.
         on_discarded: called with a request and its discarded work, which will be computed again: tokens times
             the share of the layers that they had passed.
         stage_layers: layers of each stage of a pipeline, whose steps stop between two stages; else empty.
@@ -51,7 +50,6 @@ class Suspension:
     config: SchedulerConfig
     predictor: StepPredictor | None
     num_layers: int
-    can_stop: bool
     on_discarded: Callable[[RequestId, float], None]
     stage_layers: Sequence[int] = ()
     _groups: list[_Group] = field(init=False, default_factory=list)  # those suspended first come first
@@ -90,8 +88,7 @@ class Suspension:
         Args:
             may_suspend: a step in flight may be suspended.
         """
-        can_stop = self.can_stop and self.config.safepoints and self.predictor is not None
-        if not can_stop or predicted_s == 0.0:
+        if not self.config.safepoints or self.predictor is None or predicted_s == 0.0:
             return None
         if self.stage_layers and (may_suspend or self._groups or self._resuming is not None):
             return None
@@ -188,7 +185,7 @@ class Suspension:
         return scheduled.num_tokens * layers_done / self.num_layers
 
     def _whole_stages(self, group: _Group, num_layers: int) -> int:
-        """Of the next so many layers, those up to the last place where a step can stop."""
+        """Of the next so many layers, those up to the last layer behind which a step can stop."""
         if not self.stage_layers:
             return num_layers
         ends = (end - group.layers_done for end in accumulate(self.stage_layers))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from backfill.core.request import PriorityLevel
-from backfill.scheduling.fill import serve
-from backfill.scheduling.policy import BatchBuilder, Policy, PreemptionKey, R, RequestView, Snapshot
+from backfill.scheduling.policy import BatchBuilder, Policy, PreemptionKey, R, RequestView, Snapshot, serve
 
 _ONLINE = frozenset({PriorityLevel.ONLINE, PriorityLevel.RELEGATED})
 _OFFLINE = frozenset({PriorityLevel.PROMOTED, PriorityLevel.OFFLINE})
@@ -13,15 +12,15 @@ _OFFLINE = frozenset({PriorityLevel.PROMOTED, PriorityLevel.OFFLINE})
 class OnlineOnlyPolicy(Policy):
     """Offline requests are never served: a lower bound on online latency."""
 
-    def build(self, view: Snapshot[R], batch: BatchBuilder[R]) -> None:
-        serve(view, batch, _ONLINE)
+    def build(self, view: Snapshot[R], builder: BatchBuilder[R]) -> None:
+        serve(view, builder, _ONLINE)
 
 
 class FcfsPolicy(Policy):
     """One queue for both classes, in order of arrival: vLLM's default."""
 
-    def build(self, view: Snapshot[R], batch: BatchBuilder[R]) -> None:
-        serve(view, batch, _ONLINE | _OFFLINE)
+    def build(self, view: Snapshot[R], builder: BatchBuilder[R]) -> None:
+        serve(view, builder, _ONLINE | _OFFLINE)
 
     def preemption_key(self, request: RequestView, lost_tokens: float) -> PreemptionKey:
         return request.order_key
@@ -33,9 +32,9 @@ class PriorityPolicy(Policy):
     A waiting online request does not preempt a running offline one; that is vLLM's rule too.
     """
 
-    def build(self, view: Snapshot[R], batch: BatchBuilder[R]) -> None:
-        serve(view, batch, _ONLINE)
-        serve(view, batch, _OFFLINE)
+    def build(self, view: Snapshot[R], builder: BatchBuilder[R]) -> None:
+        serve(view, builder, _ONLINE)
+        serve(view, builder, _OFFLINE)
 
 
 class RoundRobinPolicy(Policy):
@@ -44,10 +43,10 @@ class RoundRobinPolicy(Policy):
     def __init__(self) -> None:
         self._offline_first = False
 
-    def build(self, view: Snapshot[R], batch: BatchBuilder[R]) -> None:
+    def build(self, view: Snapshot[R], builder: BatchBuilder[R]) -> None:
         first, second = (_OFFLINE, _ONLINE) if self._offline_first else (_ONLINE, _OFFLINE)
-        serve(view, batch, first)
-        if batch.num_seqs == 0:
-            serve(view, batch, second)
-        if batch.num_seqs:  # a batch that preemptions left empty is built again, and is no turn
+        serve(view, builder, first)
+        if builder.batch.num_seqs == 0:
+            serve(view, builder, second)
+        if builder.batch.num_seqs:  # a batch that preemptions left empty is built again, and is no turn
             self._offline_first = not self._offline_first

@@ -12,7 +12,6 @@ from typing import Generic
 
 from backfill.core.request import PriorityLevel
 from backfill.costs.load import StepLoad
-from backfill.scheduling.fill import split
 from backfill.scheduling.policy import (
     NO_LIMITS,
     Admission,
@@ -23,6 +22,7 @@ from backfill.scheduling.policy import (
     R,
     RequestView,
     Snapshot,
+    split,
 )
 from backfill.scheduling.prediction import StepPredictor
 
@@ -69,12 +69,13 @@ class BrosPolicy(Policy):
         self._may_preempt = _OFFLINE if preempts_for_waiting else frozenset[PriorityLevel]()
         self._average_s = 0.0  # moving average of the steps' predicted times
 
-    def build(self, view: Snapshot[R], batch: BatchBuilder[R]) -> None:
+    def build(self, view: Snapshot[R], builder: BatchBuilder[R]) -> None:
         residuals = Residuals(self._predictor, view.now_s, self._average_s, self._max_chunk_tokens)
-        step = _Step(view, batch, self.batch_size, residuals, self._may_preempt)
+        step = _Step(view, builder, self.batch_size, residuals, self._may_preempt)
         is_violated = step.add_online()  # lines 3 to 15
         if not is_violated:
             step.add_offline()  # lines 17 to 33
+        batch = builder.batch
         if batch.num_seqs:
             self._adapt(is_violated, batch.predicted_s * self._predictor.time_scale)
 
@@ -133,23 +134,18 @@ class Residuals:
         """Whether its next token can be in time, but not if it is left out of such a step."""
         return self._can_be_in_time(request) and not self.can_wait(request, step_s)
 
-    def bound_s(self, view: Snapshot[R], running: Sequence[R]) -> float:
+    def bound_s(self, view: Snapshot[R]) -> float:
         """The least residual time, as a bound of the step's predicted time; inf without any.
 
         Requests that are late already, or will be in any case, do not count: no step would satisfy them. Of
         the waiting requests the first one that can be in time counts.
-
-        Args:
-            running: the online ones, the most urgent first.
         """
-        least_s = math.inf
-        restoring = (each for each in view.restoring if each.priority_level is PriorityLevel.ONLINE)
-        elsewhere = view.elsewhere.get(PriorityLevel.ONLINE, ())
-        for request in chain[RequestView](running, restoring, elsewhere):
+        online, least_s = PriorityLevel.ONLINE, math.inf
+        for request in chain[RequestView](view.holders(online), view.in_other_steps.get(online, ())):
             residual_s = self.residual_s(request)
             if 0.0 < residual_s < least_s and self._can_be_in_time(request):
                 least_s = residual_s
-        for request in view.waiting[PriorityLevel.ONLINE]:
+        for request in view.waiting[online]:
             residual_s = self.residual_s(request)
             if residual_s > 0.0 and self._can_be_in_time(request):
                 least_s = min(least_s, residual_s)
@@ -179,7 +175,7 @@ class _Step(Generic[R]):
     """One run of algorithm 1."""
 
     view: Snapshot[R]
-    batch: BatchBuilder[R]
+    builder: BatchBuilder[R]
     batch_size: int
     residuals: Residuals
     may_preempt: Collection[PriorityLevel]  # for waiting online requests
@@ -196,23 +192,23 @@ class _Step(Generic[R]):
         running ones, whichever is the more urgent (figure 8). Once a waiting request does not fit, those
         behind it wait too.
         """
-        batch, urgency = self.batch, self.residuals.urgency
+        batch, urgency = self.builder.batch, self.residuals.urgency
         keyed = sorted(
             (*urgency(each), each.order_key, each) for each in self.view.running[PriorityLevel.ONLINE]
         )
         running, waiting = deque([each for *_, each in keyed]), deque(self._waiting_online())
-        self._bound_s = self.residuals.bound_s(self.view, running)
+        self._bound_s = self.residuals.bound_s(self.view)
         limits = ChunkLimits(max_step_s=self._bound_s, is_whole=True)
         while batch.num_seqs < self.batch_size and batch.has_headroom and (running or waiting):
             if decodes := self._pull_decodes(running, waiting):
-                num_added = batch.add_decodes(decodes, self._bound_s)
+                num_added = self.builder.add_decodes(decodes, self._bound_s)
                 self._online += decodes[:num_added]
                 if num_added < len(decodes):
                     return self.residuals.must_start(decodes[num_added], batch.predicted_s)
                 continue
             if not running or (waiting and urgency(waiting[0]) < urgency(running[0])):
                 request = waiting.popleft()
-                admission = batch.try_admit(request, limits, may_preempt=self.may_preempt)
+                admission = self.builder.try_admit(request, limits, may_preempt=self.may_preempt)
                 is_added = admission is Admission.ADMITTED
                 if admission is Admission.DEFERRED:
                     continue
@@ -220,7 +216,7 @@ class _Step(Generic[R]):
                     waiting.clear()
             else:
                 request = running.popleft()
-                is_added = batch.try_add(request, limits) > 0
+                is_added = self.builder.try_add(request, limits) > 0
             if is_added:
                 self._online.append(request)
             elif self._lacks_time(request) and self.residuals.must_start(request, batch.predicted_s):
@@ -229,10 +225,10 @@ class _Step(Generic[R]):
 
     def add_offline(self) -> None:
         """Lines 17 to 33: by swap cost. Requests on the device have none; of them, decodes come first."""
-        batch = self.batch
+        batch = self.builder.batch
         decodes, prefills = split(self.view.running[PriorityLevel.OFFLINE])
-        num_places = max(0, self.batch_size - batch.num_seqs)
-        num_added = batch.add_decodes(decodes[:num_places], self._bound_s)
+        num_left = max(0, self.batch_size - batch.num_seqs)
+        num_added = self.builder.add_decodes(decodes[:num_left], self._bound_s)
         for request in chain(decodes[num_added:], prefills):
             if not self._add_offline(request, is_waiting=False):
                 return
@@ -242,11 +238,11 @@ class _Step(Generic[R]):
                     return
 
     def _add_offline(self, request: R, *, is_waiting: bool) -> bool:
-        """Add the request, or put it in the place of an online one. Returns: whether to try others.
+        """Add the request, or replace an online one by it. Returns: whether to try others.
 
         A prompt that would not fit the bound even alone is cut to the time that is left.
         """
-        batch = self.batch
+        builder, batch = self.builder, self.builder.batch
         is_whole = self.residuals.fits_alone(request, self._bound_s)
         limits = ChunkLimits(max_step_s=self._bound_s, is_whole=is_whole)
         if batch.num_seqs < self.batch_size:
@@ -256,41 +252,39 @@ class _Step(Generic[R]):
                 return not is_waiting
         while len(self._online) > 1:
             online, num_seqs = self._online.pop(), batch.num_seqs
-            batch.remove(online)
+            builder.remove(online)
             if batch.num_seqs == num_seqs:
                 continue  # it was preempted meanwhile, or is being restored
             if (
                 not self._lacks_time(request)
-                and self.residuals.can_wait(online, batch.time_with_s(request))
+                and self.residuals.can_wait(online, builder.time_with_s(request))
                 and self._try(request, limits, is_waiting)
             ):
                 return True
-            batch.try_add(online, NO_LIMITS)
+            builder.try_add(online, NO_LIMITS)
             return False
         return False
 
     def _try(self, request: R, limits: ChunkLimits, is_waiting: bool) -> bool:
         if is_waiting:
-            return self.batch.try_admit(request, limits) is not Admission.REFUSED
-        return self.batch.try_add(request, limits) > 0
+            return self.builder.try_admit(request, limits) is not Admission.REFUSED
+        return self.builder.try_add(request, limits) > 0
 
     def _lacks_time(self, request: R) -> bool:
         """Time is what keeps the request out of the batch. The first one gets all that it needs."""
-        return self.batch.num_seqs > 0 and self.batch.time_with_s(request) > self._bound_s
+        return self.builder.batch.num_seqs > 0 and self.builder.time_with_s(request) > self._bound_s
 
     def _pull_decodes(self, running: deque[R], waiting: deque[R]) -> Sequence[R]:
-        """The next requests, as far as they are running decodes, and as many as the batch has places for."""
-        urgency, num_places = self.residuals.urgency, self.batch_size - self.batch.num_seqs
+        """The next requests, as far as they are running decodes and the batch may have more."""
+        urgency, num_left = self.residuals.urgency, self.batch_size - self.builder.batch.num_seqs
         limit = urgency(waiting[0]) if waiting else (math.inf, math.inf)
         decodes: list[R] = []
-        while (
-            running and len(decodes) < num_places and running[0].is_decoding and urgency(running[0]) <= limit
-        ):
+        while running and len(decodes) < num_left and running[0].is_decoding and urgency(running[0]) <= limit:
             decodes.append(running.popleft())
         return decodes
 
     def _waiting_online(self) -> Sequence[R]:
-        """In order. Preempted requests are among them, at the places of their first tokens' deadlines."""
+        """In order. Preempted requests are queued among them by the deadlines of their first tokens."""
         waiting = self.view.waiting[PriorityLevel.ONLINE]
         preempted = [each for each in waiting if each.last_token_at_s is not None]
         if not preempted:
@@ -301,10 +295,6 @@ class _Step(Generic[R]):
 
     def _waiting_offline(self) -> Sequence[R]:
         """By the blocks to restore or to compute again: new requests have none."""
-        waiting, absent_blocks = self.view.waiting[PriorityLevel.OFFLINE], self.batch.num_absent_blocks
+        waiting, absent_blocks = self.view.waiting[PriorityLevel.OFFLINE], self.builder.num_absent_blocks
         costs = {each.request_id: absent_blocks(each) for each in waiting if each.num_ever_computed_tokens}
-        if not any(costs.values()):
-            return waiting
-        free = [each for each in waiting if not costs.get(each.request_id)]
-        swapped = [each for each in waiting if costs.get(each.request_id)]
-        return [*free, *sorted(swapped, key=lambda each: costs[each.request_id])]
+        return sorted(waiting, key=lambda each: costs.get(each.request_id, 0))

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from backfill.core.request import PriorityLevel
 from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
-from backfill.scheduling.fill import admit, serve, split
 from backfill.scheduling.policy import (
     BatchBuilder,
     ChunkLimits,
@@ -16,6 +15,9 @@ from backfill.scheduling.policy import (
     R,
     RequestView,
     Snapshot,
+    admit,
+    serve,
+    split,
 )
 from backfill.scheduling.prediction import StepPredictor
 
@@ -49,20 +51,20 @@ class ConServePolicy(Policy):
     def set_default_slo(self, slo: SLO) -> None:
         self._default_slo = slo
 
-    def build(self, view: Snapshot[R], batch: BatchBuilder[R]) -> None:
+    def build(self, view: Snapshot[R], builder: BatchBuilder[R]) -> None:
         if not _online(view) and not view.waiting[PriorityLevel.ONLINE]:
-            serve(view, batch, _OFFLINE)  # lines 20 to 22: the largest batch that fits
+            serve(view, builder, _OFFLINE)  # lines 20 to 22: the largest batch that fits
             return
         limits = ChunkLimits(max_step_s=self._budget_s(view))  # line 10
         # Lines 11 to 15. Offline tokens are excluded from the budget: none is in the step yet.
         decodes, prefills = split(view.running[PriorityLevel.ONLINE])
-        batch.add_decodes(decodes)
+        builder.add_decodes(decodes)
         for request in prefills:
-            batch.try_add(request, limits)
-        admit(batch, view.waiting[PriorityLevel.ONLINE], limits, may_preempt=_OFFLINE)
-        self._keep_running(view.running[PriorityLevel.OFFLINE], batch, limits)
-        if not batch.has_preempted:  # lines 17 to 19
-            admit(batch, view.waiting[PriorityLevel.OFFLINE], limits)
+            builder.try_add(request, limits)
+        admit(builder, view.waiting[PriorityLevel.ONLINE], limits, may_preempt=_OFFLINE)
+        self._keep_running(view.running[PriorityLevel.OFFLINE], builder, limits)
+        if not builder.batch.has_preempted:  # lines 17 to 19
+            admit(builder, view.waiting[PriorityLevel.OFFLINE], limits)
 
     def resume_s(self, view: Snapshot[RequestView]) -> float:
         """What the TPOT objectives leave until the next decodes must run; 0 while there is an online prompt.
@@ -83,26 +85,26 @@ class ConServePolicy(Policy):
         has_online = _online(view) or view.waiting[PriorityLevel.ONLINE]
         return (1.0 - MARGIN) * self._objective_s(view) if has_online else math.inf
 
-    def _keep_running(self, running: Sequence[R], batch: BatchBuilder[R], limits: ChunkLimits) -> None:
+    def _keep_running(self, running: Sequence[R], builder: BatchBuilder[R], limits: ChunkLimits) -> None:
         """Lines 16 and 27 to 34: offline requests that run stay in the step, or are preempted, latest first.
 
         A prompt is cut to what is left, so it is preempted only where nothing is left.
         """
         decodes, prefills = split(running)
-        num_kept = min(batch.seqs_left, batch.tokens_left, batch.add_decodes(decodes, limits.max_step_s))
+        num_kept, batch = builder.add_decodes(decodes, limits.max_step_s), builder.batch
         for request in reversed(decodes[num_kept:]):
-            batch.preempt(request)
+            builder.preempt(request)
         for request in prefills:
-            is_full = batch.time_left_s(limits.max_step_s) <= 0.0 or not batch.has_headroom
-            if not batch.try_add(request, limits) and is_full and batch.num_seqs:
-                batch.preempt(request)
+            is_full = batch.predicted_s >= limits.max_step_s or not batch.has_headroom
+            if not builder.try_add(request, limits) and is_full and batch.num_seqs:
+                builder.preempt(request)
 
     def _budget_s(self, view: Snapshot[RequestView]) -> float:
         return self._objective_s(view) * (1.0 - MARGIN)
 
     def _objective_s(self, view: Snapshot[RequestView]) -> float:
         """The tightest TPOT objective of online requests that decode; without any, the tightest TTFT."""
-        running = [*view.running[PriorityLevel.ONLINE], *view.elsewhere.get(PriorityLevel.ONLINE, ())]
+        running = [*view.running[PriorityLevel.ONLINE], *view.in_other_steps.get(PriorityLevel.ONLINE, ())]
         slos = [each.slo or self._default_slo for each in running if each.is_decoding]
         if slos:
             return min(slo.tpot_s for slo in slos)
@@ -111,7 +113,6 @@ class ConServePolicy(Policy):
 
 
 def _online(view: Snapshot[RequestView]) -> Sequence[RequestView]:
-    """Online requests that run or are being restored."""
+    """Online requests that hold blocks, and those in other steps."""
     online = PriorityLevel.ONLINE
-    restoring = [each for each in view.restoring if each.priority_level is online]
-    return [*view.running[online], *restoring, *view.elsewhere.get(online, ())]
+    return [*view.holders(online), *view.in_other_steps.get(online, ())]

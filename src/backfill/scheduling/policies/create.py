@@ -15,7 +15,7 @@ from backfill.scheduling.policies.baselines import (
 )
 from backfill.scheduling.policies.bros import BrosPolicy
 from backfill.scheduling.policies.conserve import ConServePolicy
-from backfill.scheduling.policies.slo import SloPolicy, SloPolicyConfig
+from backfill.scheduling.policies.slo import SloPolicy
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
 
@@ -57,8 +57,9 @@ def create_policy(
             max_chunk_tokens=chunk_tokens,
         )
     return SloPolicy(
-        SloPolicyConfig(default_slo=default_slo, victims=config.victims),
         predictor,
+        default_slo=default_slo,
         max_step_tokens=config.max_num_batched_tokens,
         can_stop=can_stop and config.safepoints,
+        victims=config.victims,
     )
