@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,66 +86,6 @@ def test_the_reserve_is_more_than_the_need_and_at_most_all() -> None:
     assert reserve_frac(0.0) == 0.0
     assert reserve_frac(0.4) > 0.4
     assert reserve_frac(0.9) == 1.0
-
-
-EVENTS = st.lists(
-    st.tuples(
-        st.sampled_from(["add", "progress", "correct", "remove", "online"]),
-        st.integers(0, 5),
-        st.integers(0, 500),
-        st.integers(1, 4),
-    ),
-    max_size=40,
-)
-
-
-@given(EVENTS, st.integers(0, 600))
-@settings(max_examples=examples(200))
-def test_what_fits_is_never_negative_and_no_larger_for_longer_prompts(
-    events: list[tuple[str, int, int, int]], num_prompt_tokens: int
-) -> None:
-    forecast = MemoryForecast(1000, 8)
-    for kind, request_id, num_tokens, num_choices in events:
-        if kind == "add":
-            forecast.add(request_id, num_tokens, 1.0 + num_tokens / 3, num_choices)
-        elif kind == "progress":
-            forecast.note_progress(request_id, num_tokens)
-        elif kind == "correct":
-            forecast.note_progress(request_id, num_tokens, 1.0 + 2 * num_tokens)
-        elif kind == "remove":
-            forecast.remove(request_id)
-        else:
-            forecast.online_tokens = 5 * num_tokens
-        free_kv = forecast.free()
-        most = free_kv.most_output_tokens(num_prompt_tokens)
-        assert 0.0 <= most <= max(forecast.offline_tokens, 0)
-        assert most <= free_kv.most_output_tokens(num_prompt_tokens // 2)
-
-
-# Not much shorter than each other: those are counted by their mean size.
-LENGTHS = st.lists(st.tuples(st.integers(0, 200), st.integers(10, 300), st.integers(0, 9)), max_size=30)
-
-
-@given(LENGTHS)
-@settings(max_examples=examples(200))
-def test_what_fits_leaves_every_instant_within_the_kv(lengths: list[tuple[int, int, int]]) -> None:
-    """Requests are added where they fit, as the others go on. The slack of one more request is not free."""
-    slack_tokens = 8
-    forecast = MemoryForecast(1000, slack_tokens)
-    running: dict[int, tuple[int, int]] = {}  # tokens generated, and in the end
-    for number, (prompt, output, num_steps) in enumerate(lengths):
-        if forecast.free().most_output_tokens(prompt) >= output:
-            forecast.add(number, prompt, float(output))
-            running[number] = 0, output
-        free_kv = forecast.free()
-        free = free_kv.free_tokens[:-1] - free_kv.ends[:-1] * free_kv.num_running[:-1]
-        assert np.all(free + slack_tokens >= -1e-6)
-        for each, (so_far, end) in list(running.items()):
-            running[each] = so_far + num_steps, end
-            forecast.note_progress(each, so_far + num_steps)
-            if so_far + num_steps >= end:
-                forecast.remove(each)
-                del running[each]
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(50, 100)), min_size=1, max_size=12))

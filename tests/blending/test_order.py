@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,9 +19,10 @@ from backfill.blending.order import (
     forecast,
     layer_sort,
 )
+from backfill.blending.requests import TOKEN_BYTES
 from backfill.blending.resources import Floats
 from backfill.blending.tree import PrefixTree
-from tests.blending.builders import LLAMA_8B_ON_A100, make_tree, prompts, sorted_prompts
+from tests.blending.builders import LLAMA_8B_ON_A100, make_tree, num_shared, prompts, sorted_prompts
 
 pools = st.lists(st.tuples(prompts, st.sampled_from([1, 10, 300, 20_000])), min_size=1, max_size=40)
 
@@ -42,14 +45,9 @@ def densities(tree: PrefixTree, costs: Forecast) -> Floats:
 
 def computed_tokens(sequence: list[int], prompts_: list[bytes]) -> int:
     """Prompt tokens computed with a cache of the last prompt's path alone."""
-    total, last = 0, b""
-    for index in sequence:
-        prompt = prompts_[index]
-        shared = next((i for i, (a, b) in enumerate(zip(prompt, last, strict=False)) if a != b), None)
-        shared = min(len(prompt), len(last)) if shared is None else shared
-        total += (len(prompt) - shared // 4 * 4) // 4
-        last = prompt
-    return total
+    in_order = [prompts_[index] for index in sequence]
+    pairs = itertools.pairwise([b"", *in_order])
+    return sum(len(prompt) // TOKEN_BYTES - num_shared(before, prompt) for before, prompt in pairs)
 
 
 @given(pools)

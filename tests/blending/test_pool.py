@@ -256,14 +256,6 @@ def test_what_is_expected_of_a_request_in_flight_is_corrected() -> None:
     assert pool.expected_output_tokens(kept.request_id) is None
 
 
-def test_in_other_orders_a_request_that_does_not_fit_goes_first_again() -> None:
-    pool = make_pool("fcfs")
-    pool.add([known(0, 10, 4000), known(1, 10, 4000), known(2, 1000, 1)])
-    for _ in range(2):
-        assert take(pool, most_output_tokens=10).request_id == 0
-        pool.put_back(0)
-
-
 def test_the_part_of_the_cache_for_compute_bound_requests() -> None:
     """That of their reads in all reads, while they wait."""
     pool = make_pool()
@@ -336,14 +328,6 @@ def test_samples_run_first_and_correct_the_order() -> None:
     next_two = [take(pool) for _ in range(2)]
     assert [each.request_id % 2 for each in next_two] == [0, 1]
     assert [each.expected_output_tokens for each in next_two] == [10, 10_000]
-
-
-def test_a_group_is_served_alone() -> None:
-    pool = make_pool()
-    pool.add([make_request(i, [i % 3, i], group=GROUPS[i % 3]) for i in range(30)])
-    assert sorted(take_all(pool, "a")) == list(range(1, 30, 3))
-    assert pool.take("nobody") is None
-    assert pool.num_waiting == 20
 
 
 def test_a_small_addition_does_not_plan_a_large_pool_again() -> None:

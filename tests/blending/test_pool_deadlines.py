@@ -91,36 +91,27 @@ def test_deadlines_are_met_where_they_can_be(
 # The pace: how long work takes over its least time.
 
 
-def paced(slowdown: float, *, num_s: int, is_busy: bool = True, pace: Pace | None = None) -> Pace:
+def paced(slowdown: float, *, num_s: int) -> Pace:
     """Work of a second every ``slowdown`` seconds."""
-    pace = pace or Pace()
-    at_s = 0.0
+    pace, at_s = Pace(), 0.0
     pace.advance(at_s, is_busy=False)
     while at_s < num_s:
         at_s += slowdown
-        pace.advance(at_s, is_busy=is_busy)
+        pace.advance(at_s, is_busy=True)
         pace.add(1.0, 0.5)
     return pace
 
 
-def test_a_device_is_ideal_until_it_was_seen() -> None:
-    assert Pace().slowdown == 1.0
+def test_a_device_that_was_idle_or_is_faster_than_its_model_counts_as_ideal() -> None:
+    idle = Pace()
+    for at_s in (0.0, 1e6):
+        idle.advance(at_s, is_busy=False)
+    assert Pace().slowdown == idle.slowdown == paced(0.1, num_s=600).slowdown == 1.0
 
 
 @pytest.mark.parametrize("slowdown", [2.0, 10.0, 300.0])
 def test_the_pace_is_learned(slowdown: float) -> None:
     assert paced(slowdown, num_s=6000).slowdown == pytest.approx(slowdown, rel=0.3)
-
-
-def test_a_device_faster_than_its_model_counts_as_ideal() -> None:
-    assert paced(0.1, num_s=600).slowdown == 1.0
-
-
-def test_time_without_requests_in_flight_says_nothing() -> None:
-    pace = Pace()
-    pace.advance(0.0, is_busy=False)
-    pace.advance(1e6, is_busy=False)
-    assert pace.slowdown == 1.0
 
 
 def test_work_that_never_ends_makes_every_deadline_urgent() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from backfill.blending.requests import PoolRequest
 from backfill.blending.scanner import MOST_PASSED, Cursor
 from backfill.blending.waiting import Waiting
 from tests.blending.builders import LLAMA_8B_ON_A100, as_bytes, known, make_pool, take
@@ -23,29 +20,6 @@ def density_of(num_prompt_tokens: int, num_output_tokens: int) -> float:
     return compute_s / MODEL.memory_s(num_prompt_tokens, num_output_tokens)
 
 
-def footprint(request: PoolRequest) -> float:
-    """Mean KV tokens over the decode steps."""
-    assert request.known_output_tokens is not None
-    return len(request.prompt_token_ids) + request.known_output_tokens / 2
-
-
-def in_flight_tokens(
-    requests: list[PoolRequest], num_tokens: float, is_left: Callable[[PoolRequest], bool]
-) -> tuple[float, float]:
-    """KV tokens of either kind once the pool has filled a device of so many."""
-    pool = make_pool()
-    pool.add(requests)
-    by_id = {request.request_id: request for request in requests}
-    left = right = 0.0
-    while left + right < num_tokens:
-        request = by_id[take(pool).request_id]
-        if is_left(request):
-            left += footprint(request)
-        else:
-            right += footprint(request)
-    return left, right
-
-
 def test_memory_is_partitioned_as_in_figure_5() -> None:
     """(512, 256) and (256, 16384), of 60 GB for KV at 128 KiB a token: 19.3 and 40.7 GB at density 1.27."""
     target, dense, sparse = 1.27, density_of(512, 256), density_of(256, 16384)
@@ -54,8 +28,14 @@ def test_memory_is_partitioned_as_in_figure_5() -> None:
     num_dense = round(num_sparse * memory[1] * (target - sparse) / (memory[0] * (dense - target)))
     requests = [known(i, 512, 256) for i in range(num_dense)]
     requests += [known(num_dense + i, 256, 16384) for i in range(num_sparse)]
-    num_tokens = 60e9 / (128 * 1024)
-    left, right = in_flight_tokens(requests, num_tokens, lambda request: request.known_output_tokens == 256)
+    pool = make_pool()
+    pool.add(requests)
+    left = right = 0.0  # mean KV tokens of either kind in flight
+    while left + right < 60e9 / (128 * 1024):
+        if take(pool).request_id < num_dense:
+            left += 512 + 256 / 2
+        else:
+            right += 256 + 16384 / 2
     total = left + right
     assert left * dense + right * sparse == pytest.approx(total * target, rel=0.03)
     assert left / total * 60 == pytest.approx(19.3, abs=0.7)

@@ -44,12 +44,6 @@ def test_only_eager_and_adaptive_checkpoint_before_a_preemption(view: PoolView) 
     assert saving == {"adaptive", "eager", "swap"}
 
 
-@given(num_blocks=st.integers(1, 2000), data=st.data())
-def test_adaptive_copies_nothing_while_half_the_pool_is_free(num_blocks: int, data: st.DataObject) -> None:
-    num_free = data.draw(st.integers(-(-num_blocks // 2), num_blocks))
-    assert policy_of("adaptive").max_blocks(PoolView(num_blocks, num_free, 0)) == 0
-
-
 @given(num_blocks=st.integers(1, 500), num_checkpointed=st.integers(0, 500))
 def test_adaptive_copies_no_less_as_use_grows(num_blocks: int, num_checkpointed: int) -> None:
     wanted = [
@@ -81,15 +75,6 @@ def test_adaptive_copies_as_fast_as_blocks_are_filled_while_use_stays(num_used: 
     num_left = math.floor(share * num_filled)
     copied = policy.max_blocks(PoolView(1000, 1000 - num_used, num_checkpointed - num_left))
     assert copied == num_left
-
-
-@given(num_used=st.integers(600, 850), num_filled=st.integers(1, 50))
-def test_adaptive_copies_more_than_that_while_use_grows(num_used: int, num_filled: int) -> None:
-    policy = policy_of("adaptive")
-    held = policy.max_blocks(PoolView(1000, 1000 - num_used, 0))
-    share = (num_used / 1000 - 0.5) / 0.4
-    copied = policy.max_blocks(PoolView(1000, 1000 - num_used - num_filled, held))
-    assert copied >= share * num_filled - 1
 
 
 def with_level(rank: PriorityLevel, **fields: float) -> Request:

@@ -76,16 +76,6 @@ def test_the_tail_is_moved_on_resume_and_full_blocks_keep_their_copies() -> None
     assert model.cache.num_unsecured_tokens(each.request) == 0
 
 
-def test_a_tail_that_a_copy_reads_is_not_written() -> None:
-    model = make_cache(8, 8, "eager")
-    each = run(model, A[:10])
-    model.preempt(each)
-    model.take_copies()
-    assert admit(model, each) == 8
-    compute(model, each)
-    copy_all(model)
-
-
 def test_swapping_copies_all_of_a_victim_at_once() -> None:
     model = make_cache(8, 8, "swap", BOTH)
     each = run(model, A[:10])
@@ -111,15 +101,6 @@ def test_what_is_not_saved_at_preemption_is_not_saved_later(policy: str) -> None
     assert copy_all(model) == 0
     take(model, 8)
     assert model.cache.match(each.request).num_tokens == (4 if policy == "swap" else 0)
-
-
-def test_when_the_host_is_full_the_first_blocks_are_saved() -> None:
-    model = make_cache(8, 2, "eager")
-    each = run(model, A)
-    model.preempt(each)
-    assert copy_all(model) == 2
-    take(model, 8)
-    assert model.cache.match(each.request).num_tokens == 8
 
 
 @pytest.mark.parametrize("is_failed", [False, True])
@@ -155,17 +136,6 @@ def test_a_block_in_a_copy_is_not_taken_before_it_completes() -> None:
     assert (model.cache.counts.available(Evictable.ALL), model.cache.counts.becoming_available) == (8, 0)
     take(model, 8)
     assert found(model, A[:8]) == 8, "the write-back has completed and is cache"
-
-
-def test_private_content_is_freed_when_its_copy_completes() -> None:
-    model = make_cache(8, 8, "eager", prefix_caching=False)
-    each = run(model, A[:10])
-    model.preempt(each)
-    model.take_copies()
-    model.free(each)
-    assert model.cache.counts.empty == 5
-    copy_all(model)
-    assert (model.cache.counts.empty, model.cache.counts.host_usage_frac) == (8, 0.0)
 
 
 def test_a_completed_copy_does_not_change_who_is_evicted_first() -> None:
@@ -246,19 +216,6 @@ def test_a_cancelled_restore_is_forgotten_if_it_has_not_begun_and_never_counted(
     assert counters.num_restored_tokens - before == 6
 
 
-def test_restores_begin_in_their_order_as_far_as_copies_are_allowed() -> None:
-    model = make_cache(8, 8, "eager")
-    both = [run(model, tokens[:8]) for tokens in (A, B)]
-    swap_out(model, *both)
-    for each in both:
-        admit(model, each)
-    model.advance(0.0, 2)
-    assert copy_all(model) == 2
-    assert [each.place for each in both] == ["running", "restoring"]
-    copy_all(model)
-    assert [each.place for each in both] == ["running", "running"]
-
-
 def test_a_queued_restore_that_an_online_request_needs_too_begins_first() -> None:
     model = make_cache(12, 12, "eager")
     ahead, shared = (run(model, tokens[:8]) for tokens in (A, B))
@@ -318,22 +275,6 @@ def test_candidates_are_copied_least_urgent_first_and_whole_before_the_next() ->
     assert model.cache.counters[ONLINE].num_checkpointed_tokens == 2 * 4
 
 
-def test_copies_in_flight_never_exceed_what_is_allowed() -> None:
-    model = make_cache(8, 8, "eager")
-    each = run(model, A)
-    model.advance(0.0, 3)
-    model.take_copies()
-    model.take_copies()
-    assert model.cache.num_copies_in_flight == 3
-    model.complete(model.in_flight[:1])
-    model.preempt(each)
-    model.take_copies()
-    assert model.cache.num_copies_in_flight == 3
-    model.advance(0.0, 1)
-    model.take_copies()
-    assert model.cache.num_copies_in_flight == 3
-
-
 def test_copies_of_running_requests_give_way_to_preempted_ones_from_the_last() -> None:
     model = make_cache(8, 4, "eager")
     running = run(model, [*A, 1])
@@ -373,13 +314,3 @@ def test_of_preempted_requests_only_offline_copies_give_way_to_online_ones() -> 
     take(model, 8)
     found_by = [model.cache.match(each.request).num_tokens for each in (offline, other, online)]
     assert found_by == [0, 0, 8]
-
-
-def test_host_copies_of_a_preempted_request_give_way_from_the_last() -> None:
-    model = make_cache(8, 3, "eager")
-    offline, online = run(model, A[:12]), run(model, C[:8], ONLINE)
-    for each in (offline, online):
-        model.preempt(each)
-        copy_all(model)
-    take(model, 8)
-    assert [model.cache.match(each.request).num_tokens for each in (offline, online)] == [4, 8]

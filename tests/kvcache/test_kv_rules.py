@@ -112,21 +112,6 @@ def test_content_computed_twice_gets_its_key_when_the_other_is_gone() -> None:
     assert (admit(model, second), found(model, A[:8])) == (8, 8)
 
 
-def test_content_computed_twice_is_found_after_both_have_ended_and_one_was_evicted() -> None:
-    model = make_cache(8)
-    first, second = submit(model, A[:9]), submit(model, A[:13])
-    for each in (first, second):
-        admit(model, each)
-    for each in (first, second):
-        compute(model, each)
-    model.free(first)
-    take(model, 4)
-    assert found(model, A[:12]) == 0
-    model.free(second)
-    model.check()
-    assert found(model, A[:12]) == 12
-
-
 @pytest.mark.parametrize("num_cached", [0, 20])
 def test_keys_are_made_only_near_the_first_block_that_is_missing(num_cached: int) -> None:
     model = make_cache(256)
@@ -183,30 +168,12 @@ def test_eviction_goes_from_the_tail() -> None:
         assert found(model, A) == kept
 
 
-def test_what_an_aborted_preempted_request_leaves_is_evicted_from_the_tail() -> None:
-    model = make_cache(4)
-    each = run(model, A)
-    model.preempt(each)
-    model.free(each)
-    take(model, 1)
-    assert found(model, A) == 12
-
-
 def test_what_was_used_longest_ago_is_evicted_first() -> None:
     model = make_cache(4)
     leave(model, A[:8])
     leave(model, B[:8])
     leave(model, [*A[:8], 1][:8])
     take(model, 2)
-    assert (found(model, A[:8]), found(model, B[:8])) == (8, 0)
-
-
-def test_wanted_content_is_evicted_after_what_nobody_wants() -> None:
-    model = make_cache(6)
-    away = run(model, A[:8])
-    model.preempt(away)
-    leave(model, B[:8])
-    take(model, 4)
     assert (found(model, A[:8]), found(model, B[:8])) == (8, 0)
 
 
@@ -234,15 +201,6 @@ def test_offline_use_does_not_end_or_prolong_the_protection() -> None:
     model.advance(100.0, 100)
     model.free(long_one)
     assert model.cache.counts.available(Evictable.LOSING_NOTHING) == 8
-
-
-def test_protection_covers_half_of_a_pool() -> None:
-    model = make_cache(8)
-    expect_reuse(model)
-    leave(model, [*A, *B], ONLINE)
-    assert model.cache.counts.available(Evictable.OFFLINE) == 0
-    model.advance(0.1, 100)
-    assert model.cache.counts.available(Evictable.OFFLINE) == 4
 
 
 def test_a_small_host_pool_does_not_end_protection_on_the_device() -> None:

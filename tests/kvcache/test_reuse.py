@@ -18,7 +18,6 @@ from tests.kvcache.kv_examples import (
     A,
     B,
     C,
-    compute,
     copy_all,
     expect_reuse,
     found,
@@ -73,19 +72,6 @@ def test_unneeded_content_is_evicted_from_the_tail_and_the_longest_unused_first(
         assert (found(model, A[:8]), found(model, B[:8])) == expected
 
 
-def test_the_outputs_of_a_planned_request_are_unneeded() -> None:
-    model = make_cache(8)
-    leave(model, B[:8])
-    each = run_planned(model, A[:8], 8)
-    for token in range(6):
-        each.request.append(token)
-    compute(model, each)
-    model.free(each)
-    take(model, 4)
-    assert (found(model, A[:8]), found(model, B[:8])) == (8, 8)
-    assert found(model, [*A[:8], 7, *range(6)]) == 8
-
-
 def test_content_in_another_table_is_untouched_and_its_last_holder_decides() -> None:
     model = make_cache(8)
     first, second = run_planned(model, [*A[:8], 1], 0, 2.0), run_planned(model, [*A[:8], 2], 8, 1.0)
@@ -96,15 +82,6 @@ def test_content_in_another_table_is_untouched_and_its_last_holder_decides() -> 
     leave(model, B[:4])
     take(model, 6)
     assert (found(model, A[:8]), found(model, B[:4])) == (4, 4), "who was taken later knew better"
-
-
-def test_a_later_request_may_say_that_it_is_needed_again() -> None:
-    model = make_cache(4)
-    leave_planned(model, A[:8], 0, 1.0)
-    leave(model, B[:4])
-    leave_planned(model, [*A[:8], 1], 8, 2.0)
-    take(model, 2)
-    assert (found(model, A[:8]), found(model, B[:4])) == (8, 0)
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -21,7 +20,6 @@ from tests.kvcache.kv_examples import (
     admit,
     compute,
     copy_all,
-    found,
     leave,
     make_cache,
     run,
@@ -60,20 +58,28 @@ def decode(model: CacheModel, each: Running) -> bool:
     return True
 
 
+def pair(model: CacheModel, num_offline_tokens: int) -> tuple[Running, Running]:
+    """An offline request in one block, and an online one that has filled a block."""
+    return run(model, A[:num_offline_tokens]), run(model, B[:4], ONLINE)
+
+
 def last_block(model: CacheModel, each: Running) -> int:
     return model.cache.table(each.request.request_id)[-1] >> 1
 
 
 def test_an_online_request_without_an_empty_block_enters_the_rear_ones_block() -> None:
     model = make_shared_cache(2)
-    offline = run(model, A[:1])
-    online = run(model, B[:4], ONLINE)
+    offline, online = pair(model, 1)
     assert decode(model, online)
     assert last_block(model, online) == last_block(model, offline)
     assert not is_reversed(model.cache.table(online.request.request_id)[-1])
     assert is_reversed(model.cache.table(offline.request.request_id)[-1])
     assert model.cache.counts.referenced == 2
     assert copy_all(model) == 0, "while they do not meet, nothing is copied"
+    sharing = model.cache.sharing
+    assert (sharing.num_shared, sharing.num_paired) == (1, 1)
+    model.preempt(offline)
+    assert (sharing.num_shared, sharing.num_paired) == (1, 0)
 
 
 def test_an_offline_request_enters_the_front_ones_block() -> None:
@@ -89,8 +95,7 @@ def test_an_offline_request_enters_the_front_ones_block() -> None:
 
 def test_a_block_is_entered_only_where_none_is_empty_and_a_quarter_stays_free() -> None:
     model = make_shared_cache(3)
-    offline = run(model, A[:2])
-    online = run(model, B[:4], ONLINE)
+    offline, online = pair(model, 2)
     assert decode(model, online)
     assert last_block(model, online) != last_block(model, offline)
     model = make_shared_cache(2)
@@ -118,8 +123,7 @@ def test_requests_of_one_class_do_not_share() -> None:
 
 def meet(model: CacheModel) -> tuple[Running, Running]:
     """An online request whose next token would be written over the offline one's last: that one gives way."""
-    offline = run(model, A[:1])
-    online = run(model, B[:4], ONLINE)
+    offline, online = pair(model, 1)
     assert decode(model, online)
     assert decode(model, offline)  # slots: online, free, offline, offline
     assert decode(model, online)
@@ -162,7 +166,9 @@ def test_what_was_overwritten_comes_back_into_the_same_block_if_it_is_free_again
 
 def test_while_the_front_is_in_use_the_tail_is_computed_again_elsewhere() -> None:
     model = make_shared_cache(3, 2, "eager")
-    online, offline = meet_in_three(model)
+    other = run(model, C[:3])
+    online, offline = meet(model)
+    model.free(other)
     copy_all(model)
     assert decode(model, online)
     assert admit(model, offline) == 0
@@ -170,18 +176,9 @@ def test_while_the_front_is_in_use_the_tail_is_computed_again_elsewhere() -> Non
     assert last_block(model, offline) != last_block(model, online)
 
 
-def meet_in_three(model: CacheModel) -> tuple[Running, Running]:
-    """As ``meet``, in a pool with a block more, which is in use meanwhile."""
-    other = run(model, C[:3])
-    pair = meet(model)
-    model.free(other)
-    return pair
-
-
 def test_a_tail_with_a_host_copy_is_overwritten_without_another_one() -> None:
     model = make_shared_cache(2, 2, "eager")
-    offline = run(model, A[:3])
-    online = run(model, B[:4], ONLINE)
+    offline, online = pair(model, 3)
     model.preempt(offline)
     assert copy_all(model) == 2  # the tail, and the online request's block
     for _ in range(4):
@@ -195,8 +192,7 @@ def test_a_tail_with_a_host_copy_is_overwritten_without_another_one() -> None:
 
 def test_to_look_up_a_tail_that_the_host_has_leaves_it_on_the_device() -> None:
     model = make_shared_cache(2, 2, "eager")
-    offline = run(model, A[:2])
-    online = run(model, B[:4], ONLINE)
+    offline, online = pair(model, 2)
     model.preempt(offline)
     copy_all(model)
     assert decode(model, online)
@@ -213,8 +209,7 @@ def test_to_look_up_a_tail_that_the_host_has_leaves_it_on_the_device() -> None:
 def test_a_tail_that_the_host_has_comes_back_into_another_block_beside_a_running_request() -> None:
     model = make_shared_cache(3, 4, "eager")
     other = run(model, C[:3])
-    offline = run(model, A[:2])
-    online = run(model, B[:4], ONLINE)
+    offline, online = pair(model, 2)
     model.preempt(offline)
     copy_all(model)
     assert decode(model, online)
@@ -223,17 +218,6 @@ def test_a_tail_that_the_host_has_comes_back_into_another_block_beside_a_running
     assert admit(model, offline) == 2
     assert not model.cache.sharing.blocks
     assert [copy.device == index for copy in model.take_copies().restore] == [False]
-
-
-def test_pairs_are_blocks_in_two_tables() -> None:
-    model = make_shared_cache(2, 2, "eager")
-    sharing = model.cache.sharing
-    offline = run(model, A[:1])
-    online = run(model, B[:4], ONLINE)
-    assert decode(model, online)
-    assert (sharing.num_shared, sharing.num_paired) == (1, 1)
-    model.preempt(offline)
-    assert (sharing.num_shared, sharing.num_paired) == (1, 0)
 
 
 def test_without_room_in_host_memory_only_what_is_overwritten_is_lost() -> None:
@@ -249,7 +233,9 @@ def test_without_room_in_host_memory_only_what_is_overwritten_is_lost() -> None:
 
 def test_the_rest_of_a_tail_stays_when_the_host_evicts_what_was_overwritten() -> None:
     model = make_shared_cache(3, 1, "eager")
-    online, offline = meet_in_three(model)
+    other = run(model, C[:3])
+    online, offline = meet(model)
+    model.free(other)
     copy_all(model)
     assert decode(model, online)
     assert offline_tail(model, offline).num_lost == 1
@@ -270,8 +256,7 @@ def offline_tail(model: CacheModel, each: Running) -> Content:
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_the_last_full_block_of_a_preempted_request_is_entered_and_loses_its_key(is_saved: bool) -> None:
     model = make_shared_cache(2, 2 if is_saved else 0, "eager" if is_saved else "none")
-    offline = run(model, A[:4])
-    online = run(model, B[:4], ONLINE)
+    offline, online = pair(model, 4)
     model.preempt(offline)
     copy_all(model)
     assert decode(model, online)
@@ -308,8 +293,7 @@ def test_a_block_that_the_request_itself_has_found_is_not_entered() -> None:
 def test_nothing_is_copied_for_a_token_that_is_never_written() -> None:
     model = make_shared_cache(2, 2, "eager")
     online, _ = meet(model)
-    request = online.request
-    request.sampling = replace(request.sampling, max_tokens=len(request.output_token_ids))
+    online.request.max_tokens = len(online.request.output_token_ids)
     assert not model.take_copies().slot_checkpoint
 
 
@@ -356,8 +340,7 @@ def test_the_front_request_leaves_under_a_copy_of_the_rear_and_nobody_takes_the_
 
 def test_a_preempted_online_request_leaves_nothing_beside_a_running_one() -> None:
     model = make_shared_cache(2)
-    offline = run(model, A[:1])
-    online = run(model, B[:4], ONLINE)
+    offline, online = pair(model, 1)
     assert decode(model, online)
     model.preempt(online)
     model.check()
@@ -394,28 +377,6 @@ def test_an_offline_prefix_is_used_from_its_own_direction_and_so_is_its_host_cop
     assert [is_reversed(ref) for ref in refs] == [True, True, False]
 
 
-def test_a_unidirectional_cache_never_shares() -> None:
-    model = make_cache(2)
-    run(model, A[:1])
-    online = run(model, B[:SIZE], ONLINE)
-    assert not model.grow(online, 5, NOTHING)
-    assert found(model, A[:1]) == 0
-    assert not any(is_reversed(block.ref) for block in model.cache._device.blocks)
-
-
-def test_blocking_copies_of_slots_complete_before_the_step_that_begins_them() -> None:
-    model = make_shared_cache(2, 2, "swap", CopyDirections.CHECKPOINT | CopyDirections.RESTORE)
-    offline = run(model, A[:1])
-    online = run(model, B[:4], ONLINE)
-    for each in (online, offline, online, online):
-        assert decode(model, each)
-    assert model.cache.num_copies_in_flight == 0
-    assert (model.cache.sharing.num_overwritten, model.cache.sharing.num_copied) == (1, 2)
-    model.free(online)
-    assert admit(model, offline) == 2
-    assert decode(model, offline)
-
-
 def test_a_block_whose_host_copy_is_filled_from_the_other_end_is_not_entered() -> None:
     """Its slots cannot be restored from there: the host has the copy of an online request's equal block."""
     model = make_cache(4, 8, "eager", prefix_caching=True, bidirectional=True)
@@ -426,7 +387,7 @@ def test_a_block_whose_host_copy_is_filled_from_the_other_end_is_not_entered() -
     compute(model, offline, SIZE)
     copy_all(model)
     copy_all(model)
-    leave_now(model, online)
+    model.free(online)
     take(model, 3)
     model.preempt(offline)
     model.check()
@@ -438,13 +399,8 @@ def test_a_block_whose_host_copy_is_filled_from_the_other_end_is_not_entered() -
     admit(model, new)
     compute(model, new)
     assert not model.cache.sharing.num_entered
-    for each in (new, others):
-        leave_now(model, each)
+    model.free(new)
+    model.free(others)
     assert admit(model, offline) in (0, SIZE)
     for _ in range(4):
         copy_all(model)
-
-
-def leave_now(model: CacheModel, each: Running) -> None:
-    model.free(each)
-    model.check()

@@ -12,9 +12,15 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.plan import StepPlan
 from backfill.core.request import PriorityLevel, Request, ServiceClass
 from backfill.core.slo import SLO
+from backfill.costs.model import CostModel
+from backfill.execution.executor import ExecutorInfo
+from backfill.kvcache.create import create_kv_cache
 from backfill.kvcache.manager import KVCacheManager
+from backfill.offloading.residency import ResidencyPolicy
+from backfill.scheduling.objectives import server_slo
 from backfill.scheduling.policies.bros import BrosPolicy
 from backfill.scheduling.policies.conserve import ConServePolicy
+from backfill.scheduling.policies.create import create_policy
 from backfill.scheduling.policies.slo import SloPolicy
 from backfill.scheduling.policy import Policy, Snapshot
 from backfill.scheduling.prediction import StepPredictor
@@ -109,6 +115,32 @@ def view_of(
     online = PriorityLevel.ONLINE
     return Snapshot(
         now_s, {**nobody, online: running}, restoring, {**nobody, online: waiting}, 100, online_blocks=2
+    )
+
+
+def scheduler_of(
+    config: SchedulerConfig,
+    info: ExecutorInfo,
+    cost: CostModel,
+    *,
+    block_copy_s: float | None = None,
+    residency: ResidencyPolicy | None = None,
+) -> Scheduler:
+    """A scheduler as an engine makes it for an executor."""
+    predictor, slo = StepPredictor(cost), server_slo(config, cost)
+    stops_soon = info.can_stop and info.max_steps_in_flight == 1
+    max_num_blocks = None if residency is None else info.max_num_blocks
+    return Scheduler(
+        config,
+        create_kv_cache(config, info.num_blocks, info.block_size, info.num_host_blocks, max_num_blocks),
+        create_policy(config, predictor, default_slo=slo, can_stop=stops_soon),
+        predictor=predictor,
+        default_slo=slo,
+        block_copy_s=block_copy_s,
+        num_layers=info.num_layers if info.can_stop else None,
+        residency=residency,
+        max_steps_in_flight=info.max_steps_in_flight,
+        stage_layers=info.stage_layers,
     )
 
 

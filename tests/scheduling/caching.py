@@ -11,12 +11,8 @@ from backfill.core.counters import ClassCounters
 from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import Request, ServiceClass
 from backfill.costs.model import CostModel
-from backfill.kvcache.create import create_kv_cache
-from backfill.scheduling.objectives import server_slo
-from backfill.scheduling.policies.create import create_policy
-from backfill.scheduling.prediction import StepPredictor
-from backfill.scheduling.scheduler import Scheduler
 from tests.builders import TwoTierExecutor, linear_cost, make_info, make_request
+from tests.scheduling.bench import scheduler_of
 
 BLOCK_SIZE = 16
 
@@ -48,18 +44,15 @@ class CachingBench:
         self.config = SchedulerConfig(**{"max_num_batched_tokens": 8192, **fields})  # type: ignore[arg-type]
         self.clock = VirtualClock()
         self._checks_every = checks_every
-        info = make_info(num_blocks, BLOCK_SIZE, num_host_blocks=num_host_blocks, num_layers=num_layers or 1)
-        self.executor = TwoTierExecutor(info, random.Random(seed), completes=completes, stops=stops)
-        cost = cost or linear_cost(token_s=1e-5, step_s=1e-3)
-        predictor, slo = StepPredictor(cost), server_slo(self.config, cost)
-        self.scheduler = Scheduler(
-            self.config,
-            create_kv_cache(self.config, num_blocks, BLOCK_SIZE, num_host_blocks),
-            create_policy(self.config, predictor, default_slo=slo, can_stop=num_layers is not None),
-            predictor=predictor,
-            default_slo=slo,
-            num_layers=num_layers,
+        info = make_info(
+            num_blocks,
+            BLOCK_SIZE,
+            num_host_blocks=num_host_blocks,
+            num_layers=num_layers or 1,
+            can_stop=num_layers is not None,
         )
+        self.executor = TwoTierExecutor(info, random.Random(seed), completes=completes, stops=stops)
+        self.scheduler = scheduler_of(self.config, info, cost or linear_cost(token_s=1e-5, step_s=1e-3))
 
     def expect_no_reuse(self) -> None:
         """Protect nothing, as after many online requests that found nothing."""

@@ -156,14 +156,6 @@ def test_tokens_of_less_than_a_block_cost_no_swap() -> None:
     assert builder.num_absent_blocks(job) == 0
 
 
-def test_of_offline_requests_the_one_that_loses_least_is_preempted() -> None:
-    bench = Bench(bros_policy, num_blocks=20)
-    much, little = offline(36, 8, request_id="much"), offline(24, 8, request_id="little", arrived_at_s=-1.0)
-    bench.step(much, little)
-    assert "chat" in sizes(bench.step(make_request(24, 4, request_id="chat")))
-    assert (much.status, little.status) == (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
-
-
 def test_an_offline_request_replaces_the_least_urgent_online_one_that_can_wait() -> None:
     bench = Bench(of_batch_size(2))
     relaxed = make_request(4, 50, request_id="relaxed", slo=SLO(1.0, 0.5))

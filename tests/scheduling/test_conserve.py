@@ -84,14 +84,6 @@ def test_an_offline_prompt_is_preempted_where_nothing_of_the_budget_is_left() ->
     assert job.status is RequestStatus.PREEMPTED
 
 
-def test_an_online_request_takes_the_blocks_of_the_latest_offline_one() -> None:
-    bench = Bench(conserve_policy, num_blocks=20)
-    early, late = offline(24, 8, request_id="early"), offline(36, 8, request_id="late", arrived_at_s=1.0)
-    bench.step(early, late)
-    assert "chat" in sizes(bench.step(make_request(24, 4, request_id="chat")))
-    assert (early.status, late.status) == (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
-
-
 def decoding(slo: SLO) -> Request:
     """A chat with a token, sampled at 4.99."""
     chat = make_request(4, 8, slo=slo)

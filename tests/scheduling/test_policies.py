@@ -61,17 +61,11 @@ def test_priority_does_not_preempt_running_offline_requests() -> None:
 
 def test_round_robin_alternates_and_fills_in_when_one_class_has_nothing() -> None:
     bench = Bench(RoundRobinPolicy())
+    assert not sizes(bench.step()), "which is no turn"
     bench.add(make_request(4, 20, request_id="chat"), offline(4, 3, request_id="job"))
     served = [list(sizes(bench.step())) for _ in range(8)]
     assert served[:6] == [["chat"], ["job"]] * 3
     assert served[6:] == [["chat"], ["chat"]]
-
-
-def test_a_step_with_nothing_in_it_is_no_turn_of_round_robin() -> None:
-    bench = Bench(RoundRobinPolicy())
-    assert not sizes(bench.step())
-    bench.add(make_request(4, 20, request_id="chat"), offline(4, 3, request_id="job"))
-    assert list(sizes(bench.step())) == ["chat"]
 
 
 @pytest.mark.parametrize("safepoints", [True, False])
@@ -105,6 +99,25 @@ MAKERS: dict[str, Callable[[StepPredictor], Policy]] = {
     "priority": lambda _: PriorityPolicy(),
     "round-robin": lambda _: RoundRobinPolicy(),
 }
+
+
+@pytest.mark.parametrize(
+    ("policy", "preempted"),
+    [(None, "little"), (bros_policy, "little"), (conserve_policy, "late")],
+    ids=["slo", "bros", "conserve"],
+)
+def test_whom_an_online_request_preempts(
+    policy: Callable[[StepPredictor], Policy] | None, preempted: str
+) -> None:
+    """The request that loses least, or the latest."""
+    bench = Bench(policy, num_blocks=20)
+    jobs = {
+        "little": offline(24, 8, request_id="little", arrived_at_s=-1.0),
+        "late": offline(36, 8, request_id="late"),
+    }
+    bench.step(*jobs.values())
+    assert sizes(bench.step(make_request(24, 4, request_id="chat")))["chat"] == 24
+    assert [name for name, job in jobs.items() if job.status is RequestStatus.PREEMPTED] == [preempted]
 
 
 @settings(max_examples=examples(60), deadline=None)

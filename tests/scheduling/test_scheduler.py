@@ -86,30 +86,26 @@ def test_blocks_are_reserved_for_later_chunks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("next_token", "sampling", "reason", "num_tokens"),
+    ("next_token", "sampling", "reason", "num_tokens", "reported"),
     [
-        (2, {}, FinishReason.STOP, 1),
-        (2, {"ignore_eos": True}, FinishReason.LENGTH, 4),
-        (2, {"min_tokens": 3}, FinishReason.STOP, 3),
-        (9, {"stop_token_ids": (9,)}, FinishReason.STOP, 1),
-        (9, {"stop_token_ids": (9,), "ignore_eos": True}, FinishReason.STOP, 1),
-        (7, {}, FinishReason.LENGTH, 4),
+        (2, {}, FinishReason.STOP, 1, None),
+        (2, {"ignore_eos": True}, FinishReason.LENGTH, 4, None),
+        (2, {"min_tokens": 3}, FinishReason.STOP, 3, None),
+        (9, {"stop_token_ids": (9,)}, FinishReason.STOP, 1, 9),
+        (9, {"stop_token_ids": (9,), "ignore_eos": True}, FinishReason.STOP, 1, 9),
+        (7, {}, FinishReason.LENGTH, 4, None),
     ],
 )
 def test_end_tokens_stop_tokens_and_lengths_end_outputs(
-    next_token: int, sampling: dict[str, object], reason: FinishReason, num_tokens: int
+    next_token: int, sampling: dict[str, object], reason: FinishReason, num_tokens: int, reported: int | None
 ) -> None:
     request = make_request(max_tokens=4, **sampling)  # type: ignore[arg-type]
-    run_to_end(make_bench(request, next_token=next_token))
-    assert (request.finish_reason, len(request.output_token_ids)) == (reason, num_tokens)
-
-
-def test_the_stop_token_is_reported_but_the_models_own_end_is_not() -> None:
-    for token_id, sampling, expected in ((9, {"stop_token_ids": (9,)}, 9), (2, {}, None)):
-        bench = make_bench(make_request(**sampling), next_token=token_id)  # type: ignore[arg-type]
+    bench = make_bench(request, next_token=next_token)
+    while bench.scheduler.has_unfinished:
         plan = bench.scheduler.plan_step(0.0)
         (committed,) = bench.scheduler.commit(plan, bench.executor.run(plan), now_s=0.0)
-        assert committed.stop_token_id == expected
+    assert committed.stop_token_id == reported
+    assert (request.finish_reason, len(request.output_token_ids)) == (reason, num_tokens)
 
 
 def test_finishing_a_request_in_any_state_frees_it_once() -> None:
@@ -126,18 +122,6 @@ def test_finishing_a_request_in_any_state_frees_it_once() -> None:
         scheduler.check_integrity()
     assert scheduler.kv.counts.referenced == 0
     assert bench.step().released == ("running",)
-
-
-def test_it_knows_whether_an_online_request_is_unfinished() -> None:
-    bench = make_bench(make_request(service_class=ServiceClass.OFFLINE))
-    requests = bench.scheduler.requests
-    assert not requests.num_online
-    bench.add(make_request(request_id="waiting"), make_request(request_id="running", max_tokens=1))
-    assert requests.num_online
-    bench.scheduler.finish(RequestId("waiting"), FinishReason.ABORT)
-    assert requests.num_online
-    bench.step()
-    assert not requests.num_online and bench.scheduler.has_unfinished
 
 
 @settings(max_examples=examples(80), deadline=None)

@@ -61,41 +61,6 @@ def test_offline_decodes_are_left_out_from_the_least_urgent_when_time_is_short()
     assert len(bench.scheduler.requests.running) == 41, "the others keep their blocks"
 
 
-def test_an_online_request_preempts_the_offline_request_with_least_work_done() -> None:
-    bench = Bench(num_blocks=20)
-    much, little = offline(36, 8, request_id="much"), offline(24, 8, request_id="little")
-    bench.step(much, little)
-    assert len(bench.scheduler.requests.running) == 2
-    assert sizes(bench.step(make_request(24, 4, request_id="chat"))) == {"chat": 24, "much": 1}
-    assert little.status is RequestStatus.PREEMPTED
-    assert much.status is RequestStatus.RUNNING
-
-
-def test_nothing_is_preempted_for_an_online_request_that_would_still_not_fit() -> None:
-    bench = Bench(num_blocks=20)
-    bench.step(make_request(48, 8, request_id="running"))
-    job = offline(8, 4, request_id="job")
-    bench.step(job)
-    bench.step(make_request(40, 4, request_id="waiting"))
-    assert job.status is RequestStatus.RUNNING
-
-
-def test_online_requests_are_served_even_where_their_objective_cannot_be_met() -> None:
-    bench = Bench()
-    hopeless = SLO(ttft_s=0.001, tpot_s=0.001)
-    bench.add(*(make_request(40, 5, request_id=f"chat{i}", slo=hopeless) for i in range(3)))
-    first = bench.step(offline(8, request_id="job"))
-    assert "chat0" in sizes(first)
-    for _ in range(30):
-        plan = bench.step()
-        decoding = [scheduled for scheduled in plan.slices if scheduled.num_tokens == 1]
-        prefill = [scheduled for scheduled in plan.slices if scheduled.num_tokens > 1]
-        assert decoding or prefill
-        if not bench.scheduler.count_by_class()[ServiceClass.ONLINE][0]:
-            break
-    assert all(r not in bench.scheduler.requests.by_id for r in ("chat0", "chat1", "chat2"))
-
-
 def test_without_online_requests_a_step_is_bounded_only_where_it_cannot_be_stopped() -> None:
     for can_stop, num_tokens in (
         (True, 900),
@@ -157,17 +122,6 @@ def test_a_short_prompt_with_a_tight_objective_goes_before_an_earlier_long_one()
     assert list(sizes(plan)) == ["short", "long"]
     assert plan.predicted_s <= 0.1
     assert short.first_token_at_s is not None
-
-
-def test_an_objective_of_60_s_makes_other_plans_than_one_of_half_a_second() -> None:
-    def plan_with(ttft_s: float) -> dict[str, int]:
-        bench = Bench()
-        slos = (SLO(ttft_s, 0.1), SLO(1.0, 0.1))
-        bench.add(*(make_request(400, 2, request_id=f"r{i}", slo=slo) for i, slo in enumerate(slos)))
-        return sizes(bench.step())
-
-    assert next(iter(plan_with(60.0))) == "r1"
-    assert next(iter(plan_with(0.6))) == "r0"
 
 
 def test_a_step_of_prompts_alone_leaves_time_for_who_arrives_in_it() -> None:
@@ -279,19 +233,6 @@ def test_a_relegated_request_is_preempted_for_others_three_times_at_most() -> No
     assert [may_be_preempted(late, levels) for late.num_preemptions in range(5)] == [True] * 3 + [False] * 2
     late.priority_level = PriorityLevel.OFFLINE
     assert may_be_preempted(late, levels)
-
-
-def test_no_online_request_starves_below_capacity() -> None:
-    bench = Bench(step_s=0.005)
-    chats = [make_request(100, 20, request_id=f"chat{i}", arrived_at_s=0.0) for i in range(30)]
-    bench.add(*chats)
-    came = 0
-    while any(chat.status is not RequestStatus.FINISHED for chat in chats):
-        if bench.clock.now_s() > came * 0.25:  # half of the capacity, all of them in time
-            came += 1
-            bench.add(make_request(100, 20, request_id=f"next{came}", arrived_at_s=bench.clock.now_s()))
-        bench.step()
-        assert bench.clock.now_s() < 30.0
 
 
 def test_slow_steps_make_the_next_ones_smaller() -> None:

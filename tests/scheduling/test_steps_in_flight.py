@@ -24,14 +24,9 @@ from backfill.core.plan import StepPlan
 from backfill.core.request import FinishReason, Request, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.execution.simulated_executor import hashed_token
-from backfill.kvcache.create import create_kv_cache
-from backfill.scheduling.objectives import server_slo
-from backfill.scheduling.policies.create import create_policy
-from backfill.scheduling.prediction import StepPredictor
-from backfill.scheduling.scheduler import Scheduler
 from tests.builders import InFlightExecutor, linear_cost, make_request
+from tests.scheduling.bench import scheduler_of
 from tests.scheduling.test_two_tier_schedules import (
-    BLOCK_SIZE,
     MAX_STEPS,
     Setting,
     all_settings,
@@ -56,18 +51,8 @@ class Flight:
             stage_layers=stages if setting.can_stop else (),
         )
         self.executor = InFlightExecutor(inner, self.rng)
-        config, cost = setting.config(), linear_cost(step_s=0.001)
-        predictor, slo = StepPredictor(cost), server_slo(config, cost)
-        self.scheduler = Scheduler(
-            config,
-            create_kv_cache(config, setting.num_blocks, BLOCK_SIZE, setting.num_host_blocks),
-            create_policy(config, predictor, default_slo=slo, can_stop=False),
-            predictor=predictor,
-            default_slo=slo,
-            block_copy_s=setting.block_copy_s,
-            num_layers=inner.info.num_layers if setting.can_stop else None,
-            max_steps_in_flight=len(stages),
-            stage_layers=inner.info.stage_layers,
+        self.scheduler = scheduler_of(
+            setting.config(), inner.info, linear_cost(step_s=0.001), block_copy_s=setting.block_copy_s
         )
         self.in_flight: deque[StepPlan] = deque()
         self.requests: list[Request] = []

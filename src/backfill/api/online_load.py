@@ -69,7 +69,7 @@ class OpenChoice:
 class OnlineLoad:
     """Counts the prompts that wait for their first token, and the requests that decode or soon will.
 
-    Prompts that the scheduler has relegated (``scheduling/levels.py``) are counted apart: they are served
+    Prompts that the scheduler has relegated (``scheduling/queues.py``) are counted apart: they are served
     after those that can still be in time. A prompt counts whole until its first token, so one that is partly
     computed is taken for relegated too early.
 
