@@ -72,32 +72,6 @@ def test_unneeded_content_is_evicted_from_the_tail_and_the_longest_unused_first(
         assert (found(model, A[:8]), found(model, B[:8])) == expected
 
 
-def test_content_in_another_table_is_untouched_and_its_last_holder_decides() -> None:
-    model = make_cache(8)
-    first, second = run_planned(model, [*A[:8], 1], 0, 2.0), run_planned(model, [*A[:8], 2], 8, 1.0)
-    model.free(first)
-    take(model, 5)
-    assert found(model, A[:8]) == 8
-    model.free(second)
-    leave(model, B[:4])
-    take(model, 6)
-    assert (found(model, A[:8]), found(model, B[:4])) == (4, 4), "who was taken later knew better"
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_content_of_requests_outside_the_pool_keeps_its_place(is_first: bool) -> None:
-    model = make_cache(8)
-    leave_planned(model, B[:8], 8)
-    order = (None, 0) if is_first else (0, None)
-    for at_s, num_reused_tokens in enumerate(order):
-        leave_planned(model, [*A[:8], 1], num_reused_tokens, at_s)
-    take(model, 6)
-    assert (found(model, A[:8]), found(model, B[:8])) == (8, 0)
-    leave_planned(model, C[:8], 0)
-    take(model, 6)
-    assert (found(model, A[:8]), found(model, C[:8])) == (8, 0)
-
-
 def test_what_a_preempted_request_wants_is_not_unneeded_until_it_ends() -> None:
     model = make_cache(8)
     each = run_planned(model, A[:8], 0)

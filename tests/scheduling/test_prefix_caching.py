@@ -211,21 +211,6 @@ def test_without_prefix_caching_nothing_is_found_and_nothing_stays() -> None:
     assert counters.num_computed_tokens == 12 * (100 + 29)
 
 
-def test_without_prefix_caching_a_resumed_request_finds_its_own_kv_in_host_memory() -> None:
-    bench = CachingBench(20, 40, policy="slo", checkpointing="eager", prefix_caching=False)
-    job = request_of(tokens("job", 180), max_tokens=60, service_class=OFFLINE)
-    bench.add(job)
-    for _ in range(6):
-        bench.step()
-    bench.finish(request_of(tokens("chat", 300), max_tokens=2))
-    counters = bench.counters(OFFLINE)
-    assert counters.num_preemptions == 1
-    assert counters.num_restored_tokens >= 160
-    assert counters.num_recomputed_tokens <= BLOCK_SIZE
-    assert counters.num_prefix_hit_tokens == counters.num_host_prefix_hit_tokens == 0
-    assert bench.scheduler.kv.counts.empty == 20
-
-
 def test_hits_and_evictions_are_counted_by_class_and_tier() -> None:
     """Requests of four full blocks and a token, one after another, through pools of 8 and 12 blocks."""
     bench = CachingBench(8, 12, policy="priority", checkpointing="eager")

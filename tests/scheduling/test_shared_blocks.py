@@ -1,4 +1,4 @@
-"""Requests that share blocks: what preemption frees, what online requests hold, and whose copies go first."""
+"""Requests that share blocks: what preemption frees, and what online requests hold."""
 
 from __future__ import annotations
 
@@ -51,19 +51,6 @@ def test_an_online_request_preempts_offline_ones_for_the_blocks_that_they_share(
     bench.add(online)
     assert steps_until_running(bench, online) == 1
     assert [each.status for each in lines] == [RequestStatus.PREEMPTED] * 2
-    bench.finish()
-
-
-def test_many_lines_of_one_batch_make_room_for_an_online_request() -> None:
-    bench = make_bench(362)
-    shared = tokens("batch", 250 * BLOCK_SIZE)
-    lines = [request_of([*shared, *tokens(each, 60)], 64, service_class=OFFLINE) for each in range(6)]
-    bench.add(*lines)
-    run_steps(bench, 6)
-    assert all(each.status is RequestStatus.RUNNING for each in lines)
-    online = request_of(tokens("online", 150 * BLOCK_SIZE), 16)
-    bench.add(online)
-    assert steps_until_running(bench, online) == 1
     bench.finish()
 
 
@@ -162,31 +149,6 @@ def test_offline_work_is_limited_by_the_distinct_blocks_of_online_requests() -> 
     run_steps(bench, 10)
     assert all(each.status is RequestStatus.RUNNING for each in online)
     assert line.num_computed_tokens > 0
-
-
-# Whose copies go first.
-
-
-def test_an_online_request_is_restored_before_an_offline_one_that_began_earlier() -> None:
-    bench = make_bench(260, 600, checkpointing="eager")
-    bench.expect_no_reuse()
-    prompt = tokens("chat", 20 * BLOCK_SIZE + 1)
-    bench.finish(request_of(prompt, 16))
-    line = request_of(tokens("line", 200 * BLOCK_SIZE + 1), 200, service_class=OFFLINE)
-    bench.add(line)
-    run_steps(bench, 20)
-    large = request_of(tokens("large", 258 * BLOCK_SIZE), 4)
-    bench.add(large)
-    while large.status is not RequestStatus.FINISHED:
-        bench.step()
-    while line.status is not RequestStatus.RESTORING:
-        bench.step()
-    online = request_of(prompt, 16)
-    bench.add(online)
-    num_steps = steps_until_running(bench, online)
-    assert (num_steps, line.status) == (2, RequestStatus.RESTORING)
-    assert bench.counters().num_host_prefix_hit_tokens == 20 * BLOCK_SIZE
-    bench.finish()
 
 
 # Failed steps.

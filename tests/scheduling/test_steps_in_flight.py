@@ -8,9 +8,6 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import (
@@ -29,7 +26,6 @@ from tests.scheduling.bench import scheduler_of
 from tests.scheduling.test_two_tier_schedules import (
     MAX_STEPS,
     Setting,
-    all_settings,
     assert_whole,
     shared_prompt,
 )
@@ -162,53 +158,6 @@ def _names(plan: StepPlan) -> set[str]:
     return {scheduled.request_id for scheduled in plan.slices}
 
 
-class StepsInFlightMachine(RuleBasedStateMachine):
-    """Plans, outcomes, arrivals and aborts in any order that a pipeline allows."""
-
-    @initialize(
-        setting=all_settings(),
-        stages=st.sampled_from(STAGES),
-        fails=st.sampled_from((0.0, 0.05)),
-        seed=st.integers(0, 2**32),
-    )
-    def begin(self, setting: Setting, stages: tuple[int, ...], fails: float, seed: int) -> None:
-        self.flight = Flight(replace(setting, fails=fails), stages, seed)
-
-    @rule(count=st.integers(1, 6), num_shared=st.sampled_from((0, 9, 24)), seed=st.integers(0, 2**32))
-    @precondition(lambda self: len(self.flight.requests) < 36)
-    def arrive(self, count: int, num_shared: int, seed: int) -> None:
-        self.flight.arrive(random.Random(seed), count, num_shared)
-
-    @rule(index=st.integers(0, 35))
-    @precondition(lambda self: self.flight.unfinished)
-    def abort(self, index: int) -> None:
-        unfinished = self.flight.unfinished
-        self.flight.abort(unfinished[index % len(unfinished)])
-
-    @rule()
-    @precondition(lambda self: self.flight.may_submit)
-    def submit(self) -> None:
-        self.flight.submit()
-
-    @rule()
-    @precondition(lambda self: self.flight.in_flight)
-    def collect(self) -> None:
-        self.flight.collect()
-
-    @rule(count=st.integers(1, 12))
-    def go_on(self, count: int) -> None:
-        for _ in range(count):
-            self.flight.step()
-
-    def teardown(self) -> None:
-        if hasattr(self, "flight"):
-            self.flight.end()
-
-
-TestStepsInFlight = StepsInFlightMachine.TestCase
-TestStepsInFlight.settings = settings(max_examples=examples(20), stateful_step_count=25, deadline=None)
-
-
 def crowded_flight(rng: random.Random, **setting: Any) -> Flight:
     """More requests of both classes than the pool holds, some of which are aborted."""
     most = Setting(max_num_seqs=rng.randint(2, 6), **setting)
@@ -229,7 +178,7 @@ def crowded_flight(rng: random.Random, **setting: Any) -> Flight:
 @pytest.mark.parametrize("policy", ["slo", "conserve", "bros", "priority", "fcfs", "round-robin"])
 def test_crowded_schedules_compute_every_token_from_its_own_context(policy: PolicyName) -> None:
     num_beside = num_preempted = num_restored = num_followed = 0
-    for seed in range(5):
+    for seed in range(examples(8)):
         rng = random.Random(f"{policy} {seed}")
         flight = crowded_flight(
             rng,
@@ -256,7 +205,7 @@ def test_crowded_schedules_compute_every_token_from_its_own_context(policy: Poli
 @pytest.mark.parametrize("policy", ["slo", "conserve"])
 def test_steps_that_are_stopped_beside_others(policy: PolicyName, preemption: PreemptionMode) -> None:
     num_suspended = num_discarded = 0.0
-    for seed in range(5):
+    for seed in range(examples(8)):
         rng = random.Random(f"{policy} {preemption} {seed}")
         flight = crowded_flight(
             rng,

@@ -98,13 +98,6 @@ class OfflinePool:
         return dense_s / self._left.memory_s if dense_s else 0.0
 
     @property
-    def optimal_sharing(self) -> float:
-        """Share of prompt tokens that a perfect cache saves of what waited when it was last planned."""
-        num_tokens = sum(float(run.tree.num_tokens[run.costs.is_waiting].sum()) for run in self._runs)
-        num_unique = sum(run.costs.num_unique_tokens for run in self._runs)
-        return 1 - num_unique / num_tokens if num_tokens else 0.0
-
-    @property
     def online(self) -> OnlineUse:
         """What online traffic uses of the device at present. To be set at regular intervals."""
         return self._online or OnlineUse()

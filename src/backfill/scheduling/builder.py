@@ -148,7 +148,7 @@ class StepBuilder:
         if found is None:
             return Admission.REFUSED
         self._admit(request, *found, limits)
-        reserved.add(request, self._blocks_needed_next(request))
+        reserved.add([request], self._blocks_needed_next(request))
         self._reserved = reserved
         return Admission.ADMITTED
 
@@ -272,7 +272,7 @@ class StepBuilder:
         if len(holders) >= self.config.max_num_seqs:
             reserved.num_holders = len(holders)
         else:
-            reserved.add_all(holders, len(holders) + self.kv.counts.missing(holders))
+            reserved.add(holders, len(holders) + self.kv.counts.missing(holders))
         return reserved
 
     def _blocks_needed_next(self, request: Request) -> int:
@@ -326,14 +326,8 @@ class _Reserved:
         num_pairs = min(self._num_online, self.num_holders - self._num_online) if self.shares_blocks else 0
         return self._num_blocks - 2 * num_pairs
 
-    def add_all(self, requests: Sequence[Request], num_blocks: int) -> None:
+    def add(self, requests: Sequence[Request], num_blocks: int) -> None:
         """Args: num_blocks: of all of them."""
-        online = ServiceClass.ONLINE
         self.num_holders += len(requests)
         self._num_blocks += num_blocks
-        self._num_online += len([each for each in requests if each.service_class is online])
-
-    def add(self, request: Request, num_blocks: int) -> None:
-        self.num_holders += 1
-        self._num_blocks += num_blocks
-        self._num_online += request.service_class is ServiceClass.ONLINE
+        self._num_online += len([each for each in requests if each.service_class is ServiceClass.ONLINE])

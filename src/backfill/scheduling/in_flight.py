@@ -3,57 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from backfill.core.plan import ScheduledSlice, StepPlan
-from backfill.core.request import FinishReason, OrderKey, PriorityLevel, Request, RequestId
-from backfill.core.slo import SLO
+from backfill.core.request import FinishReason, Request, RequestId
 
 # A step of so many tokens is bound by computation: several small ones take no longer than a large one.
 _EFFICIENT_TOKENS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class RequestInFlight:
-    """A ``RequestView`` of a request in a step in flight: as it will be when that step ends, as predicted."""
-
-    request_id: RequestId
-    priority_level: PriorityLevel
-    order_key: OrderKey
-    slo: SLO | None
-    arrived_at_s: float
-    last_token_at_s: float | None
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    num_pending_tokens: int
-    num_ever_computed_tokens: int
-    is_decoding: bool
-    next_token_by_s: float
-    banked_s: float
-
-    @classmethod
-    def of(cls, request: Request, scheduled: ScheduledSlice, ends_at_s: float) -> RequestInFlight:
-        end, slo, samples = scheduled.start + scheduled.num_tokens, request.slo, scheduled.samples
-        next_by_s, banked_s = request.next_token_by_s, request.banked_s
-        if samples and slo is not None:
-            next_by_s = ends_at_s + slo.tpot_s
-            first_at_s = ends_at_s if request.first_token_at_s is None else request.first_token_at_s
-            banked_s = first_at_s + len(request.output_token_ids) * slo.tpot_s - ends_at_s
-        return cls(
-            request_id=request.request_id,
-            priority_level=request.priority_level,
-            order_key=request.order_key,
-            slo=slo,
-            arrived_at_s=request.arrived_at_s,
-            last_token_at_s=ends_at_s if samples else request.last_token_at_s,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=end,
-            num_pending_tokens=request.num_tokens + samples - end,
-            num_ever_computed_tokens=max(request.num_ever_computed_tokens, end),
-            is_decoding=samples or request.num_tokens - end == 1,
-            next_token_by_s=next_by_s,
-            banked_s=banked_s,
-        )
+_ANY_TOKEN = 0  # for a token that is not sampled yet
 
 
 @dataclass(slots=True)
@@ -231,8 +189,11 @@ class StepsInFlight:
             return None
         return since_s, (step.left_at_s[-1] - since_s) / self._time_scale()
 
-    def views(self, by_id: Mapping[RequestId, Request], now_s: float) -> list[RequestInFlight]:
-        """Of the requests in flight that go on after their step, and are in no other plan until then."""
+    def views(self, by_id: Mapping[RequestId, Request], now_s: float) -> list[Request]:
+        """Copies of the requests in flight, each as it will be when its step ends, as predicted.
+
+        Of those that go on after their step, and are in no other plan until then.
+        """
         views, late_s = [], self._late_s(now_s)
         gone_on = self.open | self.lost | self.ending.keys()
         for step in self._steps.values():
@@ -240,7 +201,7 @@ class StepsInFlight:
                 request_id = scheduled.request_id
                 if request_id not in gone_on and self.slices[request_id] is scheduled:
                     request = by_id[request_id]
-                    views.append(RequestInFlight.of(request, scheduled, step.left_at_s[-1] + late_s))
+                    views.append(_after(request, scheduled, step.left_at_s[-1] + late_s))
         return views
 
     def _in_front(self, number: int | None) -> list[float]:
@@ -270,3 +231,17 @@ class StepsInFlight:
         assert all(name in unfinished for name in last), "a request in flight has ended"
         assert all(name in last for name in (*self.ending, *self.open, *self.lost)), "who is in no step waits"
         assert self.open.isdisjoint((*self.ending, *self.lost)), "who is to end, or failed, goes on"
+
+
+def _after(request: Request, scheduled: ScheduledSlice, ends_at_s: float) -> Request:
+    """A copy of the request as it will be when the slice's step ends."""
+    after, end = copy(request), scheduled.start + scheduled.num_tokens
+    after.num_computed_tokens = end
+    after.num_ever_computed_tokens = max(request.num_ever_computed_tokens, end)
+    if scheduled.samples:
+        after.output_token_ids = request.output_token_ids.copy()
+        after.append(_ANY_TOKEN)
+        after.last_token_at_s = ends_at_s
+        if request.first_token_at_s is None:
+            after.first_token_at_s = ends_at_s
+    return after
