@@ -19,7 +19,7 @@ from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.body_check import bounded_max_tokens, has_warning, refuse_unknown_fields, warning_of
 from backfill.protocol.generation import GenerationBody, GenerationEndpoint, parse_generation
-from backfill.protocol.generation_fields import SERVICE_TIERS
+from backfill.protocol.generation_fields import ServiceTier
 from backfill.protocol.options import MAX_RESPONSE_TOKENS
 from backfill.protocol.preparer import EngineFacts, RequestContext, RequestPreparer, ServedModel
 from tests.builders import make_info
@@ -53,7 +53,7 @@ def test_the_official_clients_tiers_are_accepted() -> None:
     hint = get_type_hints(chat_create_params.CompletionCreateParamsBase)["service_tier"]
     tiers = {tier for option in get_args(hint) for tier in get_args(option)}
     assert tiers
-    assert tiers <= set(SERVICE_TIERS)
+    assert tiers <= set(get_args(ServiceTier))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass, check_cache_salt
@@ -22,7 +22,7 @@ MAX_LOGIT_BIASES = 300  # OpenAI's
 MAX_PRIORITY = 2**31 - 1
 MAX_REQUEST_ID_CHARS = 128
 # All but flex are online.
-SERVICE_TIERS = ("auto", "default", "fast", "flex", "priority", "scale", "standard")
+ServiceTier = Literal["auto", "default", "fast", "flex", "priority", "scale", "standard"]
 # Not implemented, and they would change the answer, so a request that sets one is refused.
 UNSUPPORTED_FIELDS = frozenset(
     {
@@ -84,16 +84,16 @@ SLO_HEADERS = {"ttft": "x-slo-ttft-ms", "tpot": "x-slo-tpot-ms"}  # by the field
 PRIORITY_HEADER = "x-vllm-priority"
 REQUEST_HEADERS = (*SLO_HEADERS.values(), PRIORITY_HEADER)
 
-
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Seconds = Annotated[float, Field(allow_inf_nan=False, gt=0)]
 
 
 class SloFields(BaseModel):
     """The body's ``slo``, in seconds; the server's objectives stand in for absent ones."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
-    ttft: Number | None = None
-    tpot: Number | None = None
+    ttft: Seconds | None = None
+    tpot: Seconds | None = None
 
     def as_dict(self) -> dict[str, float]:
         """The objectives that are set."""
@@ -126,15 +126,6 @@ class Objective:
         return f"{seconds * (1000 if self.unit == 'ms' else 1):g} {self.unit}"
 
 
-def _check_num_biases(value: object) -> object:
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
-        raise ValueError(f"at most {MAX_LOGIT_BIASES} entries are allowed")
-    return value
-
-
-LogitBias = Annotated[dict[str, float], BeforeValidator(_check_num_biases)]
-
-
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     include_usage: bool | None = None
@@ -161,7 +152,7 @@ class GenerationFields(BaseModel):
     repetition_penalty: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    logit_bias: LogitBias | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
     seed: int | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: int | None = None
@@ -175,7 +166,7 @@ class GenerationFields(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    service_tier: str | None = None
+    service_tier: ServiceTier | None = None
     priority: int | None = None
     slo: SloFields | None = None
     request_id: str | None = None
@@ -250,7 +241,6 @@ class GenerationFields(BaseModel):
         """Make the request offline, whatever its tier. Raises: RequestError if it cannot be in a batch."""
         if self.stream:
             raise RequestError("stream must be false in a batch.", param="stream")
-        self._check_service_tier()
         self.service_tier = "flex"
 
     def check(self) -> None:
@@ -259,8 +249,13 @@ class GenerationFields(BaseModel):
             raise RequestError(
                 "best_of other than 1 is not supported.", param="best_of", code="unsupported_parameter"
             )
-        self._check_service_tier()
-        self._check_slo()
+        objective = next(iter(self.objectives.values()), None)
+        if self.service_class is ServiceClass.OFFLINE and objective is not None:
+            name = objective.name.partition(".")[0]
+            raise RequestError(
+                f"{name} is for online requests, not for service_tier 'flex' or lines of a batch.",
+                param=name,
+            )
         request_id = self.request_id
         if request_id is not None and not (
             request_id.isascii() and request_id.isprintable() and 0 < len(request_id) <= MAX_REQUEST_ID_CHARS
@@ -280,28 +275,6 @@ class GenerationFields(BaseModel):
                 f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {self.priority}.",
                 param="priority",
             )
-
-    def _check_service_tier(self) -> None:
-        if self.service_tier is not None and self.service_tier not in SERVICE_TIERS:
-            raise RequestError(
-                f"service_tier must be one of {', '.join(SERVICE_TIERS)}, got {self.service_tier[:40]!r}.",
-                param="service_tier",
-            )
-
-    def _check_slo(self) -> None:
-        objectives = self.objectives.values()
-        if self.service_class is ServiceClass.OFFLINE and objectives:
-            name = next(iter(objectives)).name.partition(".")[0]
-            raise RequestError(
-                f"{name} is for online requests, not for service_tier 'flex' or lines of a batch.",
-                param=name,
-            )
-        for objective in objectives:
-            if objective.seconds <= 0:
-                raise RequestError(
-                    f"{objective.name} must be a number of seconds above 0, got {objective.seconds:g}.",
-                    param=objective.name,
-                )
 
     def truncated(self, token_ids: list[int]) -> list[int]:
         """The prompt's last ``truncate_prompt_tokens`` tokens, or all."""
