@@ -181,17 +181,14 @@ class StepPlan:
 
     @property
     def slices(self) -> tuple[ScheduledSlice, ...]:
-        """What the step computes; empty if nothing."""
         return () if isinstance(self.work, WaitForCopies) else self.work.slices
 
     @property
     def predicted_s(self) -> float:
-        """The cost model's prediction for the slices; 0 without a model or while waiting for copies."""
         return 0.0 if isinstance(self.work, WaitForCopies) else self.work.predicted_s
 
     @property
     def safepoints(self) -> Safepoints | None:
-        """None if the step cannot be stopped."""
         return None if isinstance(self.work, WaitForCopies) else self.work.safepoints
 
     @property
@@ -271,5 +268,4 @@ class StepOutcome:
 
     @property
     def stopped(self) -> tuple[RequestId, ...]:
-        """Requests whose slices were stopped."""
         return self.suspended + self.discarded

@@ -91,19 +91,17 @@ class LocalEngine:
 
         It cannot be started again. In a fork nothing happens, as the engine is the parent's.
         """
-        if os.getpid() != self._pid:
-            return
-        self._is_closed = True
-        if self.client is not None:
-            await self.client.stop()
+        if os.getpid() == self._pid:
+            self._is_closed = True
+            if self.client is not None:
+                await self.client.stop()
 
     def abandon(self) -> None:
         """``close`` without the event loop."""
-        if os.getpid() != self._pid:
-            return
-        self._is_closed = True
-        if self.client is not None:
-            self.client.abandon()
+        if os.getpid() == self._pid:
+            self._is_closed = True
+            if self.client is not None:
+                self.client.abandon()
 
     def abort(self, handle: AbortHandle) -> None:
         """Abort the request of this handle, also before it runs; it yields a last output."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -76,25 +75,25 @@ class BodyCheck:
         self._check_sampling(body)
 
     def _check_sampling(self, body: GenerationBody) -> None:
-        prompts = body.token_prompts
-        max_model_len = sys.maxsize if self.info is None else self.info.max_model_len
-        left = max(1, max_model_len - max(map(len, prompts), default=1))
-        sampling = body.sampling({})
+        sampling, prompts, info = body.sampling({}), body.token_prompts, self.info
+        left = self.max_response_tokens
+        if info is not None:
+            left = max(1, info.max_model_len - max(map(len, prompts), default=1))
         max_tokens = bounded_max_tokens(sampling, left, body.num_prompts, self.max_response_tokens)
         if max_tokens != sampling.max_tokens:
             sampling = replace(sampling, max_tokens=max_tokens)
-        if self.info is not None:
-            sampling.check_token_ids(self.info.vocab_size)
-        if max_tokens >= max_model_len:
+        if info is None:
+            return
+        sampling.check_token_ids(info.vocab_size)
+        if max_tokens >= info.max_model_len:
             raise RequestError(
-                f"This model's maximum context length is {max_model_len} tokens, prompt included, and "
+                f"This model's maximum context length is {info.max_model_len} tokens, prompt included, and "
                 f"max_tokens is {max_tokens}.",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        if self.info is not None:
-            for prompt in prompts:
-                self.info.check_request(prompt, sampling)
+        for prompt in prompts:
+            info.check_request(prompt, sampling)
 
 
 def bounded_max_tokens(sampling: SamplingParams, left: int, num_prompts: int, most: int) -> int:
