@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from backfill.core.config import at_least
 from backfill.core.errors import ConfigError
-from backfill.core.options import secret
+from backfill.core.options import bounded, secret
 from backfill.protocol.options import MAX_RESPONSE_TOKENS, RequestOptions
 
 # A browser writes a name in Punycode, so nothing but ASCII can match.
@@ -50,20 +49,20 @@ class ServerConfig(RequestOptions):
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: int = bounded(8000, least=0, most=65535)
     api_key: tuple[str, ...] = secret(())
     api_key_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
-    max_connections: int | None = None
-    head_timeout: float = 10.0
-    body_timeout: float = 30.0
-    write_timeout: float = 30.0
-    max_queued_requests: int = 1024
-    max_queued_offline_requests: int = 1024
-    max_body_bytes: int = 4 << 20
+    max_connections: int | None = bounded(None, least=1)
+    head_timeout: float = bounded(10.0, above=0)
+    body_timeout: float = bounded(30.0, above=0)
+    write_timeout: float = bounded(30.0, above=0)
+    max_queued_requests: int = bounded(1024, least=0)
+    max_queued_offline_requests: int = bounded(1024, least=0)
+    max_body_bytes: int = bounded(4 << 20, least=1)
     max_inflight_body_bytes: int = 256 << 20
-    max_response_tokens: int = MAX_RESPONSE_TOKENS
+    max_response_tokens: int = bounded(MAX_RESPONSE_TOKENS, least=1)
     shutdown_timeout: float = 30.0
     sse_keep_alive_interval: float = 0.0
     vllm_metrics: bool = False
@@ -81,8 +80,6 @@ class ServerConfig(RequestOptions):
     def validate(self) -> None:
         """Raises: ConfigError for the first field out of range."""
         RequestOptions.validate(self)
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"must be between 0 and 65535, got {self.port}.", field="port")
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
@@ -90,19 +87,10 @@ class ServerConfig(RequestOptions):
                     f"got {origin!r}.",
                     field="allowed_origins",
                 )
-        at_least("max_queued_requests", self.max_queued_requests, 0)
-        at_least("max_queued_offline_requests", self.max_queued_offline_requests, 0)
-        at_least("max_body_bytes", self.max_body_bytes, 1)
         at_least("max_inflight_body_bytes", self.max_inflight_body_bytes, self.max_body_bytes)
-        at_least("max_response_tokens", self.max_response_tokens, 1)
-        if self.max_connections is not None:
-            at_least("max_connections", self.max_connections, 1)
         for field in ("shutdown_timeout", "sse_keep_alive_interval"):
             if not (seconds := getattr(self, field)) >= 0:
                 raise ConfigError(f"must be at least 0 seconds, got {seconds:g}.", field=field)
-        for field in ("head_timeout", "body_timeout", "write_timeout"):
-            if not (math.isfinite(seconds := getattr(self, field)) and seconds > 0):
-                raise ConfigError(f"must be above 0 seconds, got {seconds:g}.", field=field)
 
 
 def _as_browsers_write(origin: str) -> str:
