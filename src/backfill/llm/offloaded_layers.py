@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -139,18 +138,6 @@ class ModuleLayers(MutableMapping[int, _ModuleWeights]):
         return len(self._there)
 
 
-class Source(Protocol):
-    """Where all layers are."""
-
-    def link(self, buffers: Sequence[Tensor]) -> WeightLink:
-        """A link that fills the buffers; it is closed before another one is made."""
-
-    def read(self, index: int, buffer: Tensor) -> None:
-        """Fill a buffer in host memory with a layer."""
-
-    def close(self) -> None: ...
-
-
 class _FileSource:
     """Layers in a file that no folder names any more."""
 
@@ -165,6 +152,7 @@ class _FileSource:
         self.close = self._file.close
 
     def link(self, buffers: Sequence[Tensor]) -> WeightLink:
+        """A link that fills the buffers; it is closed before another one is made."""
         return ThreadLink(buffers, self._file.read, lambda: None)
 
 
@@ -179,10 +167,14 @@ class _HostSource:
         return CudaLink(buffers, self._layers, MicroBatchStreams(self._device, 1))
 
     def read(self, index: int, buffer: Tensor) -> None:
+        """Fill a buffer in host memory with a layer."""
         buffer.copy_(self._layers[index])
 
     def close(self) -> None:
         pass
+
+
+Source = _FileSource | _HostSource
 
 
 def pack(layers: ModuleLayers, device: torch.device) -> Source:
