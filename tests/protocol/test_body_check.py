@@ -150,11 +150,8 @@ def refusal_of(work: Callable[[], object]) -> tuple[str, str | None, str | None]
         ({"response_format": {"type": "json_object"}}, True),
         ({"truncate_prompt_tokens": 0}, True),
         ({"cache_salt": "s" * 256}, False),
-        ({"cache_salt": None}, False),
         ({"cache_salt": "s" * 257}, True),
-        ({"cache_salt": ""}, True),
         ({"cache_salt": 5}, True),
-        ({"cache_salt": ["s"]}, True),
     ],
 )
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
