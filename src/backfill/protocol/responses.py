@@ -202,17 +202,14 @@ class Response:
         choices = []
         for index, state in enumerate(self._choices):
             assert state.finish_reason is not None
-            choice: Json = {
-                "index": index,
-                **self._shape.whole(self._generation.echo_of(index) + "".join(state.text)),
-                "logprobs": state.logprobs or None,
-                "finish_reason": state.finish_reason.value,
-                "stop_reason": state.stop_reason,
-            }
-            if self._generation.returns_token_ids:
-                choice["token_ids"] = state.token_ids
-                choice["prompt_token_ids"] = self._generation.request.prompt_of(index)
-            choices.append(choice)
+            choice = self._choice(
+                index,
+                self._shape.whole(self._generation.echo_of(index) + "".join(state.text)),
+                state.logprobs or None,
+                token_ids=state.token_ids,
+                prompt_token_ids=self._generation.request.prompt_of(index),
+            )
+            choices.append(_ended(choice, state.finish_reason, state.stop_reason))
         body = self._body(self._shape.object, choices, self._usage, self._attainment)
         return {**body, "system_fingerprint": None}
 
@@ -263,27 +260,19 @@ class Response:
 
     def _part(self, index: int, delta: TextDelta, logprobs: Json | None) -> Json:
         """A choice's part of a chunk."""
-        part: Json = {
-            "index": index,
-            **self._shape.delta(delta.text),
-            "logprobs": logprobs,
-            "finish_reason": None if delta.finish_reason is None else delta.finish_reason.value,
-        }
-        if delta.finish_reason is not None:
-            part["stop_reason"] = delta.stop_reason
-        if self._generation.returns_token_ids:
-            part["token_ids"] = [delta.token_id]
-        return part
+        part = self._choice(index, self._shape.delta(delta.text), logprobs, token_ids=[delta.token_id])
+        return part if delta.finish_reason is None else _ended(part, delta.finish_reason, delta.stop_reason)
 
     def _opening(self, index: int) -> Json | None:
         """What precedes a choice's first token: the chat role, or the echoed prompt."""
         opening = self._shape.opening(self._generation.echo_of(index))
         if opening is None:
             return None
-        part: Json = {"index": index, **opening, "logprobs": None, "finish_reason": None}
-        if self._generation.returns_token_ids:
-            part["prompt_token_ids"] = self._generation.request.prompt_of(index)
-        return part
+        return self._choice(index, opening, None, prompt_token_ids=self._generation.request.prompt_of(index))
+
+    def _choice(self, index: int, content: Json, logprobs: Json | None, **token_ids: list[int]) -> Json:
+        choice: Json = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
+        return choice | token_ids if self._generation.returns_token_ids else choice
 
     def _body(
         self, kind: str, choices: list[Json], usage: Usage | None, attainment: Attainment | None = None
@@ -301,3 +290,7 @@ class Response:
         if attainment is not None:
             body["metrics"] = attainment.as_json()
         return body
+
+
+def _ended(choice: Json, finish_reason: FinishReason, stop_reason: int | str | None) -> Json:
+    return {**choice, "finish_reason": finish_reason.value, "stop_reason": stop_reason}
