@@ -8,7 +8,7 @@ from typing import Any
 
 import peers
 import pytest
-from machine_limits import floor_of, read_parameters
+from machine_limits import floor_of
 
 from backfill.models.config import ModelConfig
 from tests.api.servers import TIMEOUT_S
@@ -51,57 +51,6 @@ def test_products_count_each_token_once_and_logits_once_for_each_output(config: 
     flops = 2 * 4 * ((32 + 7) * layers + 8 * embedding)
     assert floor["batch_tok_s"] == pytest.approx(4 * (32 + 8) / (flops / 1e9))
     assert floor["first_token_s"] == pytest.approx(2 * (32 * layers + embedding) / 1e9)
-
-
-def test_an_input_table_of_its_own_is_not_read(config: ModelConfig) -> None:
-    untied = replace(config, tie_word_embeddings=False)
-    assert untied.num_parameters > config.num_parameters
-    assert read_parameters(untied) == read_parameters(config) == config.num_parameters
-    assert floor_of(untied, BYTES_BIND, **WORK) == floor_of(config, BYTES_BIND, **WORK)
-
-
-def test_one_output_token_needs_no_decode_step(config: ModelConfig) -> None:
-    floor = floor_of(config, BYTES_BIND, **{**WORK, "stream_len": 1})
-    assert floor["stream_tok_s"] == pytest.approx(1 / floor["first_token_s"])
-
-
-def test_every_engine_is_first_in_turn() -> None:
-    assert [peers.rotated("abc", by) for by in range(4)] == [list(o) for o in ("abc", "bca", "cab", "abc")]
-
-
-def test_figures_are_on_the_last_line_that_is_json() -> None:
-    output = 'a log line\n{"engine": 1}\n{broken\nbye\n'
-    assert peers.last_json(output) == {"engine": 1}
-    with pytest.raises(peers.EngineFailed, match="printed no figures: nothing"):
-        peers.last_json("nothing")
-
-
-def test_one_first_token_is_one_sample() -> None:
-    assert peers.figures_of(FIGURES)["first_token_samples_s"] == [0.5]
-    ours = {"total_tok_s": 7.0, **FIGURES, "first_token_samples_s": [0.5, 0.6], "start_s": 1.0}
-    assert peers.figures_of(ours) == {**FIGURES, "first_token_samples_s": [0.5, 0.6]}
-    del ours["batch_tok_s"]
-    assert peers.figures_of(ours)["batch_tok_s"] == 7.0
-
-
-@pytest.mark.parametrize("value", [None, "fast", 0.0, -1.0, float("nan"), float("inf")])
-def test_unusable_figures_are_refused(value: Any) -> None:
-    with pytest.raises(peers.EngineFailed, match="no usable stream_tok_s"):
-        peers.figures_of({**FIGURES, "stream_tok_s": value})
-
-
-@pytest.mark.parametrize(
-    ("engine", "message"),
-    [
-        (peers.EngineCommand(["/no/such/python"], (), None), "could not be started"),
-        (prints("{}", then="raise SystemExit('out of memory')"), "ended with 1: out of memory"),
-        (prints("no figures"), "printed no figures: no figures"),
-        (prints("{}", then="import time; time.sleep(60)"), "took longer than 0.5 s"),
-    ],
-)
-def test_an_engine_may_fail_in_any_way(engine: peers.EngineCommand, message: str) -> None:
-    with pytest.raises(peers.EngineFailed, match=message):
-        peers.run_json(engine, 0.5 if "longer" in message else TIMEOUT_S)
 
 
 def test_a_failure_costs_its_engine_its_round_and_nothing_else(

@@ -1,32 +1,10 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import in_process
 import pytest
 import served
 
 from backfill.core.counters import ClassCounters
-
-
-def test_the_words_of_a_server_that_does_not_start_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    with (
-        pytest.raises(SystemExit, match="backfill serve ended with 2"),
-        served.served("--no-such-option"),
-    ):
-        pass
-    assert "Unknown option" in capfd.readouterr().err
-
-
-def test_waiting_for_a_server_has_an_end() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        with pytest.raises(SystemExit, match=r"not ready within 0.2 s"):
-            served.wait_until_ready(process, served.free_port(), 0.2)
-    finally:
-        served.stop(process)
-    assert process.returncode is not None
 
 
 @pytest.mark.parametrize(
@@ -44,12 +22,6 @@ def test_figures_of_a_server_that_hit_its_cache_are_refused(
     monkeypatch.setattr(served, "get", lambda port, path: metrics)
     with pytest.raises(SystemExit, match=message):
         served.check_no_prefix_hits(1)
-
-
-def test_figures_of_a_server_without_hits_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = 'backfill:prefix_cache_hits_total{class="online"} 0.0\nbackfill:prompt_tokens_total 9\n'
-    monkeypatch.setattr(served, "get", lambda port, path: metrics)
-    served.check_no_prefix_hits(1)
 
 
 def test_hits_of_an_engine_in_this_process_are_refused() -> None:

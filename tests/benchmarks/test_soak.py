@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,23 +14,15 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from soak_batches import lines_of
 from soak_checks import (
-    BAD_LINE,
-    DISTURBANCES,
     BatchAnswers,
     faults_of,
-    figures,
-    gaps,
-    gauge,
     growth_fracs,
-    overlaps,
-    percentile,
-    schedule,
 )
 from soak_checks import Histogram as Parsed
 from soak_disk import Disk, DiskMode
 from soak_load import Outcome, Outcomes, request_of
-from soak_stalls import lag_faults, long_lines, long_text_body, many_messages_body
-from soak_watch import ProbeRecords, finite, lag_figures, table
+from soak_stalls import lag_faults
+from soak_watch import ProbeRecords, lag_figures, table
 
 ANSWERED = BatchAnswers(
     "batch_1",
@@ -93,11 +84,6 @@ def test_histograms_are_read_over_all_labels_and_subtracted() -> None:
     assert Parsed.parse(exposed(0.1), "other") is None
 
 
-def test_gauges_are_summed_and_the_absent_are_0() -> None:
-    text = '# HELP a b\na{x="1"} 2.0\na{x="2"} 0.5\nab 7\n'
-    assert (gauge(text, "a"), gauge(text, "ab"), gauge(text, "b")) == (2.5, 7, 0)
-
-
 def test_the_lag_of_a_phase_is_held_to_its_limits() -> None:
     good = lag_figures(Parsed.parse(exposed(*[0.005] * 99, 0.05), "lag"))
     assert good is not None and lag_faults("p", good) == []
@@ -114,20 +100,6 @@ def test_the_lag_of_a_phase_is_held_to_its_limits() -> None:
     assert len(lag_faults("p", empty)) == 2, "a probe that saw nothing proves nothing"
 
 
-def test_percentiles_by_nearest_rank() -> None:
-    values = [float(value) for value in range(1, 101)]
-    assert (percentile(values, 0.5), percentile(values, 0.99), percentile(values, 1.0)) == (50, 99, 100)
-    assert figures([3.0]) == {"count": 1, "p50_s": 3.0, "p99_s": 3.0, "max_s": 3.0}
-    assert math.isnan(percentile([], 0.5))
-
-
-def test_gaps_are_of_one_stream_and_of_times_without_outage() -> None:
-    tokens = [(1, 0.0), (1, 0.5), (1, 4.0), (2, 9.0), (2, 9.25)]
-    assert gaps(tokens, []) == [0.5, 3.5, 0.25]
-    assert gaps(tokens, [(1.0, 2.0), (5.0, 8.0)]) == [0.5, 0.25]
-    assert overlaps(0, 1, [(0.9, math.inf)]) and not overlaps(0, 1, [(1.0, 2.0)])
-
-
 def test_memory_is_compared_from_the_end_of_the_warm_up() -> None:
     def rounds_of(*held: int) -> list[dict[str, int]]:
         return [{"server": num_bytes, "engine": 1000} for num_bytes in held]
@@ -135,15 +107,6 @@ def test_memory_is_compared_from_the_end_of_the_warm_up() -> None:
     assert growth_fracs(rounds_of(50, 100, 150, 106, 107)) == pytest.approx({"server": 0.06, "engine": 0.0})
     assert growth_fracs(rounds_of(80, 100, 100, 100, 130))["server"] == 0, "one round alone is no leak"
     assert growth_fracs([*rounds_of(1, 1, 1), {"engine": 1000}]) == {"engine": 0.0}
-
-
-def test_a_schedule_repeats_itself_and_has_every_kind() -> None:
-    first = list(schedule(3, 100.0, 10.0))
-    assert first == list(schedule(3, 100.0, 10.0)) != list(schedule(4, 100.0, 10.0))
-    assert sum(pause_s for pause_s, _ in first) <= 100
-    assert {kind for _, kind in first[:4]} == set(DISTURBANCES)
-    counts = Counter(kind for _, kind in schedule(0, 4000.0, 10.0))
-    assert max(counts.values()) - min(counts.values()) <= 1
 
 
 def test_failures_outside_faults_are_unexplained() -> None:
@@ -178,27 +141,6 @@ def test_what_the_probes_wrote_is_read_by_phase(tmp_path: Path) -> None:
     assert (late["health"]["count"], late["stream_gap"]["count"]) == (1, 0)
     shown = table({"health": summary["health"], "lag": None})
     assert "1000.0" in shown and "not exposed" in shown
-
-
-def test_json_has_no_infinity() -> None:
-    assert finite({"a": [1.0, math.inf], "b": {"c": math.nan}, "d": "x"}) == {
-        "a": [1.0, None],
-        "b": {"c": None},
-        "d": "x",
-    }
-
-
-def test_generated_work_is_unique_and_of_the_size_asked() -> None:
-    bodies = [json.loads(line) for line in lines_of(5, 20, max_tokens=4)]
-    ids = [body["custom_id"] for body in bodies]
-    assert len(set(ids)) == 20 and sum(id_.startswith(BAD_LINE) for id_ in ids) == 2
-    lines = list(long_lines(1, 50, num_bytes=8000))
-    assert len({json.loads(line)["body"]["prompt"] for line in lines}) == 50
-    assert all(7500 < len(line) < 8100 for line in lines)
-    assert 3 * 4000 < len(next(iter(long_lines(1, 1, num_words=4000)))) < 10 * 4000
-    for body in (long_text_body(100_000, 1), many_messages_body(100_000)):
-        assert 99_000 < len(body) <= 100_000
-        assert json.loads(body)["max_tokens"] == 1
 
 
 def test_rounds_of_equal_seeds_have_equal_work_and_no_prompt_in_common() -> None:
