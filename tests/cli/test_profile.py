@@ -93,6 +93,7 @@ def test_a_performance_record_is_measured_written_and_printed(model: str, cache:
         (("--max-model-len", "1"), "no step to time"),
         (("--quick", "--out", "/dev/null/profile.json"), "/dev/null/profile.json cannot be written"),
         (("--offload", "--quick", "--out", "/dev/null/a.json"), "/dev/null/a.json cannot be written"),
+        (("--offload", "--tensor-parallel-size", "2"), "--offload is measured in one process"),
         (("--offload", "--max-model-len", "16"), "no load to time within a context of 16 tokens"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

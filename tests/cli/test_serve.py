@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from backfill.cli.serve import _banner
+from backfill.cli.serve import _sizes
+from backfill.cli.startup import first_request
 from backfill.core.config import EngineConfig
 from backfill.engine.client import EngineClient
 from backfill.engine.process import load_engine
@@ -105,12 +106,9 @@ def test_a_size_that_does_not_divide_the_model_is_refused_with_those_that_do(
 @pytest.mark.parametrize("asks_for_keys", [False, True])
 @pytest.mark.parametrize("max_model_len", [2, 16, 2048])
 def test_the_request_that_is_printed_can_be_sent(max_model_len: int, asks_for_keys: bool) -> None:
-    info = make_info(max_model_len=max_model_len)
-    banner = _banner(
-        info, "m", "http://127.0.0.1:8000", 2.0, config=EngineConfig(), asks_for_keys=asks_for_keys
+    words = shlex.split(
+        first_request("http://127.0.0.1:8000", max_model_len, asks_for_keys=asks_for_keys).partition(":")[2]
     )
-    assert "ranks" not in banner
-    words = shlex.split(banner[banner.index("curl") :])
     body = json.loads(words[words.index("-d") + 1])
     assert ("Authorization: Bearer $KEY" in words) == asks_for_keys
     if max_model_len < 128:
@@ -120,12 +118,12 @@ def test_the_request_that_is_printed_can_be_sent(max_model_len: int, asks_for_ke
         assert words[1].endswith("/v1/chat/completions")
 
 
-def test_the_banner_says_how_ranks_share_processors() -> None:
-    config = EngineConfig(tensor_parallel_size=3, threads=7)
-    for device, is_said in (("cpu", True), ("cuda", False)):
-        info = dataclasses.replace(make_info(), device=device)
-        banner = _banner(info, "m", "http://h", 2.0, config=config, asks_for_keys=False)
-        assert ("3 ranks divide the threads: 2 threads each" in banner) == is_said
+@pytest.mark.parametrize(("device", "num_ranks"), [("cpu", 3), ("cuda", 3), ("cpu", 1)])
+def test_the_banner_says_how_ranks_share_processors(device: str, num_ranks: int) -> None:
+    config = EngineConfig(tensor_parallel_size=num_ranks, threads=7)
+    text = _sizes(dataclasses.replace(make_info(), device=device), config)
+    is_said = device == "cpu" and num_ranks > 1
+    assert ("3 ranks divide the threads: 2 threads each" in text) == is_said
 
 
 def test_shedding_needs_the_policy_that_knows_costs(small_model: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from backfill.cli.profile_offload import measure_record
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.execution import machine
@@ -54,12 +53,6 @@ def test_sizes_that_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         EngineConfig(**options).validate()
     assert message in str(refused.value)
-
-
-def test_no_performance_record_is_measured_on_ranks() -> None:
-    config = EngineConfig(tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="`offload` is measured in one process, and these are 2 ranks"):
-        measure_record(config, is_quick=True, out=None, on_load=lambda done, total: None)
 
 
 def test_more_ranks_than_devices_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,13 +9,13 @@ from typing import TYPE_CHECKING
 from backfill.cli.command import VARIABLES, command
 from backfill.cli.interrupts import LOADING, interruptible
 from backfill.cli.startup import (
-    bind,
+    announce,
     check_storage,
     configure_logging,
     counted,
-    first_request,
+    jobs_of,
+    listen,
     run_server,
-    url_of,
 )
 from backfill.http.config import ServerConfig
 from backfill.jobs.config import JobsConfig
@@ -37,43 +36,31 @@ def router(
     by SIGINT or SIGTERM before the engines had joined.
     """
     configure_logging(server.log_level, "router")
-    from backfill.http.keys import ApiKeys
     from backfill.router.server import RouterServer
 
-    jobs = dataclasses.replace(
-        jobs,
-        data_dir=jobs.data_dir.expanduser(),
-        max_line_bytes=server.max_body_bytes,
-        max_file_bytes=max(jobs.batch_max_bytes, jobs.max_file_bytes),
-    ).for_several_servers()
-    keys = ApiKeys(server.api_key, server.api_key_file) if server.asks_for_keys else None
-    listener = bind(server.host, server.port)
-    url = url_of(listener)
+    jobs = jobs_of(server, jobs).for_several_servers()
+    address = listen(server)
     if jobs.batch_api:
         with interruptible(LOADING):
-            check_storage(jobs, url)  # engines may be waited for
+            check_storage(jobs, address.url)  # engines may be waited for
 
     def on_ready(engines: Engines) -> None:
         names = ", ".join(engines.model.models) if engines.model is not None else ""
         num_up = sum(engine.is_up for engine in engines.all)
         max_model_len = 0 if engines.model is None else engines.model.max_model_len
-        print(
-            f"\nBackfill routes {names} on {url} to {counted(len(engines.all), 'engine')}, {num_up} ready",
-            first_request(url, max_model_len, asks_for_keys=keys is not None),
-            sep="\n",
-            flush=True,
-        )
+        where = f"{address.url} to {counted(len(engines.all), 'engine')}, {num_up} ready"
+        announce(f"Backfill routes {names} on {where}", address, max_model_len)
 
     async def run() -> signal.Signals | None:
         routing = RouterServer(
             server,
             config,
-            url=url,
-            api_keys=keys,
+            url=address.url,
+            api_keys=address.keys,
             jobs_config=jobs if jobs.batch_api else None,
             on_ready=on_ready,
         )
-        return await routing.run(listener)
+        return await routing.run(address.listener)
 
     run_server(run())
 

@@ -9,21 +9,20 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backfill.cli.command import LIMITS_SECTION, MODEL_SECTION, VARIABLES, command
 from backfill.cli.interrupts import LOADING, exit_after, exit_at_once, interruptible
 from backfill.cli.startup import (
-    bind,
+    announce,
     check_engine,
     configure_logging,
     counted,
     find_folder,
-    first_request,
+    jobs_of,
+    listen,
     run_server,
     served_model,
-    url_of,
 )
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import BackfillError, ConfigError
@@ -62,13 +61,7 @@ def serve(
     configure_logging(server.log_level, "server")
     if server.shed_hopeless and engine.scheduler.policy != "slo":
         raise ConfigError(f"`shed_hopeless` needs `policy` slo, got `policy` {engine.scheduler.policy}.")
-    jobs = dataclasses.replace(
-        jobs,
-        data_dir=jobs.data_dir.expanduser(),
-        max_line_bytes=server.max_body_bytes,
-        # A batch's file may be as large as asked, so any file may.
-        max_file_bytes=max(jobs.batch_max_bytes, jobs.max_file_bytes),
-    )
+    jobs = jobs_of(server, jobs)
     if replicas.data_parallel_size > 1 or (engine.executor == "ray" and not replicas.is_replica):
         from backfill.cli.serve_replicas import serve_replicas
 
@@ -128,19 +121,15 @@ def _run(
     chat_template: str | None,
     started_at_s: float,
 ) -> None:
-    from backfill.http.keys import ApiKeys
-
-    keys = None
-    if server_config.asks_for_keys:
-        keys = ApiKeys(server_config.api_key, server_config.api_key_file)
-    listener = bind(server_config.host, server_config.port)
-    url = url_of(listener)
+    address = listen(server_config)
     with interruptible(LOADING):
         folder = find_folder(model)
     engine_config = dataclasses.replace(engine_config, model_dir=str(folder))
     check_engine(engine_config)
-    if jobs_config.batch_api:
-        _check_data_folder(jobs_config.data_dir, url)
+    if jobs_config.batch_api:  # the server takes its folder later, once the engine is launched
+        lock = DataFolderLock(jobs_config.data_dir, address.url)
+        lock.acquire()
+        lock.release()
     client = _launch(engine_config, server_config.log_level.upper())
     from backfill.api.server import Server  # takes a second, in which the engine loads
 
@@ -151,10 +140,8 @@ def _run(
 
     def on_ready(ready: Ready) -> None:
         took_s = time.monotonic() - started_at_s
-        banner = _banner(
-            ready.info, served.names[0], url, took_s, config=engine_config, asks_for_keys=keys is not None
-        )
-        print(banner, flush=True)
+        what = f"Backfill serves {served.names[0]} on {address.url}  (ready in {took_s:.1f} s)"
+        announce(f"{what}\n{_sizes(ready.info, engine_config)}", address, ready.info.max_model_len)
 
     async def run() -> signal.Signals | None:
         server = Server(
@@ -162,14 +149,14 @@ def _run(
             engine_config,
             served,
             client=client,
-            url=url,
-            api_keys=keys,
+            url=address.url,
+            api_keys=address.keys,
             jobs_config=jobs_config if jobs_config.batch_api else None,
             chat_template=chat_template,
             on_started=on_started,
             on_ready=on_ready,
         )
-        return await server.run(listener)
+        return await server.run(address.listener)
 
     run_server(run())
 
@@ -185,32 +172,15 @@ def _launch(config: EngineConfig, log_level: str) -> EngineClient:
     return client
 
 
-def _banner(
-    info: ExecutorInfo, name: str, url: str, took_s: float, *, config: EngineConfig, asks_for_keys: bool
-) -> str:
-    """The line that says what is served where, and a request to copy."""
+def _sizes(info: ExecutorInfo, config: EngineConfig) -> str:
     ranks = ""
     if config.num_ranks > 1 and info.device == "cpu":
         threads = counted(threads_of_rank(config), "thread")
         ranks = f"\n  {config.num_ranks} ranks divide the threads: {threads} each"
-    lines = [
-        "",
-        f"Backfill serves {name} on {url}  (ready in {took_s:.1f} s)",
+    return (
         f"  {info.device}, {info.dtype}, context of {info.max_model_len} tokens, "
-        f"KV pool of {info.num_blocks * info.block_size} tokens{ranks}",
-        first_request(url, info.max_model_len, asks_for_keys=asks_for_keys),
-    ]
-    return "\n".join(lines)
-
-
-def _check_data_folder(folder: Path, url: str) -> None:
-    """Refuse a folder that another server holds. The server takes it later, once the engine is launched.
-
-    Raises: ConfigError.
-    """
-    lock = DataFolderLock(folder, url)
-    lock.acquire()
-    lock.release()
+        f"KV pool of {info.num_blocks * info.block_size} tokens{ranks}"
+    )
 
 
 def _save_config(

@@ -7,24 +7,22 @@ import dataclasses
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from backfill.cli.interrupts import LOADING, SIGNALS, exit_at_once, interruptible
 from backfill.cli.startup import (
-    bind,
+    announce,
     check_engine,
     check_storage,
     counted,
     find_folder,
-    first_request,
+    listen,
     run_server,
-    url_of,
 )
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
@@ -34,9 +32,10 @@ from backfill.jobs.config import JobsConfig
 from backfill.protocol.options import read_template
 
 if TYPE_CHECKING:
+    from backfill.cli.startup import Address
     from backfill.parallel.ray_cluster import Bundle
-    from backfill.router.replicas import ReplicaPlace
-    from backfill.router.replicas import Replicas as ProcessReplicas
+    from backfill.ray.replicas import RayReplicas
+    from backfill.router.replicas import ReplicaPlace, Replicas
     from backfill.router.server import RouterServer
 
 _LOAD_S = 3600.0  # a replica that cannot load ends by itself
@@ -50,27 +49,6 @@ _ServerOf = Callable[[EngineConfig, str | None], Callable[["ReplicaPlace"], None
 RunReplica = Callable[[ModelOptions, ServerConfig, JobsConfig, EngineConfig, "ReplicaPlace"], None]
 
 
-class Replicas(Protocol):
-    """Servers that are kept running: of this machine (``router``), or actors of Ray (``ray``)."""
-
-    @property
-    def urls(self) -> tuple[str, ...]: ...
-
-    def start(self) -> None:
-        """Raises: OSError, BackfillError."""
-
-    def has_served(self) -> None:
-        """From now on a replica that ends is started again."""
-
-    async def run(self, on_move: Callable[[str, str], Awaitable[None]]) -> None:
-        """Keep all running until cancelled; ``on_move`` has the old and new URL. Raises: ReplicaFailed."""
-
-    async def end(self) -> None: ...
-
-    def kill(self) -> None:
-        """End all at once."""
-
-
 def serve_replicas(
     model: ModelOptions,
     server: ServerConfig,
@@ -80,26 +58,23 @@ def serve_replicas(
     run_replica: RunReplica,
 ) -> None:
     """Serve with servers of the same options behind ``server``'s address."""
-    from backfill.http.keys import ApiKeys
     from backfill.router.config import RouterConfig
     from backfill.router.server import RouterServer
 
     started_at_s = time.monotonic()
-    keys = ApiKeys(server.api_key, server.api_key_file) if server.asks_for_keys else None
-    listener = bind(server.host, server.port)
-    url = url_of(listener)
+    address = listen(server)
     is_on_ray = engine.executor == "ray"
     # Nodes share no folder that is known: without a store that is named, the router sends lines to replicas.
     shares_store = not is_on_ray or jobs.is_shared
     jobs = jobs.for_several_servers()
     if jobs.batch_api:
         with interruptible(LOADING):
-            check_storage(jobs, url)
+            check_storage(jobs, address.url)
     # Actors listen beyond loopback, so they ask for a key in any case.
-    engine_key = None if keys is None and not is_on_ray else secrets.token_urlsafe(32)
+    engine_key = None if address.keys is None and not is_on_ray else secrets.token_urlsafe(32)
     own_jobs = jobs if shares_store else dataclasses.replace(jobs, batch_api=False)
     server_of = partial(_server_of, run_replica, model, server, own_jobs)
-    replicas: Replicas
+    replicas: Replicas | RayReplicas
     if is_on_ray:
         assert engine_key is not None
         for number in SIGNALS:
@@ -118,14 +93,13 @@ def serve_replicas(
         routing = RouterServer(
             server,
             RouterConfig(engines=replicas.urls, engine_api_key=engine_key, join_timeout=_LOAD_S),
-            url=url,
-            api_keys=keys,
+            url=address.url,
+            api_keys=address.keys,
             jobs_config=jobs if jobs.batch_api else None,
             on_second_signal=replicas.kill,
         )
         try:
-            asks_for_keys = keys is not None
-            return await _serve(routing, replicas, listener, url, started_at_s, asks_for_keys=asks_for_keys)
+            return await _serve(routing, replicas, address, started_at_s)
         finally:
             await replicas.end()
 
@@ -159,18 +133,12 @@ def _server_of(
 
 
 async def _serve(
-    routing: RouterServer,
-    replicas: Replicas,
-    listener: socket.socket,
-    url: str,
-    started_at_s: float,
-    *,
-    asks_for_keys: bool,
+    routing: RouterServer, replicas: Replicas | RayReplicas, address: Address, started_at_s: float
 ) -> signal.Signals | None:
     """Serve until a signal. Returns: it, if it came before all were ready. Raises: ReplicaFailed."""
     from backfill.router.engines import EngineRefused
 
-    async def announce() -> None:
+    async def announce_ready() -> None:
         while not (
             routing.engines and routing.engines.all and all(each.is_up for each in routing.engines.all)
         ):
@@ -179,13 +147,9 @@ async def _serve(
         took_s = time.monotonic() - started_at_s
         model = routing.engines.model
         assert model is not None, "an engine is up"
-        where = f"{url} with {counted(len(replicas.urls), 'replica')}"
-        print(
-            f"\nBackfill serves {', '.join(model.models)} on {where}  (ready in {took_s:.1f} s)",
-            first_request(url, model.max_model_len, asks_for_keys=asks_for_keys),
-            sep="\n",
-            flush=True,
-        )
+        where = f"{address.url} with {counted(len(replicas.urls), 'replica')}"
+        what = f"Backfill serves {', '.join(model.models)} on {where}  (ready in {took_s:.1f} s)"
+        announce(what, address, model.max_model_len)
 
     async def follow(old: str, new: str) -> None:
         """Let a replica that runs elsewhere join, once it answers."""
@@ -199,8 +163,8 @@ async def _serve(
             routing.engines.leave(old)
 
     keeping = asyncio.create_task(replicas.run(follow))
-    serving = asyncio.create_task(routing.run(listener))
-    announcing = asyncio.create_task(announce())
+    serving = asyncio.create_task(routing.run(address.listener))
+    announcing = asyncio.create_task(announce_ready())
     try:
         await asyncio.wait({keeping, serving}, return_when=asyncio.FIRST_COMPLETED)
         routing.stop()
@@ -216,7 +180,7 @@ async def _serve(
 
 def _processes(
     server_of: _ServerOf, engine: EngineConfig, num_replicas: int, engine_key: str | None
-) -> ProcessReplicas:
+) -> Replicas:
     """On this machine, whose devices and threads they divide. Raises: ConfigError."""
     from backfill.execution.machine import available_processors
     from backfill.router.replicas import ReplicaProcess, Replicas
@@ -229,7 +193,7 @@ def _processes(
     )
 
 
-def _actors(server_of: _ServerOf, engine: EngineConfig, num_replicas: int, engine_key: str) -> Replicas:
+def _actors(server_of: _ServerOf, engine: EngineConfig, num_replicas: int, engine_key: str) -> RayReplicas:
     """On the nodes that Ray chooses. Raises: BackfillError without Ray."""
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours the names of actors in a file, too

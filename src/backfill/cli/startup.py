@@ -12,8 +12,9 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from backfill.cli.interrupts import LOADING, take_from_loop
 from backfill.core.config import EngineConfig
@@ -22,6 +23,8 @@ from backfill.ipc.log_lines import log_format
 
 if TYPE_CHECKING:
     from backfill.engine.options import ModelOptions
+    from backfill.http.config import ServerConfig
+    from backfill.http.keys import ApiKeys
     from backfill.jobs.config import JobsConfig
     from backfill.protocol.preparer import ServedModel
 
@@ -60,6 +63,16 @@ def check_engine(config: EngineConfig) -> None:
     check_parallel(model, config.tensor_parallel_size, config.pipeline_parallel_size)
     check_threads(config)
     check_profile(config)
+
+
+def jobs_of(server: ServerConfig, jobs: JobsConfig) -> JobsConfig:
+    """The batches of a server: a line may be as large as an online body, and any file as a batch's."""
+    return replace(
+        jobs,
+        data_dir=jobs.data_dir.expanduser(),
+        max_line_bytes=server.max_body_bytes,
+        max_file_bytes=max(jobs.batch_max_bytes, jobs.max_file_bytes),
+    )
 
 
 def check_storage(config: JobsConfig, url: str) -> None:
@@ -129,23 +142,19 @@ def run_server(serving: Coroutine[Any, Any, signal.Signals | None]) -> None:
         raise SystemExit(128 + stopped_by)
 
 
-def url_of(listener: socket.socket) -> str:
-    """Where a listener is reached."""
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
 def counted(number: int, noun: str) -> str:
     """Such as "1 engine" and "2 engines"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def first_request(url: str, max_model_len: int, *, asks_for_keys: bool) -> str:
-    """A request to copy, as the last lines of what a command says at its start.
+def announce(what: str, address: Address, max_model_len: int) -> None:
+    """Print what is served, and a request to copy. Args: max_model_len: 0 where it is not known."""
+    example = first_request(address.url, max_model_len, asks_for_keys=address.keys is not None)
+    print(f"\n{what}\n{example}", flush=True)
 
-    Args:
-        max_model_len: 0 where it is not known.
-    """
+
+def first_request(url: str, max_model_len: int, *, asks_for_keys: bool) -> str:
+    """A request to copy. Args: max_model_len: 0 where it is not known."""
     if 0 < max_model_len < _TINY_CONTEXT:  # a chat template alone may be longer
         path = "/v1/completions"
         body: dict[str, Any] = {"prompt": "Hi", "max_tokens": max(1, min(16, max_model_len // 2))}
@@ -164,8 +173,29 @@ def first_request(url: str, max_model_len: int, *, asks_for_keys: bool) -> str:
     return "\n".join(lines)
 
 
-def bind(host: str, port: int) -> socket.socket:
+class Address(NamedTuple):
+    """Where a server listens, and who may ask it.
+
+    Attributes:
+        keys: None where anyone may.
+    """
+
+    listener: socket.socket
+    url: str
+    keys: ApiKeys | None
+
+
+def listen(server: ServerConfig) -> Address:
     """Bind the port before anything slow, so that a port in use fails at once. Raises: ConfigError."""
+    from backfill.http.keys import ApiKeys
+
+    keys = ApiKeys(server.api_key, server.api_key_file) if server.asks_for_keys else None
+    listener = bind(server.host, server.port)
+    host, port = listener.getsockname()[:2]
+    return Address(listener, f"http://{f'[{host}]' if ':' in host else host}:{port}", keys)
+
+
+def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from uuid import uuid4
@@ -45,6 +47,15 @@ def save_json(path: Path, content: object) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises: ConfigError when the file cannot be written in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 def load_json(path: Path, kind: str, remedy: str) -> object:
