@@ -19,13 +19,7 @@ ELSEWHERE = {
     "triton": "kernels/triton_ops/",  # comes with torch's CUDA build, and is of use with that only
     "fsspec": "jobs/object_store.py",  # comes with the extra s3
 }
-PLOTS = (
-    "bench/plot.py",
-    "bench/coserve_plot.py",
-    "simulation/fleet_plot.py",
-    "simulation/plot.py",
-    "simulation/sweep_plot.py",
-)
+PLOTS = ("bench/coserve_result.py", "cli/studies.py", "simulation/")
 
 # Extras, and the only files or folders that import what is in them.
 EXTRAS = {"plot": PLOTS, "ray": ("ray/", "parallel/ray_", "parallel/require_ray.py")}

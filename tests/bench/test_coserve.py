@@ -156,7 +156,7 @@ def test_a_server_that_is_gone_leaves_what_was_measured(monkeypatch: pytest.Monk
     run = coserve(server, dataclasses.replace(LOAD, duration=100.0), die)
     figures = figures_of(run)
     assert run.status is Status.SERVER_LOST and figures.status == "server lost"
-    assert figures.num_online < 8 * 100 and run.online.duration_s < 100
+    assert figures.num_online < 8 * 100
 
 
 def test_stopping_leaves_what_was_measured() -> None:

@@ -15,7 +15,7 @@ from backfill.bench.coserve_figures import (
     timeline_of,
 )
 from backfill.bench.coserve_load import CoserveLoad
-from backfill.bench.coserve_plot import save_plot
+from backfill.bench.coserve_result import draw
 from backfill.bench.offline import OfflineLoad
 from backfill.bench.record import Outcome, RequestRecord
 from backfill.bench.runner import Run
@@ -120,7 +120,7 @@ def test_a_timeline_counts_in_windows(tmp_path: Path) -> None:
     assert timeline.rates[0][1:] == (pytest.approx(102 / 5), pytest.approx(50 - 102 / 5))
     unknown = Timeline([], [], [(5.0, 1.0, None)])
     path = tmp_path / "plot.png"
-    save_plot(path, {"slo": timeline, "another": unknown, "third": timeline}, LOAD, "title")
+    draw(path, {"slo": timeline, "another": unknown, "third": timeline}, LOAD, "title")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

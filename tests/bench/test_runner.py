@@ -68,8 +68,6 @@ def check_due(factor: float) -> None:
     for record, at in zip(run.records, due, strict=True):
         assert record.due_at_s == at
         assert at <= (record.sent_at_s or 0.0) <= at + LATE_S * factor
-    assert due[-1] + 0.02 <= run.duration_s <= due[-1] + 2 * LATE_S * factor
-    assert not run.is_interrupted
 
 
 def test_a_server_that_errors_midway_does_not_end_the_run() -> None:
@@ -102,8 +100,6 @@ def check_stop(factor: float) -> None:
 
     due = [0.0, 0.1 * factor, 0.1 * factor, TIMEOUT_S]
     run, _ = run_load(due, answer, stop_at_request=2, after_s=0.1 * factor)
-    assert run.is_interrupted
-    assert run.duration_s < 20 * factor
     assert outcomes(run) == [Outcome.COMPLETED, Outcome.INTERRUPTED, Outcome.INTERRUPTED]
     assert len(run.records[1].chunk_after_s) == 1
     assert "0 running" in describe_run(run)

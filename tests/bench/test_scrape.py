@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from backfill.bench.scrape import (
-    STEP_STOPS,
     Sample,
     computed_share,
     discarded_share,
@@ -68,22 +67,6 @@ def test_shares() -> None:
     assert discarded_share(samples) == pytest.approx(50 / 250)
     assert computed_share(samples[:1], RECOMPUTED) is None
     assert computed_share([sample(0, 5), sample(1, 5)], RECOMPUTED) == 0.0
-
-
-def test_metrics_of_older_servers_are_read_under_their_old_names() -> None:
-    old = [
-        Sample(0, {"backfill:iteration_tokens_total_sum": 0, "backfill:step_aborts_total": 1}),
-        Sample(
-            1,
-            {
-                "backfill:iteration_tokens_total_sum": 30,
-                "backfill:step_aborts_total": 3,
-                "backfill:aborted_tokens_total": 10,
-            },
-        ),
-    ]
-    assert gained(old, *STEP_STOPS) == 2
-    assert discarded_share(old) == 0.25
 
 
 def test_tokens_between_samples_lie_on_a_line() -> None:

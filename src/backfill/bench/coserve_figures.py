@@ -7,13 +7,22 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from backfill.bench.coserve import CoserveRun, Status
 from backfill.bench.record import Outcome, RequestRecord
-from backfill.bench.scrape import PREFIX_HITS, STEP_STOPS, computed_share, discarded_share, gained, tokens_at
+from backfill.bench.scrape import (
+    PREEMPTIONS,
+    PREFIX_HITS,
+    STEP_STOPS,
+    Sample,
+    computed_share,
+    discarded_share,
+    gained,
+    tokens_at,
+)
 
 WINDOW_S = 5.0
 # Summed over rounds, since a median could hide a failure.
@@ -105,11 +114,8 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
     in_time = sum(bool(r.chunk_after_s) and r.ttft_s <= load.ttft_slo for r in judged)
     # The last sample is requested at the end and arrives a little later.
     samples = [s for s in run.samples if load.warmup <= s.at_s <= run.ended_at_s + 1.0]
-    rates = _rates(run)
-    stops = gained(samples, *STEP_STOPS)
-    preemptions = gained(samples, "backfill:num_preemptions_total")
-    prefix_hits = gained(samples, *PREFIX_HITS)
     return CoserveFigures(
+        **_rates(run),
         ttft_p50_s=_percentile(waits, 50),
         ttft_p99_s=_percentile(waits, 99),
         itl_p50_s=_percentile(gaps, 50),
@@ -117,17 +123,13 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
         tpot_p99_s=_percentile(tpots, 99),
         ttft_attainment=in_time / len(judged) if judged else None,
         itl_attainment=sum(gap <= load.tpot_slo for gap in gaps) / len(gaps) if gaps else None,
-        total_tok_s=rates.total_tok_s,
-        online_tok_s=rates.online_tok_s,
-        offline_tok_s=rates.offline_tok_s,
-        tokens_from=rates.tokens_from,
         recomputed_token_share=computed_share(samples, "backfill:recomputed_tokens_total"),
         discarded_token_share=discarded_share(samples),
         checkpointed_token_share=computed_share(samples, "backfill:checkpointed_tokens_total"),
         restored_token_share=computed_share(samples, "backfill:restored_tokens_total"),
-        preemptions=None if preemptions is None else round(preemptions),
-        step_stops=None if stops is None else round(stops),
-        prefix_hit_tokens=None if prefix_hits is None else round(prefix_hits),
+        preemptions=_count(samples, PREEMPTIONS),
+        step_stops=_count(samples, STEP_STOPS),
+        prefix_hit_tokens=_count(samples, *PREFIX_HITS),
         num_online=len(records),
         failed=sum(record.outcome is Outcome.FAILED for record in records),
         unfinished=sum(record.outcome is Outcome.INTERRUPTED for record in records),
@@ -198,26 +200,23 @@ def timeline_of(run: CoserveRun) -> Timeline:
     return Timeline(ttfts, itl_p99s, rates)
 
 
-class _Rates(NamedTuple):
-    """Tokens per second of the measurement, and who counted the offline tokens."""
-
-    online_tok_s: float | None = None
-    offline_tok_s: float | None = None
-    total_tok_s: float | None = None
-    tokens_from: str | None = None
+def _count(samples: Sequence[Sample], *names: str) -> int | None:
+    gain = gained(samples, *names)
+    return None if gain is None else round(gain)
 
 
-def _rates(run: CoserveRun) -> _Rates:
-    """All None if nothing was measured."""
+def _rates(run: CoserveRun) -> dict[str, Any]:
+    """Tokens per second of the measurement, and who counted the offline ones; empty if it had not begun."""
     start_s, end_s = run.load.warmup, run.ended_at_s
     if end_s <= start_s:
-        return _Rates()
+        return {}
     online = _online_tokens(run.online.records, [start_s, end_s])[0]
     offline, source = _offline_tokens(run, start_s, end_s, online)
     seconds = end_s - start_s
-    if offline is None:
-        return _Rates(online / seconds, tokens_from=source)
-    return _Rates(online / seconds, offline / seconds, (online + offline) / seconds, source)
+    found = {"online_tok_s": online / seconds, "tokens_from": source}
+    if offline is not None:
+        found |= {"offline_tok_s": offline / seconds, "total_tok_s": (online + offline) / seconds}
+    return found
 
 
 def _offline_tokens(

@@ -31,8 +31,6 @@ class Run:
     num_requests: int
     started_at: float = field(default_factory=time.perf_counter)
     records: list[RequestRecord] = field(default_factory=list)
-    duration_s: float = 0.0
-    is_interrupted: bool = False
 
     def count(self, outcome: Outcome) -> int:
         return sum(record.outcome is outcome for record in self.records)
@@ -78,8 +76,6 @@ async def send_load(
         for record in run.records:
             if record.outcome is Outcome.RUNNING:  # cancelled before its first turn
                 record.outcome, record.error = Outcome.INTERRUPTED, "interrupted"
-        run.duration_s = time.perf_counter() - run.started_at
-        run.is_interrupted = stop.is_set()
         await cancel([stopping])
     return run
 

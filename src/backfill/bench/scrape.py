@@ -23,9 +23,9 @@ _TOKENS: tuple[tuple[tuple[str, int], ...], ...] = (
     (("vllm:prompt_tokens_total", 1), ("vllm:generation_tokens_total", 1)),
 )
 _COMPUTED = "backfill:iteration_tokens_total_sum"
-# The second name of each is that of older servers.
-_DISCARDED = ("backfill:discarded_tokens_total", "backfill:aborted_tokens_total")
-STEP_STOPS = ("backfill:step_stops_total", "backfill:step_aborts_total")
+_DISCARDED = "backfill:discarded_tokens_total"
+STEP_STOPS = "backfill:step_stops_total"
+PREEMPTIONS = "backfill:num_preemptions_total"
 PREFIX_HITS = ("backfill:prefix_cache_hits_total", "vllm:prefix_cache_hits_total")
 _PRESENT = (
     ("backfill:num_requests_running", "backfill:num_requests_waiting"),
@@ -90,7 +90,7 @@ def computed_share(samples: Sequence[Sample], name: str) -> float | None:
 
 def discarded_share(samples: Sequence[Sample]) -> float | None:
     """Discarded tokens over these and all computed tokens."""
-    discarded, computed = gained(samples, *_DISCARDED), gained(samples, _COMPUTED)
+    discarded, computed = gained(samples, _DISCARDED), gained(samples, _COMPUTED)
     return _share(discarded, None if discarded is None or computed is None else discarded + computed)
 
 
