@@ -48,7 +48,7 @@ from backfill.costs.hardware import HardwareProfile
 from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CostProfile, FitError
 from backfill.simulation.replay import Arrival, Lengths
-from backfill.simulation.seeds import FIRST_REPORTED_SEED
+from backfill.simulation.study import FIRST_REPORTED_SEED
 from backfill.simulation.workloads import gamma_workload
 
 POLICIES = "online-only,fcfs,priority,slo"

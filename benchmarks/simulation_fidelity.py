@@ -21,6 +21,8 @@ from dataclasses import asdict
 
 import numpy as np
 from in_process import check_no_prefix_hits, restart_in_engine_environment
+from live_replay import LiveReplay
+from observation import ObservedExecutor, observed_behaviour
 from safepoints import make_plan, overhead
 
 from backfill.core.clock import VirtualClock, WallClock
@@ -38,9 +40,7 @@ from backfill.execution.profile import load_or_measure_profile, step_capacity
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.resolve import resolve_model
-from backfill.simulation.live_replay import LiveReplay
 from backfill.simulation.metrics import PolicyMetrics, metrics_of
-from backfill.simulation.observation import ObservedExecutor, observed_behaviour
 from backfill.simulation.replay import Lengths, Replay, ReplayResult, Workload
 from backfill.simulation.workloads import gamma_workload
 

@@ -18,9 +18,9 @@ class Command(NamedTuple):
 
 PAPERS = {
     "blendserve": {
-        "table2": Command("blendserve.figures:table2_app", "Table 2, figures 6 and 7: four pools."),
-        "grid": Command("blendserve.figures:grid_app", "Figures 9 to 12: densities and sharings."),
-        "usage": Command("blendserve.figures:usage_app", "Figure 8: resources of the steps."),
+        "table2": Command("blendserve.figures:table2", "Table 2, figures 6 and 7: four pools."),
+        "grid": Command("blendserve.figures:grid", "Figures 9 to 12: densities and sharings."),
+        "usage": Command("blendserve.figures:usage", "Figure 8: resources of the steps."),
         "coserving": Command("blendserve.coserving:app", "Orders beside online traffic (ours)."),
         "lengths": Command("blendserve.lengths:app", "Estimates of output lengths (ours)."),
     },
@@ -30,20 +30,20 @@ PAPERS = {
         "overhead": Command("bros.overhead:app", "Figure 14: what scheduling takes of an iteration."),
     },
     "conserve": {
-        "fig5": Command("conserve.figures:fig5_app", "Figure 5: a conversation trace with a burst."),
-        "fig6": Command("conserve.figures:fig6_app", "Figure 6: load ON, OFF and ON again."),
-        "fig7": Command("conserve.figures:fig7_app", "Figure 7: burstiness and rates."),
-        "fig8": Command("conserve.figures:fig8_app", "Figure 8: one optimisation after another."),
-        "slow-1": Command("conserve.figures:slow_1_app", "Chats beside a batch on an A100 (ours)."),
-        "slow-10": Command("conserve.figures:slow_10_app", "The same on a device ten times as slow."),
-        "slow-100": Command("conserve.figures:slow_100_app", "The same on a device a hundred times as slow."),
+        "fig5": Command("conserve.figures:fig5", "Figure 5: a conversation trace with a burst."),
+        "fig6": Command("conserve.figures:fig6", "Figure 6: load ON, OFF and ON again."),
+        "fig7": Command("conserve.figures:fig7", "Figure 7: burstiness and rates."),
+        "fig8": Command("conserve.figures:fig8", "Figure 8: one optimisation after another."),
+        "slow-1": Command("conserve.figures:slow_1", "Chats beside a batch on an A100 (ours)."),
+        "slow-10": Command("conserve.figures:slow_10", "The same on a device ten times as slow."),
+        "slow-100": Command("conserve.figures:slow_100", "The same on a device a hundred times as slow."),
     },
     "selectn": {
-        "slo": Command("selectn.figures:slo_app", "Figure 9: latency over its objective."),
-        "memory": Command("selectn.figures:memory_app", "Figure 10: host memory and throughput."),
-        "interval": Command("selectn.figures:interval_app", "Figure 11: every interval."),
-        "contention": Command("selectn.figures:contention_app", "Figure 12: two devices on one bus."),
-        "maxlen": Command("selectn.figures:maxlen_app", "Figure 14: tokens of KV at each interval."),
+        "slo": Command("selectn.figures:slo", "Figure 9: latency over its objective."),
+        "memory": Command("selectn.figures:memory", "Figure 10: host memory and throughput."),
+        "interval": Command("selectn.figures:interval", "Figure 11: every interval."),
+        "contention": Command("selectn.figures:contention", "Figure 12: two devices on one bus."),
+        "maxlen": Command("selectn.figures:maxlen", "Figure 14: tokens of KV at each interval."),
     },
 }
 

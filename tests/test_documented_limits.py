@@ -29,7 +29,7 @@ from backfill.preparation import process as preparation_process
 from backfill.preparation import supervisor as preparation_supervisor
 from backfill.protocol import chat, generation_fields, parsing
 from backfill.scheduling import builder, planner
-from backfill.simulation.scenarios import VARIANTS
+from backfill.simulation.variants import VARIANTS
 from tests.test_docs import ROOT
 
 CONNECTION = connection.ConnectionLimits(max_connections=1)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
 from typing import Any, ClassVar, NamedTuple, cast
 
 from rich.console import Console
 
 from backfill.blending.requests import OrderName
-from backfill.cli.sweeps import names_of
-from backfill.cli.tables import print_rows
+from backfill.cli.studies import command_of
 from backfill.core.errors import ConfigError
 from backfill.core.options import internal
-from backfill.simulation.sweep import check_names, check_positive
+from backfill.simulation.study import (
+    Outcomes,
+    Run,
+    Study,
+    check_names,
+    check_positive,
+    mean_figures,
+    names_of,
+)
+from backfill.simulation.tables import print_rows
 from experiments.blendserve.coserving_run import (
     SLO_OF_ALL,
     CoserveResult,
@@ -28,7 +35,6 @@ from experiments.blendserve.overlap import INTERFERENCE
 from experiments.blendserve.pool import HARDWARE
 from experiments.blendserve.sources import COMPUTE_SOURCES
 from experiments.blendserve.traffic import TRAFFICS, OnlineTraffic, TrafficName
-from experiments.study import Outcomes, Run, Study, command_of
 
 LONG_SOURCE = "reasoning"
 _SHARING = 0.35
@@ -49,46 +55,11 @@ VARIANTS: Mapping[str, Variant] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class CoserveFigures:
-    """One variant beside one traffic, means over the seeds; see ``CoserveResult``."""
-
-    offline_tok_s: float
-    offline_rps: float
-    optimal_s_per_s: float
-    of_optimum: float
-    offline_compute: float
-    offline_memory: float
-    imbalance: float
-    ttft_attainment: float
-    tpot_attainment: float
-    ttft_p99_s: float
-    num_preemptions: float
-    recomputed_share: float
-
-    @classmethod
-    def mean(cls, results: Sequence[CoserveResult]) -> CoserveFigures:
-        return cls(
-            fmean(each.offline_tok_s for each in results),
-            fmean(each.offline_rps for each in results),
-            fmean(each.optimal_s_per_s for each in results),
-            fmean(each.of_optimum for each in results),
-            fmean(each.offline.compute_s for each in results),
-            fmean(each.offline.memory_s for each in results),
-            fmean(each.imbalance for each in results),
-            fmean(each.ttft_attainment for each in results),
-            fmean(each.tpot_attainment for each in results),
-            fmean(each.ttft_p99_s for each in results),
-            fmean(each.num_preemptions for each in results),
-            fmean(each.recomputed_share for each in results),
-        )
-
-
 class CoservePoint(NamedTuple):
-    """Figures of each variant beside one traffic, and the first seed's results, for its usage over time."""
+    """Figures of each variant beside one traffic, means over the seeds, and the first seed's results."""
 
     traffic: TrafficName
-    figures: dict[str, CoserveFigures]
+    figures: dict[str, dict[str, float]]
     first: dict[str, CoserveResult]
 
 
@@ -190,7 +161,7 @@ class Coserving(Study[CoservePoint]):
     def point(self, setting: TrafficName, outcomes: Outcomes) -> CoservePoint:
         return CoservePoint(
             setting,
-            {name: CoserveFigures.mean(of_seeds) for name, of_seeds in outcomes.items()},
+            {name: mean_figures(_MEANS, of_seeds) for name, of_seeds in outcomes.items()},
             {name: of_seeds[0] for name, of_seeds in outcomes.items()},
         )
 
@@ -199,8 +170,7 @@ class Coserving(Study[CoservePoint]):
 
     def report(self, console: Console, points: Sequence[CoservePoint]) -> None:
         for traffic, figures, _ in points:
-            columns = {name: asdict(each) for name, each in figures.items()}
-            print_rows(console, f"{traffic} traffic, load {self.load:g}", _FIGURES, columns)
+            print_rows(console, f"{traffic} traffic, load {self.load:g}", _FIGURES, figures)
 
     def as_json(self, points: Sequence[CoservePoint]) -> dict[str, Any]:
         return {
@@ -218,15 +188,14 @@ class Coserving(Study[CoservePoint]):
             "interference": self.interference,
             "traffics": {
                 traffic: {
-                    name: {**asdict(each), "usage": first[name].usage.tolist()}
-                    for name, each in figures.items()
+                    name: {**each, "usage": first[name].usage.tolist()} for name, each in figures.items()
                 }
                 for traffic, figures, first in points
             },
         }
 
 
-app = command_of(Coserving)
+app = command_of(Coserving, "EXPERIMENTS_")
 
 
 def run_to_the_end(variant: str, run: CoserveRun) -> CoserveResult:
@@ -240,6 +209,7 @@ def run_to_the_end(variant: str, run: CoserveRun) -> CoserveResult:
     return result
 
 
+# Figures of ``CoserveResult``.
 _FIGURES = {
     "offline_tok_s": ("offline tok/s", ".0f"),
     "offline_rps": ("offline req/s", ".2f"),
@@ -253,3 +223,4 @@ _FIGURES = {
     "num_preemptions": ("preempted", ".0f"),
     "recomputed_share": ("recomputed", ".1%"),
 }
+_MEANS = (*_FIGURES, "ttft_p99_s")

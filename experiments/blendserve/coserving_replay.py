@@ -18,7 +18,7 @@ from backfill.core.request import Request, ServiceClass
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
 from backfill.execution.simulated_executor import SimulatedExecutor
-from backfill.simulation.progress import RunShare
+from backfill.simulation.processes import RunShare
 from backfill.simulation.replay import Replay, Totals, Workload
 from experiments.blendserve.feed import PoolFeed
 from experiments.blendserve.optimum import PoolWork, Work

@@ -88,6 +88,14 @@ class CoserveResult:
     recomputed_share: float
     usage: Floats
 
+    @property
+    def offline_compute(self) -> float:
+        return self.offline.compute_s
+
+    @property
+    def offline_memory(self) -> float:
+        return self.offline.memory_s
+
 
 def run_coserving(run: CoserveRun) -> CoserveResult:
     """Draw the pool and the traffic, and run them. The same for the same run. Raises: ConfigError."""

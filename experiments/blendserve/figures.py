@@ -16,9 +16,18 @@ from rich.console import Console
 
 from backfill.blending.requests import OrderName
 from backfill.cli.startup import check_folder
-from backfill.cli.sweeps import names_of, numbers_of
+from backfill.cli.studies import command_of
 from backfill.core.errors import ConfigError
-from backfill.simulation.sweep import check_names, check_positive
+from backfill.simulation.study import (
+    Outcomes,
+    PointStore,
+    Run,
+    Study,
+    check_names,
+    check_positive,
+    names_of,
+    numbers_of,
+)
 from experiments.blendserve.mix import MixSpec
 from experiments.blendserve.overlap import INTERFERENCE
 from experiments.blendserve.points import PointFile, settings_of
@@ -38,7 +47,6 @@ from experiments.blendserve.result import (
 )
 from experiments.blendserve.sources import COMPUTE_SOURCES
 from experiments.blendserve.tables import print_grid, print_point, print_sources, print_summary, print_usage
-from experiments.study import Outcomes, PointStore, Run, Study, command_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -179,9 +187,9 @@ class Grid(Pools):
     scenario: ClassVar[str] = "blendserve-grid"
     title: ClassVar[str] = "BlendServe, figures 9 to 12"
 
-    def heading(self) -> str:
+    def heading(self, seed: int) -> list[str]:
         figure = GRID_FIGURES[self.source]
-        return f"BlendServe, figure {figure}: {self.source}, mmlu and openvid"
+        return [f"BlendServe, figure {figure}: {self.source}, mmlu and openvid"]
 
     def validate(self) -> None:
         """Raises: ConfigError."""
@@ -267,8 +275,8 @@ class UsageStudy(Pools):
     scenario: ClassVar[str] = "blendserve-usage"
     title: ClassVar[str] = "BlendServe, figure 8"
 
-    def heading(self) -> str:
-        return f"{self.title}: trace {self.trace}"
+    def heading(self, seed: int) -> list[str]:
+        return [f"{self.title}: trace {self.trace}"]
 
     def targets(self) -> list[Target]:
         if not 1 <= self.trace <= len(TRACES):
@@ -300,4 +308,4 @@ class UsageStudy(Pools):
         axes[-1].set(xlabel="step")
 
 
-table2_app, grid_app, usage_app = map(command_of, (Table2, Grid, UsageStudy))
+table2, grid, usage = (command_of(study, "EXPERIMENTS_") for study in (Table2, Grid, UsageStudy))

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from backfill.blending.requests import PoolRequest
 from backfill.blending.resources import ResourceModel
 from backfill.core.errors import ConfigError
-from backfill.simulation.request_lengths import LMSYS, SHAREGPT, DrawnLengths, LengthSource, TraceLengths
+from backfill.simulation.workloads import SHAREGPT, DrawnLengths, LengthSource, TraceLengths
 from experiments.blendserve.mix import VOCAB_SIZE
 from experiments.blendserve.sources import SourceRequests
+from experiments.bros.tradeoff import LMSYS
 
 LENGTHS: Mapping[str, DrawnLengths] = {"sharegpt": SHAREGPT, "lmsys": LMSYS}
 MAX_OUTPUT = 8192

@@ -16,17 +16,24 @@ from rich.console import Console
 from backfill.blending.estimates import Lengths, Moments, OutputEstimator, OutputHistory, output_moments
 from backfill.blending.resources import Floats
 from backfill.blending.tree import PrefixTree
-from backfill.cli.sweeps import names_of
-from backfill.cli.tables import print_rows
+from backfill.cli.studies import command_of
 from backfill.core.errors import ConfigError
 from backfill.core.request import RequestId, ServiceClass
 from backfill.costs.hardware import HardwareProfile, load_hardware_profile
-from backfill.simulation.sweep import check_names, check_positive
+from backfill.simulation.study import (
+    Outcomes,
+    Run,
+    Study,
+    check_names,
+    check_positive,
+    mean_figures,
+    names_of,
+)
+from backfill.simulation.tables import print_rows
 from experiments.blendserve.groups import LENGTHS, GroupedPool, GroupSpec, draw_groups
 from experiments.blendserve.optimum import PoolWork, WorkModel
 from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
 from experiments.blendserve.pool import HARDWARE, PoolLoop, resource_model, step_tokens
-from experiments.study import Outcomes, Run, Study, command_of
 
 EstimateName = Literal["exact", "moments", "point", "pool-mean"]
 ESTIMATES: tuple[EstimateName, ...] = get_args(EstimateName)
@@ -192,15 +199,10 @@ class LengthsFigures:
 
     @classmethod
     def mean(cls, results: Sequence[LengthsResult]) -> LengthsFigures:
+        errors = zip(*(each.errors for each in results), strict=True)
         return cls(
-            fmean(each.seconds for each in results),
-            fmean(each.of_optimum for each in results),
-            fmean(each.tokens_per_s for each in results),
-            tuple(
-                fmean(map(abs, of_seeds)) for of_seeds in zip(*(each.errors for each in results), strict=True)
-            ),
-            fmean(each.num_preemptions for each in results),
-            fmean(each.recomputed_share for each in results),
+            **mean_figures(set(cls.__slots__) - {"errors"}, results),
+            errors=tuple(fmean(map(abs, of_seeds)) for of_seeds in errors),
         )
 
 
@@ -299,7 +301,7 @@ class LengthsStudy(Study[LengthsPoint]):
         }
 
 
-app = command_of(LengthsStudy)
+app = command_of(LengthsStudy, "EXPERIMENTS_")
 
 _FIGURES = {
     "tokens_per_s": ("tokens/s", ".0f"),

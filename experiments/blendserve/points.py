@@ -10,6 +10,7 @@ from typing import Any
 
 from backfill.core.errors import ConfigError
 from backfill.jobs.private_files import write_all
+from backfill.simulation.study import PointStore
 from experiments.blendserve.mix import MixSpec
 from experiments.blendserve.pool import HARDWARE
 from experiments.blendserve.result import BlendPoint, Target
@@ -27,7 +28,7 @@ _OPTIONS = {
 }
 
 
-class PointFile:
+class PointFile(PointStore[BlendPoint]):
     """A line for each finished point, with the settings of its runs.
 
     Attributes:
@@ -43,7 +44,7 @@ class PointFile:
         except OSError as error:
             raise self._unusable(error) from error
         try:
-            self.finished: Mapping[Any, BlendPoint] = self._read()
+            self.finished = self._read()
         except BaseException:
             self._file.close()
             raise

@@ -26,7 +26,7 @@ from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.scheduling.policies.baselines import FcfsPolicy
 from backfill.scheduling.policy import BatchBuilder, ChunkLimits, R, Snapshot, serve
 from backfill.simulation.device import executor_info
-from backfill.simulation.progress import RunShare
+from backfill.simulation.processes import RunShare
 from experiments.blendserve.feed import PoolFeed
 from experiments.blendserve.mix import Mix, MixSpec, draw_mix
 from experiments.blendserve.optimum import PoolWork, WorkModel
@@ -102,6 +102,10 @@ class PoolResult:
     @property
     def of_optimal_sharing(self) -> float:
         return self.num_hit_tokens / self.num_sharable_tokens if self.num_sharable_tokens else 1.0
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.counters.num_preemptions
 
     @property
     def recomputed_share(self) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from backfill.blending.requests import OrderName
+from backfill.simulation.study import mean_figures
 from experiments.blendserve.pool import PoolResult
 from experiments.blendserve.sources import TraceFigures
 
@@ -76,16 +76,7 @@ class OrderFigures:
 
     @classmethod
     def mean(cls, results: Sequence[PoolResult]) -> OrderFigures:
-        return cls(
-            fmean(each.tokens_per_s for each in results),
-            fmean(each.sharing for each in results),
-            fmean(each.of_optimal_sharing for each in results),
-            fmean(each.of_optimum for each in results),
-            fmean(each.of_optimum_with_longest for each in results),
-            fmean(each.num_steps for each in results),
-            fmean(each.counters.num_preemptions for each in results),
-            fmean(each.recomputed_share for each in results),
-        )
+        return cls(**mean_figures(cls.__slots__, results))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +119,7 @@ class BlendPoint:
             "drawn": self.drawn._asdict(),
             "num_requests": dict(self.num_requests),
             "speedup": self.speedup(),
-            "orders": {
-                order: {name: getattr(figures, name) for name in OrderFigures.__slots__}
-                for order, figures in self.orders.items()
-            },
+            "orders": {order: asdict(figures) for order, figures in self.orders.items()},
         }
 
     @classmethod

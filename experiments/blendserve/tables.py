@@ -11,8 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from backfill.cli.sweeps import cell
-from backfill.cli.tables import print_rows
+from backfill.simulation.tables import cell, print_rows
 from experiments.blendserve.mix import Usage
 from experiments.blendserve.result import (
     BLEND,

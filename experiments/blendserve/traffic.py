@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from backfill.simulation.replay import Arrival, Lengths
-from backfill.simulation.request_lengths import DrawnLengths
+from backfill.simulation.workloads import DrawnLengths
 from backfill.workloads.arrivals import Phase, burstiness_of_cv, phased_arrivals
 from backfill.workloads.lengths import LengthDistribution
 from experiments.blendserve.optimum import WorkModel

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from rich.console import Console
 
-from backfill.cli.tables import print_rows
+from backfill.cli.studies import command_of
 from backfill.simulation.metrics import PolicyMetrics, metrics_of
-from backfill.simulation.scenarios import COLOURS
-from backfill.simulation.sweep import Simulation, mean_figures
+from backfill.simulation.study import Outcomes, mean_figures
+from backfill.simulation.tables import print_rows
+from backfill.simulation.variants import COLOURS, Simulation
 from experiments.bros.kv_usage import SAMPLE_S, KVUsage, KVUse
 from experiments.bros.tradeoff import SLO_OF_ALL, Bros, Setting
-from experiments.study import Outcomes, command_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -155,7 +155,7 @@ class Cache(Bros[CachePoint]):
         axes[0][1].legend(fontsize=7, loc="lower right")
 
 
-app = command_of(Cache)
+app = command_of(Cache, "EXPERIMENTS_")
 
 _LATENCIES = {
     "normalized_latency_s": ("latency/token s", ".3f"),

@@ -11,17 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from backfill.cli.sweeps import cell, names_of
+from backfill.cli.studies import command_of
 from backfill.core.config import at_least
 from backfill.core.errors import ConfigError
 from backfill.core.request import ServiceClass
-from backfill.costs.hardware import load_hardware_profile
 from backfill.engine.engine import Engine
 from backfill.simulation.replay import ReplayResult
-from backfill.simulation.scenarios import COLOURS
-from backfill.simulation.sweep import Simulation
+from backfill.simulation.study import Outcomes, names_of
+from backfill.simulation.tables import cell, table_of
+from backfill.simulation.variants import COLOURS, Simulation
 from experiments.bros.tradeoff import Bros, Setting
-from experiments.study import Outcomes, command_of, table_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -104,15 +103,14 @@ def run_repeatedly(simulation: Simulation, *, repeats: int) -> OverheadRun:
 
 
 def _copy_s(simulation: Simulation, result: ReplayResult) -> float:
-    hardware = load_hardware_profile(simulation.hardware)
-    copies = hardware.costs.copies
+    copies = simulation.hardware.costs.copies
     if copies is None:
         return 0.0
     counters = [result.counters[each] for each in ServiceClass]
     num_out = sum(each.num_checkpointed_tokens for each in counters)
     num_back = sum(each.num_restored_tokens for each in counters)
     token_s = num_out / copies.to_host_bytes_per_s + num_back / copies.to_device_bytes_per_s
-    return token_s * hardware.kv_bytes_per_token
+    return token_s * simulation.hardware.kv_bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +240,7 @@ class OverheadStudy(Bros[OverheadPoint]):
                 row[0].set(title=f"paper: {low:.1%} to {high:.1%} for scheduling")
 
 
-app = command_of(OverheadStudy)
+app = command_of(OverheadStudy, "EXPERIMENTS_")
 
 _CAPTION = (
     "requests: that have blocks; share: of decisions in an iteration; copies: their time over the steps'"

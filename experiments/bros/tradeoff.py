@@ -8,39 +8,41 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from backfill.cli.sweeps import cell, names_of, numbers_of
+from backfill.cli.studies import command_of
 from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
 from backfill.costs.hardware import load_hardware_profile
 from backfill.simulation.replay import Workload
-from backfill.simulation.request_lengths import (
-    BROS_OFFLINE,
-    LMSYS,
-    SHAREGPT,
-    LengthSource,
-    TraceLengths,
-)
-from backfill.simulation.scenarios import COLOURS, VARIANTS
-from backfill.simulation.sweep import (
-    Simulation,
+from backfill.simulation.study import (
+    Outcomes,
+    Point,
+    Run,
+    Study,
     check_names,
     check_positive,
-    figures_of,
     mean_figures,
+    names_of,
+    numbers_of,
+)
+from backfill.simulation.tables import cell, table_of
+from backfill.simulation.variants import COLOURS, VARIANTS, Simulation, figures_of
+from backfill.simulation.workloads import (
+    SHAREGPT,
+    DrawnLengths,
+    LengthSource,
+    TraceLengths,
     online_requests,
 )
-from experiments.study import Outcomes, Run, Study, command_of, table_of
+from backfill.workloads.lengths import LengthDistribution
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Point = TypeVar("Point")
 
 # The testbed of section 7.1, by model.
 MODELS: Mapping[str, str] = {
@@ -48,12 +50,17 @@ MODELS: Mapping[str, str] = {
     "opt-30b": "a100-40g-opt-30b-tp4",
     "llama-3-70b": "a100-80g-llama-3-70b-tp8",
 }
+# Table 2: means and standard deviations; offline lengths are uniform (section 7.1).
+LMSYS = DrawnLengths(
+    LengthDistribution(91, 148.52 / 90.50, "lognormal"),
+    LengthDistribution(237, 228.21 / 237.04, "lognormal"),
+)
+BROS_OFFLINE = DrawnLengths(LengthDistribution(768, 1 / 3), LengthDistribution(80, 0.6))
 WORKLOADS: Mapping[str, LengthSource] = {"sharegpt": SHAREGPT, "lmsys": LMSYS}
 SLO_OF_ALL = SLO(ttft_s=0.4, tpot_s=0.2)
 RATES_PER_S = (1.0, 3.0, 5.0, 8.0, 11.0, 15.0)
 ALL_RATES_PER_S = tuple(float(rate) for rate in range(1, 16))
 POLICIES = ("online-only", "fcfs", "round-robin", "bros", "slo")
-DURATION_S = 120.0
 LEAST_DURATION_S = 1.0  # a trace that is shorter says nothing
 BASELINES = ("fcfs", "round-robin")
 FIGURES = (
@@ -107,7 +114,6 @@ PAPER: Mapping[str, Any] = {
 FEASIBLE_ATTAINMENT = 0.9
 _MAX_STEP_TOKENS = 2048  # vLLM's of 2024 for these models: a prompt is whole where the step has room for it
 _NUM_OFFLINE = 4000
-
 _ROW_INCHES = 2.6
 _COLUMNS = {
     "normalized_latency_s": ("latency/token s", ".3f"),
@@ -144,7 +150,7 @@ class Bros(Study[Point]):
     models: str = ",".join(MODELS)
     workloads: str = ",".join(WORKLOADS)
     rates: str = ",".join(f"{rate:g}" for rate in RATES_PER_S)
-    duration: float = DURATION_S
+    duration: float = 120.0
     online_lengths: Path | None = None
     policies: str = ",".join(POLICIES)
 
@@ -193,8 +199,8 @@ class Bros(Study[Point]):
     def simulation(self, setting: Setting, policy: str, lengths: LengthSource, seed: int) -> Simulation:
         """Poisson arrivals beside a flood of offline requests."""
         rng = np.random.default_rng(seed)
-        hardware = MODELS[setting.model]
-        max_len = load_hardware_profile(hardware).max_model_len
+        hardware = load_hardware_profile(MODELS[setting.model])
+        max_len = hardware.max_model_len
         count = max(1, round(setting.rate_per_s * self.duration))
         online = lengths.sample(count, max_len, rng)
         workload = Workload(
@@ -343,7 +349,7 @@ class Tradeoff(Bros[BrosPoint]):
         axes[0][0].legend(fontsize=7)
 
 
-app = command_of(Tradeoff)
+app = command_of(Tradeoff, "EXPERIMENTS_")
 
 
 def by_workload(points: Sequence[BrosPoint]) -> dict[str, list[BrosPoint]]:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from rich.console import Console
 
-from backfill.cli.sweeps import cell, names_of, numbers_of
+from backfill.cli.studies import command_of
 from backfill.core.errors import ConfigError
 from backfill.offloading.record import Phase
-from backfill.simulation.sweep import check_names
+from backfill.simulation.study import Outcomes, Run, Study, check_names, names_of, numbers_of
+from backfill.simulation.tables import cell, table_of
 from experiments.selectn.baselines import FLEXGEN
 from experiments.selectn.contention import ContentionUnit
 from experiments.selectn.model import SHAPES, PhaseLoad
@@ -24,9 +25,9 @@ from experiments.selectn.result import (
     SELECT_N,
     Row,
     SelectnResult,
+    compare,
 )
 from experiments.selectn.units import BatchUnit, IntervalUnit, LoadUnit, MaxLengthUnit, Unit
-from experiments.study import Outcomes, Run, Study, command_of, table_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -226,7 +227,7 @@ class MaxLen(Selectn):
 
 
 STUDIES: tuple[type[Selectn], ...] = (Slo, Memory, Interval, Contention, MaxLen)
-slo_app, memory_app, interval_app, contention_app, maxlen_app = map(command_of, STUDIES)
+slo, memory, interval, contention, maxlen = (command_of(study, "EXPERIMENTS_") for study in STUDIES)
 
 
 def models_of(text: str) -> tuple[str, ...]:
@@ -329,7 +330,7 @@ def _print_rows(console: Console, scenario: str, group: str, rows: list[Row]) ->
 
 
 def _print_compared(console: Console, result: SelectnResult) -> None:
-    compared = result.compared()
+    compared = compare(result)
     if not compared:
         return
     table = table_of("Beside the paper", "figure", "here", "paper", left=("figure",))

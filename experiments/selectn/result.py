@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from experiments.selectn.baselines import FLEXGEN, device_layers
@@ -143,9 +144,6 @@ class SelectnResult:
     def of(self, system: str) -> list[Row]:
         return [row for row in self.rows if row.system == system]
 
-    def compared(self) -> list[Compared]:
-        return compare(self)
-
     def as_json(self) -> dict[str, Any]:
         return {
             "settings": list(self.settings),
@@ -153,7 +151,7 @@ class SelectnResult:
                 {**asdict(row), "over_slo": row.over_slo, "smaller_over_slo": row.smaller_over_slo}
                 for row in self.rows
             ],
-            "compared": [asdict(each) for each in self.compared()],
+            "compared": [asdict(each) for each in compare(self)],
         }
 
 
@@ -213,6 +211,10 @@ def compare(result: SelectnResult) -> list[Compared]:
     return found
 
 
+_throughput: Callable[[Row], float] = attrgetter("tokens_per_s")
+_host: Callable[[Row], float] = attrgetter("host_bytes")
+
+
 def _ratio(
     result: SelectnResult, name: str, system: str, group: str, figure: Callable[[Row], float], paper: str
 ) -> list[Compared]:
@@ -228,11 +230,3 @@ def _ratio(
     if not ratios:
         return []
     return [Compared(f"{name} over {system}, {group}", f"{min(ratios):.2f} to {max(ratios):.2f}", paper)]
-
-
-def _throughput(row: Row) -> float:
-    return row.tokens_per_s
-
-
-def _host(row: Row) -> float:
-    return row.host_bytes

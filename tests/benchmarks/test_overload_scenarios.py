@@ -62,27 +62,6 @@ def test_a_run_is_repeated_exactly_and_another_seed_is_another_run(
     assert figures(1) != figures(2)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--policies", "fcfs,best"), "there is no 'best'; there are slo, conserve"),
-        (("--scenarios", "flood"), "there is no 'flood'; there are burst"),
-        (("--noise", "2"), "must be from 0 to 1, got 2"),
-        (("--scale", "0"), "must be from 0.01 to 100, got 0"),
-        (("--seeds", "0"), "invalid choice: 0"),
-    ],
-)
-def test_bad_options_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: tuple[str, ...],
-    message: str,
-) -> None:
-    with pytest.raises(SystemExit):
-        run_main(monkeypatch, *options)
-    assert message in capsys.readouterr().err
-
-
 def test_a_closed_loop_sends_the_next_when_one_ends_until_the_duration() -> None:
     lengths = (Lengths(32, 8), Lengths(32, 4))
     loop = Kind("loop", [Arrival(0.0, lengths[0])] * 2, follow=lengths)
@@ -118,24 +97,3 @@ def test_online_only_gets_no_offline_work_and_tokens_of_it_are_counted_apart() -
         assert figures.attainment == figures.ttft_attainment == 1.0
         assert figures_of(outcome, chat, SLO(1.0, 1e-6)).attainment == 0.0
         assert figures_of(outcome, chat, SLO(1e-6, 0.15)).ttft_attainment == 0.0
-
-
-def test_the_best_limit_is_that_of_the_best_worse_kind() -> None:
-    names = ("8", "16", "32")
-    first = zip(names, (1.0, 0.6, 0.6), strict=True)
-    second = zip(names, (0.1, 0.5, 0.5), strict=True)
-    table = {
-        "one": {name: replace(FIGURES, attainment=share) for name, share in first},
-        "other": {name: replace(FIGURES, attainment=share) for name, share in second},
-    }
-    table["other"]["16"] = replace(table["other"]["16"], ttft_p99_s=0.3)
-    assert scenarios.best_of(names, table) == "32"
-
-
-def test_medians_and_ratios() -> None:
-    tables = [{"row": {"fcfs": replace(FIGURES, offline_tok_s=tok_s)}} for tok_s in (4.0, 1.0, 2.0)]
-    median = scenarios.median_table(tables)["row"]
-    assert median["fcfs"] == replace(FIGURES, offline_tok_s=2.0)
-    found = scenarios.ratios(median, replace(FIGURES, offline_tok_s=1.0))
-    assert found["offline_tok_s_over_fcfs"] == 0.5
-    assert found["ttft_p99_s_over_online_only"] is None

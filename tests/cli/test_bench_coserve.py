@@ -180,16 +180,10 @@ def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> N
     [
         (["--policies", "slo,best"], "--policies: there is no policy 'best'; there are slo, "),
         (["--policies", ","], "--policies names none"),
-        (["--input-len", "512:256"], "--input-len takes tokens as N or LOW:HIGH"),
-        (["--offline-output-len", "0"], "--offline-output-len takes tokens"),
         (["--offline-mode", "bulk"], "--offline-mode must be none, flex, priority or batch"),
-        (["--rate", "0"], "--rate must be a number above 0"),
-        (["--duration", "nan"], "--duration must be a number above 0"),
         (["--rounds", "0"], "--rounds must be at least 1"),
-        (["--ttft-slo", "0"], "--ttft-slo must be a number above 0"),
         (["--base-url", "localhost:1"], "--base-url must begin with http:// or https://"),
         (["--base-url", "http://127.0.0.1:1", "--policies", "slo"], "--policies and --server-option start"),
-        (["--base-url", "http://127.0.0.1:1", "--server-option", "--x"], "--policies and --server-option"),
         (["--server-option", "'"], '--server-option "\'": No closing quotation.'),
         (["--server-option", "--port 1"], "--server-option --port is set by this command."),
         (["--start-timeout", "0"], "--start-timeout must be above 0"),
@@ -210,12 +204,6 @@ def test_nobody_answers() -> None:
     assert result.returncode == 1
     assert "backfill: No server answers at http://127.0.0.1:1: Connection refused.\n" in result.stderr
     assert json.loads(result.stdout)["policies"] == {}
-
-
-def test_requests_beyond_the_context(server: RunningServer) -> None:
-    result = coserve("--base-url", server.url)
-    assert result.returncode == 1
-    assert "ask for up to 640 tokens, more than the server's context of 512." in result.stderr
 
 
 def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from backfill.blending.estimates import Lengths, OutputHistory, output_moments
 from backfill.blending.tree import PrefixTree
 from backfill.core.errors import ConfigError
+from backfill.simulation.study import run_study
 from experiments.__main__ import app
 from experiments.blendserve import lengths as study
 from experiments.blendserve.groups import MAX_OUTPUT, GroupSpec, draw_groups
@@ -25,7 +26,6 @@ from experiments.blendserve.lengths import (
     run_lengths,
 )
 from experiments.blendserve.mix import A100_LLAMA_3_8B
-from experiments.study import run_study
 from tests.cli.running import assert_fits, run_cli_here
 
 SPEC = GroupSpec("sharegpt", 1.0, 500, 1)
@@ -119,7 +119,7 @@ def _invented_runs() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_invented_runs")
 def test_figures_are_means_and_errors_do_not_cancel_out() -> None:
-    ((name, estimates),) = run_study(LengthsStudy(lengths="lmsys"), num_seeds=2)
+    ((name, estimates),) = run_study(LengthsStudy(lengths="lmsys"), range(1, 3))
     assert name == "lmsys" and tuple(estimates) == ESTIMATES
     figures = estimates["exact"]
     assert figures.of_optimum == pytest.approx(0.8)

@@ -9,7 +9,7 @@ import pytest
 from backfill.blending.requests import OrderName, PoolRequest
 from backfill.core.request import RequestId, ServiceClass
 from backfill.costs.hardware import load_hardware_profile
-from backfill.simulation.progress import SweepProgress, reporting_to
+from backfill.simulation.processes import Progress, processes
 from experiments.blendserve.mix import MixSpec
 from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
 from experiments.blendserve.pool import HARDWARE, PoolLoop, PoolRun, run_pool, step_tokens
@@ -49,8 +49,8 @@ def loop(made: Pool, order: OrderName = "blend", kv_tokens: int = 4096) -> PoolL
 def test_every_request_runs_to_its_end(order: OrderName) -> None:
     made = pool()
     running = loop(made, order)
-    progress = SweepProgress()
-    with reporting_to(progress):
+    progress = Progress()
+    with processes(1, progress):
         running.run()
     assert progress.num_done == pytest.approx(1.0)
     counters = running.engine.scheduler.counters[ServiceClass.OFFLINE]
@@ -66,13 +66,13 @@ def test_every_request_runs_to_its_end(order: OrderName) -> None:
 
 def test_progress_is_that_of_the_longest_output_where_it_outlasts_the_others() -> None:
     running = loop(pool(num_chats=200, num_videos=1, video_tokens=400))
-    progress, seen, finish = SweepProgress(), list[float](), running._finish
+    progress, seen, finish = Progress(), list[float](), running._finish
 
     def note(request_id: RequestId) -> None:
         seen.append(progress.num_done)
         finish(request_id)
 
-    with reporting_to(progress), mock.patch.object(running, "_finish", note):
+    with processes(1, progress), mock.patch.object(running, "_finish", note):
         running.run()
     assert len(seen) == 201
     assert seen[-2] < 0.5, "the chats have ended, and nearly all tokens are done"

@@ -10,7 +10,8 @@ from backfill.core.config import SchedulerConfig
 from backfill.scheduling.policies.bros import BrosPolicy
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
-from backfill.simulation.scenarios import OWN_POLICIES, VARIANTS
+from backfill.simulation.study import run_study
+from backfill.simulation.variants import OWN_POLICIES, VARIANTS
 from experiments.__main__ import app
 from experiments.bros.cache import (
     BASELINES,
@@ -21,7 +22,6 @@ from experiments.bros.cache import (
     CachePoint,
 )
 from experiments.bros.tradeoff import Setting
-from experiments.study import run_study
 from tests.cli.running import assert_fits, run_cli_here
 
 TINY = Cache(workloads="lmsys", rates="4", policies="bros", duration=2.0)
@@ -60,11 +60,6 @@ def test_a_variant_with_a_policy_of_its_own_runs_it(monkeypatch: pytest.MonkeyPa
     (policy,) = made
     assert isinstance(policy, BrosPolicy)
     assert not policy._may_preempt
-
-
-def test_figures_do_not_depend_on_the_number_of_processes() -> None:
-    first, second = (run_study(TINY, num_processes=num_processes) for num_processes in (1, 2))
-    assert first == second
 
 
 def test_cache_prints_tables_and_ends_with_json(tmp_path: Path) -> None:

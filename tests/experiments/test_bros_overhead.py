@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from backfill.core.errors import ConfigError
-from backfill.simulation.request_lengths import SHAREGPT
+from backfill.simulation.study import run_study
+from backfill.simulation.workloads import SHAREGPT
 from experiments.__main__ import app
 from experiments.bros.overhead import GROUPS, Overhead, OverheadStudy, run_repeatedly
 from experiments.bros.tradeoff import Setting
-from experiments.study import run_study
 from tests.cli.running import assert_fits, run_cli_here
 
 TINY = OverheadStudy(models="opt-13b", workloads="sharegpt", rates="4", policies="bros", duration=2.0)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from backfill.core.errors import ConfigError
 from backfill.offloading.interval import step_time_s
+from backfill.simulation.study import run_study
 from experiments.__main__ import app
 from experiments.selectn import contention
 from experiments.selectn.baselines import FLEXGEN, device_layers, least_portion
@@ -18,7 +18,6 @@ from experiments.selectn.model import (
     SHAPES,
     OffloadedModel,
     PhaseLoad,
-    StepTimes,
     in_grains,
 )
 from experiments.selectn.result import (
@@ -36,10 +35,8 @@ from experiments.selectn.units import (
     IntervalUnit,
     LoadUnit,
     MaxLengthUnit,
-    best_interval,
     objective_s,
 )
-from experiments.study import run_study
 from tests.cli.running import run_cli_here
 
 FIGURES: dict[str, Selectn] = {kind.scenario: kind() for kind in STUDIES}
@@ -106,12 +103,6 @@ def test_objectives_are_whole_grains_and_hold_without_offloading() -> None:
     assert MODEL.run(DECODE, None, num_steps=STEPS).p99_s <= slo_s
 
 
-def test_the_best_interval_may_be_none() -> None:
-    times = {1: StepTimes((3.0,) * 3), 2: StepTimes((1.0,) * 3), 3: StepTimes((2.0,) * 3)}
-    assert best_interval(times, 1.5) == 2
-    assert best_interval(times, 0.5) is None
-
-
 def test_memory_is_divided_between_weights_and_kv() -> None:
     shape = MODEL.shape
     used = MODEL.kv_tokens(None) * shape.kv_bytes_per_token + shape.weight_bytes
@@ -159,13 +150,6 @@ def test_batches_are_as_large_as_objective_and_memory_allow() -> None:
         room = row.kv_tokens // (256 + 32)
         assert room - 3 <= row.batch_size <= room  # a larger batch computes longer and may offload more
         assert row.over_slo is not None and row.over_slo <= 1.02
-
-
-def test_every_interval_of_one_objective() -> None:
-    rows = IntervalUnit("opt-6.7b", DECODE, 0.5, STEPS).rows()
-    assert [row.interval for row in rows] == [*range(1, 33), None]
-    (chosen,) = [row for row in rows if row.system == SELECT_N]
-    assert chosen.interval == chosen.optimum
 
 
 def test_two_engines_on_a_bus() -> None:
@@ -216,15 +200,6 @@ def test_no_pair_within_the_objective_is_not_a_pair_without_offloading() -> None
         assert relaxed._optimum(models, instances) == (None, None)
 
 
-def test_units_can_be_sent_to_other_processes() -> None:
-    for figure in FIGURES.values():
-        assert pickle.loads(pickle.dumps(figure.units())) == figure.units()
-
-
-def test_a_figure_has_the_papers_points() -> None:
-    assert [len(figure.units()) for figure in FIGURES.values()] == [4, 12, 2, 9, 1]
-
-
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
@@ -256,19 +231,3 @@ def test_the_command_prints_tables_of_80_columns_and_json(
     assert {row["system"] for row in content["rows"]} == {SELECT_N, *FLEXGEN}
     assert any("A10" in line for line in content["settings"])
     assert plot.read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [(("slo", "--models", "gpt"), "models"), (("contention", "--batches", "1.5"), "batches")],
-)
-def test_the_command_refuses_what_it_does_not_know(arguments: tuple[str, ...], named: str) -> None:
-    done = run_cli_here("selectn", *arguments, commands=app)
-    assert done.returncode == 1
-    assert f"--{named}" in done.stderr
-
-
-def test_a_comparison_without_the_other_system_is_left_out() -> None:
-    row = Row(group="opt-6.7b decode", x=0.1, system=SELECT_N, batch_size=4, tokens_per_s=1.0)
-    names = [each.name for each in compare(SelectnResult("selectn-memory", (row,), ()))]
-    assert names == []

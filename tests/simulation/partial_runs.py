@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backfill.simulation.progress import RunShare
+from backfill.simulation.processes import RunShare
 
 
 def run_in_part(number: int) -> int:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,50 +13,40 @@ from backfill.core.errors import ConfigError
 from backfill.core.plan import AdmittedRequest, Compute, Safepoints, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
-from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour, StepNoise
 from backfill.execution.simulated_executor import SimulatedExecutor
-from backfill.simulation import fleet_run
-from backfill.simulation.fleet import Fleet, FleetResult
+from backfill.simulation.fleet import FleetResult
 from backfill.simulation.fleet_executor import SplitExecutor
-from backfill.simulation.fleet_plot import save_fleet_plot
+from backfill.simulation.fleet_figures import ONE_ENGINE, Comparison, figures_of
 from backfill.simulation.fleet_replica import FleetClock
-from backfill.simulation.fleet_run import (
-    ONE_ENGINE,
-    FleetComparison,
-    FleetExperiment,
-    FleetRun,
-    compare_routers,
-    run_fleet,
-)
-from backfill.simulation.fleet_traffic import FleetTraffic, answer_token
+from backfill.simulation.fleet_study import FleetStudy
+from backfill.simulation.fleet_traffic import answer_token
+from backfill.simulation.study import run_study
 from tests.builders import linear_cost, make_info
 from tests.cli.running import run_cli_here
 
-TRAFFIC = FleetTraffic(
-    trace=None,
-    rate_per_s=12.0,
-    duration_s=4.0,
-    speed=10.0,
-    num_applications=4,
-    zipf=1.0,
-    turn_share=0.5,
-    seed=0,
-)
-EXPERIMENT = FleetExperiment(
+STUDY = FleetStudy(
     hardware="a100-80g-llama-3-8b",
-    traffic=TRAFFIC,
-    slo=SLO(1.5, 0.11),
-    num_replicas=2,
+    tensor_parallel_size=1,
+    replicas=2,
     kv_tokens=40_000,
     max_num_seqs=8,
-    routers=("slo", "round-robin", ONE_ENGINE),
+    routers=f"slo,round-robin,{ONE_ENGINE}",
+    rate=12.0,
+    duration=4.0,
+    speed=10.0,
+    applications=4,
+    zipf=1.0,
+    turns=0.5,
+    ttft_slo=1.5,
+    tpot_slo=0.11,
 )
 
 
 @pytest.fixture(scope="module")
-def comparison() -> FleetComparison:
-    return compare_routers(EXPERIMENT)
+def comparison() -> Comparison:
+    (outcomes,) = run_study(STUDY)
+    return outcomes
 
 
 class StopAt:
@@ -109,23 +98,13 @@ def test_a_split_step_stops_as_one_that_runs_at_once(at_s: float, suspends: bool
     assert sampled == [(each.request_id, answer_token(int(each.request_id), 0)) for each in expected.sampled]
 
 
-def fleet_result(router: str, seed: int = 1, **changes: object) -> FleetResult:
-    """Of a run in this process, with its fleet's invariants checked at the end."""
-    experiment = replace(EXPERIMENT, **changes)  # type: ignore[arg-type]
-    found: list[Fleet] = []
-
-    class Recorded(Fleet):
-        def run(self) -> FleetResult:
-            found.append(self)
-            return super().run()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fleet_run, "Fleet", Recorded)
-        run_fleet(FleetRun(experiment, router, seed))
-    (fleet,) = found
+def fleet_result(router: str, **changes: object) -> FleetResult:
+    """Of a run whose fleet's invariants are checked at the end."""
+    fleet = replace(STUDY, **changes).fleet(router, 1)  # type: ignore[arg-type]
+    result = fleet.run()
     for replica in fleet.replicas:
         replica.engine.scheduler.check_integrity()
-    return fleet.result
+    return result
 
 
 @pytest.mark.parametrize("router", ["slo", "least-loaded", "prefix"])
@@ -140,54 +119,45 @@ def test_every_online_request_ends_on_one_replica(router: str) -> None:
 
 
 def test_round_robin_takes_turns() -> None:
-    result = fleet_result("round-robin", has_offline=False)
+    result = fleet_result("round-robin", online_only=True)
     assert [each.replica for each in result.online] == [0, 1] * 24
     assert not any(each[ServiceClass.OFFLINE].num_computed_tokens for each in result.counters)
 
 
-def test_a_run_depends_on_its_seed_alone(comparison: FleetComparison) -> None:
+def test_a_run_depends_on_its_seed_alone(comparison: Comparison) -> None:
     for router in ("slo", "round-robin"):
-        again = run_fleet(FleetRun(EXPERIMENT, router, 1))
-        first = comparison.outcomes[router][0]
+        again, first = STUDY.run(router, 1), comparison[router][0]
         assert again.ttft_s.tolist() == first.ttft_s.tolist()
         assert replace(again.figures, scheduling_s=0.0) == replace(first.figures, scheduling_s=0.0)
-    other = run_fleet(FleetRun(EXPERIMENT, "slo", 2))
-    assert other.ttft_s.tolist() != comparison.outcomes["slo"][0].ttft_s.tolist()
-    assert pickle.loads(pickle.dumps(FleetRun(EXPERIMENT, "slo", 2))) == FleetRun(EXPERIMENT, "slo", 2)
+    other = STUDY.run("slo", 2)
+    assert other.ttft_s.tolist() != comparison["slo"][0].ttft_s.tolist()
 
 
-def test_the_prefixes_of_one_engine_are_found_and_no_more_elsewhere(comparison: FleetComparison) -> None:
-    one = comparison.figures(ONE_ENGINE)["hit_rate"]
-    assert 0.05 < comparison.figures("round-robin")["hit_rate"] < one
-    assert comparison.figures("slo")["hit_rate"] <= 1.05 * one
-    ratios = comparison.ratios("slo")
-    assert ratios["hit_rate_over_one-engine"] == pytest.approx(comparison.figures("slo")["hit_rate"] / one)
-    assert "ttft_p99_s_over_round-robin" in ratios
-
-
-def test_results_are_json_and_a_picture(comparison: FleetComparison, tmp_path: Path) -> None:
-    content = json.loads(json.dumps(comparison.as_json()))
-    assert content["kv_tokens_per_replica"] == 40_000
-    assert content["routers"]["slo"]["num_online"] == 48
-    save_fleet_plot(tmp_path / "fleet.png", comparison)
-    assert (tmp_path / "fleet.png").read_bytes().startswith(b"\x89PNG")
+def test_the_prefixes_of_one_engine_are_found_and_no_more_elsewhere(comparison: Comparison) -> None:
+    figures = figures_of(comparison)
+    one = figures[ONE_ENGINE]["hit_rate"]
+    assert 0.05 < figures["round-robin"]["hit_rate"] < one
+    assert figures["slo"]["hit_rate"] <= 1.05 * one
+    assert figures["slo"]["hit_rate_over_one-engine"] == pytest.approx(figures["slo"]["hit_rate"] / one)
+    assert "ttft_p99_s_over_round-robin" in figures["slo"]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"routers": ("best",)}, "`routers`: there is no 'best'"),
-        ({"num_replicas": 0}, "`replicas` must be 1 to 256"),
+        ({"routers": "best"}, "`routers`: there is no 'best'"),
+        ({"replicas": 0}, "`replicas` must be 1 to 256"),
         ({"tensor_parallel_size": 8, "hardware": "a100-80g-opt-13b"}, "cannot be put on several devices"),
-        ({"traffic": replace(TRAFFIC, turn_share=1.5)}, "`turns` must be 0 to 1"),
-        ({"traffic": replace(TRAFFIC, zipf=-1.0)}, "`zipf` must be a number of at least 0"),
-        ({"traffic": replace(TRAFFIC, rate_per_s=0.0)}, "`rate` must be above 0"),
-        ({"traffic": replace(TRAFFIC, speed=0.0)}, "`speed` must be above 0"),
+        ({"turns": 1.5}, "`turns` must be 0 to 1"),
+        ({"zipf": -1.0}, "`zipf` must be a number of at least 0"),
+        ({"rate": 0.0}, "`rate` must be above 0"),
+        ({"speed": 0.0}, "`speed` must be above 0"),
+        ({"online_only": True, "offline": Path("a.csv")}, "`offline` is of no use with `online_only`"),
     ],
 )
-def test_experiments_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:
+def test_studies_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        replace(EXPERIMENT, **changes).validate()  # type: ignore[arg-type]
+        replace(STUDY, **changes).validate()  # type: ignore[arg-type]
 
 
 def test_the_command_compares_routers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +179,9 @@ def test_the_command_compares_routers(tmp_path: Path, monkeypatch: pytest.Monkey
     content = json.loads(result.stdout.splitlines()[-1])
     assert list(content["routers"]) == ["slo", "round-robin"]
     assert content["hardware"] == "a100-80g-llama-3-70b-tp4"
-    assert not list(tmp_path.iterdir()), "a picture that nobody asked for"
+    assert content["kv_tokens_per_replica"] == 40_000
+    assert content["routers"]["slo"]["num_online"] == 6
+    assert (tmp_path / "fleet.png").read_bytes().startswith(b"\x89PNG")
     refused = run_cli_here("simulate", "fleet", "--plot", "absent/fleet.png")
     assert refused.returncode == 1
     assert "--plot absent/fleet.png cannot be written: there is no folder absent" in refused.stderr

@@ -8,95 +8,83 @@ import pytest
 
 from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
-from backfill.simulation.goodput import (
-    FIGURES,
-    LOADS,
-    POLICIES,
-    GoodputPoint,
-    GoodputResult,
-    GoodputSweep,
-    Panel,
-    PolicySummary,
-    Setting,
-    capacity_per_s,
-    capacity_simulation,
-    point_simulation,
-    run_goodput,
-    summarize,
-)
+from backfill.costs.hardware import load_hardware_profile
+from backfill.simulation.goodput import HARDWARE, Goodput, Setting, capacity_rps, completed_per_s
+from backfill.simulation.goodput_figures import FIGURES, GoodputPoint, Pair, Panel, PolicySummary, summarize
 from backfill.simulation.replay import Arrival, Lengths, Workload
-from backfill.simulation.scenarios import VARIANTS
-from backfill.simulation.sweep import Simulation, figures_of
-from backfill.simulation.sweep_plot import save_goodput_plot
+from backfill.simulation.study import run_study
+from backfill.simulation.variants import Simulation, figures_of
 from tests.cli.running import run_cli, run_cli_here
 
-TINY = GoodputSweep(
-    workloads=("code",),
-    cvs=(1.0,),
-    loads=(1.2, 0.5),
-    policies=("online-only", "fcfs", "priority", "slo"),
+TINY = Goodput(
+    workloads="code",
+    cvs="1",
+    loads="1.2,0.5",
+    policies="online-only,fcfs,priority,slo",
     num_requests=60,
     num_for_capacity=400,
 )
+AT_HALF = Setting("code", 1.0, 0.5)
 
 
 @pytest.fixture(scope="module")
-def tiny() -> GoodputResult:
-    return run_goodput(TINY)
+def tiny() -> list[Pair]:
+    return run_study(TINY)
 
 
-def test_a_sweep_has_every_policy_at_every_point(tiny: GoodputResult) -> None:
-    assert [point.setting.load for point in tiny.points] == [0.5, 1.2, 0.5, 1.2]
-    assert [point.setting.panel.has_offline for point in tiny.points] == [False, False, True, True]
-    for point in tiny.points:
-        assert tuple(point.policies) == TINY.policies
-        assert point.rate_per_s == pytest.approx(point.setting.load * tiny.capacities["code"])
-        for policy, figures in point.policies.items():
-            assert tuple(figures) == FIGURES
-            assert 0 <= figures["goodput_rps"] <= 1.001 * point.rate_per_s
-            takes_offline = point.setting.panel.has_offline and policy != "online-only"
-            assert (figures["offline_tok_s"] > 0) == takes_offline
+def test_a_sweep_has_every_policy_at_every_point(tiny: list[Pair]) -> None:
+    assert [alone.load for alone, _ in tiny] == [0.5, 1.2]
+    for pair in tiny:
+        assert [point.panel.has_offline for point in pair] == [False, True]
+        for point in pair:
+            assert tuple(point.policies) == TINY.all_policies
+            assert point.capacity_rps == capacity_rps(TINY, "code")
+            for policy, figures in point.policies.items():
+                assert tuple(figures) == tuple(FIGURES)
+                assert 0 <= figures["goodput_rps"] <= 1.001 * point.rate_per_s
+                takes_offline = point.panel.has_offline and policy != "online-only"
+                assert (figures["offline_tok_s"] > 0) == takes_offline
 
 
-def test_online_only_is_the_same_with_offline_requests_and_the_others_are_not(tiny: GoodputResult) -> None:
-    alone, beside = tiny.panels().values()
-    for one, other in zip(alone, beside, strict=True):
-        assert one.policies["online-only"] == other.policies["online-only"]
-        assert one.policies["priority"] != other.policies["priority"]
-    light = beside[0].policies
+def test_online_only_is_the_same_with_offline_requests_and_the_others_are_not(tiny: list[Pair]) -> None:
+    for alone, beside in tiny:
+        assert alone.policies["online-only"] == beside.policies["online-only"]
+        assert alone.policies["priority"] != beside.policies["priority"]
+    light = tiny[0][1].policies
     assert light["slo"]["goodput_rps"] > light["priority"]["goodput_rps"]
     assert light["fcfs"]["goodput_rps"] == 0
 
 
 def test_runs_left_out_would_be_those_of_online_only() -> None:
     """Without offline requests policies that serve in order of arrival do the same."""
-    setting = Setting(Panel("code", 1.0, has_offline=False), 1.2)
-    figures = []
-    for policy in ("online-only", "fcfs", "round-robin"):
-        metrics = figures_of(point_simulation(TINY, setting, policy, 6.0, 1))
-        figures.append(replace(metrics, scheduling_time_share=0.0))
+    figures = [
+        replace(
+            figures_of(TINY.simulation(Setting("code", 1.0, 1.2), policy, False, 6.0, 1)),
+            scheduling_time_share=0.0,
+        )
+        for policy in ("online-only", "fcfs", "round-robin")
+    ]
     assert figures[0] == figures[1] == figures[2]
 
 
-def test_figures_do_not_depend_on_the_number_of_processes(tiny: GoodputResult) -> None:
-    assert run_goodput(TINY, num_processes=2).points == tiny.points
+def test_figures_do_not_depend_on_the_number_of_processes(tiny: list[Pair]) -> None:
+    assert run_study(TINY, num_processes=2) == tiny
 
 
-def test_figures_are_means_over_the_seeds_from_1(tiny: GoodputResult) -> None:
-    one = replace(TINY, loads=(0.5,), policies=("online-only",))
-    capacity = tiny.capacities["code"]
-    setting = one.settings()[0]
-    metrics = [figures_of(point_simulation(one, setting, "online-only", capacity, seed)) for seed in (1, 2)]
+def test_figures_are_means_over_the_seeds(tiny: list[Pair]) -> None:
+    one = replace(TINY, loads="0.5", policies="online-only")
+    ((_, point),) = run_study(one, (1, 2))
+    metrics = [
+        figures_of(one.simulation(AT_HALF, "online-only", False, point.capacity_rps, seed)) for seed in (1, 2)
+    ]
     assert metrics[0].ttft_p99_s != metrics[1].ttft_p99_s
-    (point, _) = run_goodput(replace(one, num_seeds=2)).points
     mean = (metrics[0].ttft_p99_s + metrics[1].ttft_p99_s) / 2
     assert point.policies["online-only"]["ttft_p99_s"] == pytest.approx(mean)
 
 
 def test_requests_of_a_seed_are_the_same_at_every_load() -> None:
     low, high = (
-        point_simulation(TINY, Setting(Panel("code", 4.0, True), load), "slo", 5.0, 1).workload
-        for load in (0.5, 1.0)
+        TINY.simulation(Setting("code", 4.0, load), "slo", True, 5.0, 1).workload for load in (0.5, 1.0)
     )
     assert [arrival.lengths for arrival in low.online] == [arrival.lengths for arrival in high.online]
     assert [each.at_s for each in low.online] == pytest.approx([2 * each.at_s for each in high.online])
@@ -105,13 +93,11 @@ def test_requests_of_a_seed_are_the_same_at_every_load() -> None:
 
 def test_capacity_is_what_is_completed_while_others_wait() -> None:
     """Equal requests, half of them long: at the end the long ones run alone, which does not count."""
-    slo = SLO(1.0, 0.1)
 
     def capacity(*lengths: Lengths) -> float:
-        arrivals = tuple(Arrival(0.0, each) for each in lengths)
-        return capacity_per_s(
-            Simulation("a100-40g-llama-2-7b", "fcfs", Workload(arrivals, 1.0, ()), slo, 1024, 0)
-        )
+        workload = Workload(tuple(Arrival(0.0, each) for each in lengths), 1.0, ())
+        hardware = load_hardware_profile(HARDWARE)
+        return completed_per_s(Simulation(hardware, "fcfs", workload, SLO(1.0, 0.1), 1024, 0))
 
     short = capacity(*[Lengths(1000, 2)] * 200)
     # 1,024 tokens take 71 ms, so the device computes about 14 prompts of 1,000 tokens a second.
@@ -121,9 +107,8 @@ def test_capacity_is_what_is_completed_while_others_wait() -> None:
 
 
 def test_too_few_requests_have_no_capacity() -> None:
-    few = replace(TINY, num_for_capacity=1)
     with pytest.raises(ConfigError, match="too few to measure a capacity"):
-        capacity_per_s(capacity_simulation(few, "code"))
+        capacity_rps(replace(TINY, num_for_capacity=1), "code")
 
 
 def point(load: float, panel: str = "code", **policies: tuple[float, float]) -> GoodputPoint:
@@ -132,7 +117,7 @@ def point(load: float, panel: str = "code", **policies: tuple[float, float]) -> 
         policy.replace("_", "-"): {"goodput_rps": goodput, "offline_tok_s": offline}
         for policy, (goodput, offline) in policies.items()
     }
-    return GoodputPoint(Setting(Panel(panel, 1.0, has_offline=True), load), load, figures)
+    return GoodputPoint(Panel(panel, 1.0, has_offline=True), load, 1.0, figures)
 
 
 POINTS = [
@@ -145,42 +130,19 @@ POINTS = [
 ]
 
 
-def test_a_summary_has_the_worst_ratios_and_the_stability() -> None:
-    slo, priority = summarize("slo", POINTS), summarize("priority", POINTS)
-    assert slo == PolicySummary(
-        over_online_only=pytest.approx(3.0 / 4.0),
-        over_best=pytest.approx(0.9),
-        offline_over_priority=pytest.approx((1.1 + 0.8) / 2),
-        stability=pytest.approx(3.0 / 6.0),
-    )
-    assert priority == PolicySummary(
-        over_online_only=pytest.approx(1.0 / 5.0),
-        over_best=pytest.approx(0.0),
-        offline_over_priority=pytest.approx(1.0),
-        stability=pytest.approx(0.0),
-    )
-
-
-def test_a_summary_without_what_it_compares_with_is_empty() -> None:
-    only = [point(0.5, slo=(0.0, 5.0))]
-    assert summarize("slo", only) == PolicySummary(None, None, None, None)
-    light = [point(0.5, slo=(2.0, 5.0))]
-    assert summarize("slo", light) == PolicySummary(None, 1.0, None, None)
-
-
-def test_the_plot_has_a_row_for_each_workload_and_cv(tiny: GoodputResult, tmp_path: Path) -> None:
-    save_goodput_plot(tmp_path / "goodput.png", tiny)
-    assert (tmp_path / "goodput.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        save_goodput_plot(tmp_path, tiny)
-
-
-def test_by_default_all_is_run() -> None:
-    sweep = GoodputSweep()
-    assert len(sweep.settings()) == 3 * 2 * 2 * len(LOADS)
-    assert sweep.num_requests >= 1000
-    assert set(POLICIES) <= set(VARIANTS)
-    assert {"online-only", "priority", "slo"} <= set(POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "points", "expected"),
+    [
+        ("slo", POINTS, (3.0 / 4.0, 0.9, (1.1 + 0.8) / 2, 3.0 / 6.0)),
+        ("priority", POINTS, (1.0 / 5.0, 0.0, 1.0, 0.0)),
+        ("slo", [point(0.5, slo=(0.0, 5.0))], (None, None, None, None)),
+        ("slo", [point(0.5, slo=(2.0, 5.0))], (None, 1.0, None, None)),
+    ],
+)
+def test_a_summary_has_the_worst_ratios_and_the_stability(
+    policy: str, points: list[GoodputPoint], expected: tuple[float | None, ...]
+) -> None:
+    assert summarize(policy, points) == PolicySummary(*map(pytest.approx, expected))
 
 
 def test_simulate_goodput_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
@@ -203,20 +165,18 @@ def test_simulate_goodput_prints_tables_and_ends_with_json(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["goodput", "--loads", "0.5,x"], "--loads must be numbers separated by commas, got '0.5,x'"),
-        (["goodput", "--loads", "0"], "--loads must be above 0, got 0"),
-        (["goodput", "--cvs", "inf"], "--cvs must be finite, got inf"),
-        (["goodput", "--workloads", "sharegpt"], "no 'sharegpt'; there are conversation, code, document"),
-        (["goodput", "--workloads", ","], "--workloads names none; there are conversation"),
-        (["goodput", "--num-requests", "0"], "--num-requests must be above 0, got 0"),
-        (["goodput", "--seeds", "0"], "--seeds must be at least 1, got 0"),
-        (["goodput", "--policies", "lifo"], "--policies: there is no 'lifo'; there are online-only"),
-        (["goodput", "--plot", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
-        (["goodput", "--jobs", "0"], "--jobs must be 1 to 64, got 0"),
+        (["--loads", "0.5,x"], "--loads must be numbers separated by commas, got '0.5,x'"),
+        (["--loads", "0"], "--loads must be above 0, got 0"),
+        (["--cvs", "inf"], "--cvs must be finite, got inf"),
+        (["--workloads", "sharegpt"], "no 'sharegpt'; there are conversation, code, document"),
+        (["--workloads", ","], "--workloads names none; there are conversation"),
+        (["--num-requests", "0"], "--num-requests must be above 0, got 0"),
+        (["--policies", "lifo"], "--policies: there is no 'lifo'; there are online-only"),
+        (["--jobs", "0"], "--jobs must be 1 to 64, got 0"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
-    done = run_cli_here("simulate", *arguments)
+    done = run_cli_here("simulate", "goodput", *arguments)
     assert done.returncode == 1
     assert message in done.stderr
     assert done.stderr.count("\n") == 1

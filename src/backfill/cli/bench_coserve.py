@@ -27,11 +27,11 @@ from backfill.cli.interrupts import interruptible
 from backfill.cli.live import live_progress, note
 from backfill.cli.own_server import OwnServer, ServerFailed, own_server
 from backfill.cli.startup import check_folder, check_plot, run_in_loop
-from backfill.cli.tables import print_figures
 from backfill.core.config import PolicyName, at_least
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types
 from backfill.models.resolve import DEFAULT_MODEL
+from backfill.simulation.tables import print_figures
 
 _DEFAULT_POLICIES = "online-only,fcfs,priority,slo"
 _LOG_LINES = 15

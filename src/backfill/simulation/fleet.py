@@ -21,7 +21,7 @@ from backfill.router.prefixes import token_keys
 from backfill.router.replica import Placement
 from backfill.simulation.fleet_replica import FleetClock, ReplicaSpec, SimulatedReplica
 from backfill.simulation.fleet_traffic import FleetArrival, Segment, answer_number, prompt_tokens
-from backfill.simulation.progress import RunShare
+from backfill.simulation.processes import RunShare
 from backfill.simulation.replay import Lengths
 
 REPORT_S = 0.5  # from a replica's report to its next

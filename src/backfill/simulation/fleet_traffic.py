@@ -116,7 +116,7 @@ class FleetTraffic:
             assert drawn.arrivals_at_s is not None
             scale = self.duration_s / float(drawn.arrivals_at_s[-1])
             return Trace(drawn.input_lens, drawn.output_lens, drawn.arrivals_at_s * scale)
-        whole = within_context(read_trace(self.trace), max_len)
+        whole = within_context(self.trace, read_trace(self.trace), max_len)
         if whole.arrivals_at_s is None:
             raise ConfigError(
                 f"{self.trace} has no arrival times; a fleet's traffic needs them.", field="online"

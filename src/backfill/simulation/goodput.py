@@ -1,56 +1,68 @@
-"""Goodput against load: online workloads at 0.3 to 1.5 times what the device completes, under each policy."""
+"""``backfill simulate goodput``: online workloads at 0.3 to 1.5 times what the device completes."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
+from rich.console import Console
 
 from backfill.core.errors import ConfigError
+from backfill.core.options import internal
 from backfill.core.slo import SLO
-from backfill.costs.hardware import load_hardware_profile
+from backfill.costs.hardware import HardwareProfile, load_hardware_profile
+from backfill.simulation.goodput_figures import (
+    FIGURES,
+    REFERENCE,
+    SUMMARY,
+    GoodputPoint,
+    Pair,
+    Panel,
+    PolicySummary,
+    draw_panels,
+    panels_of,
+    summarize,
+)
+from backfill.simulation.metrics import PolicyMetrics
 from backfill.simulation.replay import Arrival, Workload
-from backfill.simulation.request_lengths import CODE, DOCUMENT, SHAREGPT, DrawnLengths
-from backfill.simulation.scenarios import VARIANTS
-from backfill.simulation.sweep import (
-    Processes,
-    Simulation,
+from backfill.simulation.study import (
+    TUNING_SEED,
+    Outcomes,
+    Run,
+    Study,
     check_names,
     check_positive,
-    figures_of,
     mean_figures,
-    online_requests,
-    processes,
+    names_of,
+    numbers_of,
 )
-from backfill.simulation.workloads import summarization_lengths
+from backfill.simulation.tables import cell, table_of
+from backfill.simulation.variants import VARIANTS, Simulation, figures_of
+from backfill.simulation.workloads import (
+    CODE,
+    DOCUMENT,
+    SHAREGPT,
+    DrawnLengths,
+    online_requests,
+    summarization_lengths,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 HARDWARE = "a100-40g-llama-2-7b"
 LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5)
 CVS = (1.0, 4.0)
-REFERENCE = "online-only"
 POLICIES = (REFERENCE, "fcfs", "round-robin", "priority", "conserve", "bros", "slo")
 # Without offline requests these serve in order of arrival as ``online-only`` does.
-_SAME_ALONE = ("fcfs", "round-robin")
-FIGURES = (
-    "goodput_rps",
-    "attainment",
-    "ttft_p99_s",
-    "itl_p99_s",
-    "itl_attainment",
-    "offline_tok_s",
-)
+_SAME_ALONE = (REFERENCE, "fcfs", "round-robin")
 _MAX_STEP_TOKENS = 1024
-_NUM_OFFLINE = 4000
-# Seed 0 is for tuning and for the capacities; figures are of the seeds from 1.
-_CAPACITY_SEED = 0
-_NUM_FOR_CAPACITY = 2000
 # Of the first tokens of a capacity's run: the batch is full after it.
 _WARMUP_FRAC = 0.1
-_LIGHT_LOAD = 0.8
-_FULL_LOAD = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,246 +80,211 @@ WORKLOADS: Mapping[str, OnlineWorkload] = {
 }
 
 
-class Panel(NamedTuple):
-    """Points that differ in their load only.
-
-    Attributes:
-        has_offline: beside a flood of offline requests.
-    """
+class Setting(NamedTuple):
+    """A workload's arrivals. ``load`` is the rate of online requests over the workload's capacity."""
 
     workload: str
     cv: float
-    has_offline: bool
-
-
-class Setting(NamedTuple):
-    """One point. ``load`` is the rate of online requests over the workload's capacity."""
-
-    panel: Panel
     load: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GoodputSweep:
-    """What to run.
+@dataclass(frozen=True, kw_only=True)
+class Goodput(Study[Pair]):
+    """Sweep the online load from 0.3 to 1.5 times what the device completes, under each policy.
+
+    Prints goodput, latencies and offline tokens per second at each point, with a flood of document summaries
+    and without offline requests, and a summary of each policy. Figures are means over the seeds.
 
     Attributes:
-        loads: multiples of each workload's capacity.
-        cvs: coefficients of variation of the gaps between online requests; 1 is Poisson.
+        workloads: kinds of online requests, separated by commas: conversation, code, document.
+        loads: multiples of each workload's capacity, separated by commas.
+        cvs: variation of the gaps between online requests, separated by commas; 1 is Poisson.
         num_requests: online requests of a point.
-        num_seeds: figures are means over the seeds 1 to ``num_seeds``.
-        slowness: the device is so many times as slow as ``hardware``, and the objectives are as many times as
-            long.
+        slowness: the simulated device is so many times as slow, and objectives are as many times as long.
+        policies: policies to compare, separated by commas.
+        num_for_capacity: requests with which a capacity is measured.
     """
 
-    workloads: tuple[str, ...] = tuple(WORKLOADS)
-    cvs: tuple[float, ...] = CVS
-    loads: tuple[float, ...] = LOADS
-    policies: tuple[str, ...] = POLICIES
+    workloads: str = ",".join(WORKLOADS)
+    loads: str = ",".join(f"{load:g}" for load in LOADS)
+    cvs: str = ",".join(f"{cv:g}" for cv in CVS)
     num_requests: int = 1000
-    num_seeds: int = 1
-    num_for_capacity: int = _NUM_FOR_CAPACITY
-    hardware: str = HARDWARE
     slowness: float = 1.0
+    policies: str = ",".join(POLICIES)
+    num_for_capacity: int = internal(2000)
+
+    scenario: ClassVar[str] = "goodput"
+    title: ClassVar[str] = "Goodput against load, with and without offline requests"
 
     def validate(self) -> None:
         """Raises: ConfigError."""
-        check_names("workloads", self.workloads, WORKLOADS)
-        check_names("policies", self.policies, VARIANTS)
-        check_positive(num_requests=self.num_requests, seeds=self.num_seeds, slowness=self.slowness)
-        for field_name, values in (("loads", self.loads), ("cvs", self.cvs)):
-            if not values:
-                raise ConfigError(f"`{field_name}` needs a number.")
-            for value in values:
-                check_positive(**{field_name: value})
+        super().validate()
+        check_names("workloads", names_of(self.workloads), WORKLOADS)
+        check_names("policies", self.all_policies, VARIANTS)
+        check_positive(num_requests=self.num_requests, slowness=self.slowness)
+        for field in ("loads", "cvs"):
+            for value in numbers_of(field, getattr(self, field)):
+                check_positive(**{field: value})
+
+    @property
+    def all_policies(self) -> tuple[str, ...]:
+        return names_of(self.policies)
+
+    @property
+    def hardware(self) -> HardwareProfile:
+        return load_hardware_profile(HARDWARE).slowed(self.slowness)
+
+    def slo(self, workload: str) -> SLO:
+        """On the device of the sweep."""
+        slo = WORKLOADS[workload].slo
+        return SLO(self.slowness * slo.ttft_s, self.slowness * slo.tpot_s)
 
     def settings(self) -> list[Setting]:
-        """Every point, panel by panel."""
+        kinds = itertools.product(names_of(self.workloads), numbers_of("cvs", self.cvs))
+        loads = sorted(numbers_of("loads", self.loads))
+        return [Setting(workload, cv, load) for workload, cv in kinds for load in loads]
+
+    def runs(self, seeds: Sequence[int]) -> list[Run]:
+        """Without those that would be the same as others: see ``point``."""
+        alone = dict.fromkeys((_same_alone(policy), False) for policy in self.all_policies)
+        beside = dict.fromkeys((policy, True) for policy in self.all_policies if policy != REFERENCE)
         return [
-            Setting(Panel(workload, cv, has_offline), load)
-            for workload, cv, has_offline in itertools.product(self.workloads, self.cvs, (False, True))
-            for load in sorted(self.loads)
+            Run(setting, _system(*each), seed, partial(self.run, setting, *each, seed))
+            for setting in self.settings()
+            for each in (*alone, *beside)
+            for seed in seeds
         ]
 
+    def run(self, setting: Setting, policy: str, has_offline: bool, seed: int) -> tuple[PolicyMetrics, float]:
+        """Figures, and the workload's capacity in requests per second."""
+        capacity = capacity_rps(self, setting.workload)
+        return figures_of(self.simulation(setting, policy, has_offline, capacity, seed)), capacity
 
-@dataclass(frozen=True, slots=True)
-class GoodputPoint:
-    """Figures of each policy by name (``FIGURES``), at one setting."""
+    def simulation(
+        self, setting: Setting, policy: str, has_offline: bool, capacity_rps: float, seed: int
+    ) -> Simulation:
+        """A seed has the same requests at every load: only their arrivals are nearer to one another."""
+        rng = np.random.default_rng(seed)
+        max_len = self.hardware.max_model_len
+        lengths = WORKLOADS[setting.workload].lengths.sample(self.num_requests, max_len, rng)
+        rate_per_s = setting.load * capacity_rps
+        workload = Workload(
+            online=online_requests(rate_per_s, setting.cv, lengths, rng),
+            duration_s=self.num_requests / rate_per_s,
+            offline=summarization_lengths(None, max_len, seed) if has_offline else (),
+        )
+        return Simulation(self.hardware, policy, workload, self.slo(setting.workload), _MAX_STEP_TOKENS, seed)
 
-    setting: Setting
-    rate_per_s: float
-    policies: Mapping[str, Mapping[str, float]]
+    def point(self, setting: Setting, outcomes: Outcomes) -> Pair:
+        """Alone some policies are ``online-only``, and that is the same beside offline requests as alone."""
 
+        def of(system: str) -> Mapping[str, float]:
+            return mean_figures(tuple(FIGURES), [metrics for metrics, _ in outcomes[system]])
 
-@dataclass(frozen=True, slots=True)
-class PolicySummary:
-    """One policy over the points of a sweep, beside offline requests or without. None where nothing compares.
+        ((_, capacity), *_) = next(iter(outcomes.values()))
+        alone = {policy: of(_system(_same_alone(policy), False)) for policy in self.all_policies}
+        beside = {
+            policy: alone[policy] if policy == REFERENCE else of(_system(policy, True))
+            for policy in self.all_policies
+        }
+        workload, cv, load = setting
+        return (
+            GoodputPoint(Panel(workload, cv, False), load, capacity, alone),
+            GoodputPoint(Panel(workload, cv, True), load, capacity, beside),
+        )
 
-    Attributes:
-        over_online_only: least ratio of its goodput to that of ``online-only`` at a point where the latter
-            has any.
-        over_best: least ratio of its goodput to the best of all policies but ``online-only``.
-        offline_over_priority: mean ratio of offline tokens per second to those of ``priority``, at loads
-            below 0.8.
-        stability: goodput at loads of 1 and above over its own peak at any load: the least of all panels.
-    """
+    def describe(self, run: Run, outcome: object) -> str:
+        workload, cv, load = cast("Setting", run.point)
+        return f"{workload}, CV {cv:g}, load {load:g}: {run.system} done"
 
-    over_online_only: float | None
-    over_best: float | None
-    offline_over_priority: float | None
-    stability: float | None
+    def report(self, console: Console, points: Sequence[Pair]) -> None:
+        for panel, of_panel in panels_of(points).items():
+            headings = (heading for heading, _ in FIGURES.values())
+            table = table_of(str(panel), "load", "policy", *headings, left=("policy",))
+            for point in of_panel:
+                for policy, figures in point.policies.items():
+                    cells = [format(figures[name], kind) for name, (_, kind) in FIGURES.items()]
+                    table.add_row(f"{point.load:g}", policy, *cells)
+                table.add_section()
+            console.print(table)
+        for name, has_offline in (("with an offline flood", True), ("without offline requests", False)):
+            table = table_of(f"Summary, {name}", "policy", *SUMMARY.values(), left=("policy",))
+            for policy, summary in self._summaries(points, has_offline=has_offline).items():
+                table.add_row(policy, *(cell(getattr(summary, each), ".3f") for each in SUMMARY))
+            console.print(table)
+        for workload, capacity in _capacities(points).items():
+            console.print(f"capacity of {workload}: {capacity:.2f} requests/s")
 
+    def _summaries(self, points: Sequence[Pair], *, has_offline: bool) -> dict[str, PolicySummary]:
+        chosen = [pair[has_offline] for pair in points]
+        return {policy: summarize(policy, chosen) for policy in self.all_policies}
 
-@dataclass(slots=True)
-class GoodputResult:
-    """Figures of a sweep.
-
-    Attributes:
-        capacities: requests per second, by workload.
-    """
-
-    sweep: GoodputSweep
-    capacities: Mapping[str, float]
-    points: list[GoodputPoint] = field(default_factory=list)
-
-    def panels(self) -> dict[Panel, list[GoodputPoint]]:
-        """Points by ascending load."""
-        found: dict[Panel, list[GoodputPoint]] = {}
-        for point in self.points:
-            found.setdefault(point.setting.panel, []).append(point)
-        return found
-
-    def summaries(self, *, has_offline: bool) -> dict[str, PolicySummary]:
-        """By policy, over the points with an offline flood or those without."""
-        points = [point for point in self.points if point.setting.panel.has_offline == has_offline]
-        return {policy: summarize(policy, points) for policy in self.sweep.policies}
-
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, points: Sequence[Pair]) -> dict[str, Any]:
         return {
-            "scenario": "goodput",
-            "hardware": self.sweep.hardware,
-            "slowness": self.sweep.slowness,
-            "num_requests": self.sweep.num_requests,
-            "num_seeds": self.sweep.num_seeds,
+            "hardware": HARDWARE,
+            "slowness": self.slowness,
+            "num_requests": self.num_requests,
             "workloads": {
                 name: {
-                    "capacity_rps": self.capacities[name],
-                    "ttft_slo_s": _slo(self.sweep, name).ttft_s,
-                    "tpot_slo_s": _slo(self.sweep, name).tpot_s,
+                    "capacity_rps": capacity,
+                    "ttft_slo_s": self.slo(name).ttft_s,
+                    "tpot_slo_s": self.slo(name).tpot_s,
                 }
-                for name in self.sweep.workloads
+                for name, capacity in _capacities(points).items()
             },
             "points": [
                 {
-                    **point.setting.panel._asdict(),
-                    "load": point.setting.load,
+                    **panel._asdict(),
+                    "load": point.load,
                     "rate_rps": point.rate_per_s,
                     "policies": {policy: dict(figures) for policy, figures in point.policies.items()},
                 }
-                for point in self.points
+                for panel, of_panel in panels_of(points).items()
+                for point in of_panel
             ],
             "summary": {
                 name: {
-                    policy: {each: getattr(summary, each) for each in PolicySummary.__slots__}
-                    for policy, summary in self.summaries(has_offline=has_offline).items()
+                    policy: asdict(summary)
+                    for policy, summary in self._summaries(points, has_offline=has_offline).items()
                 }
                 for name, has_offline in (("with_offline", True), ("without_offline", False))
             },
         }
 
-
-def run_goodput(
-    sweep: GoodputSweep,
-    num_processes: int = 1,
-    on_done: Callable[[Setting, str, Mapping[str, float]], None] = lambda *_: None,
-) -> GoodputResult:
-    """Run every policy at every point. ``on_done`` is called after each, in order.
-
-    Results do not depend on ``num_processes``. Raises: ConfigError.
-    """
-    sweep.validate()
-    with processes(num_processes) as pool:
-        loads = [capacity_simulation(sweep, name) for name in sweep.workloads]
-        capacities = dict(zip(sweep.workloads, pool.map(capacity_per_s, loads), strict=True))
-        result = GoodputResult(sweep, capacities)
-        result.points += _run_points(sweep, capacities, pool, on_done)
-    return result
+    def draw(self, figure: Figure, points: Sequence[Pair]) -> None:
+        draw_panels(figure, panels_of(points))
 
 
-def _run_points(
-    sweep: GoodputSweep,
-    capacities: Mapping[str, float],
-    pool: Processes,
-    on_done: Callable[[Setting, str, Mapping[str, float]], None],
-) -> list[GoodputPoint]:
-    settings = sweep.settings()
-    runs = list(dict.fromkeys(_run_of(setting, policy) for setting in settings for policy in sweep.policies))
-    work = [
-        point_simulation(sweep, setting, policy, capacities[setting.panel.workload], seed)
-        for setting, policy in runs
-        for seed in range(1, sweep.num_seeds + 1)
-    ]
-    results = pool.map(figures_of, work)
-    figures: dict[tuple[Setting, str], Mapping[str, float]] = {}
-    for setting, policy in runs:
-        means = mean_figures(FIGURES, list(itertools.islice(results, sweep.num_seeds)))
-        figures[setting, policy] = means
-        on_done(setting, policy, means)
-    return [
-        GoodputPoint(
-            setting,
-            setting.load * capacities[setting.panel.workload],
-            {policy: figures[_run_of(setting, policy)] for policy in sweep.policies},
-        )
-        for setting in settings
-    ]
+def _capacities(points: Sequence[Pair]) -> dict[str, float]:
+    return {alone.panel.workload: alone.capacity_rps for alone, _ in points}
 
 
-def _run_of(setting: Setting, policy: str) -> tuple[Setting, str]:
-    """The run that has a policy's figures at a setting, so that none is run twice."""
-    panel = setting.panel
-    if policy == REFERENCE or (policy in _SAME_ALONE and not panel.has_offline):
-        return setting._replace(panel=panel._replace(has_offline=False)), REFERENCE
-    return setting, policy
+def _same_alone(policy: str) -> str:
+    """The policy that has the same figures without offline requests."""
+    return REFERENCE if policy in _SAME_ALONE else policy
 
 
-def point_simulation(
-    sweep: GoodputSweep, setting: Setting, policy: str, capacity_rps: float, seed: int
-) -> Simulation:
-    """The requests of a seed are the same at every load: only their arrivals are nearer to one another."""
-    rng = np.random.default_rng(seed)
-    panel, online = setting.panel, WORKLOADS[setting.panel.workload]
-    max_len = load_hardware_profile(sweep.hardware).max_model_len
-    lengths = online.lengths.sample(sweep.num_requests, max_len, rng)
-    rate_per_s = setting.load * capacity_rps
-    offline = summarization_lengths(None, count=_NUM_OFFLINE, max_len=max_len, seed=seed)
-    workload = Workload(
-        online=online_requests(rate_per_s, panel.cv, lengths, rng),
-        duration_s=sweep.num_requests / rate_per_s,
-        offline=offline if panel.has_offline else (),
-    )
-    slo = _slo(sweep, panel.workload)
-    return Simulation(sweep.hardware, policy, workload, slo, _MAX_STEP_TOKENS, seed, sweep.slowness)
+def _system(policy: str, has_offline: bool) -> str:
+    return f"{policy} beside offline requests" if has_offline else f"{policy} alone"
 
 
-def capacity_simulation(sweep: GoodputSweep, name: str) -> Simulation:
+@lru_cache(maxsize=16)
+def capacity_rps(sweep: Goodput, workload: str) -> float:
+    """Requests of a workload that the device completes in a second. Raises: ConfigError."""
+    return completed_per_s(capacity_simulation(sweep, workload))
+
+
+def capacity_simulation(sweep: Goodput, workload: str) -> Simulation:
     """All requests at once, in order, without offline requests."""
-    online = WORKLOADS[name]
-    max_len = load_hardware_profile(sweep.hardware).max_model_len
-    rng = np.random.default_rng(_CAPACITY_SEED)
-    lengths = online.lengths.sample(sweep.num_for_capacity, max_len, rng)
-    workload = Workload(tuple(Arrival(0.0, each) for each in lengths), duration_s=1.0, offline=())
-    slo = _slo(sweep, name)
-    return Simulation(sweep.hardware, "fcfs", workload, slo, _MAX_STEP_TOKENS, _CAPACITY_SEED, sweep.slowness)
+    rng = np.random.default_rng(TUNING_SEED)
+    max_len = sweep.hardware.max_model_len
+    lengths = WORKLOADS[workload].lengths.sample(sweep.num_for_capacity, max_len, rng)
+    online = tuple(Arrival(0.0, each) for each in lengths)
+    slo = sweep.slo(workload)
+    return Simulation(sweep.hardware, "fcfs", Workload(online, 1.0, ()), slo, _MAX_STEP_TOKENS, TUNING_SEED)
 
 
-def _slo(sweep: GoodputSweep, name: str) -> SLO:
-    """Of a workload on the device of the sweep."""
-    slo = WORKLOADS[name].slo
-    return SLO(sweep.slowness * slo.ttft_s, sweep.slowness * slo.tpot_s)
-
-
-def capacity_per_s(simulation: Simulation) -> float:
+def completed_per_s(simulation: Simulation) -> float:
     """Requests per second that the device completes while others wait.
 
     These are output tokens per second over the mean output, from the time when a tenth of the requests have
@@ -323,41 +300,3 @@ def capacity_per_s(simulation: Simulation) -> float:
         raise ConfigError(f"{len(records)} requests are too few to measure a capacity: all run at once.")
     mean_output = len(tokens_at_s) / len(records)
     return float(num_tokens / (last_s - first_s) / mean_output)
-
-
-def summarize(policy: str, points: Sequence[GoodputPoint]) -> PolicySummary:
-    goodputs = [
-        {name: figures["goodput_rps"] for name, figures in point.policies.items()} for point in points
-    ]
-    over_reference = [each[policy] / each[REFERENCE] for each in goodputs if each.get(REFERENCE)]
-    over_best = []
-    for each in goodputs:
-        best = max((value for name, value in each.items() if name != REFERENCE), default=0.0)
-        if best:
-            over_best.append(each[policy] / best)
-    offline = [
-        point.policies[policy]["offline_tok_s"] / point.policies["priority"]["offline_tok_s"]
-        for point in points
-        if point.setting.load < _LIGHT_LOAD and point.policies.get("priority", {}).get("offline_tok_s")
-    ]
-    return PolicySummary(
-        over_online_only=min(over_reference, default=None),
-        over_best=min(over_best, default=None),
-        offline_over_priority=sum(offline) / len(offline) if offline else None,
-        stability=_stability(policy, points),
-    )
-
-
-def _stability(policy: str, points: Sequence[GoodputPoint]) -> float | None:
-    """See ``PolicySummary``; None where the policy has no goodput, or no load of 1 or above was run."""
-    goodputs: dict[Panel, dict[float, float]] = {}
-    for point in points:
-        by_load = goodputs.setdefault(point.setting.panel, {})
-        by_load[point.setting.load] = point.policies[policy]["goodput_rps"]
-    ratios = [
-        value / max(by_load.values())
-        for by_load in goodputs.values()
-        for load, value in by_load.items()
-        if load >= _FULL_LOAD and max(by_load.values())
-    ]
-    return min(ratios, default=None)

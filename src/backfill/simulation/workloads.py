@@ -1,70 +1,98 @@
-"""Workloads of the simulated experiments, from traces or drawn with the traces' means and variation."""
+"""Workloads of simulations: lengths and arrivals, from traces or drawn like the traces."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from backfill.core.errors import ConfigError
 from backfill.simulation.replay import Arrival, Lengths, Workload
-from backfill.workloads.arrivals import Phase, burstiness_of_cv, gamma_arrivals, phased_arrivals, reshaped
+from backfill.workloads.arrivals import burstiness_of_cv, gamma_arrivals
 from backfill.workloads.lengths import LengthDistribution
 from backfill.workloads.traces import Trace, read_trace
 
+
+class LengthSource(Protocol):
+    def sample(self, count: int, max_len: int, rng: np.random.Generator) -> tuple[Lengths, ...]:
+        """Lengths of ``count`` requests, of at most ``max_len`` tokens each. Raises: ConfigError."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnLengths:
+    """Prompts and outputs drawn independently.
+
+    An output is cut at half of the context and a prompt at what the output leaves.
+    """
+
+    prompt: LengthDistribution
+    output: LengthDistribution
+
+    def sample(self, count: int, max_len: int, rng: np.random.Generator) -> tuple[Lengths, ...]:
+        prompts = self.prompt.sample(count, rng)
+        outputs = np.minimum(self.output.sample(count, rng), max_len // 2)
+        return lengths_of(np.minimum(prompts, max_len - outputs), outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLengths:
+    """Requests of a file, in random order. They repeat where the file has fewer than are asked for."""
+
+    path: Path
+    trace: Trace
+
+    @classmethod
+    def read(cls, path: Path) -> TraceLengths:
+        """Raises: ConfigError when the file cannot be used."""
+        return cls(path, read_trace(path))
+
+    def sample(self, count: int | None, max_len: int, rng: np.random.Generator) -> tuple[Lengths, ...]:
+        """Each request once where ``count`` is None. Raises: ConfigError if no request fits ``max_len``."""
+        fitting = within_context(self.path, self.trace, max_len)
+        order = rng.permutation(len(fitting))
+        rows = order if count is None else np.resize(order, count)
+        return lengths_of(fitting.input_lens[rows], fitting.output_lens[rows])
+
+
+# BROS, table 2: means and standard deviations.
+SHAREGPT = DrawnLengths(
+    LengthDistribution(223, 256.36 / 222.76, "lognormal"),
+    LengthDistribution(235, 268.50 / 234.51, "lognormal"),
+)
+# Azure's code trace of 2023 has means of about 2,048 and 28 tokens. The variation is that of lognormal
+# lengths with the medians that Splitwise (ISCA 2024, section III) reports for it: 1,500 and 13.
+CODE = DrawnLengths(LengthDistribution(2048, 0.93, "lognormal"), LengthDistribution(28, 1.9, "lognormal"))
+# Chosen, not measured: a question about a document of three quarters of a context of 4,096 tokens.
+DOCUMENT = DrawnLengths(LengthDistribution(3000, 0.2, "normal"), LengthDistribution(100, 0.5, "lognormal"))
 # Means and coefficients of variation of the published files' columns (docs/simulation.md).
+SUMMARIES = DrawnLengths(LengthDistribution(2588, 0.37, "normal"), LengthDistribution(291, 1.0, "lognormal"))
 _CONVERSATION_INPUT = LengthDistribution(1155, 0.96, "lognormal")
 _CONVERSATION_OUTPUT = LengthDistribution(211, 0.77, "lognormal")
 _CONVERSATION_CV = 1.09
-_SUMMARIZATION_INPUT = LengthDistribution(2588, 0.37, "normal")
-_SUMMARIZATION_OUTPUT = LengthDistribution(291, 1.0, "lognormal")
+_NUM_OFFLINE = 4000
 
 
-def conversation_workload(
-    rate_per_s: float,
-    phases: Sequence[Phase],
-    *,
-    trace: Path | None,
-    offline: tuple[Lengths, ...],
-    max_len: int,
-    seed: int,
-) -> Workload:
-    """A conversation trace, sampled to a rate and reshaped to phases (ConServe, section 6.1).
-
-    Args:
-        rate_per_s: mean over the duration of the phases; only the ratios of the phases' rates matter.
-        max_len: context of the model; longer requests are left out.
-    Raises: ConfigError for a trace without times or with too few requests.
-    """
-    rng = np.random.default_rng(seed)
-    duration_s = sum(phase.duration_s for phase in phases)
-    count = round(rate_per_s * duration_s)
-    if trace is None:
-        source = drawn_conversations(4 * count, max_len, rng)
-    else:
-        source = within_context(read_trace(trace), max_len)
-    if source.arrivals_at_s is None:
-        raise ConfigError(f"{trace} has no arrival times; a conversation trace needs them.")
-    if len(source) < count:
-        raise ConfigError(f"{trace} has {len(source)} requests that fit the model; {count} are needed.")
-    sample = source.select(np.sort(rng.choice(len(source), count, replace=False)).tolist())
-    assert sample.arrivals_at_s is not None
-    instants = reshaped(sample.arrivals_at_s, phases)
-    online = tuple(
-        Arrival(float(at_s), Lengths(int(input_len), int(output_len)))
-        for at_s, input_len, output_len in zip(instants, sample.input_lens, sample.output_lens, strict=True)
-    )
-    return Workload(online, duration_s, offline)
+def summarization_lengths(path: Path | None, max_len: int, seed: int) -> tuple[Lengths, ...]:
+    """Lengths of a batch of document summaries in random order: of a file, or drawn. Raises: ConfigError."""
+    source: LengthSource = SUMMARIES if path is None else TraceLengths.read(path)
+    return source.sample(_NUM_OFFLINE, max_len, np.random.default_rng(seed))
 
 
-def phased_workload(
-    phases: Sequence[Phase], lengths: Lengths, *, offline: tuple[Lengths, ...], seed: int
-) -> Workload:
-    """Requests of equal lengths in ON and OFF phases (ConServe, section 6.3.1)."""
-    count = round(sum(phase.duration_s * phase.rate_per_s for phase in phases))
-    instants = phased_arrivals(count, phases, 1.0, np.random.default_rng(seed))
-    return Workload(_equal_requests(instants, lengths), sum(phase.duration_s for phase in phases), offline)
+def drawn_conversations(count: int, max_len: int, rng: np.random.Generator) -> Trace:
+    outputs = np.minimum(_CONVERSATION_OUTPUT.sample(count, rng), max_len // 2)
+    inputs = np.minimum(_CONVERSATION_INPUT.sample(count, rng), max_len - outputs)
+    return Trace(inputs, outputs, gamma_arrivals(count, 1.0, burstiness_of_cv(_CONVERSATION_CV), rng))
+
+
+def online_requests(
+    rate_per_s: float, cv: float, lengths: Sequence[Lengths], rng: np.random.Generator
+) -> tuple[Arrival, ...]:
+    """Requests of these lengths with gamma-distributed gaps, over a time of their number by the rate."""
+    instants = gamma_arrivals(len(lengths), rate_per_s, burstiness_of_cv(cv), rng)
+    return arrivals_of(instants, lengths)
 
 
 def gamma_workload(
@@ -78,23 +106,8 @@ def gamma_workload(
 ) -> Workload:
     """Requests of equal lengths with gamma-distributed gaps (ConServe, section 6.3.2)."""
     count = max(1, round(rate_per_s * duration_s))
-    instants = gamma_arrivals(count, rate_per_s, burstiness_of_cv(cv), np.random.default_rng(seed))
-    return Workload(_equal_requests(instants, lengths), duration_s, offline)
-
-
-def summarization_lengths(path: Path | None, *, count: int, max_len: int, seed: int) -> tuple[Lengths, ...]:
-    """Lengths of a batch of document summaries, in random order."""
-    rng = np.random.default_rng(seed)
-    if path is None:
-        inputs = _SUMMARIZATION_INPUT.sample(count, rng)
-        outputs = _SUMMARIZATION_OUTPUT.sample(count, rng)
-        outputs = np.minimum(outputs, max_len // 2)
-        inputs = np.minimum(inputs, max_len - outputs)
-    else:
-        trace = within_context(read_trace(path), max_len)
-        order = rng.permutation(len(trace))[:count]
-        inputs, outputs = trace.input_lens[order], trace.output_lens[order]
-    return tuple(Lengths(int(i), int(o)) for i, o in zip(inputs, outputs, strict=True))
+    online = online_requests(rate_per_s, cv, [lengths] * count, np.random.default_rng(seed))
+    return Workload(online, duration_s, offline)
 
 
 def trace_workload(
@@ -118,9 +131,8 @@ def trace_workload(
     Raises: ConfigError for a trace without times or a rate, or one that is too short.
     """
     everything = read_trace(path)
-    trace = within_context(everything, max_len)
-    if not len(trace):
-        raise ConfigError(f"{path}: no request fits a context of {max_len} tokens.")
+    trace = within_context(path, everything, max_len)
+    num_too_long = len(everything) - len(trace)
     if trace.arrivals_at_s is None:
         if rate_per_s is None:
             raise ConfigError(f"is needed: {path} has no arrival times.", field="rate")
@@ -138,35 +150,22 @@ def trace_workload(
     duration_s = duration_s or lasts_s
     if not duration_s > 0:
         raise ConfigError(f"{path}: all requests arrive at once; a trace must last longer than 0 s.")
-    online = tuple(
-        Arrival(float(at_s), Lengths(int(input_len), int(output_len)))
-        for at_s, input_len, output_len in zip(instants, trace.input_lens, trace.output_lens, strict=True)
-        if at_s <= duration_s
-    )
-    return Workload(online, duration_s, offline), len(everything) - len(within_context(everything, max_len))
+    online = arrivals_of(instants, lengths_of(trace.input_lens, trace.output_lens))
+    within = tuple(arrival for arrival in online if arrival.at_s <= duration_s)
+    return Workload(within, duration_s, offline), num_too_long
 
 
-def offline_lengths(path: Path, *, max_len: int, seed: int) -> tuple[Lengths, ...]:
-    """The lengths of a batch, in random order; requests longer than ``max_len`` are left out.
-
-    Raises: ConfigError if none is left.
-    """
-    trace = within_context(read_trace(path), max_len)
-    if not len(trace):
+def within_context(path: Path, trace: Trace, max_len: int) -> Trace:
+    """The requests of a trace that fit. Raises: ConfigError if none does."""
+    fitting = trace.select(np.flatnonzero(trace.input_lens + trace.output_lens <= max_len).tolist())
+    if not len(fitting):
         raise ConfigError(f"{path}: no request fits a context of {max_len} tokens.")
-    trace = trace.select(np.random.default_rng(seed).permutation(len(trace)).tolist())
-    return tuple(Lengths(int(i), int(o)) for i, o in zip(trace.input_lens, trace.output_lens, strict=True))
+    return fitting
 
 
-def drawn_conversations(count: int, max_len: int, rng: np.random.Generator) -> Trace:
-    outputs = np.minimum(_CONVERSATION_OUTPUT.sample(count, rng), max_len // 2)
-    inputs = np.minimum(_CONVERSATION_INPUT.sample(count, rng), max_len - outputs)
-    return Trace(inputs, outputs, gamma_arrivals(count, 1.0, burstiness_of_cv(_CONVERSATION_CV), rng))
+def lengths_of(inputs: np.ndarray, outputs: np.ndarray) -> tuple[Lengths, ...]:
+    return tuple(Lengths(int(i), int(o)) for i, o in zip(inputs, outputs, strict=True))
 
 
-def within_context(trace: Trace, max_len: int) -> Trace:
-    return trace.select(np.flatnonzero(trace.input_lens + trace.output_lens <= max_len).tolist())
-
-
-def _equal_requests(instants: np.ndarray, lengths: Lengths) -> tuple[Arrival, ...]:
-    return tuple(Arrival(float(at_s), lengths) for at_s in instants)
+def arrivals_of(instants: np.ndarray, lengths: Sequence[Lengths]) -> tuple[Arrival, ...]:
+    return tuple(Arrival(float(at_s), each) for at_s, each in zip(instants, lengths, strict=True))

@@ -3,13 +3,13 @@ from __future__ import annotations
 import threading
 
 import pytest
+from live_replay import LiveReplay
 
 from backfill.core.clock import WallClock
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import Request
 from backfill.engine.engine import Engine
-from backfill.simulation.live_replay import LiveReplay
 from backfill.simulation.replay import Arrival, Lengths, Workload
 from tests.builders import ScriptedExecutor, make_info
 

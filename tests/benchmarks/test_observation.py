@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from observation import ObservedExecutor, observed_behaviour
 
 from backfill.core.block import SlotCopy, pack_block_ref
 from backfill.core.clock import VirtualClock
@@ -17,7 +18,6 @@ from backfill.costs.model import CostModel
 from backfill.costs.profile import CopySpeed, FitError
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
-from backfill.simulation.observation import ObservedExecutor, observed_behaviour
 from backfill.simulation.replay import Lengths, Replay
 from backfill.simulation.workloads import gamma_workload
 from tests.builders import linear_cost, make_info, make_profile

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from backfill.core.errors import ConfigError
-from backfill.simulation.request_lengths import (
-    BROS_OFFLINE,
+from backfill.simulation.workloads import (
     CODE,
     DOCUMENT,
-    LMSYS,
     SHAREGPT,
+    SUMMARIES,
     DrawnLengths,
     TraceLengths,
 )
+from experiments.bros.tradeoff import BROS_OFFLINE, LMSYS
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,7 @@ from backfill.simulation.request_lengths import (
         (SHAREGPT, (222.76, 256.36), (234.51, 268.50)),
         (LMSYS, (90.50, 148.52), (237.04, 228.21)),
         (BROS_OFFLINE, (768, 148), (80, 28)),
+        (SUMMARIES, (2588, 958), (291, 291)),
     ],
 )
 def test_drawn_lengths_have_the_published_means_and_deviations(
@@ -45,7 +46,7 @@ def test_offline_lengths_are_uniform_in_the_papers_ranges() -> None:
     assert lengths.max(axis=0).tolist() == [1024, 128]
 
 
-@pytest.mark.parametrize("source", [SHAREGPT, LMSYS, CODE, DOCUMENT])
+@pytest.mark.parametrize("source", [SHAREGPT, LMSYS, CODE, DOCUMENT, SUMMARIES])
 def test_every_request_fits_the_context(source: DrawnLengths) -> None:
     lengths = source.sample(5000, 2048, np.random.default_rng(1))
     assert max(sum(each) for each in lengths) <= 2048
@@ -60,5 +61,5 @@ def test_a_file_is_sampled_and_repeats(tmp_path: Path) -> None:
     assert set(sample) == {(5, 6), (7, 8)}
     assert len(sample) == 5
     assert sample == source.sample(5, 2048, np.random.default_rng(0))
-    with pytest.raises(ConfigError, match=r"lengths\.csv has no request of at most 10 tokens"):
+    with pytest.raises(ConfigError, match=r"lengths\.csv: no request fits a context of 10 tokens"):
         source.sample(1, 10, np.random.default_rng(0))

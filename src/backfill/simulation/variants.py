@@ -1,11 +1,10 @@
-"""Policies compared at the points of a scenario, on a simulated device."""
+"""Policies that simulations compare, and a run of one of them on a simulated device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.slo import SLO
@@ -16,9 +15,9 @@ from backfill.scheduling.policies.bros import BrosPolicy
 from backfill.scheduling.policies.create import PolicyFactory
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
-from backfill.simulation.device import exact_behaviour, measured_profile, typical_behaviour
+from backfill.simulation.device import measured_profile, typical_behaviour
 from backfill.simulation.metrics import PolicyMetrics, metrics_of
-from backfill.simulation.replay import ReplayResult, Workload, simulate
+from backfill.simulation.replay import ReplayResult, StepObserver, Workload, simulate
 
 _HOST_POOL_RATIO = 4
 
@@ -91,109 +90,52 @@ OWN_POLICIES: Mapping[str, PolicyFactory] = {"bros-recompute-late": _late_bros}
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One setting of a scenario: the values that vary, and the workload they give."""
-
-    setting: Mapping[str, float]
-    workload: Workload
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """One experiment.
+class Simulation:
+    """One policy on one workload. Small enough to be sent to another process.
 
     Attributes:
-        policies: names of the ``VARIANTS`` to compare.
-        paper: the paper's figures by policy, with names of ``PolicyMetrics`` where these exist.
+        policy: one of the ``VARIANTS``.
+        slo: objectives of every online request.
+        max_step_tokens: most tokens of a step, and of a chunk of a prompt.
+        seed: of the device's noise, while it is profiled and while it serves.
         behaviour: what the device does; None for ``typical_behaviour``.
         profile: what the engine predicts with; None for what ``backfill profile`` finds on that device.
-        seed: of the device's noise, while it is profiled and while it serves.
     """
 
-    name: str
-    title: str
-    points: tuple[Point, ...]
-    paper: Mapping[str, Any]
     hardware: HardwareProfile
-    policies: tuple[str, ...]
+    policy: str
+    workload: Workload
     slo: SLO
-    max_num_batched_tokens: int
+    max_step_tokens: int
+    seed: int
     behaviour: DeviceBehaviour | None = None
     profile: CostProfile | None = None
-    seed: int = 0
 
-    def exact(self) -> Scenario:
-        """The same on a device without noise that the engine knows perfectly."""
-        costs = self.hardware.costs
-        return replace(self, behaviour=exact_behaviour(costs), profile=costs)
-
-
-@dataclass(slots=True)
-class PointResult:
-    setting: Mapping[str, float]
-    metrics: dict[str, PolicyMetrics] = field(default_factory=dict)
-    replays: dict[str, ReplayResult] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class ScenarioResult:
-    scenario: Scenario
-    points: list[PointResult]
-
-    def as_json(self) -> dict[str, Any]:
-        """One object. ``policies`` is the first setting; a scenario of several also has ``points``."""
-        content: dict[str, Any] = {
-            "scenario": self.scenario.name,
-            "hardware": self.scenario.hardware.name,
-            "slo": asdict(self.scenario.slo),
-            "policies": _policies(self.points[0]),
-        }
-        if len(self.points) > 1:
-            content["points"] = [{**point.setting, "policies": _policies(point)} for point in self.points]
-        return {**content, "paper": self.scenario.paper}
+    def replay(self, observer: StepObserver | None = None) -> ReplayResult:
+        """The host's KV pool is four times the device's. ``observer`` is told of each step."""
+        config = replace(
+            VARIANTS[self.policy],
+            max_num_batched_tokens=self.max_step_tokens,
+            max_prefill_chunk_tokens=self.max_step_tokens,
+            ttft_slo=self.slo.ttft_s,
+            tpot_slo=self.slo.tpot_s,
+        )
+        behaviour = self.behaviour or typical_behaviour(self.hardware.costs)
+        replay = simulate(
+            config,
+            self.workload,
+            self.hardware,
+            _HOST_POOL_RATIO * self.hardware.kv_tokens,
+            behaviour=behaviour,
+            profile=self.profile or measured_profile(self.hardware, behaviour, self.seed),
+            policy=OWN_POLICIES.get(self.policy),
+            seed=self.seed,
+            observer=observer,
+        )
+        num_hits = replay.num_prefix_hit_tokens
+        assert num_hits == 0, f"{self.policy}: {num_hits} tokens of prompts that differ are prefix hits"
+        return replay
 
 
-def run_scenario(
-    scenario: Scenario,
-    policies: Sequence[str],
-    on_done: Callable[[Mapping[str, float], str, PolicyMetrics], None],
-) -> ScenarioResult:
-    """Run every setting under every policy. ``on_done`` is called after each.
-
-    The host's KV pool is four times the device's.
-    """
-    hardware, slo = scenario.hardware, scenario.slo
-    behaviour = scenario.behaviour or typical_behaviour(hardware.costs)
-    profile = scenario.profile or measured_profile(hardware, behaviour, scenario.seed)
-    results = []
-    for point in scenario.points:
-        result = PointResult(point.setting)
-        for policy in policies:
-            config = replace(
-                VARIANTS[policy],
-                max_num_batched_tokens=scenario.max_num_batched_tokens,
-                max_prefill_chunk_tokens=scenario.max_num_batched_tokens,
-                ttft_slo=slo.ttft_s,
-                tpot_slo=slo.tpot_s,
-            )
-            replay = simulate(
-                config,
-                point.workload,
-                hardware,
-                _HOST_POOL_RATIO * hardware.kv_tokens,
-                behaviour=behaviour,
-                profile=profile,
-                policy=OWN_POLICIES.get(policy),
-                seed=scenario.seed,
-            )
-            num_hits = replay.num_prefix_hit_tokens
-            assert num_hits == 0, f"{policy}: {num_hits} tokens of prompts that differ are prefix hits"
-            result.replays[policy] = replay
-            result.metrics[policy] = metrics_of(replay, slo)
-            on_done(point.setting, policy, result.metrics[policy])
-        results.append(result)
-    return ScenarioResult(scenario, results)
-
-
-def _policies(point: PointResult) -> dict[str, Any]:
-    return {policy: asdict(metrics) for policy, metrics in point.metrics.items()}
+def figures_of(simulation: Simulation) -> PolicyMetrics:
+    return metrics_of(simulation.replay(), simulation.slo)

@@ -7,20 +7,20 @@ import threading
 import pytest
 from rich.console import Console
 
-from backfill.cli.sweeps import live_sweep
+from backfill.cli.studies import live_progress
 from backfill.core.errors import ConfigError
-from backfill.simulation.goodput import GoodputSweep, run_goodput
-from backfill.simulation.progress import RunShare, SweepProgress, reporting_to
-from backfill.simulation.sweep import check_names, check_positive, processes
+from backfill.simulation.goodput import Goodput
+from backfill.simulation.processes import Progress, RunShare, processes
+from backfill.simulation.study import check_names, check_positive, run_study
 from tests.api.servers import wait_until
 from tests.simulation.partial_runs import run_in_part
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_results_come_in_the_order_of_the_work(num_processes: int) -> None:
-    progress = SweepProgress()
-    with processes(num_processes, progress) as pool:
-        assert list(pool.map(run_in_part, range(-5, 0))) == [5, 4, 3, 2, 1]
+    progress = Progress()
+    with processes(num_processes, progress) as map_runs:
+        assert list(map_runs(run_in_part, range(-5, 0))) == [5, 4, 3, 2, 1]
     assert not multiprocessing.active_children()
     assert progress.num_done == pytest.approx(5 * 0.75), "of the runs in all processes"
     RunShare().note(1.0)  # of no sweep
@@ -28,7 +28,7 @@ def test_results_come_in_the_order_of_the_work(num_processes: int) -> None:
 
 
 def test_progress_is_read_though_a_process_ended_with_its_lock() -> None:
-    progress, seen = SweepProgress(), list[float]()
+    progress, seen = Progress(), list[float]()
     reader = threading.Thread(target=lambda: seen.append(progress.num_done), daemon=True)
     with progress.value.get_lock():
         reader.start()
@@ -38,23 +38,23 @@ def test_progress_is_read_though_a_process_ended_with_its_lock() -> None:
 
 def test_progress_is_drawn_on_a_terminal_only() -> None:
     screen = io.StringIO()
-    with live_sweep(Console(file=screen, force_terminal=True, width=80), 4) as progress:
+    with live_progress(Console(file=screen, force_terminal=True, width=80), 4) as progress:
         assert progress is not None
-        with reporting_to(progress):
+        with processes(1, progress):
             RunShare().note(7.0)
             RunShare().note(0.5)
         wait_until(lambda: "37.5 %" in screen.getvalue(), "progress")
     assert "4 runs" in screen.getvalue()
     piped = io.StringIO()
-    with live_sweep(Console(file=piped), 4) as progress:
+    with live_progress(Console(file=piped), 4) as progress:
         assert progress is None
     assert not piped.getvalue()
 
 
 def test_a_block_that_raises_ends_its_processes() -> None:
     def interrupted() -> None:
-        with processes(2) as pool:
-            assert next(pool.map(abs, range(-100, 0))) == 100
+        with processes(2) as map_runs:
+            assert next(map_runs(abs, range(-100, 0))) == 100
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -63,9 +63,9 @@ def test_a_block_that_raises_ends_its_processes() -> None:
 
 
 def test_an_error_in_another_process_is_raised_here() -> None:
-    sweep = GoodputSweep(workloads=("code",), loads=(0.5,), num_for_capacity=1)
+    sweep = Goodput(workloads="code", loads="0.5", num_for_capacity=1)
     with pytest.raises(ConfigError, match="1 requests are too few to measure a capacity"):
-        run_goodput(sweep, num_processes=2)
+        run_study(sweep, num_processes=2)
 
 
 def test_names_and_numbers_are_checked() -> None:

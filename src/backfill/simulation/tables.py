@@ -12,7 +12,6 @@ from rich.table import Table
 _CELL_FRAME = 3
 _SHORTEST_NAME = 10
 
-
 # Name in a table and format of each figure, by its key in a result.
 _FIGURES = {
     "ttft_p50_s": ("TTFT P50 s", ".3f"),
@@ -68,7 +67,7 @@ def print_rows(
     """
     names = [name for name, _ in rows.values()]
     cells_of = {
-        column: [_cell(known.get(key), kind) for key, (_, kind) in rows.items()]
+        column: [cell(known.get(key), kind) for key, (_, kind) in rows.items()]
         for column, known in columns.items()
     }
     for part in _parts(console.width, [corner, *names], cells_of):
@@ -83,7 +82,17 @@ def print_rows(
         console.print(table)
 
 
-def _cell(value: object, form: str) -> str:
+def table_of(title: str, *headings: str, left: Sequence[str] = (), caption: str | None = None) -> Table:
+    """A narrow table; the columns in ``left`` hold names, the others numbers."""
+    table = Table(title=title, caption=caption, pad_edge=False, padding=(0, 0, 0, 1))
+    for heading in headings:
+        is_name = heading in left
+        table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
+    return table
+
+
+def cell(value: object, form: str) -> str:
+    """A figure of a table, empty where there is none. A tuple is a median, the least and the most value."""
     if value is None:
         return ""
     if isinstance(value, tuple):

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from backfill.cli.tables import print_figures
+from backfill.simulation.tables import print_figures
 
 KEYS = ["ttft_p99_s", "offline_tok_s", "recomputed_token_share"]
 NAMES = ["TTFT P99 s", "offline tok/s", "recomputed"]

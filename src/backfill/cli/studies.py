@@ -1,0 +1,158 @@
+"""The command line of a study: its options and those of the run, a line of progress, and what is written."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cyclopts import App
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from backfill.cli.command import command
+from backfill.cli.interrupts import interruptible
+from backfill.cli.startup import NEEDS_MATPLOTLIB, can_plot, check_folder, check_plot
+from backfill.core.config import at_least
+from backfill.core.errors import ConfigError
+from backfill.core.measured_on import writing
+from backfill.core.options import check_types, options_of
+from backfill.simulation.processes import Progress as RunsDone
+from backfill.simulation.study import FIRST_REPORTED_SEED, Run, Study, run_study
+
+_MOST_JOBS = 64
+_INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyOptions:
+    """How a study runs and what it writes.
+
+    Attributes:
+        seeds: how many seeds to run; each draws a workload and the noise of the device.
+        first_seed: the first of them. Rates and limits were tuned with seed 0.
+        jobs: processes to run in. Figures do not depend on it.
+        plot: PNG to write; named as the scenario by default, if matplotlib is installed.
+        json: end with one JSON object on a line.
+    """
+
+    seeds: int = 1
+    first_seed: int = FIRST_REPORTED_SEED
+    jobs: int = 1
+    plot: Path | None = None
+    json: bool = False
+
+    def validate(self) -> None:
+        """Raises: ConfigError."""
+        check_types(self)
+        at_least("seeds", self.seeds, 1)
+        at_least("first_seed", self.first_seed, 0)
+        if not 1 <= self.jobs <= _MOST_JOBS:
+            raise ConfigError(f"`jobs` must be 1 to {_MOST_JOBS}, got {self.jobs}.")
+
+
+def command_of(kind: type[Study[Any]], prefix: str) -> App:
+    """The command line of a study.
+
+    Args:
+        prefix: of its environment variables, before the scenario's name.
+    """
+
+    def run(study: Study[Any], options: StudyOptions) -> None:
+        _run_command(study, options)
+
+    run.__doc__ = (inspect.getdoc(kind) or "").partition("\n\nAttributes:")[0]
+    run.__annotations__ = {"study": kind, "options": StudyOptions}
+    run.__name__ = kind.scenario.partition("-")[2] or kind.scenario  # the name of the command
+    own = kind.groups or {"Points": " ".join(options_of(kind))}  # type: ignore[arg-type]
+    groups = {**own, "Runs": kind.how, "Output": kind.writes}
+    variables = f"{prefix}{kind.scenario.upper().replace('-', '_')}_"
+    return command(run, {title: names for title, names in groups.items() if names}, prefix=variables)
+
+
+def _run_command(study: Study[Any], options: StudyOptions) -> None:
+    console = Console()
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    runs = study.runs(seeds)  # wrong options are refused before anything is printed
+    draws = "plot" in study.writes
+    path = _plot_path(study, options.plot) if draws else None
+    title, *lines = study.heading(seeds[0])
+    console.print(f"[bold]{title}[/bold]")
+    if draws and path is None:
+        lines.append(f"No plot: it needs {NEEDS_MATPLOTLIB}.")
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+
+    def on_done(run: Run, outcome: Any) -> None:
+        if line := study.describe(run, outcome):
+            console.print(line, style="dim", soft_wrap=True)
+
+    with study.store(console, options.seeds) as store:
+        num_runs = sum(run.point not in store.finished for run in runs) if study.tells_progress else 0
+        with interruptible(), live_progress(console, num_runs) as progress:
+            points = run_study(study, seeds, options.jobs, on_done, progress, store)
+    study.report(console, points)
+    if path is not None and (reason := study.cannot_draw(points)):
+        console.print(f"No plot: {reason}.", highlight=False)
+    elif path is not None:
+        _draw(study, points, path)
+        console.print(f"wrote {path}", markup=False, soft_wrap=True)
+    if options.json:
+        of_seeds = {"num_seeds": options.seeds} if "seeds" in study.how else {}
+        print(json.dumps({"scenario": study.scenario, **of_seeds, **study.as_json(points)}))
+
+
+def _plot_path(study: Study[Any], asked: Path | None) -> Path | None:
+    """The file to draw; None without matplotlib. Raises: ConfigError."""
+    check_plot(asked)
+    if asked is not None or not can_plot():
+        return asked
+    path = Path(f"{study.scenario}.png")
+    check_folder("plot", path)
+    return path
+
+
+def _draw(study: Study[Any], points: list[Any], path: Path) -> None:
+    """Raises: ConfigError when the file cannot be written."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained")
+    study.draw(figure, points)
+    with writing(path):
+        figure.savefig(path, dpi=110, format="png")
+
+
+@contextmanager
+def live_progress(console: Console, num_runs: int) -> Iterator[RunsDone | None]:
+    """Draw the progress of so many runs while the block runs them. None without a terminal."""
+    if not console.is_terminal or num_runs == 0:
+        yield None
+        return
+    columns = (
+        TextColumn(f"{num_runs} runs"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.percentage:.1f} %"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    done, has_ended = RunsDone(), threading.Event()
+    with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
+        task = bar.add_task("", total=num_runs)
+        drawing = threading.Thread(target=_draw_bar, args=(done, has_ended, bar, task), daemon=True)
+        drawing.start()
+        try:
+            yield done
+        finally:
+            has_ended.set()
+            drawing.join()
+
+
+def _draw_bar(done: RunsDone, has_ended: threading.Event, bar: Progress, task: TaskID) -> None:
+    while not has_ended.wait(_INTERVAL_S):
+        bar.update(task, completed=done.num_done, refresh=True)
