@@ -15,7 +15,6 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
-from backfill.costs.hardware import load_hardware_profile
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.simulation.device import executor_info
@@ -24,12 +23,10 @@ from backfill.simulation.replay import ReplayResult, Workload
 from experiments.blendserve.coserving_replay import BIN_S, PoolReplay
 from experiments.blendserve.mix import Mix, MixSpec, draw_mix
 from experiments.blendserve.optimum import PoolWork, Work, WorkModel
-from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
-from experiments.blendserve.pool import HARDWARE, resource_model
+from experiments.blendserve.pool import device, resource_model
 from experiments.blendserve.traffic import OnlineTraffic
 
 SLO_OF_ALL = SLO(ttft_s=1.5, tpot_s=0.11)
-_CONTEXT_TOKENS = 131_072  # of Llama 3.1, see ``blend_run``
 _MAX_STEP_TOKENS = 1024
 _MAX_SEQS = 512
 _HOST_POOL_RATIO = 4
@@ -100,8 +97,7 @@ class CoserveResult:
 def run_coserving(run: CoserveRun) -> CoserveResult:
     """Draw the pool and the traffic, and run them. The same for the same run. Raises: ConfigError."""
     mix, requests, outputs = _drawn(run.mix)
-    hardware = replace(load_hardware_profile(HARDWARE), max_model_len=_CONTEXT_TOKENS)
-    cost = OverlappedCostModel.of(hardware.costs.cost, INTERFERENCE[run.interference])
+    hardware, cost = device(run.interference)
     model = WorkModel.of(cost)
     work = PoolWork(list(mix.parts.values()), model)
     arrivals = run.traffic.arrivals(model)

@@ -31,7 +31,7 @@ from backfill.simulation.study import (
 from experiments.blendserve.mix import MixSpec
 from experiments.blendserve.overlap import INTERFERENCE
 from experiments.blendserve.points import PointFile, settings_of
-from experiments.blendserve.pool import HARDWARE, PoolResult, PoolRun, run_pool
+from experiments.blendserve.pool import HARDWARE, PoolResult, run_pool
 from experiments.blendserve.result import (
     BLEND,
     GRID_DENSITIES,
@@ -109,7 +109,7 @@ class Pools(Study[BlendPoint]):
                 target,
                 order,
                 seed,
-                partial(run_pool, PoolRun(self.mix(target, seed), order, self.interference)),
+                partial(run_pool, self.mix(target, seed), order, self.interference),
             )
             for target, seed in itertools.product(self.targets(), seeds)
             for order in self.all_orders

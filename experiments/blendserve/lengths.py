@@ -19,7 +19,7 @@ from backfill.blending.tree import PrefixTree
 from backfill.cli.studies import command_of
 from backfill.core.errors import ConfigError
 from backfill.core.request import RequestId, ServiceClass
-from backfill.costs.hardware import HardwareProfile, load_hardware_profile
+from backfill.costs.hardware import HardwareProfile
 from backfill.simulation.study import (
     Outcomes,
     Run,
@@ -33,14 +33,13 @@ from backfill.simulation.tables import print_rows
 from experiments.blendserve.groups import LENGTHS, GroupedPool, GroupSpec, draw_groups
 from experiments.blendserve.optimum import PoolWork, WorkModel
 from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
-from experiments.blendserve.pool import HARDWARE, PoolLoop, resource_model, step_tokens
+from experiments.blendserve.pool import HARDWARE, PoolLoop, device, resource_model, step_tokens
 
 EstimateName = Literal["exact", "moments", "point", "pool-mean"]
 ESTIMATES: tuple[EstimateName, ...] = get_args(EstimateName)
 REFERENCE: EstimateName = "moments"
 CHECKPOINTS = (0.0, 0.02, 0.1, 0.3, 0.6)
 """Shares of the pool's requests that have ended when predictions are compared with the truth."""
-_CONTEXT_TOKENS = 131_072  # of Llama 3.1, see ``blend_run``
 
 
 def point_estimate(tree: PrefixTree, lengths: Lengths, history: OutputHistory) -> Moments:
@@ -61,14 +60,6 @@ _ESTIMATORS: Mapping[EstimateName, OutputEstimator] = {
     "point": point_estimate,
     "pool-mean": pool_mean,
 }
-
-
-class LengthsRun(NamedTuple):
-    """One estimate on one pool. Small enough to be sent to another process."""
-
-    pool: GroupSpec
-    estimate: EstimateName
-    interference: str
 
 
 class LengthsResult(NamedTuple):
@@ -152,13 +143,12 @@ class _ComparedLoop(PoolLoop):
         return done
 
 
-def run_lengths(run: LengthsRun) -> LengthsResult:
-    """Draw the pool, and run it in the order ``blend``. The same for the same run. Raises: ConfigError."""
-    hardware = replace(load_hardware_profile(HARDWARE), max_model_len=_CONTEXT_TOKENS)
-    cost = OverlappedCostModel.of(hardware.costs.cost, INTERFERENCE[run.interference])
-    pool = _drawn(run.pool, cost)
+def run_lengths(spec: GroupSpec, estimate: EstimateName, interference: str) -> LengthsResult:
+    """Draw the pool, and run it in the order ``blend``. The same for the same spec. Raises: ConfigError."""
+    hardware, cost = device(interference)
+    pool = _drawn(spec, cost)
     density = float(pool.compute_s.sum() / pool.memory_s.sum())
-    loop = _ComparedLoop(pool, run.estimate, hardware, cost, density=density, seed=run.pool.seed)
+    loop = _ComparedLoop(pool, estimate, hardware, cost, density=density, seed=spec.seed)
     loop.run()
     model = WorkModel.of(cost)
     num_tokens = sum(pool.outputs) + sum(len(each.prompt_token_ids) for each in pool.requests)
@@ -268,7 +258,7 @@ class LengthsStudy(Study[LengthsPoint]):
             path = self.source_lengths if name == "sharegpt" else None
             pool = GroupSpec(name, self.density, self.requests, seed, path)
             found += [
-                Run(name, each, seed, partial(run_lengths, LengthsRun(pool, each, self.interference)))
+                Run(name, each, seed, partial(run_lengths, pool, each, self.interference))
                 for each in self._estimates
             ]
         return found

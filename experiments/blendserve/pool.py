@@ -49,15 +49,6 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class PoolRun:
-    """One order on one pool. Small enough to be sent to another process."""
-
-    mix: MixSpec
-    order: OrderName
-    interference: str
-
-
-@dataclass(frozen=True, slots=True)
 class PoolResult:
     """What a run measured.
 
@@ -123,19 +114,24 @@ class PoolResult:
         return self.optimal_with_longest_s / self.seconds
 
 
-def run_pool(run: PoolRun) -> PoolResult:
-    """Draw the pool, and run it. The same for the same run. Raises: ConfigError."""
-    mix, requests, outputs = _drawn(run.mix)
+def device(interference: str) -> tuple[HardwareProfile, OverlappedCostModel]:
+    """Args: interference: a name of ``INTERFERENCE``."""
     hardware = replace(load_hardware_profile(HARDWARE), max_model_len=_CONTEXT_TOKENS)
-    cost = OverlappedCostModel.of(hardware.costs.cost, INTERFERENCE[run.interference])
+    return hardware, OverlappedCostModel.of(hardware.costs.cost, INTERFERENCE[interference])
+
+
+def run_pool(spec: MixSpec, order: OrderName, interference: str) -> PoolResult:
+    """Draw the pool, and run it. The same for the same spec. Raises: ConfigError."""
+    mix, requests, outputs = _drawn(spec)
+    hardware, cost = device(interference)
     loop = PoolLoop(
         requests,
         outputs,
-        run.order,
+        order,
         hardware,
         cost,
-        max_step_tokens=step_tokens(cost, run.mix.density, hardware.kv_tokens),
-        seed=run.mix.seed,
+        max_step_tokens=step_tokens(cost, spec.density, hardware.kv_tokens),
+        seed=spec.seed,
     )
     loop.run()
     counters = loop.engine.scheduler.counters[ServiceClass.OFFLINE]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from backfill.core.counters import ClassCounters
-from experiments.blendserve.mix import draw_mix
-from experiments.blendserve.pool import PoolResult, PoolRun
+from experiments.blendserve.mix import MixSpec, draw_mix
+from experiments.blendserve.pool import PoolResult
 
 
-def invented(run: PoolRun) -> PoolResult:
+def invented(spec: MixSpec, order: str, interference: str) -> PoolResult:
     """Of a run that did not take place: ``blend`` takes 1 / 1.25 of the others' time, and 0.9 is optimal."""
-    mix = draw_mix(run.mix)
-    seconds = 1000.0 / (1.25 if run.order == "blend" else 1.0)
+    mix = draw_mix(spec)
+    seconds = 1000.0 / (1.25 if order == "blend" else 1.0)
     num_prompt_tokens = sum(int(part.prompt_tokens.sum()) for part in mix.parts.values())
     return PoolResult(
         drawn=mix.figures,

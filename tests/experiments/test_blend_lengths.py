@@ -18,8 +18,8 @@ from experiments.blendserve.groups import MAX_OUTPUT, GroupSpec, draw_groups
 from experiments.blendserve.lengths import (
     CHECKPOINTS,
     ESTIMATES,
+    EstimateName,
     LengthsResult,
-    LengthsRun,
     LengthsStudy,
     point_estimate,
     pool_mean,
@@ -90,8 +90,8 @@ def test_known_lengths_are_predicted_exactly() -> None:
     spec = SPEC._replace(density=2.5, num_requests=200)
     with mock.patch.object(study, "draw_groups", side_effect=_short_outputs):
         study._drawn.cache_clear()
-        exact = run_lengths(LengthsRun(spec, "exact", "blendserve"))
-        guessed = run_lengths(LengthsRun(spec, "pool-mean", "blendserve"))
+        exact = run_lengths(spec, "exact", "blendserve")
+        guessed = run_lengths(spec, "pool-mean", "blendserve")
     study._drawn.cache_clear()
     assert exact.errors == pytest.approx([0.0] * len(CHECKPOINTS), abs=0.02)
     assert len(guessed.errors) == len(CHECKPOINTS) and max(map(abs, guessed.errors)) > 0.1
@@ -104,10 +104,10 @@ def _short_outputs(spec: GroupSpec, resources: object) -> object:
         return draw_groups(spec, resources)  # type: ignore[arg-type]
 
 
-def invented(run: LengthsRun) -> LengthsResult:
+def invented(spec: GroupSpec, estimate: EstimateName, interference: str) -> LengthsResult:
     """Of a run that did not take place."""
-    seconds = 100.0 + 10.0 * ESTIMATES.index(run.estimate)
-    errors = tuple(0.1 * (-1) ** run.pool.seed for _ in CHECKPOINTS)
+    seconds = 100.0 + 10.0 * ESTIMATES.index(estimate)
+    errors = tuple(0.1 * (-1) ** spec.seed for _ in CHECKPOINTS)
     return LengthsResult(seconds, 80.0 / seconds, 1e6 / seconds, 1.0, errors, 5000, 3, 0.01)
 
 

@@ -14,7 +14,7 @@ from experiments.__main__ import app
 from experiments.blendserve import figures
 from experiments.blendserve.mix import MixSpec
 from experiments.blendserve.points import PointFile, settings_of
-from experiments.blendserve.pool import PoolResult, PoolRun
+from experiments.blendserve.pool import PoolResult
 from experiments.blendserve.result import Target
 from tests.cli.running import run_cli_here
 from tests.experiments.blend_doubles import invented
@@ -28,11 +28,11 @@ RAN: list[tuple[float, str]] = []
 def _invented_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A pool of density 1.1 ends the command, as a signal would."""
 
-    def run(run: PoolRun) -> PoolResult:
-        if run.mix.density == 1.1:
+    def run(spec: MixSpec, order: str, interference: str) -> PoolResult:
+        if spec.density == 1.1:
             raise KeyboardInterrupt
-        RAN.append((run.mix.density, run.order))
-        return invented(run)
+        RAN.append((spec.density, order))
+        return invented(spec, order, interference)
 
     monkeypatch.chdir(tmp_path)
     with mock.patch.object(figures, "run_pool", run):

@@ -12,7 +12,7 @@ from backfill.costs.hardware import load_hardware_profile
 from backfill.simulation.processes import Progress, processes
 from experiments.blendserve.mix import MixSpec
 from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
-from experiments.blendserve.pool import HARDWARE, PoolLoop, PoolRun, run_pool, step_tokens
+from experiments.blendserve.pool import HARDWARE, PoolLoop, run_pool, step_tokens
 from tests.experiments.small_sources import small_sources
 
 MIX = MixSpec("burstgpt", 0.9, 0.35, 60, 1)
@@ -106,7 +106,7 @@ def test_each_step_has_its_resources() -> None:
 
 def test_a_run_is_the_same_again_and_no_faster_than_the_optimum() -> None:
     with small_sources():
-        first, again = (run_pool(PoolRun(MIX, "blend", "blendserve")) for _ in range(2))
+        first, again = (run_pool(MIX, "blend", "blendserve") for _ in range(2))
     assert first.seconds == again.seconds
     assert 0.0 < first.of_optimum <= 1.0
     assert 0.9 < first.of_optimal_sharing <= 1.0
