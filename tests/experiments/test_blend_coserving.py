@@ -110,16 +110,3 @@ def test_the_command_prints_a_table_of_each_traffic_and_ends_with_json() -> None
     for text in ("alternating traffic, load 0.4", "steady traffic", "blend-online"):
         assert text in done.stdout
     assert_fits("\n".join(done.stdout.splitlines()[:-1]))
-
-
-def test_bad_experiments_are_refused() -> None:
-    for arguments, message in (
-        (("--traffics", "bursts"), "there is no 'bursts'"),
-        (("--variants", "best"), "there is no 'best'"),
-        (("--load", "1"), "must be below 1"),
-        (("--duration", "120"), "must be above the 120 s"),
-        (("--phase", "0"), "must be above 0"),
-    ):
-        done = run_cli_here("blendserve", "coserving", *arguments, commands=app)
-        assert done.returncode == 1
-        assert message in done.stderr

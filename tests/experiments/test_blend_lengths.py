@@ -136,15 +136,3 @@ def test_the_command_prints_a_table_and_ends_with_json() -> None:
     for text in ("pool-mean", "1.100"):
         assert text in done.stdout
     assert_fits("\n".join(done.stdout.splitlines()[:-1]))
-
-
-def test_bad_experiments_are_refused(tmp_path: Path) -> None:
-    for arguments, message in (
-        (("--estimates", "best"), "estimates: there is no 'best'"),
-        (("--lengths", "azure"), "lengths: there is no 'azure'"),
-        (("--density", "0"), "density must be above 0"),
-        (("--lengths", "lmsys", "--source-lengths", str(tmp_path)), "does not name"),
-    ):
-        done = run_cli_here("blendserve", "lengths", *arguments, commands=app)
-        assert done.returncode == 1
-        assert message in done.stderr

@@ -106,21 +106,3 @@ def test_the_other_commands_print_their_pools(tmp_path: Path) -> None:
     assert usage["dfs"]["num_steps"] == 500
     assert usage["dfs"]["compute_s"] == pytest.approx(np.linspace(0.0, 0.1, 50).tolist())
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["table2", "--orders", "lifo"], "--orders: there is no 'lifo'; there are fcfs, dfs"),
-        (["table2", "--requests", "20"], "20 requests of burstgpt make no mix"),
-        (["table2", "--source-lengths", "/no/file.csv"], "/no/file.csv cannot be read"),
-        (["grid", "--sharings", "1.5"], "--sharings must be"),
-        (["grid", "--densities", "-1"], "--densities must be above 0, got -1"),
-        (["usage", "--trace", "5"], "--trace must be 1 to 4, got 5"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
-    done = run_cli_here("blendserve", *arguments, commands=app)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1

@@ -117,19 +117,3 @@ def test_tradeoff_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
     assert content["paper"]["lmsys"]["bros"]["over fcfs"]["latency_reduction"] == 0.6961
     assert "(paper)" in done.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--models", "opt-66b"], "--models: there is no 'opt-66b'; there are opt-13b, opt-30b"),
-        (["--rates", "-1"], "--rates must be above 0, got -1"),
-        (["--duration", "0.5"], "--duration must be at least 1, got 0.5"),
-        (["--online-lengths", "missing.csv"], "missing.csv cannot be read"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
-    done = run_cli_here("bros", "tradeoff", *arguments, commands=app)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1

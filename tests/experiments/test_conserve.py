@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from backfill.core.config import SchedulerConfig
-from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.hardware import load_hardware_profile
 from backfill.scheduling.objectives import server_slo
@@ -103,16 +102,12 @@ def test_a_trace_that_is_missing_says_where_it_is_published(option: str, file: s
 
 @pytest.mark.parametrize("kind", STUDIES)
 def test_no_figure_of_a_scenario_comes_from_the_prefix_cache(kind: type[Figure]) -> None:
-    """Under every policy, with the cache on: no prompt token was computed for another request."""
+    """Under every policy, with the cache on: ``Simulation.replay`` asserts that there is no hit."""
     slowness = kind().scenario_of(TUNING_SEED).hardware.slowness
     study = shortened(kind, 6.0 * slowness, last_point=True)(policies=",".join(VARIANTS))
     (point,) = run_study(study, (TUNING_SEED,))
     for policy, (run,) in point.runs.items():
         assert VARIANTS[policy].prefix_caching
-        assert run.replay.num_prefix_hit_tokens == 0, policy
-        for service_class in ServiceClass:
-            counters = run.replay.counters[service_class]
-            assert (counters.num_prefix_hit_tokens, counters.num_host_prefix_hit_tokens) == (0, 0), policy
         assert sum(each.num_computed_tokens for each in run.replay.counters.values()) > 5_000
 
 

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from backfill.core.errors import ConfigError
 from backfill.offloading.interval import step_time_s
 from backfill.simulation.study import run_study
 from experiments.__main__ import app
 from experiments.selectn import contention
 from experiments.selectn.baselines import FLEXGEN, device_layers, least_portion
 from experiments.selectn.contention import ContentionUnit
-from experiments.selectn.figures import STUDIES, MaxLen, Memory, Selectn
+from experiments.selectn.figures import STUDIES, MaxLen, Selectn
 from experiments.selectn.model import (
     SHAPES,
     OffloadedModel,
@@ -198,20 +197,6 @@ def test_no_pair_within_the_objective_is_not_a_pair_without_offloading() -> None
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(contention, "LINK_BYTES_PER_S", 1.0)  # no transfer is in time
         assert relaxed._optimum(models, instances) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"models": "gpt"}, "models"),
-        ({"batches": "0"}, "batches"),
-        ({"slacks": "-0.1"}, "slacks"),
-        ({"steps": 10}, "steps"),
-    ],
-)
-def test_wrong_points_are_named(changed: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        Memory(**changed).validate()  # type: ignore[arg-type]
 
 
 def test_the_command_prints_tables_of_80_columns_and_json(

@@ -162,18 +162,8 @@ def test_studies_that_cannot_be_are_refused(changes: dict[str, object], message:
 
 def test_the_command_compares_routers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    size = [
-        "--replicas",
-        "2",
-        "--rate",
-        "3",
-        "--duration",
-        "2",
-        "--kv-tokens",
-        "40000",
-        "--max-num-seqs",
-        "8",
-    ]
+    size = ["--replicas", "2", "--rate", "3", "--duration", "2",
+            "--kv-tokens", "40000", "--max-num-seqs", "8"]  # fmt: skip
     result = run_cli_here("simulate", "fleet", *size, "--routers", "slo,round-robin", "--json")
     assert result.returncode == 0, result.stderr
     content = json.loads(result.stdout.splitlines()[-1])

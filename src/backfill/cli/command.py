@@ -75,7 +75,7 @@ def command(
         positional: field that may be given without its flag.
         spellings: flags of a field beside its own, separated by spaces, such as ``-i``.
         variables: environment variable of a field beside the one with ``prefix``.
-        many: names of fields that take several values after one flag, as in ``--goodput ttft:1000 tpot:50``.
+        many: names of fields that take several values after one flag, as in ``--engines URL URL``.
         prefix: of the environment variables. Commands that measure have their own, so that what is set for a
             server does not change them.
     """

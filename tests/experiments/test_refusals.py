@@ -1,0 +1,44 @@
+"""Settings that no study can have are refused in one line, before anything runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.__main__ import app
+from tests.cli.running import run_cli_here
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("blendserve table2 --orders lifo", "--orders: there is no 'lifo'; there are fcfs, dfs"),
+        ("blendserve table2 --requests 20", "20 requests of burstgpt make no mix"),
+        ("blendserve table2 --source-lengths /no/file.csv", "/no/file.csv cannot be read"),
+        ("blendserve grid --sharings 1.5", "--sharings must be"),
+        ("blendserve grid --densities=-1", "--densities must be above 0, got -1"),
+        ("blendserve usage --trace 5", "--trace must be 1 to 4, got 5"),
+        ("blendserve coserving --traffics bursts", "there is no 'bursts'"),
+        ("blendserve coserving --variants best", "there is no 'best'"),
+        ("blendserve coserving --load 1", "must be below 1"),
+        ("blendserve coserving --duration 120", "must be above the 120 s"),
+        ("blendserve coserving --phase 0", "must be above 0"),
+        ("blendserve lengths --estimates best", "estimates: there is no 'best'"),
+        ("blendserve lengths --lengths azure", "lengths: there is no 'azure'"),
+        ("blendserve lengths --density 0", "density must be above 0"),
+        ("blendserve lengths --lengths lmsys --source-lengths a.csv", "does not name"),
+        ("bros tradeoff --models opt-66b", "--models: there is no 'opt-66b'; there are opt-13b, opt-30b"),
+        ("bros tradeoff --rates=-1", "--rates must be above 0, got -1"),
+        ("bros tradeoff --duration 0.5", "--duration must be at least 1, got 0.5"),
+        ("bros tradeoff --online-lengths missing.csv", "missing.csv cannot be read"),
+        ("bros overhead --repeats 0", "--repeats must be at least 1, got 0"),
+        ("selectn memory --models gpt", "--models: there is no 'gpt'"),
+        ("selectn memory --batches 0", "--batches must be 1 to 4096 requests, got 0"),
+        ("selectn memory --slacks=-0.1", "--slacks must be finite and at least 0"),
+        ("selectn memory --steps 10", "--steps must be 100 to 100000, got 10"),
+    ],
+)
+def test_bad_settings_are_refused_in_one_line(command: str, message: str) -> None:
+    done = run_cli_here(*command.split(), commands=app)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
