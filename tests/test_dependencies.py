@@ -22,7 +22,7 @@ ELSEWHERE = {
 PLOTS = ("bench/coserve_result.py", "cli/studies.py", "simulation/")
 
 # Extras, and the only files or folders that import what is in them.
-EXTRAS = {"plot": PLOTS, "ray": ("ray/", "parallel/ray_", "parallel/require_ray.py")}
+EXTRAS = {"plot": PLOTS, "ray": ("ray/", "parallel/ray_", "parallel/__init__.py")}
 
 
 def imported_modules(path: Path) -> Iterator[str]:
