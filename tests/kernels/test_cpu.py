@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -77,12 +78,24 @@ def check_attention(
     assert_close(kernels.attention(qkv, pool, 1, batch, num_heads, scale), expected)
 
 
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize(
+    ("geometry", "lens"),
+    [
+        *itertools.product(GEOMETRIES, MIXES.values()),
+        ((9, 3, 64, 16), [(1, 3000)]),  # the context is split
+        ((9, 3, 64, 16), [(1, 1500), (1, 2), (1, 700)]),
+        ((71, 1, 64, 16), [(5, 40), (1, 33)]),  # rows wider than one tile of queries
+        ((4, 1, 64, 16), [(700, 750)]),  # a prompt longer than one item
+    ],
+    ids=str,
+)
 def test_attention(
-    kernels: CpuKernels, dtype: torch.dtype, geometry: tuple[int, int, int, int], mix: str
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    geometry: tuple[int, int, int, int],
+    lens: list[tuple[int, int]],
 ) -> None:
-    check_attention(kernels, geometry, MIXES[mix], dtype, seeded(geometry, mix))
+    check_attention(kernels, geometry, lens, dtype, seeded(geometry, lens))
 
 
 @pytest.mark.parametrize("case", range(12))
@@ -99,21 +112,6 @@ def test_attention_of_random_batches(kernels: CpuKernels, dtype: torch.dtype, ca
         context = draw(1, 220)
         lens.append((1 if draw(0, 2) else draw(1, context + 1), context))
     check_attention(kernels, geometry, lens, dtype, generator)
-
-
-@pytest.mark.parametrize("lens", [[(1, 3000)], [(1, 1500), (1, 2), (1, 700)]], ids=str)
-def test_attention_over_a_split_context(
-    kernels: CpuKernels, dtype: torch.dtype, lens: list[tuple[int, int]]
-) -> None:
-    check_attention(kernels, (9, 3, 64, 16), lens, dtype, seeded("split", lens))
-
-
-def test_attention_of_rows_wider_than_one_tile_of_queries(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    check_attention(kernels, (71, 1, 64, 16), [(5, 40), (1, 33)], dtype, seeded("wide"))
-
-
-def test_attention_of_a_prompt_longer_than_one_item(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    check_attention(kernels, (4, 1, 64, 16), [(700, 750)], dtype, seeded("long"))
 
 
 def test_attention_with_large_scores_stays_finite(kernels: CpuKernels, dtype: torch.dtype) -> None:

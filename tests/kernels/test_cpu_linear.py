@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,24 +32,14 @@ def test_linear(
     assert_close(linear(x), expected)
 
 
-# Around the row counts of a block, and over several blocks of packed rows.
-@pytest.mark.parametrize("rows", [64, 65, 81, 97, 257, 515, 1023, 2048])
-@pytest.mark.parametrize(("out_size", "in_size"), [(96, 576), (1000, 64)])
-def test_linear_of_many_rows(
-    kernels: CpuKernels, dtype: torch.dtype, out_size: int, in_size: int, rows: int
-) -> None:
-    check_linear(kernels, dtype, out_size, in_size, rows)
+# Around the row counts of a block, and over several blocks of packed rows; and many inputs.
+MANY_ROWS = itertools.product([(96, 576), (1000, 64)], [64, 65, 81, 97, 257, 515, 1023, 2048])
+MANY_INPUTS = itertools.product([(96, 1568), (70, 4096), (40, 9632), (33, 14336)], [3, 70, 215])
 
 
-@pytest.mark.parametrize("rows", [3, 70, 215])
-@pytest.mark.parametrize(("out_size", "in_size"), [(96, 1568), (70, 4096), (40, 9632), (33, 14336)])
-def test_linear_of_many_inputs(
-    kernels: CpuKernels, dtype: torch.dtype, out_size: int, in_size: int, rows: int
-) -> None:
-    check_linear(kernels, dtype, out_size, in_size, rows)
-
-
-def check_linear(kernels: CpuKernels, dtype: torch.dtype, out_size: int, in_size: int, rows: int) -> None:
+@pytest.mark.parametrize(("sizes", "rows"), [*MANY_ROWS, *MANY_INPUTS])
+def test_large_linears(kernels: CpuKernels, dtype: torch.dtype, sizes: tuple[int, int], rows: int) -> None:
+    out_size, in_size = sizes
     generator = seeded(out_size, in_size, rows)
     weight = random_rows(generator, out_size, in_size, dtype=dtype) / in_size**0.5
     x = random_rows(generator, rows, in_size, dtype=dtype)

@@ -7,10 +7,12 @@ sequences, H query heads, G key/value heads, D head size, L layers, B block size
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -62,24 +64,74 @@ class Linear(Protocol):
         """
 
 
-class Kernels(Protocol):
-    """The operators a decoder layer is made of. ``x`` is contiguous in its last dimension."""
+class LayerInputs(NamedTuple):
+    """What both operators on the KV of a layer take; see ``Kernels.rotate_and_write_kv``."""
+
+    qkv: Tensor
+    kv_pool: Tensor
+    layer: int
+    batch: AttentionMetadata
+    num_heads: int
+
+
+class Kernels(ABC):
+    """The operators a decoder layer is made of: their contract, and the checks of their arguments.
+
+    ``x`` and ``gate_up`` are contiguous in their last dimension, all other tensors wholly. Every operator
+    raises ValueError, naming the argument, for a tensor of a shape, layout, dtype or device that it cannot
+    take; then nothing was computed. A set of kernels has the methods with an underscore, whose arguments are
+    checked.
+
+    C++ and Triton get addresses and can check nothing. But a step makes hundreds of calls, so checks only
+    read attributes, and a pool or a batch is checked once for all layers. The caller answers for the values
+    in a batch (slots, block references).
+
+    Args:
+        device: where all tensors are.
+        dtypes: of rows, weights and KV, equal in each call.
+    """
+
+    def __init__(self, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
+        self._device = device
+        self._dtypes = tuple(dtypes)
+        self._pool: Tensor | None = None  # the last one checked, as the batch
+        self._batch: AttentionMetadata | None = None
 
     @property
+    @abstractmethod
     def description(self) -> str:
         """Which kernels these are, and why these: for a line of the log."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Pack ``weight [out, in]`` once. The result owns its memory; the caller may free ``weight``."""
+        """Pack ``weight [out, in]`` once. The caller may free ``weight``, and must not change it."""
+        if weight.dim() != 2 or weight.shape[1] == 0 or not self._takes(weight):
+            raise ValueError(f"weight: expected {self._kind} [out, in], got {describe(weight)}")
+        if bias is not None:
+            self._check_vector("bias", bias, weight.shape[0], weight.dtype)
+        return self._linear(weight.detach(), None if bias is None else bias.detach())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x * weight / sqrt(mean(x^2) + eps)`` over the last axis; float32 inside. ``[T, N] -> [T, N]``."""
+        self._check_rows("x", x)
+        self._check_vector("weight", weight, x.shape[1], x.dtype)
+        return self._rms_norm(x, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``residual += x`` in place, then ``rms_norm(residual)``. ``[T, N] -> [T, N]``."""
+        self._check_rows("x", x)
+        self._check_vector("weight", weight, x.shape[1], x.dtype)
+        if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
+            raise ValueError(
+                f"residual: expected contiguous {x.dtype} {list(x.shape)}, got {describe(residual)}"
+            )
+        return self._rms_norm(x, residual, weight, eps)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate_up[:, :N]) * gate_up[:, N:]``; float32 inside. ``[T, 2N] -> [T, N]``."""
+        self._check_rows("gate_up", gate_up)
+        if gate_up.shape[1] % 2:
+            raise ValueError(f"gate_up: expected an even number of columns, got {gate_up.shape[1]}")
+        return self._silu_and_mul(gate_up)
 
     def rotate_and_write_kv(
         self,
@@ -103,6 +155,18 @@ class Kernels(Protocol):
                 pairs element i with i + D/2 (the "neox" form). None: no rotary embedding.
             q_norm, k_norm: ``[D]`` weights, both or neither.
         """
+        inputs = self._checked(LayerInputs(qkv, kv_pool, layer, batch, num_heads))
+        head_dim = kv_pool.shape[5]
+        if cos_sin is not None and (
+            cos_sin.dtype != torch.float32 or cos_sin.shape[-1] != head_dim or not cos_sin.is_contiguous()
+        ):
+            raise ValueError(f"cos_sin: expected contiguous float32 [*, {head_dim}], got {describe(cos_sin)}")
+        if (q_norm is None) != (k_norm is None):
+            raise ValueError("k_norm: expected q_norm and k_norm, or neither")
+        if q_norm is not None and k_norm is not None:
+            self._check_vector("q_norm", q_norm, head_dim, qkv.dtype)
+            self._check_vector("k_norm", k_norm, head_dim, qkv.dtype)
+        self._rotate_and_write_kv(inputs, cos_sin, q_norm, k_norm, eps)
 
     def attention(
         self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionMetadata, num_heads: int, scale: float
@@ -112,8 +176,99 @@ class Kernels(Protocol):
         ``qkv`` is as ``rotate_and_write_kv`` left it. Returns ``[T, H * D]`` in its dtype.
         Query head h reads key/value head ``h // (H // G)``. Softmax and sums are float32.
         """
+        if scale <= 0:
+            raise ValueError(f"scale: expected a positive number, got {scale}")
+        return self._attention(self._checked(LayerInputs(qkv, kv_pool, layer, batch, num_heads)), scale)
+
+    @abstractmethod
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear: ...
+
+    @abstractmethod
+    def _rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """``rms_norm``, or ``add_rms_norm`` where there is a residual."""
+
+    @abstractmethod
+    def _silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _rotate_and_write_kv(
+        self,
+        inputs: LayerInputs,
+        cos_sin: Tensor | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> None: ...
+
+    @abstractmethod
+    def _attention(self, inputs: LayerInputs, scale: float) -> Tensor: ...
+
+    @property
+    def _kind(self) -> str:
+        names = " or ".join(str(each).removeprefix("torch.") for each in self._dtypes)
+        return f"{names} on {self._device}"
+
+    def _takes(self, x: Tensor) -> bool:
+        return x.dtype in self._dtypes and x.device == self._device
+
+    def _check_rows(self, name: str, x: Tensor) -> None:
+        if x.dim() != 2 or x.stride(1) != 1 or not self._takes(x):
+            raise ValueError(f"{name}: expected {self._kind} [T, N] with dense rows, got {describe(x)}")
+
+    def _check_vector(self, name: str, x: Tensor, size: int, dtype: torch.dtype) -> None:
+        if x.shape != (size,) or x.dtype != dtype or not x.is_contiguous() or x.device != self._device:
+            raise ValueError(
+                f"{name}: expected contiguous {dtype} [{size}] on {self._device}, got {describe(x)}"
+            )
+
+    def _checked(self, inputs: LayerInputs) -> LayerInputs:
+        qkv, kv_pool, layer, batch, num_heads = inputs
+        if kv_pool is not self._pool:
+            self._check_pool(kv_pool)
+            self._pool = kv_pool
+        if batch is not self._batch:
+            self._check_batch(batch)
+            self._batch = batch
+        _, num_layers, _, num_kv_heads, _, head_dim = kv_pool.shape
+        if num_heads <= 0 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads: expected a multiple of the {num_kv_heads} key/value heads, got {num_heads}"
+            )
+        if not 0 <= layer < num_layers:
+            raise ValueError(f"layer: expected 0 to {num_layers - 1}, got {layer}")
+        shape = batch.positions.shape[0], (num_heads + 2 * num_kv_heads) * head_dim
+        if qkv.dtype != kv_pool.dtype or qkv.shape != shape or not qkv.is_contiguous():
+            raise ValueError(f"qkv: expected contiguous {kv_pool.dtype} {list(shape)}, got {describe(qkv)}")
+        return inputs
+
+    def _check_pool(self, kv_pool: Tensor) -> None:
+        shape = kv_pool.shape
+        if len(shape) != 6 or shape[2] != 2 or not kv_pool.is_contiguous() or not self._takes(kv_pool):
+            raise ValueError(
+                f"kv_pool: expected contiguous {self._kind} [num_blocks, L, 2, G, B, D], "
+                f"got {describe(kv_pool)}"
+            )
+        if shape[5] % 8:
+            raise ValueError(f"kv_pool: expected a head size in eights, got {shape[5]}")
+
+    def _check_batch(self, batch: AttentionMetadata) -> None:
+        num_rows, num_seqs = batch.positions.shape[0], batch.num_seqs
+        for name, size, dtype in (
+            ("positions", num_rows, torch.int64),
+            ("slot_mapping", num_rows, torch.int64),
+            ("cu_seqlens_q", num_seqs + 1, torch.int32),
+            ("seq_lens", num_seqs, torch.int32),
+            ("block_table", batch.block_table.shape[0], torch.int32),
+            ("block_table_offsets", num_seqs + 1, torch.int32),
+        ):
+            self._check_vector(f"batch.{name}", getattr(batch, name), size, dtype)
 
 
 def describe(x: Tensor) -> str:
     """A tensor's dtype, shape, strides and device, for the message of an error."""
     return f"{x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
+
+
+def as_bytes(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Flat uint8 views of dense tensors; None is left out."""
+    return tuple(each.detach().view(-1).view(torch.uint8) for each in tensors if each is not None)

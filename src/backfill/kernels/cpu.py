@@ -1,15 +1,12 @@
 """The operators on the CPU: launchers of the C++ kernels in ``csrc/``.
 
-The C++ code gets addresses and cannot check them, so a launcher checks dtype, shape and layout. A step makes
-hundreds of calls: checks only read attributes, and a pool or a batch is checked once for all layers. The
-caller answers for the values in a batch (slots, block references).
+The C++ code gets addresses and cannot check them, so ``Kernels`` and ``CpuLinear`` do.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +15,8 @@ from torch import Tensor
 # After torch: both use the OpenMP runtime that torch brings, so that there is one pool of threads.
 from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.errors import ConfigError
-from backfill.kernels.base import AttentionMetadata, Linear, describe
+from backfill.kernels.base import AttentionMetadata, Kernels, LayerInputs, Linear, as_bytes, describe
 from backfill.kernels.isa import ISA_VARIABLE
-from backfill.kernels.reference import as_bytes
 
 _TYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
 
@@ -79,15 +75,18 @@ class CpuLinear:
         return CpuLinear(self._cpp, weight, self.in_features, self.out_features, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        code, rows, columns, stride = _matrix("x", x)
-        if columns != self.in_features or code != self._code:
-            raise ValueError(f"x: expected {self._weight.dtype} [T, {self.in_features}], got {describe(x)}")
-        if columns != self._padded_features:
-            x = F.pad(x, (0, self._padded_features - columns))
-            stride = self._padded_features
+        is_matrix = x.dim() == 2 and x.shape[1] == self.in_features and x.stride(1) == 1
+        if not is_matrix or x.dtype != self._weight.dtype or not x.is_cpu:
+            raise ValueError(
+                f"x: expected {self._weight.dtype} [T, {self.in_features}] with dense rows on cpu, "
+                f"got {describe(x)}"
+            )
+        if self.in_features != self._padded_features:
+            x = F.pad(x, (0, self._padded_features - self.in_features))
+        rows = x.shape[0]
         out = x.new_empty((rows, self.out_features))
         self._multiply(
-            code,
+            self._code,
             x.data_ptr(),
             self._weight_address,
             self._bias_address,
@@ -95,7 +94,7 @@ class CpuLinear:
             rows,
             self._padded_features,
             self.out_features,
-            stride,
+            x.stride(0),
         )
         return out
 
@@ -119,27 +118,8 @@ def panels_of(weight: Tensor) -> Tensor:
     return panels.contiguous().view(weight.dtype)
 
 
-class _Pool(NamedTuple):
-    """The last pool seen, checked, with its address and sizes; all layers of a step use the same one."""
-
-    tensor: Tensor
-    cpp: _kernels.KvPool
-    dtype: torch.dtype
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-
-
-class _Batch(NamedTuple):
-    """The last batch seen, checked. ``batch`` keeps the tensors alive whose addresses are in ``cpp``."""
-
-    batch: AttentionMetadata
-    cpp: _kernels.Batch
-    rows: int
-
-
-class CpuKernels:
-    """See ``backfill.kernels.base.Kernels`` for shapes. Tensors are bfloat16 or float32, on the CPU.
+class CpuKernels(Kernels):
+    """C++ kernels. Tensors are bfloat16 or float32.
 
     Accumulation is float32. With bf16 products (AVX-512 BF16, AMX), attention rounds the softmax weights to
     bf16 before the product with V; their sum, the divisor, is taken before rounding.
@@ -149,15 +129,16 @@ class CpuKernels:
 
     Args:
         isa: one of ``available_isas()``; by default the environment's ``BACKFILL_CPU_ISA``, else the best.
-    Raises: ValueError if the machine lacks ``isa``, ConfigError if it lacks the environment's. Every operator
-        raises ValueError, naming the argument, for a tensor that it cannot take.
+    Raises: ValueError if the machine lacks ``isa``, ConfigError if it lacks the environment's.
     """
 
     def __init__(self, isa: str | None = None) -> None:
+        super().__init__(torch.device("cpu"), tuple(_TYPE_CODES))
         self._cpp = _kernels.KernelSet(isa or _isa_of_environment())
         _kernels.keep_freed_memory()
-        self._last_pool: _Pool | None = None
-        self._last_batch: _Batch | None = None
+        # Of the pool and the batch that were checked last, which keep the memory at these addresses alive.
+        self._cpp_pool: _kernels.KvPool
+        self._cpp_batch: _kernels.Batch
 
     @property
     def isa(self) -> str:
@@ -169,163 +150,87 @@ class CpuKernels:
             return f"{self.isa}, the fastest of {', '.join(available_isas())} on this processor"
         return f"{self.isa}, which {ISA_VARIABLE} names; {available_isas()[-1]} is the fastest here"
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        if weight.dim() != 2:
-            raise ValueError(f"weight: expected [out, in], got {list(weight.shape)}")
-        if weight.dtype not in _TYPE_CODES or not weight.is_cpu or weight.shape[1] == 0:
-            raise ValueError(
-                f"weight: expected bfloat16 or float32 with an input or more on cpu, got {describe(weight)}"
-            )
-        if bias is not None:
-            _check_vector("bias", bias, weight.shape[0], weight.dtype)
-        bias = None if bias is None else bias.detach().clone()
-        return CpuLinear(self._cpp, panels_of(weight.detach()), weight.shape[1], weight.shape[0], bias)
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        bias = None if bias is None else bias.clone()
+        return CpuLinear(self._cpp, panels_of(weight), weight.shape[1], weight.shape[0], bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._norm(x, None, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
-            raise ValueError(
-                f"residual: expected contiguous {x.dtype} {list(x.shape)}, got {describe(residual)}"
-            )
-        return self._norm(x, residual, weight, eps)
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        code, rows, columns, stride = _matrix("gate_up", gate_up)
-        if columns % 2:
-            raise ValueError(f"gate_up: expected an even number of columns, got {columns}")
-        size = columns // 2
-        out = gate_up.new_empty((rows, size))
-        self._cpp.silu_and_mul(code, gate_up.data_ptr(), out.data_ptr(), rows, size, stride)
+    def _rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        rows, size = x.shape
+        out = x.new_empty((rows, size))
+        self._cpp.norm(
+            _TYPE_CODES[x.dtype],
+            x.data_ptr(),
+            _address(residual),
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            size,
+            x.stride(0),
+            eps,
+        )
         return out
 
-    def rotate_and_write_kv(
+    def _silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        rows, columns = gate_up.shape
+        out = gate_up.new_empty((rows, columns // 2))
+        self._cpp.silu_and_mul(
+            _TYPE_CODES[gate_up.dtype],
+            gate_up.data_ptr(),
+            out.data_ptr(),
+            rows,
+            columns // 2,
+            gate_up.stride(0),
+        )
+        return out
+
+    def _rotate_and_write_kv(
         self,
-        qkv: Tensor,
-        kv_pool: Tensor,
-        layer: int,
-        batch: AttentionMetadata,
-        num_heads: int,
+        inputs: LayerInputs,
         cos_sin: Tensor | None,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 0.0,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
     ) -> None:
-        pool, checked = self._check_attention_inputs(qkv, kv_pool, layer, batch, num_heads)
-        head_dim = pool.head_dim
-        if cos_sin is not None and (
-            cos_sin.dtype != torch.float32 or cos_sin.shape[-1] != head_dim or not cos_sin.is_contiguous()
-        ):
-            raise ValueError(f"cos_sin: expected contiguous float32 [*, {head_dim}], got {describe(cos_sin)}")
-        if (q_norm is None) != (k_norm is None):
-            raise ValueError("k_norm: expected q_norm and k_norm, or neither")
-        if q_norm is not None and k_norm is not None:
-            _check_vector("q_norm", q_norm, head_dim, qkv.dtype)
-            _check_vector("k_norm", k_norm, head_dim, qkv.dtype)
         self._cpp.rotate_and_write_kv(
-            qkv.data_ptr(),
-            pool.cpp,
-            checked.cpp,
-            layer,
-            num_heads,
+            inputs.qkv.data_ptr(),
+            self._cpp_pool,
+            self._cpp_batch,
+            inputs.layer,
+            inputs.num_heads,
             _address(cos_sin),
             _address(q_norm),
             _address(k_norm),
             eps,
         )
 
-    def attention(
-        self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionMetadata, num_heads: int, scale: float
-    ) -> Tensor:
-        pool, checked = self._check_attention_inputs(qkv, kv_pool, layer, batch, num_heads)
-        if scale <= 0:
-            raise ValueError(f"scale: expected a positive number, got {scale}")
-        out = qkv.new_empty((checked.rows, num_heads * pool.head_dim))
-        self._cpp.attention(qkv.data_ptr(), out.data_ptr(), pool.cpp, checked.cpp, layer, num_heads, scale)
-        return out
-
-    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        code, rows, size, stride = _matrix("x", x)
-        _check_vector("weight", weight, size, x.dtype)
-        out = x.new_empty((rows, size))
-        self._cpp.norm(
-            code, x.data_ptr(), _address(residual), weight.data_ptr(), out.data_ptr(), rows, size, stride, eps
+    def _attention(self, inputs: LayerInputs, scale: float) -> Tensor:
+        qkv, kv_pool, layer, _, num_heads = inputs
+        out = qkv.new_empty((qkv.shape[0], num_heads * kv_pool.shape[5]))
+        self._cpp.attention(
+            qkv.data_ptr(), out.data_ptr(), self._cpp_pool, self._cpp_batch, layer, num_heads, scale
         )
         return out
 
-    def _check_attention_inputs(
-        self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionMetadata, num_heads: int
-    ) -> tuple[_Pool, _Batch]:
-        pool, checked = self._last_pool, self._last_batch
-        if pool is None or pool.tensor is not kv_pool:
-            pool = self._last_pool = _checked_pool(kv_pool)
-        if checked is None or checked.batch is not batch:
-            checked = self._last_batch = _checked_batch(batch)
-        if num_heads <= 0 or num_heads % pool.num_kv_heads:
-            raise ValueError(
-                f"num_heads: expected a multiple of the {pool.num_kv_heads} key/value heads, got {num_heads}"
-            )
-        if not 0 <= layer < pool.num_layers:
-            raise ValueError(f"layer: expected 0 to {pool.num_layers - 1}, got {layer}")
-        columns = (num_heads + 2 * pool.num_kv_heads) * pool.head_dim
-        if qkv.dtype != pool.dtype or qkv.shape != (checked.rows, columns) or not qkv.is_contiguous():
-            raise ValueError(
-                f"qkv: expected contiguous {pool.dtype} [{checked.rows}, {columns}], got {describe(qkv)}"
-            )
-        return pool, checked
-
-
-def _checked_pool(kv_pool: Tensor) -> _Pool:
-    code = _TYPE_CODES.get(kv_pool.dtype)
-    if code is None or kv_pool.dim() != 6 or not kv_pool.is_contiguous() or not kv_pool.is_cpu:
-        raise ValueError(
-            "kv_pool: expected contiguous bfloat16 or float32 [num_blocks, L, 2, G, B, D] on cpu, "
-            f"got {describe(kv_pool)}"
+    def _check_pool(self, kv_pool: Tensor) -> None:
+        super()._check_pool(kv_pool)
+        _, num_layers, _, num_kv_heads, block_size, head_dim = kv_pool.shape
+        code = _TYPE_CODES[kv_pool.dtype]
+        self._cpp_pool = _kernels.KvPool(
+            code, kv_pool.data_ptr(), num_layers, num_kv_heads, block_size, head_dim
         )
-    _, num_layers, two, num_kv_heads, block_size, head_dim = kv_pool.shape
-    if two != 2 or head_dim % 8:
-        raise ValueError(f"kv_pool: expected K and V and a head size in eights, got {list(kv_pool.shape)}")
-    cpp = _kernels.KvPool(code, kv_pool.data_ptr(), num_layers, num_kv_heads, block_size, head_dim)
-    return _Pool(kv_pool, cpp, kv_pool.dtype, num_layers, num_kv_heads, head_dim)
 
-
-def _checked_batch(batch: AttentionMetadata) -> _Batch:
-    rows, num_seqs = batch.positions.shape[0], batch.num_seqs
-    _check_vector("batch.positions", batch.positions, rows, torch.int64)
-    _check_vector("batch.slot_mapping", batch.slot_mapping, rows, torch.int64)
-    _check_vector("batch.cu_seqlens_q", batch.cu_seqlens_q, num_seqs + 1, torch.int32)
-    _check_vector("batch.seq_lens", batch.seq_lens, num_seqs, torch.int32)
-    _check_vector("batch.block_table", batch.block_table, batch.block_table.shape[0], torch.int32)
-    _check_vector("batch.block_table_offsets", batch.block_table_offsets, num_seqs + 1, torch.int32)
-    cpp = _kernels.Batch(
-        batch.positions.data_ptr(),
-        batch.slot_mapping.data_ptr(),
-        batch.cu_seqlens_q.data_ptr(),
-        batch.seq_lens.data_ptr(),
-        batch.block_table.data_ptr(),
-        batch.block_table_offsets.data_ptr(),
-        rows,
-        num_seqs,
-    )
-    return _Batch(batch, cpp, rows)
-
-
-def _matrix(name: str, x: Tensor) -> tuple[int, int, int, int]:
-    """Type code, rows, columns and row stride of a 2-d tensor with dense rows. Raises: ValueError."""
-    code = _TYPE_CODES.get(x.dtype)
-    if code is not None and x.dim() == 2 and x.is_cpu:
-        rows, columns = x.shape
-        if x.is_contiguous():
-            return code, rows, columns, columns
-        if x.stride(1) == 1:
-            return code, rows, columns, x.stride(0)
-    raise ValueError(f"{name}: expected bfloat16 or float32 [T, N] with dense rows on cpu, got {describe(x)}")
-
-
-def _check_vector(name: str, x: Tensor, size: int, dtype: torch.dtype) -> None:
-    if x.dtype != dtype or x.dim() != 1 or x.shape[0] != size or not x.is_contiguous() or not x.is_cpu:
-        raise ValueError(f"{name}: expected contiguous {dtype} [{size}] on cpu, got {describe(x)}")
+    def _check_batch(self, batch: AttentionMetadata) -> None:
+        super()._check_batch(batch)
+        self._cpp_batch = _kernels.Batch(
+            batch.positions.data_ptr(),
+            batch.slot_mapping.data_ptr(),
+            batch.cu_seqlens_q.data_ptr(),
+            batch.seq_lens.data_ptr(),
+            batch.block_table.data_ptr(),
+            batch.block_table_offsets.data_ptr(),
+            batch.positions.shape[0],
+            batch.num_seqs,
+        )
 
 
 def _address(x: Tensor | None) -> int:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backfill.kernels.base import AttentionMetadata, Linear
+from backfill.kernels.base import Kernels, LayerInputs, Linear, as_bytes
 from backfill.kernels.slots import SlotRange, check_packed
 
 
@@ -37,63 +37,53 @@ class ReferenceLinear:
         return ReferenceLinear(weight, memory[1].view(self.bias.dtype) if self.bias is not None else None)
 
 
-def as_bytes(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Flat uint8 views of dense tensors; None is left out."""
-    return tuple(each.detach().view(-1).view(torch.uint8) for each in tensors if each is not None)
-
-
-class ReferenceKernels:
-    """See ``backfill.kernels.base.Kernels`` for shapes."""
+class ReferenceKernels(Kernels):
+    """The operators in plain torch, on any device."""
 
     description = "plain torch"
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__(device or torch.device("cpu"), (torch.bfloat16, torch.float16, torch.float32))
+
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return ReferenceLinear(weight, bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x32 = x.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-        return (x32 * scale * weight.float()).to(x.dtype)
+    def _rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        if residual is not None:
+            residual += x
+            x = residual
+        return _normed(x, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        residual += x
-        return self.rms_norm(residual, weight, eps)
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    def _silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.silu(gate) * up).to(gate_up.dtype)
 
-    def rotate_and_write_kv(
+    def _rotate_and_write_kv(
         self,
-        qkv: Tensor,
-        kv_pool: Tensor,
-        layer: int,
-        batch: AttentionMetadata,
-        num_heads: int,
+        inputs: LayerInputs,
         cos_sin: Tensor | None,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 0.0,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
     ) -> None:
-        _, _, _, num_kv_heads, block_size, head_dim = kv_pool.shape
-        q, k, v = _split_heads(qkv, num_heads, num_kv_heads, head_dim)
+        _, kv_pool, layer, batch, _ = inputs
+        q, k, v = _split_heads(inputs)
+        q_rotated = q
         if q_norm is not None and k_norm is not None:
-            q_rotated, k = self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)
-        else:
-            q_rotated = q
+            q_rotated, k = _normed(q, q_norm, eps), _normed(k, k_norm, eps)
         if cos_sin is not None:
             q_rotated = _rotate(q_rotated, cos_sin[batch.positions])
             k = _rotate(k, cos_sin[batch.positions])
         q.copy_(q_rotated)
+        block_size = kv_pool.shape[4]
         blocks, slots = batch.slot_mapping // block_size, batch.slot_mapping % block_size
         kv_pool[blocks, layer, 0, :, slots] = k
         kv_pool[blocks, layer, 1, :, slots] = v
 
-    def attention(
-        self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionMetadata, num_heads: int, scale: float
-    ) -> Tensor:
-        _, _, _, num_kv_heads, _, head_dim = kv_pool.shape
-        q, _, _ = _split_heads(qkv, num_heads, num_kv_heads, head_dim)
+    def _attention(self, inputs: LayerInputs, scale: float) -> Tensor:
+        _, kv_pool, layer, batch, num_heads = inputs
+        num_kv_heads = kv_pool.shape[3]
+        q, _, _ = _split_heads(inputs)
         out = torch.empty_like(q)
         for seq in range(batch.num_seqs):
             start, end = int(batch.cu_seqlens_q[seq]), int(batch.cu_seqlens_q[seq + 1])
@@ -144,10 +134,16 @@ def gather_tokens(pool: Tensor, refs: Tensor, num_tokens: int) -> Tensor:
     return pool[ref >> 1, :, slots].transpose(0, 1)
 
 
-def _split_heads(
-    qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x32 = x.float()
+    scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return (x32 * scale * weight.float()).to(x.dtype)
+
+
+def _split_heads(inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Views ``[T, H, D]``, ``[T, G, D]``, ``[T, G, D]`` of ``[T, (H + 2G) * D]``."""
+    qkv, num_heads = inputs.qkv, inputs.num_heads
+    _, _, _, num_kv_heads, _, head_dim = inputs.kv_pool.shape
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     end_of_k = num_heads + num_kv_heads
     return heads[:, :num_heads], heads[:, num_heads:end_of_k], heads[:, end_of_k:]

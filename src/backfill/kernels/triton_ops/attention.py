@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backfill.kernels.base import AttentionMetadata
+from backfill.kernels.base import LayerInputs
 
 # Smallest tile side tl.dot accepts for 16-bit operands.
 MIN_DOT = 16
@@ -125,28 +125,24 @@ def attend(
 
 @dataclass(frozen=True, slots=True)
 class AttentionArguments:
-    """A call of ``Kernels.attention`` whose tensors are checked, with the tensor ``out`` to write to."""
+    """A call of ``Kernels.attention`` with the tensor ``out`` to write to."""
 
+    inputs: LayerInputs
     out: Tensor
-    qkv: Tensor
-    kv_pool: Tensor
-    layer: int
-    batch: AttentionMetadata
-    num_heads: int
     scale: float
     dot_dtype: tl.dtype  # of the operands of tl.dot
 
     @property
     def num_kv_heads(self) -> int:
-        return self.kv_pool.shape[3]
+        return self.inputs.kv_pool.shape[3]
 
     @property
     def num_queries_per_kv(self) -> int:
-        return self.num_heads // self.num_kv_heads
+        return self.inputs.num_heads // self.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        return self.kv_pool.shape[5]
+        return self.inputs.kv_pool.shape[5]
 
     @property
     def dims_padded(self) -> int:
@@ -157,25 +153,25 @@ class AttentionArguments:
     def tile_keys(self) -> int:
         # At most 16 KiB of K per tile: two stages of K and V then fit the shared memory of
         # every GPU since compute capability 8.0.
-        return max(MIN_DOT, min(64, 16384 // (self.dims_padded * self.kv_pool.element_size())))
+        return max(MIN_DOT, min(64, 16384 // (self.dims_padded * self.inputs.kv_pool.element_size())))
 
     def for_kernel(self) -> dict[str, Tensor | float | tl.dtype]:
         """The parameters that both kernels have, by name, and the launch option ``num_stages``."""
+        qkv, kv_pool, layer, batch, _ = self.inputs
         return {
             "out": self.out,
-            "qkv": self.qkv,
-            "kv_pool": self.kv_pool,
-            "cu_seqlens_q": self.batch.cu_seqlens_q,
-            "seq_lens": self.batch.seq_lens,
-            "block_table": self.batch.block_table,
-            "block_table_offsets": self.batch.block_table_offsets,
-            "qkv_stride": self.qkv.stride(0),
+            "qkv": qkv,
+            "kv_pool": kv_pool,
+            "cu_seqlens_q": batch.cu_seqlens_q,
+            "seq_lens": batch.seq_lens,
+            "block_table": batch.block_table,
+            "block_table_offsets": batch.block_table_offsets,
             "scale_log2": self.scale * math.log2(math.e),
-            "layer": self.layer,
+            "layer": layer,
             "num_queries_per_kv": self.num_queries_per_kv,
-            "num_layers": self.kv_pool.shape[1],
+            "num_layers": kv_pool.shape[1],
             "num_kv_heads": self.num_kv_heads,
-            "block_size": self.kv_pool.shape[4],
+            "block_size": kv_pool.shape[4],
             "head_dim": self.head_dim,
             "dims_padded": self.dims_padded,
             "tile_keys": self.tile_keys,

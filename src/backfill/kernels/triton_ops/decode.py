@@ -35,7 +35,6 @@ def _decode_kernel(
     seq_lens,
     block_table,
     block_table_offsets,
-    qkv_stride,
     scale_log2,
     layer,
     num_splits,
@@ -73,7 +72,8 @@ def _decode_kernel(
     dims = tl.arange(0, dims_padded)
     used = (heads < num_queries_per_kv)[:, None] & (dims < head_dim)[None, :]
     columns = ((kv_head * num_queries_per_kv + heads) * head_dim)[:, None] + dims[None, :]
-    q = tl.load(qkv + row.to(tl.int64) * qkv_stride + columns, mask=used, other=0.0).to(dot_dtype)
+    width: tl.constexpr = (num_queries_per_kv + 2) * num_kv_heads * head_dim
+    q = tl.load(qkv + row.to(tl.int64) * width + columns, mask=used, other=0.0).to(dot_dtype)
     row_ends = tl.full([num_rows], 0, dtype=tl.int32) + key_end
     acc, row_max, row_sum = attend(
         q, row_ends, start, full_end, key_end, kv_pool, layer, kv_head,
@@ -130,13 +130,14 @@ def _merge_kernel(
 
 def decode(arguments: AttentionArguments, min_programs: int) -> None:
     """Attention of every sequence with one query row. Contexts are split to reach ``min_programs``."""
-    batch, num_heads, num_kv_heads = arguments.batch, arguments.num_heads, arguments.num_kv_heads
+    inputs, num_kv_heads = arguments.inputs, arguments.num_kv_heads
+    batch, num_heads = inputs.batch, inputs.num_heads
     num_seqs, num_splits = batch.num_seqs, _num_splits(arguments, min_programs)
     sums: Tensor | None = None
     lse: Tensor | None = None
     if num_splits > 1:
         shape = (num_seqs, num_heads, num_splits)
-        device = arguments.qkv.device
+        device = inputs.qkv.device
         sums = torch.empty((*shape, arguments.head_dim), dtype=torch.float32, device=device)
         lse = torch.empty(shape, dtype=torch.float32, device=device)
     _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
@@ -166,6 +167,6 @@ def decode(arguments: AttentionArguments, min_programs: int) -> None:
 
 def _num_splits(arguments: AttentionArguments, min_programs: int) -> int:
     """Splits of a context that bring the number of programs to ``min_programs`` and are not too short."""
-    num_programs = arguments.batch.num_seqs * arguments.num_kv_heads
+    num_programs = arguments.inputs.batch.num_seqs * arguments.num_kv_heads
     wanted = -(-min_programs // num_programs)
-    return max(1, min(wanted, arguments.batch.max_seq_len // _MIN_SPLIT_KEYS, _MAX_SPLITS))
+    return max(1, min(wanted, arguments.inputs.batch.max_seq_len // _MIN_SPLIT_KEYS, _MAX_SPLITS))

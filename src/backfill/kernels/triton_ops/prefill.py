@@ -37,7 +37,6 @@ def _prefill_kernel(
     seq_lens,
     block_table,
     block_table_offsets,
-    qkv_stride,
     scale_log2,
     layer,
     num_seqs,
@@ -76,7 +75,8 @@ def _prefill_kernel(
     row_used = (rows < tile_tokens * num_queries_per_kv) & (token < query_len)
     used = row_used[:, None] & (dims < head_dim)[None, :]
     row = (first_row + token).to(tl.int64)
-    q_pointers = qkv + (row * qkv_stride + head * head_dim)[:, None] + dims[None, :]
+    width: tl.constexpr = (num_queries_per_kv + 2) * num_kv_heads * head_dim
+    q_pointers = qkv + (row * width + head * head_dim)[:, None] + dims[None, :]
     q = tl.load(q_pointers, mask=used, other=0.0).to(dot_dtype)
     acc, _, row_sum = attend(
         q, first_position + token + 1, 0, full_end, key_end, kv_pool, layer, kv_head,
@@ -92,12 +92,12 @@ def prefill(arguments: AttentionArguments) -> None:
     """Attention of every sequence with more than one query row."""
     # As many rows as keys: both sides of a tile are bounded by the same memory.
     num_rows = max(arguments.tile_keys, triton.next_power_of_2(arguments.num_queries_per_kv))
-    num_tokens, num_seqs = arguments.qkv.shape[0], arguments.batch.num_seqs
-    num_tiles = num_tokens // (num_rows // arguments.num_queries_per_kv) + num_seqs
+    qkv, num_seqs = arguments.inputs.qkv, arguments.inputs.batch.num_seqs
+    num_tiles = qkv.shape[0] // (num_rows // arguments.num_queries_per_kv) + num_seqs
     _prefill_kernel[(num_tiles, arguments.num_kv_heads)](
         num_seqs=num_seqs,
         num_rows=num_rows,
         # float32 products run on the ordinary cores, which need more threads to hold a tile.
-        num_warps=8 if arguments.qkv.dtype == torch.float32 else 4,
+        num_warps=8 if qkv.dtype == torch.float32 else 4,
         **arguments.for_kernel(),
     )

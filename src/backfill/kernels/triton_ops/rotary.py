@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backfill.kernels.base import AttentionMetadata
+from backfill.kernels.base import LayerInputs
 
 
 @triton.jit
@@ -50,7 +50,6 @@ def _rotate_and_write_kernel(
     q_norm,
     k_norm,
     eps,
-    qkv_stride,
     layer,
     num_queries_per_kv: tl.constexpr,
     num_layers: tl.constexpr,
@@ -65,7 +64,7 @@ def _rotate_and_write_kernel(
     rotary: tl.constexpr = cos_sin is not None
     token = tl.program_id(0)
     kv_head = tl.program_id(1)
-    row = qkv + token.to(tl.int64) * qkv_stride
+    row = qkv + token.to(tl.int64) * ((num_queries_per_kv + 2) * num_kv_heads * head_dim)
     halves = tl.arange(0, half_padded)
     half_used = halves < half
     cos = tl.zeros([half_padded], dtype=tl.float32)
@@ -99,17 +98,10 @@ def _rotate_and_write_kernel(
 
 
 def rotate_and_write_kv(
-    qkv: Tensor,
-    kv_pool: Tensor,
-    layer: int,
-    batch: AttentionMetadata,
-    num_heads: int,
-    cos_sin: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    inputs: LayerInputs, cos_sin: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
 ) -> None:
-    """See ``backfill.kernels.base.Kernels``; ``qkv`` has at least one row."""
+    """See ``Kernels.rotate_and_write_kv``; there is at least one row."""
+    qkv, kv_pool, layer, batch, num_heads = inputs
     _, num_layers, _, num_kv_heads, block_size, head_dim = kv_pool.shape
     num_queries_per_kv = num_heads // num_kv_heads
     _rotate_and_write_kernel[(qkv.shape[0], num_kv_heads)](
@@ -121,7 +113,6 @@ def rotate_and_write_kv(
         q_norm,
         k_norm,
         eps,
-        qkv.stride(0),
         layer,
         num_queries_per_kv=num_queries_per_kv,
         num_layers=num_layers,

@@ -11,16 +11,14 @@ from torch import Tensor
 
 
 @triton.jit
-def _rms_norm_kernel(
-    out, x, residual, weight, x_stride, residual_stride, eps, width: tl.constexpr, padded: tl.constexpr
-):
+def _rms_norm_kernel(out, x, residual, weight, x_stride, eps, width: tl.constexpr, padded: tl.constexpr):
     """Program t: row t of ``x``, first added to ``residual`` in place where that is given."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, padded)
     used = columns < width
     values = tl.load(x + row * x_stride + columns, mask=used, other=0.0).to(tl.float32)
     if residual is not None:
-        sums = residual + row * residual_stride + columns
+        sums = residual + row * width + columns
         rounded = (values + tl.load(sums, mask=used, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
         tl.store(sums, rounded, mask=used)
         values = rounded.to(tl.float32)
@@ -41,7 +39,6 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
             residual,
             weight,
             x.stride(0),
-            0 if residual is None else residual.stride(0),
             eps,
             width,
             padded,

@@ -1,4 +1,4 @@
-"""The CPU kernels refuse tensors and sizes that they cannot read, and name the argument."""
+"""Every set of kernels refuses tensors and sizes that it cannot read, and names the argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backfill.core.block import KVLayout
-from backfill.kernels.base import AttentionMetadata
+from backfill.kernels.base import AttentionMetadata, Kernels
 from backfill.kernels.cpu import CpuKernels
 from tests.kernels.batches import make_batch, make_pool
 from tests.kernels.cpu import EPS, seeded
@@ -28,7 +28,7 @@ class Arguments:
     scale: float = 0.25
     cos_sin: Tensor | None = None
     q_norm: Tensor | None = None
-    kernels: CpuKernels = dataclasses.field(default_factory=CpuKernels)
+    kernels: Kernels = dataclasses.field(default_factory=CpuKernels)
 
     def attention(self) -> None:
         self.kernels.attention(self.qkv, self.pool, self.layer, self.batch, self.num_heads, self.scale)
@@ -70,6 +70,7 @@ def _with(name: str, value: Callable[[Arguments], object]) -> Callable[[Argument
         ("kv_pool", _with("pool", lambda a: a.pool[..., :12].contiguous())),
         ("layer", _with("layer", lambda a: 2)),
         ("layer", _with("layer", lambda a: -1)),
+        ("kv_pool", _with("pool", lambda a: a.pool.double())),
         ("num_heads", _with("num_heads", lambda a: 0)),
         ("qkv", _with("num_heads", lambda a: 3)),
         ("batch.positions", _with_batch("positions", Tensor.int)),
@@ -105,6 +106,7 @@ def test_attention_refuses_a_scale_that_is_not_positive() -> None:
     [
         ("cos_sin", _with("cos_sin", lambda a: torch.zeros(4, 8))),
         ("cos_sin", _with("cos_sin", lambda a: torch.zeros(4, 16).bfloat16())),
+        ("cos_sin", _with("cos_sin", lambda a: torch.zeros(16, 4).t())),
         ("k_norm", _with("q_norm", lambda a: torch.ones(16))),
     ],
 )
@@ -127,6 +129,10 @@ def test_row_operators_refuse_what_does_not_fit() -> None:
         kernels.add_rms_norm(x, x[1:], weight, EPS)
     with pytest.raises(ValueError, match=r"^gate_up:"):
         kernels.silu_and_mul(x[:, 1:])
+    with pytest.raises(ValueError, match=r"^x:"):
+        kernels.rms_norm(x.half(), weight.half(), EPS)
+    with pytest.raises(ValueError, match=r"^x:"):
+        kernels.linear(x)(x[:, 1:])
     with pytest.raises(ValueError, match=r"^weight:"):
         kernels.linear(weight)
     with pytest.raises(ValueError, match=r"^bias:"):
