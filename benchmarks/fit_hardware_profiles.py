@@ -15,7 +15,7 @@ import csv
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -39,7 +39,7 @@ from backfill.costs.model_work import (
     modelled_time_s,
     operator_work,
 )
-from backfill.costs.profile import FORMAT_VERSION, CopySpeed, CostProfile, FitError
+from backfill.costs.profile import CopySpeed, CostProfile, FitError
 
 PEAK_FLOPS = 312e12  # fp16 tensor cores, NVIDIA A100 datasheet
 KERNEL_GAP_S = 1e-6
@@ -282,7 +282,7 @@ def fit_target(
         provenance=provenance(target),
     )
     content = {
-        "costs": {"format": FORMAT_VERSION, **asdict(costs)},
+        "costs": costs.content(),
         "kv_tokens": target.kv_tokens,
         "kv_bytes_per_token": target.shape.kv_bytes_per_token,
         "max_model_len": target.shape.max_model_len,

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ from hypothesis import strategies as st
 from backfill.costs.behaviour import DeviceBehaviour, NoiseSource, StepNoise
 from backfill.costs.fit import TimedStep, fit_error
 from backfill.costs.load import StepLoad
-from backfill.costs.profile import CostProfile, FitError
-from tests.builders import flat_cost, linear_cost, make_profile
+from backfill.costs.profile import FitError
+from tests.builders import flat_cost, linear_cost
 
 
 def draws(noise: StepNoise, count: int, seed: int = 3) -> np.ndarray:
@@ -97,24 +96,9 @@ def test_the_mean_is_that_of_the_draws() -> None:
     assert draws(noise, 40_000).mean() == pytest.approx(noise.mean, rel=0.01)
 
 
-def test_one_ratio_is_no_distribution() -> None:
-    with pytest.raises(ValueError, match="two or more"):
-        StepNoise.of_ratios([1.0])
-
-
 def test_a_fit_keeps_the_quantiles_of_measured_over_predicted() -> None:
     steps = [TimedStep(StepLoad.of([(0, 10, True)]), 0.1 * ratio) for ratio in (0.5, 1.0, 1.5, 2.0, 4.0)]
     quantiles = fit_error(flat_cost(0.1), steps).ratio_quantiles
     assert list(quantiles) == sorted(quantiles)
     middle = quantiles[len(quantiles) // 2]
     assert (quantiles[0], middle, quantiles[-1]) == pytest.approx((0.5, 1.5, 4.0))
-
-
-def test_a_profile_keeps_its_quantiles_and_one_without_them_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    profile = replace(make_profile(), error=FitError(0.1, 0.2, 9, (0.9, 1.0, 1.2)))
-    profile.save(path)
-    assert CostProfile.load(path) == profile
-    older = path.read_text().replace('"ratio_quantiles"', '"unknown"')
-    path.write_text(older)
-    assert CostProfile.load(path).error.ratio_quantiles == ()

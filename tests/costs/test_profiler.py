@@ -129,14 +129,6 @@ def test_the_times_of_random_mixes_are_recovered() -> None:
     assert f"medians of {FULL.rounds}; {FULL.num_held_out} others held out" in profile.provenance
 
 
-def test_noise_of_three_percent_stays_within_three_percent_for_most_mixes() -> None:
-    profile, _ = profiled(noise=0.03)
-    errors = relative_errors(profile, random_mixes(CAPACITY))
-    assert errors[len(errors) // 2] < 0.015
-    assert errors[int(0.95 * len(errors))] < 0.03
-    assert 0.005 < profile.error.median < 0.04, "what is reported has the noise of the held-out steps in it"
-
-
 def test_each_step_is_timed_in_every_round_and_held_out_steps_are_not_fitted() -> None:
     grid = SMALL_GRID
     _, executor = profiled(grid=grid)
@@ -164,10 +156,6 @@ def test_the_first_round_only_warms_up() -> None:
     warm, _ = profiled(grid=grid)
     for load in executor.loads:
         assert profile.cost.step_time_s(load) == pytest.approx(warm.cost.step_time_s(load), rel=1e-6)
-
-
-def test_profiling_is_repeatable() -> None:
-    assert profiled(grid=QUICK, noise=0.05)[0] == profiled(grid=QUICK, noise=0.05)[0]
 
 
 @pytest.mark.parametrize("grid", [SMALL_GRID, PATIENT, QUICK], ids=["rounds", "patient", "quick"])
@@ -221,13 +209,6 @@ def test_a_coarse_measurement_keeps_to_its_budget() -> None:
         assert sum(map(TRUTH.step_time_s, executor.loads)) < budget_s + 0.1
 
 
-def test_a_device_too_slow_for_the_budget_runs_two_steps() -> None:
-    profile, executor = profiled(grid=replace(QUICK, budget_s=0.0))
-    assert [load.num_tokens for load in executor.loads] == [1, 16]
-    for load in executor.loads:
-        assert profile.cost.step_time_s(load) == pytest.approx(TRUTH.step_time_s(load), rel=0.01)
-
-
 def test_one_bad_moment_does_not_spoil_a_coarse_profile() -> None:
     class DisturbedExecutor(TimedExecutor):
         def run(self, plan: StepPlan) -> StepOutcome:
@@ -241,12 +222,6 @@ def test_one_bad_moment_does_not_spoil_a_coarse_profile() -> None:
     for load in executor.loads:
         predicted_s = undisturbed.cost.step_time_s(load)
         assert profile.cost.step_time_s(load) == pytest.approx(predicted_s, rel=1e-6)
-
-
-def test_the_blocks_of_the_largest_step_are_counted() -> None:
-    assert replace(QUICK, listed=(((0, 17, True),) * 3, ((0, 33, False),))).num_blocks(CAPACITY) == 6
-    assert QUICK.num_blocks(CAPACITY) * CAPACITY.block_size < 4000, "a start touches little of the pool"
-    assert FULL.num_blocks(CAPACITY) * CAPACITY.block_size <= CAPACITY.kv_tokens
 
 
 SMALL = [
@@ -376,8 +351,3 @@ def test_the_start_of_an_engine_does_not_wait_for_the_interference_of_a_slow_dev
         profile = profile_executor(executor, executor.clock, WITH_HOST_POOL, QUICK, key=KEY, num_layers=1)
     assert profile.copies is not None
     assert profile.copy_interference == 0.0, "it is not measured"
-
-
-def test_without_a_host_pool_no_copies_are_measured() -> None:
-    profile, _ = profiled(grid=SMALL_GRID)
-    assert (profile.copies, profile.block_copy_s(1000), profile.copy_interference) == (None, None, 0.0)

@@ -14,10 +14,10 @@ from backfill.core.plan import Compute, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.costs.fit import TimedStep
 from backfill.costs.load import StepLoad
-from backfill.costs.model import CostModel, PiecewiseLinear
+from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile, FitError
 from backfill.costs.profiler import FULL, Capacity
-from backfill.costs.refine import ProfileRefiner, ServedStep, StepSample, stratum_of
+from backfill.costs.refine import ProfileRefiner, ServedStep, StepSample
 from tests.builders import make_profile
 from tests.costs.test_profiler import TRUTH
 
@@ -118,17 +118,6 @@ def test_a_wrong_profile_becomes_right_where_it_is_used(rows: float, rest: float
     assert refined.known_chunk_tokens == refined.known_tokens, "no prompt was in two steps"
 
 
-def test_a_profile_that_predicts_nothing_for_the_smallest_steps_is_refined() -> None:
-    rows = PiecewiseLinear((1.0, 64.0, 2048.0), (0.0, 0.03, 0.8))
-    broken = CostModel(rows, PiecewiseLinear((0.0, 1.0, 64.0), (0.0, 0.05, 0.06)), 0.0, 0.0, 0.0, 0.0)
-    assert broken.step_time_s(StepLoad(num_tokens=1, num_requests=1, prefill_pairs=1)) == 0.0
-    service = Service(coarse_profile(broken))
-    for _ in range(4):
-        service.serve_chats(200)
-        service.refine()
-    assert statistics.median(errors(service.refiner.profile.cost, CHAT_SHAPES)) < 0.05
-
-
 def test_unserved_loads_follow_the_speed_of_served_ones() -> None:
     """The machine was half as fast when it was measured; since then only decodes were served."""
     service = Service(coarse_profile(scaled(TRUTH, 2.0, 2.0)))
@@ -221,16 +210,6 @@ def test_a_profile_that_keeps_its_model_gets_the_latest_error(
     assert service.saved[-1] == noisy
 
 
-def test_known_tokens_shrink_to_those_of_the_latest_sample() -> None:
-    """As with a profile that a server of long prompts saved."""
-    saved = replace(coarse_profile(TRUTH), quality="refined", error=FitError(0.02, 0.05, 90))
-    service = Service(replace(saved, known_tokens=8000), noise=0.02)
-    service.serve_chats(400)
-    refined = service.refine()
-    assert refined is not None and refined.cost == TRUTH
-    assert 512 <= refined.known_tokens <= 1000
-
-
 def test_single_slow_steps_do_not_count() -> None:
     service = Service(coarse_profile(scaled(TRUTH, 1.5)), noise=0.02)
     for number in range(400):
@@ -279,15 +258,3 @@ def test_the_sample_is_bounded_and_keeps_the_latest_of_each_kind() -> None:
     assert all(len(each.fitted) <= 9 and len(each.held_out) <= 9 for each in strata.values())
     assert max(step.seconds for step in sample.held_out()) > 19_900
     assert not {id(s) for each in strata.values() for s in each.fitted} & set(map(id, sample.held_out()))
-
-
-def test_loads_of_similar_sizes_share_a_stratum() -> None:
-    def stratum(*shape: tuple[int, int, bool]) -> tuple[int, int, int]:
-        return stratum_of(StepLoad.of(shape))
-
-    assert stratum((0, 100, True)) == stratum((0, 120, True))
-    assert stratum((0, 100, True)) != stratum((0, 200, True))
-    assert stratum((0, 100, True)) != stratum((0, 100, False))
-    assert stratum((0, 100, True)) != stratum((500, 100, True))
-    assert stratum(*[(300, 1, True)] * 5) == stratum(*[(340, 1, True)] * 6)
-    assert stratum(*[(300, 1, True)] * 5) != stratum((1500, 5, False))

@@ -161,20 +161,6 @@ def test_a_damaged_file_is_refused(tmp_path: Path, changes: dict[str, object], m
         PerformanceRecord.load(path)
 
 
-def test_a_file_that_is_not_there_or_no_json_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        PerformanceRecord.load(tmp_path / "missing.json")
-    (tmp_path / "text").write_text("text")
-    with pytest.raises(ConfigError, match="is not JSON: run `backfill profile --offload`"):
-        PerformanceRecord.load(tmp_path / "text")
-
-
-def test_a_record_of_something_else_is_refused() -> None:
-    RECORD.check_key(KEY, "name")
-    with pytest.raises(ConfigError, match="is of another dtype: measured on 'dtype', here it is 'float32'"):
-        RECORD.check_key(replace(KEY, dtype="float32"), "name")
-
-
 times = st.floats(0.0, 0.1)
 phases: st.SearchStrategy[Phase] = st.sampled_from(["prefill", "decode"])
 measured = st.builds(

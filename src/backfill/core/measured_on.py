@@ -1,13 +1,16 @@
-"""Files that commands measure and save, and what they were measured on: their key."""
+"""Files of measured times, and what the times were measured on: the key of each of them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, ClassVar, Self
 from uuid import uuid4
+
+import msgspec
 
 from backfill.core.errors import ConfigError
 
@@ -26,27 +29,69 @@ class MeasuredOn:
     device: str
     dtype: str
 
-    def check(self, here: MeasuredOn, file: str, remedy: str) -> None:
-        """Raises: ConfigError, naming the file and what differs, if it was measured on something else."""
-        for field in fields(self):
-            measured, wanted = getattr(self, field.name), getattr(here, field.name)
+
+class MeasuredFile:
+    """Base of a dataclass that is measured, and saved as a JSON file.
+
+    Attributes:
+        KIND: of file, in messages.
+        FORMAT: number of its format; files of another one are refused.
+        REMEDY: what the user can do about a file that cannot be used.
+    """
+
+    __slots__ = ()
+
+    KIND: ClassVar[str]
+    FORMAT: ClassVar[int]
+    REMEDY: ClassVar[str]
+
+    key: MeasuredOn
+
+    def content(self) -> dict[str, Any]:
+        """As ``parse`` takes it."""
+        return {"format": self.FORMAT, **asdict(self)}  # type: ignore[call-overload]  # a dataclass
+
+    def save(self, path: Path) -> None:
+        """Write the file atomically; after an OSError it is unchanged, and no other file is left."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Two containers on one volume may have the same process id.
+        partial = path.with_suffix(f".{uuid4().hex}.partial")
+        try:
+            partial.write_text(json.dumps(self.content(), indent=1) + "\n", encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Raises: ConfigError naming the file if it cannot be read, or as ``parse``."""
+        try:
+            content: object = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"The {cls.KIND} {path} cannot be read: {error.strerror or error}.") from error
+        except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested too deeply
+            raise ConfigError(f"The {cls.KIND} {path} is not JSON: {cls.REMEDY}") from error
+        return cls.parse(content, str(path))
+
+    @classmethod
+    def parse(cls, content: object, name: str) -> Self:
+        """``content`` as JSON has it. Raises: ConfigError for another format, and where a value is wrong."""
+        if not isinstance(content, dict) or content.get("format") != cls.FORMAT:
+            raise ConfigError(f"The {cls.KIND} {name} is not of format {cls.FORMAT}: {cls.REMEDY}")
+        try:
+            return msgspec.convert(content, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"The {cls.KIND} {name} is damaged ({error}): {cls.REMEDY}") from error
+
+    def check_key(self, key: MeasuredOn, name: str) -> None:
+        """Raises: ConfigError, saying what differs, if the times were measured on something else."""
+        for field in fields(MeasuredOn):
+            measured, wanted = getattr(self.key, field.name), getattr(key, field.name)
             if measured != wanted:
                 raise ConfigError(
-                    f"The {file} is of another {field.name}: measured on {measured!r}, here it is "
-                    f"{wanted!r}; {remedy}"
+                    f"The {self.KIND} {name} is of another {field.name}: measured on {measured!r}, here it "
+                    f"is {wanted!r}; {self.REMEDY}"
                 )
-
-
-def save_json(path: Path, content: object) -> None:
-    """Write the file atomically; after an OSError it is unchanged, and no other file is left."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Two containers on one volume may have the same process id.
-    partial = path.with_suffix(f".{uuid4().hex}.partial")
-    try:
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -56,14 +101,3 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
-
-
-def load_json(path: Path, kind: str, remedy: str) -> object:
-    """Raises: ConfigError naming the file, which is to be a ``kind``, if it cannot be read or is no JSON."""
-    try:
-        content: object = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"The {kind} {path} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested too deeply
-        raise ConfigError(f"The {kind} {path} is not JSON: {remedy}") from error
-    return content

@@ -26,11 +26,6 @@ class TimedStep:
     seconds: float
 
 
-def num_terms(row_knots: Sequence[int], sampled_knots: Sequence[int]) -> int:
-    """Coefficients of a model with these knots."""
-    return len(row_knots) + len(sampled_knots) + 4
-
-
 def fit_cost_model(
     steps: Sequence[TimedStep],
     row_knots: Sequence[int],
@@ -38,22 +33,22 @@ def fit_cost_model(
     *,
     weights: Sequence[float] | None = None,
 ) -> CostModel:
-    """The model with non-negative terms and the least sum of squared relative errors.
+    """The model with non-negative terms and the least sum of squared relative errors on one or more steps.
 
     Args:
         row_knots: token counts, ascending, at which the slope of the row-wise time may change.
         sampled_knots: counts of sampled rows, ascending and above 0, for the time of sampling.
         weights: of the steps' squared errors; None: all equal.
-    Raises: ValueError when there are fewer steps than terms.
     """
-    if len(steps) < num_terms(row_knots, sampled_knots):
-        raise ValueError(f"{len(steps)} steps cannot fit {num_terms(row_knots, sampled_knots)} terms")
     terms = np.array([_terms(step.load, row_knots, sampled_knots) for step in steps])
     seconds = np.array([step.seconds for step in steps])
+    roots = np.sqrt(np.ones(len(steps)) if weights is None else np.array(weights))
+    # Fewer steps than terms have many best fits. Any of them will do, so the steps are repeated.
+    repeats = -(-terms.shape[1] // len(steps))
+    terms, seconds, roots = np.tile(terms, (repeats, 1)), np.tile(seconds, repeats), np.tile(roots, repeats)
     # Columns are scaled to similar sizes: contexts are millions, rows are fractions.
     relative = terms / seconds[:, None]
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-30)
-    roots = np.sqrt(np.ones(len(steps)) if weights is None else np.array(weights))
     coefficients = nnls(relative / scale * roots[:, None], roots) / scale
     num_rows, num_sampled = len(row_knots), len(sampled_knots)
     rows, sampled, rest = np.split(coefficients, [num_rows, num_rows + num_sampled])
@@ -64,24 +59,10 @@ def fit_cost_model(
     )
 
 
-def fit_few_steps(
-    steps: Sequence[TimedStep],
-    row_knots: Sequence[int],
-    sampled_knots: Sequence[int],
-    *,
-    weights: Sequence[float] | None = None,
-) -> CostModel:
-    """``fit_cost_model`` for any number of steps, at least one.
-
-    Fewer steps than terms have many best fits. Any of them will do, so the steps are repeated.
-    """
-    repeats = -(-num_terms(row_knots, sampled_knots) // len(steps))
-    return fit_cost_model(
-        [*steps] * repeats,
-        row_knots,
-        sampled_knots,
-        weights=None if weights is None else [*weights] * repeats,
-    )
+def knots_within(knots: Sequence[int], largest: int) -> list[int]:
+    """The knots up to the largest value timed; that value is added if there are fewer than two."""
+    kept = [knot for knot in knots if knot <= largest]
+    return kept if len(kept) > 1 else [*kept, max(largest, kept[-1] + 1 if kept else 1)]
 
 
 def fit_error(model: CostModel, steps: Sequence[TimedStep]) -> FitError:
@@ -98,7 +79,7 @@ def cross_validated_error(
         held_out = steps[fold::num_folds]
         others = [step for index, step in enumerate(steps) if index % num_folds != fold] or steps
         if held_out:
-            model = fit_few_steps(others, row_knots, sampled_knots)
+            model = fit_cost_model(others, row_knots, sampled_knots)
             ratios += [_measured_over_predicted(model, step) for step in held_out]
     return _error_of(ratios)
 

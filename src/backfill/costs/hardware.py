@@ -13,6 +13,8 @@ import msgspec
 from backfill.core.errors import ConfigError
 from backfill.costs.profile import CostProfile
 
+_Positive = Annotated[int, msgspec.Meta(ge=1)]  # checked where a file is read
+
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
@@ -29,9 +31,9 @@ class HardwareProfile:
 
     name: str
     costs: CostProfile
-    kv_tokens: int
-    kv_bytes_per_token: int
-    max_model_len: int
+    kv_tokens: _Positive
+    kv_bytes_per_token: _Positive
+    max_model_len: _Positive
     stage_layers: tuple[int, ...] = ()
     slowness: float = 1.0
 
@@ -46,12 +48,6 @@ class HardwareProfile:
             )
         costs = replace(costs, cost=costs.cost.slowed(factor), copies=copies)
         return replace(self, costs=costs, slowness=factor * self.slowness)
-
-
-class _Numbers(msgspec.Struct):
-    kv_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    kv_bytes_per_token: Annotated[int, msgspec.Meta(ge=1)]
-    max_model_len: Annotated[int, msgspec.Meta(ge=1)]
 
 
 def hardware_profile_names() -> list[str]:
@@ -76,10 +72,9 @@ def parse_hardware_profile(name: str, content: dict[str, Any], file: str) -> Har
     """``content`` as JSON has it. Raises: ConfigError that names the file if a value is wrong or missing."""
     costs = CostProfile.parse(content["costs"], file)
     try:
-        numbers = msgspec.convert({key: content.get(key) for key in _Numbers.__struct_fields__}, _Numbers)
+        return replace(msgspec.convert({**content, "name": name}, HardwareProfile), costs=costs)
     except msgspec.ValidationError as error:
         raise ConfigError(f"The hardware profile {file} is damaged ({error}).") from error
-    return HardwareProfile(name, costs, numbers.kv_tokens, numbers.kv_bytes_per_token, numbers.max_model_len)
 
 
 def load_device(

@@ -7,11 +7,12 @@ hidden states are sent.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from importlib import resources
+
+import msgspec
 
 from backfill.core.errors import ConfigError
 from backfill.core.measured_on import MeasuredOn
@@ -26,7 +27,6 @@ LLAMA_3_70B = ModelShape("llama-3-70b", 80, 8192, 64, 8, 28672, 128256, 8192)
 MODELS: Mapping[str, ModelShape] = {each.name: each for each in (LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B)}
 DEVICES: Mapping[str, Device] = {each.name: each for each in (A100_40G, A100_80G)}
 
-A100_DGX = "a100-dgx"
 _LINK_BYTES_PER_S = 25e9  # of two devices to the host, which share a switch in a DGX A100
 
 
@@ -80,20 +80,25 @@ def parallel_hardware(
 def derive_parallel_cost(shape: ModelShape, device: Device, tensor_parallel_size: int) -> CostModel:
     """Steps on ranks that have their part of the weights and heads, with two all-reduces a layer.
 
-    Raises: ConfigError for a size at which no all-reduce was measured.
+    Args:
+        tensor_parallel_size: one at which all-reduces were measured.
     """
     part = derive_cost_model(shape, device, tensor_parallel_size)
     if tensor_parallel_size == 1:
         return part
-    all_reduce_s = load_collectives(A100_DGX).all_reduce(tensor_parallel_size)
+    all_reduce_s = all_reduce_times()[tensor_parallel_size]
     return _with_rows(
         part, lambda num_tokens: 2 * shape.num_layers * all_reduce_s(num_tokens * shape.hidden * VALUE_BYTES)
     )
 
 
 def with_transfers(cost: CostModel, shape: ModelShape, num_transfers: int) -> CostModel:
-    """The same steps, whose hidden states pass so many links between stages."""
-    transfer_s = load_collectives(A100_DGX).transfer_s
+    """The same steps, whose hidden states pass so many links between stages.
+
+    Links were not measured. An all-reduce between two devices moves as many bytes each way over the same
+    link, so its time is an upper bound.
+    """
+    transfer_s = all_reduce_times()[2]
     return _with_rows(
         cost, lambda num_tokens: num_transfers * transfer_s(num_tokens * shape.hidden * VALUE_BYTES)
     )
@@ -105,46 +110,15 @@ def stage_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(least + (stage < more) for stage in range(num_stages))
 
 
-@dataclass(frozen=True, slots=True)
-class Collectives:
-    """All-reduces over the links of one machine, as they were measured.
+@lru_cache(maxsize=1)
+def all_reduce_times() -> Mapping[int, PiecewiseLinear]:
+    """Measured all-reduces in a DGX A100: seconds by bytes of the tensor, by number of devices.
 
-    Attributes:
-        all_reduce_s: seconds by bytes of the tensor, by number of devices.
+    Part of the package; the file says where the times come from.
     """
-
-    all_reduce_s: Mapping[int, PiecewiseLinear]
-
-    def all_reduce(self, num_devices: int) -> PiecewiseLinear:
-        """Raises: ConfigError for a number of devices that was not measured."""
-        if num_devices not in self.all_reduce_s:
-            known = ", ".join(map(str, (1, *self.all_reduce_s)))
-            raise ConfigError(
-                f"must be one of {known}, among which all-reduces were measured, got {num_devices}.",
-                field="tensor_parallel_size",
-            )
-        return self.all_reduce_s[num_devices]
-
-    def transfer_s(self, num_bytes: float) -> float:
-        """Seconds until another device has so many bytes.
-
-        Not measured: an all-reduce between two devices moves as many bytes each way over the same link, so
-        its time is an upper bound.
-        """
-        return self.all_reduce(2)(num_bytes)
-
-
-@lru_cache(maxsize=4)
-def load_collectives(name: str) -> Collectives:
-    """Part of the package; its file says where the times come from."""
-    file = resources.files(__package__).joinpath("collectives", f"{name}.json")
-    content = json.loads(file.read_text(encoding="utf-8"))
-    return Collectives(
-        {
-            int(num_devices): PiecewiseLinear(tuple(times["x"]), tuple(times["y"]))
-            for num_devices, times in content["all_reduce"].items()
-        }
-    )
+    file = resources.files(__package__).joinpath("collectives", "a100-dgx.json")
+    times = msgspec.json.decode(file.read_bytes())["all_reduce"]
+    return {int(size): PiecewiseLinear(tuple(of["x"]), tuple(of["y"])) for size, of in times.items()}
 
 
 def _known(name: str) -> tuple[ModelShape, Device]:
@@ -162,7 +136,7 @@ def _check_sizes(shape: ModelShape, tensor_parallel_size: int, pipeline_parallel
         is_even = shape.num_heads % size == 0 and shape.intermediate % size == 0
         return is_even and (kv_heads % size == 0 or size % kv_heads == 0)
 
-    measured = (1, *load_collectives(A100_DGX).all_reduce_s)
+    measured = (1, *all_reduce_times())
     allowed = [size for size in measured if splits(size)]
     if tensor_parallel_size not in allowed:
         raise ConfigError(

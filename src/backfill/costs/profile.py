@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
 
-from backfill.core.errors import ConfigError
-from backfill.core.measured_on import MeasuredOn, load_json, save_json
+from backfill.core.measured_on import MeasuredFile, MeasuredOn
 from backfill.costs.model import CostModel, NonNegative
-
-FORMAT_VERSION = 4
-_REMEDY = "run `backfill profile` for the model to measure it again."
 
 Quality = Literal["coarse", "refined", "full"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -60,7 +55,7 @@ class CopySpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class CostProfile:
+class CostProfile(MeasuredFile):
     """A fitted cost model, the steps it was fitted to, and its error.
 
     Attributes:
@@ -73,6 +68,10 @@ class CostProfile:
         copies: None if not measured.
         provenance: how the profile was measured, as text.
     """
+
+    KIND = "profile"
+    FORMAT = 4
+    REMEDY = "run `backfill profile` for the model to measure it again."
 
     key: MeasuredOn
     quality: Quality
@@ -102,26 +101,3 @@ class CostProfile:
     def copy_interference(self) -> float:
         """See ``CopySpeed.interference``; 0 if no copies were measured."""
         return 0.0 if self.copies is None else self.copies.interference
-
-    def save(self, path: Path) -> None:
-        """Write the file atomically; after an OSError it is unchanged, and no other file is left."""
-        save_json(path, {"format": FORMAT_VERSION, **asdict(self)})
-
-    @classmethod
-    def load(cls, path: Path) -> CostProfile:
-        """Raises: ConfigError naming the file if it cannot be read, is no profile or has wrong values."""
-        return cls.parse(load_json(path, "profile", _REMEDY), str(path))
-
-    @classmethod
-    def parse(cls, content: object, name: str) -> CostProfile:
-        """``content`` as JSON has it. Raises: ConfigError for another format, and where a value is wrong."""
-        if not isinstance(content, dict) or content.get("format") != FORMAT_VERSION:
-            raise ConfigError(f"The profile {name} is not of format {FORMAT_VERSION}: {_REMEDY}")
-        try:
-            return msgspec.convert(content, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"The profile {name} is damaged ({error}): {_REMEDY}") from error
-
-    def check_key(self, key: MeasuredOn, name: str) -> None:
-        """Raises: ConfigError, saying what differs, if the profile was measured on something else."""
-        self.key.check(key, f"profile {name}", _REMEDY)

@@ -18,7 +18,7 @@ from backfill.core.plan import AdmittedRequest, BlockCopies, Compute, ScheduledS
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.costs.copy_profiler import EMPTY_PLAN, CopyProfiler, RunsPlans
-from backfill.costs.fit import TimedStep, cross_validated_error, fit_error, fit_few_steps
+from backfill.costs.fit import TimedStep, cross_validated_error, fit_cost_model, fit_error, knots_within
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.costs.profile import CopySpeed, CostProfile, Quality
@@ -203,9 +203,9 @@ def profile_executor(
         [TimedStep(StepLoad.of(shape), times[shape]) for shape in shapes if shape in times]
         for shapes in (fitted_on, held_out)
     )
-    row_knots = _within(grid.row_knots, max(step.load.num_tokens for step in steps))
-    sampled_knots = _within(grid.sampled_knots, max(step.load.num_sampled for step in steps))
-    cost = fit_few_steps(steps, row_knots, sampled_knots)
+    row_knots = knots_within(grid.row_knots, max(step.load.num_tokens for step in steps))
+    sampled_knots = knots_within(grid.sampled_knots, max(step.load.num_sampled for step in steps))
+    cost = fit_cost_model(steps, row_knots, sampled_knots)
     error = fit_error(cost, unseen) if unseen else cross_validated_error(steps, row_knots, sampled_knots)
     slices = [each for shape in fitted_on if shape in times for each in shape]
     return CostProfile(
@@ -330,9 +330,3 @@ def _tables(shape: Shape, block_size: int) -> list[tuple[BlockRef, ...]]:
         tuple(pack_block_ref(next(indices)) for _ in range(-(-(start + count) // block_size)))
         for start, count, _ in shape
     ]
-
-
-def _within(knots: Sequence[int], largest: int) -> list[int]:
-    """The knots up to the largest value timed; that value is added if there are fewer than two."""
-    kept = [knot for knot in knots if knot <= largest]
-    return kept if len(kept) > 1 else [*kept, max(largest, kept[-1] + 1 if kept else 1)]

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from backfill.core.clock import Clock
 from backfill.core.plan import StepPlan
-from backfill.costs.fit import TimedStep, fit_error, fit_few_steps
+from backfill.costs.fit import TimedStep, fit_cost_model, fit_error, knots_within
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CostProfile, FitError
@@ -212,10 +212,10 @@ class ProfileRefiner:
         steps = [*served, *(TimedStep(load, scale * _predicted_s(cost, load)) for load in unserved)]
         most_tokens = max(step.load.num_tokens for step in steps)
         most_sampled = max(step.load.num_sampled for step in steps)
-        return fit_few_steps(
+        return fit_cost_model(
             steps,
-            _knots_within(_ROW_KNOTS, most_tokens),
-            _knots_within(_SAMPLED_KNOTS, most_sampled),
+            knots_within(_ROW_KNOTS, most_tokens),
+            knots_within(_SAMPLED_KNOTS, most_sampled),
             weights=[1.0] * len(served) + _unserved_weights(unserved),
         )
 
@@ -279,9 +279,3 @@ def _is_unchanged(new: CostProfile, old: CostProfile) -> bool:
 def _predicted_s(cost: CostModel, load: StepLoad) -> float:
     """Above 0, so that ratios to it exist."""
     return max(cost.step_time_s(load), _LEAST_S)
-
-
-def _knots_within(knots: Sequence[int], largest: int) -> list[int]:
-    """The knots up to ``largest``, at least two."""
-    kept = [knot for knot in knots if knot <= largest]
-    return kept if len(kept) > 1 else [1, 2]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from backfill.core.plan import ScheduledSlice, StepPlan
-from backfill.costs.fit import TimedStep, fit_few_steps
+from backfill.costs.fit import TimedStep, fit_cost_model
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.offloading.record import PerformanceRecord, RecordedLoad
@@ -116,7 +116,7 @@ def _cost_of(record: PerformanceRecord) -> CostModel:
         TimedStep(_load_of(each), max(record.times_of(each).resident_step_s, _SHORTEST_S))
         for each in record.loads
     ]
-    return fit_few_steps(steps, _ROW_KNOTS, _SAMPLED_KNOTS)
+    return fit_cost_model(steps, _ROW_KNOTS, _SAMPLED_KNOTS)
 
 
 def _load_of(load: RecordedLoad) -> StepLoad:

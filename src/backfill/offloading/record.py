@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import msgspec
 
-from backfill.core.errors import ConfigError
-from backfill.core.measured_on import MeasuredOn, load_json, save_json
+from backfill.core.measured_on import MeasuredFile, MeasuredOn
 from backfill.offloading.interval import NUM_STAGING_BUFFERS, LayerTimes, offloaded_layers, step_time_s
-
-FORMAT_VERSION = 1
-_REMEDY = "run `backfill profile --offload` for the model to measure it again."
 
 # Objectives are rounded down to multiples of this.
 OBJECTIVE_GRAIN_S = 0.002
@@ -52,7 +47,7 @@ class RecordedLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class PerformanceRecord:
+class PerformanceRecord(MeasuredFile):
     """Times of a model's layers, from which the intervals follow.
 
     Loads between recorded ones count as the next larger recorded ones, in batch size and in length. What is
@@ -73,6 +68,10 @@ class PerformanceRecord:
         is_thorough: measured by ``backfill profile --offload``, not by a start.
         others_share: of the processors, what other processes used while it was measured, 0 to 1.
     """
+
+    KIND = "performance record"
+    FORMAT = 1
+    REMEDY = "run `backfill profile --offload` for the model to measure it again."
 
     key: MeasuredOn
     num_layers: Count
@@ -174,25 +173,6 @@ class PerformanceRecord:
         if self.times_of(load).resident_step_s > objective_s:
             return False
         return self.step_s(load, interval) <= max(objective_s, self.step_s(load, None))
-
-    def save(self, path: Path) -> None:
-        """Write the file atomically; after an OSError it is unchanged, and no other file is left."""
-        save_json(path, {"format": FORMAT_VERSION, **asdict(self)})
-
-    @classmethod
-    def load(cls, path: Path) -> PerformanceRecord:
-        """Raises: ConfigError naming the file if it cannot be read, is no record or has wrong values."""
-        content = load_json(path, "performance record", _REMEDY)
-        if not isinstance(content, dict) or content.get("format") != FORMAT_VERSION:
-            raise ConfigError(f"The performance record {path} is not of format {FORMAT_VERSION}: {_REMEDY}")
-        try:
-            return msgspec.convert(content, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"The performance record {path} is damaged ({error}): {_REMEDY}") from error
-
-    def check_key(self, key: MeasuredOn, name: str) -> None:
-        """Raises: ConfigError, saying what differs, if the record was measured on something else."""
-        self.key.check(key, f"performance record {name}", _REMEDY)
 
 
 def grains(objective_s: float) -> int:
