@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -233,9 +234,13 @@ class Segment(NamedTuple):
     choice: int  # the larger option
 
 
-# Options of some engines: those of all but the last one, and the last one's.
-_Link = tuple[()] | tuple["_Link", Option]
-_State = tuple[float, int, float, _Link]  # demand, minus the bytes saved, loss, options
+class Combination(NamedTuple):
+    """Options of some engines."""
+
+    demand: float
+    lacking_bytes: int  # minus the bytes saved, so that the least is the best
+    loss: float
+    options: tuple[Option, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,60 +327,47 @@ def largest(choices: Sequence[Choices], bandwidth: float) -> list[Option]:
     lacking = max(1.0, bound - found)
     allowed = lacking * _FIRST_LOSS
     while True:
-        chosen = _best_pair(
-            _undominated_combinations(losses[:half], allowed + rounding, limit),
-            _undominated_combinations(losses[half:], allowed + rounding, limit),
-            limit,
+        first, second = (
+            _undominated_combinations(of, allowed + rounding, limit) for of in (losses[:half], losses[half:])
         )
-        if chosen is not None and bound - sum(each.saved_bytes for each in chosen) <= allowed + rounding:
-            return chosen
+        demands = [each.demand for each in second]
+        # Beside each of the first ones, the last of the second ones that fits saves most.
+        pairs = [
+            (each, second[index - 1])
+            for each in first
+            if (index := bisect_right(demands, limit - each.demand))
+        ]
+        if pairs:
+            one, other = min(pairs, key=_lacking_and_demand)
+            if bound + one.lacking_bytes + other.lacking_bytes <= allowed + rounding:
+                return [*one.options, *other.options]
         assert allowed <= lacking, "the guess has no larger loss"
         allowed *= _MORE_LOSS
 
 
 def _undominated_combinations(
     losses: Sequence[Sequence[tuple[float, Option]]], allowed: float, limit: float
-) -> list[_State]:
-    """Combinations of options of some engines with at most some loss, by rising demand and saved bytes."""
-    states: list[_State] = [(0.0, 0, 0.0, ())]
+) -> list[Combination]:
+    """Those of some engines with at most some loss, by rising demand and saved bytes."""
+    found = [Combination(0.0, 0, 0.0, ())]
     for of in losses:
-        kept = [(loss, *each) for loss, each in of if loss <= allowed]
         combined = sorted(
-            (demand + more, saved - more_saved, lost + loss, (chosen, Option(more, more_saved, interval)))
-            for demand, saved, lost, chosen in states
-            for loss, more, more_saved, interval in kept
-            if lost + loss <= allowed and demand + more <= limit
+            Combination(
+                each.demand + option.demand,
+                each.lacking_bytes - option.saved_bytes,
+                each.loss + loss,
+                (*each.options, option),
+            )
+            for each in found
+            for loss, option in of
+            if each.loss + loss <= allowed and each.demand + option.demand <= limit
         )
-        states = []
-        least = 1
-        for state in combined:
-            if state[1] < least:
-                states.append(state)
-                least = state[1]
-    return states
+        found = []
+        for each in combined:
+            if not found or each.lacking_bytes < found[-1].lacking_bytes:
+                found.append(each)
+    return found
 
 
-def _best_pair(first: Sequence[_State], second: Sequence[_State], limit: float) -> list[Option] | None:
-    """The options of a combination of each that save most, and demand least among these; None if none fit."""
-    best: tuple[int, float, _State, _State] | None = None
-    right = len(second) - 1
-    for state in first:
-        while right >= 0 and state[0] + second[right][0] > limit:
-            right -= 1
-        if right < 0:
-            break
-        other = second[right]
-        found = state[1] + other[1], state[0] + other[0], state, other
-        if best is None or found[:2] < best[:2]:
-            best = found
-    if best is None:
-        return None
-    return _unlinked(best[2][3]) + _unlinked(best[3][3])
-
-
-def _unlinked(chosen: _Link) -> list[Option]:
-    found: list[Option] = []
-    while chosen:
-        chosen, option = chosen
-        found.append(option)
-    return found[::-1]
+def _lacking_and_demand(pair: tuple[Combination, Combination]) -> tuple[int, float]:
+    return sum(each.lacking_bytes for each in pair), sum(each.demand for each in pair)

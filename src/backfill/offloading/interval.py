@@ -62,23 +62,14 @@ def step_time_s(times: LayerTimes, interval: int | None) -> float:
       offloaded layer to the end of the next step's first one, in which only the two staging buffers can be
       filled: (n - 2) t_t + t_c + (L mod i) t_c + t_o + i t_c.
     """
-    num_transfers = len(offloaded_layers(times.num_layers, interval))
-    if interval is None or num_transfers == 0:
-        return times.resident_step_s
-    bounds = [times.resident_step_s, num_transfers * times.transfer_s]
-    if num_transfers == 1:
-        bounds.append(times.transfer_s + times.compute_s)
-    if num_transfers > NUM_STAGING_BUFFERS:
-        num_computed = 1 + times.num_layers % interval + interval
-        across_steps_s = num_computed * times.compute_s + times.other_s
-        bounds.append(across_steps_s + (num_transfers - NUM_STAGING_BUFFERS) * times.transfer_s)
-    return max(bounds)
+    least_s, share, extra_s = step_bounds(times.num_layers, interval, times.transfer_s, times.other_s)
+    return max(times.resident_step_s, least_s, share * (times.num_layers * times.compute_s) + extra_s)
 
 
 class StepBounds(NamedTuple):
-    """``step_time_s`` of steps that do nothing outside their layers, by what their layers take together.
+    """``step_time_s``, by what the layers take together.
 
-    A step takes the most of ``compute_s``, ``least_s`` and ``share * compute_s + extra_s``.
+    A step takes the most of its computation, ``least_s`` and ``share * compute_s + extra_s``.
     """
 
     least_s: float
@@ -86,11 +77,12 @@ class StepBounds(NamedTuple):
     extra_s: float
 
     def step_s(self, compute_s: float) -> float:
+        """Of a step that does nothing outside its layers."""
         return max(compute_s, self.least_s, self.share * compute_s + self.extra_s)
 
 
-def step_bounds(num_layers: int, interval: int | None, transfer_s: float) -> StepBounds:
-    """For steps of any load, while one layer's transfer takes ``transfer_s``."""
+def step_bounds(num_layers: int, interval: int | None, transfer_s: float, other_s: float = 0.0) -> StepBounds:
+    """For steps of any load, while one layer's transfer takes ``transfer_s``; see ``LayerTimes``."""
     num_transfers = len(offloaded_layers(num_layers, interval))
     least_s = num_transfers * transfer_s
     if interval is None or num_transfers in (0, NUM_STAGING_BUFFERS):
@@ -98,7 +90,7 @@ def step_bounds(num_layers: int, interval: int | None, transfer_s: float) -> Ste
     if num_transfers == 1:
         return StepBounds(least_s, 1 / num_layers, transfer_s)
     share = (1 + num_layers % interval + interval) / num_layers
-    return StepBounds(least_s, share, (num_transfers - NUM_STAGING_BUFFERS) * transfer_s)
+    return StepBounds(least_s, share, (num_transfers - NUM_STAGING_BUFFERS) * transfer_s + other_s)
 
 
 def smallest_interval(times: LayerTimes, objective_s: float) -> int | None:
