@@ -36,7 +36,7 @@ from backfill.core.plan import (
 )
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.execution.copies import BlockCopier, ThreadBlockCopier, create_copier
+from backfill.execution.copies import BlockCopier, create_copier
 from backfill.execution.create import create_torch_executor
 from backfill.execution.pool_pair import CompletedCopies, CpuPools
 from backfill.execution.torch_executor import TorchExecutor
@@ -132,7 +132,7 @@ def slot_copies(rounds: int) -> list[dict[str, object]]:
     num_blocks = _SLOT_POOL_BYTES // _LAYOUT.block_bytes
     device, host = (torch.full(_LAYOUT.shape(num_blocks), 1.0, dtype=torch.bfloat16) for _ in range(2))
     packed = torch.ones(_SLOT_COPIES * _LAYOUT.block_bytes // 2, dtype=torch.bfloat16)
-    copier = ThreadBlockCopier(CpuPools(device, host))
+    copier = BlockCopier(CpuPools(device, host))
     found: list[dict[str, object]] = []
     for num in _NUMS_OF_SLOTS:
         num_bytes = _LAYOUT.block_bytes // _LAYOUT.block_size * num

@@ -1,141 +1,168 @@
-"""Copies between the KV pools: the bytes, their order, what is reported and when, and a request's tokens."""
+"""Copies between the KV pools: the bytes, their order, what is reported and when, and the time on a bus."""
 
 from __future__ import annotations
 
 import gc
-import random
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from backfill.core.block import BlockCopy
+from backfill.bus.file import BusFile
+from backfill.bus.throttle import BusThrottle
+from backfill.core.block import BlockCopy, SlotCopy
 from backfill.core.plan import BlockCopies, CopyDirections
-from backfill.execution.copies import BlockCopier, ThreadBlockCopier
+from backfill.execution.copies import BlockCopier, create_copier
 from backfill.execution.pool_pair import CompletedCopies, CpuPools, CudaPools
-from tests.execution.tiny import Gate, copies
+from tests.execution.tiny import Gate
 
 BOTH = CopyDirections.CHECKPOINT | CopyDirections.RESTORE
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-NUM_BLOCKS, NUM_HOST_BLOCKS = 40, 30
-SHAPE = (3, 2, 2, 8, 8)  # layers, K and V, heads, slots, head size
-BLOCK_SIZE = 8
+NUM_BLOCKS, BLOCK_SIZE = 6, 8
+SHAPE = (3, 2, 2, BLOCK_SIZE, 8)  # layers, K and V, heads, slots, head size
 
 
-def make_pool(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn((NUM_BLOCKS, *SHAPE), generator=generator).to(dtype).to(device)
+def make_pool(seed: int, device: str = "cpu") -> Tensor:
+    return torch.randn((NUM_BLOCKS, *SHAPE), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def make_copier(pool: Tensor, blocks_per_group: int | None = None) -> tuple[BlockCopier, Tensor]:
-    host_pool = torch.empty((NUM_HOST_BLOCKS, *SHAPE), dtype=pool.dtype)
-    pools = CudaPools(pool, host_pool) if pool.is_cuda else CpuPools(pool, host_pool)
-    if blocks_per_group is not None:
-        pools.max_group_slots = blocks_per_group * BLOCK_SIZE
-    return ThreadBlockCopier(pools), host_pool
+def make_copier(kv_pool: Tensor, host_pool: Tensor, max_group_slots: int | None = None) -> BlockCopier:
+    pools = CudaPools(kv_pool, host_pool) if kv_pool.is_cuda else CpuPools(kv_pool, host_pool)
+    if max_group_slots is not None:
+        pools.max_group_slots = max_group_slots
+    return BlockCopier(pools)
 
 
-def wait_for(copier: BlockCopier, count: int) -> list[BlockCopy]:
+def wait_for(copier: BlockCopier, count: int) -> CompletedCopies:
     """Take completed copies until there are so many."""
-    taken: list[BlockCopy] = []
-    until_s = time.monotonic() + 30.0
-    while len(taken) < count:
-        assert time.monotonic() < until_s
-        copier.wait(10.0)
-        taken += copier.take_completed().blocks
+    taken = copier.take_completed()
+    while len(taken.blocks) + len(taken.slots) < count:
+        copier.wait(30.0)
+        more = copier.take_completed()
+        taken = CompletedCopies(taken.blocks + more.blocks, taken.slots + more.slots)
     return taken
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_arrive_both_ways(device: str, dtype: torch.dtype) -> None:
-    pool = make_pool(device, dtype)
-    original = pool.cpu().clone()
-    rng = random.Random(0)
-    copier, host_pool = make_copier(pool, blocks_per_group=7)
-    pairs = copies(
-        list(zip(rng.sample(range(NUM_BLOCKS), 25), rng.sample(range(NUM_HOST_BLOCKS), 25), strict=True))
-    )
-    copier.begin(BlockCopies(pairs))
-    assert sorted(wait_for(copier, 25)) == sorted(pairs)
-    for copied in pairs:
-        assert torch.equal(host_pool[copied.host], original[copied.device])
-    pool.zero_()
-    back = copies(list(zip(rng.sample(range(NUM_BLOCKS), 25), (pair.host for pair in pairs), strict=True)))
-    copier.begin(BlockCopies(restore=back))
-    assert sorted(wait_for(copier, 25)) == sorted(back)
-    expected = torch.zeros_like(original)
-    for (came_from, _), (device_block, _) in zip(pairs, back, strict=True):
-        expected[device_block] = original[came_from]
-    assert torch.equal(pool.cpu(), expected)
-    copier.close()
+@st.composite
+def copies_of_one_plan(draw: st.DrawFn) -> BlockCopies:
+    """Copies of whole blocks, and of slots of other blocks; blocks of a direction go to different ones."""
+    directions = []
+    for _ in range(2):
+        pairs = list(
+            zip(
+                draw(st.permutations(range(NUM_BLOCKS))),
+                draw(st.permutations(range(NUM_BLOCKS))),
+                strict=True,
+            )
+        )
+        num_blocks = draw(st.integers(0, 3))
+        slots = []
+        for device, host in pairs[num_blocks : num_blocks + draw(st.integers(0, 3))]:
+            first = draw(st.integers(0, BLOCK_SIZE - 1))
+            slots.append(SlotCopy(device, host, first, draw(st.integers(1, BLOCK_SIZE - first))))
+        directions.append((tuple(BlockCopy(*pair) for pair in pairs[:num_blocks]), tuple(slots)))
+    (checkpoint, slot_checkpoint), (restore, slot_restore) = directions
+    blocking = draw(st.sampled_from([CopyDirections.NONE, *CopyDirections, BOTH]))
+    return BlockCopies(checkpoint, restore, blocking, slot_checkpoint, slot_restore)
+
+
+def apply(copies: BlockCopies, device: Tensor, host: Tensor) -> None:
+    """What the copies mean, one after another."""
+    for block in copies.checkpoint:
+        host[block.host] = device[block.device]
+    for each in copies.slot_checkpoint:
+        at = slice(each.first, each.first + each.num)
+        host[each.host, :, :, :, at] = device[each.device, :, :, :, at]
+    for block in copies.restore:
+        device[block.device] = host[block.host]
+    for each in copies.slot_restore:
+        at = slice(each.first, each.first + each.num)
+        device[each.device, :, :, :, at] = host[each.host, :, :, :, at]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("blocks_per_group", [1, 2, 100])
-def test_a_block_is_saved_before_another_is_restored_into_it(device: str, blocks_per_group: int) -> None:
-    pool = make_pool(device)
-    original = pool.cpu().clone()
-    copier, host_pool = make_copier(pool, blocks_per_group)
-    copier.begin(BlockCopies(copies([(1, 4), (2, 5), (3, 6)]), blocking=BOTH))
-    copier.begin(
-        BlockCopies(copies([(7, 0), (8, 1), (9, 2)]), copies([(7, 4), (8, 0), (9, 6)]), blocking=BOTH)
-    )
-    assert copier.take_completed() == CompletedCopies()
-    for device_block, host in ((1, 4), (2, 5), (3, 6), (7, 0), (8, 1), (9, 2)):
-        assert torch.equal(host_pool[host], original[device_block])
-    for device_block, came_from in ((7, 1), (8, 7), (9, 3)):
-        assert torch.equal(pool[device_block].cpu(), original[came_from])
-    copier.wait(30.0)  # nothing is in flight
-    copier.close()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("blocking_copies", [CopyDirections.CHECKPOINT, CopyDirections.RESTORE])
-def test_what_is_waited_for_is_complete_and_not_reported(
-    device: str, blocking_copies: CopyDirections
+@given(plans=st.lists(copies_of_one_plan(), min_size=1, max_size=4), max_group_slots=st.integers(8, 24))
+def test_copies_do_what_they_mean_in_their_order(
+    device: str, plans: list[BlockCopies], max_group_slots: int
 ) -> None:
-    pool = make_pool(device)
-    copier, host_pool = make_copier(pool, blocks_per_group=1)
-    copier.begin(BlockCopies(copies([(0, 0), (1, 1)]), blocking=BOTH))
-    saves, restores = copies([(2, 2), (3, 3)]), copies([(4, 0), (5, 1)])
-    copier.begin(BlockCopies(saves, restores, blocking_copies))
-    if blocking_copies is CopyDirections.CHECKPOINT:
-        assert torch.equal(host_pool[2:4], pool[2:4].cpu())
-        reported = restores
-    else:
-        assert torch.equal(pool[4:6], pool[0:2])
-        reported = saves
-    assert wait_for(copier, 2) == list(reported)
-    copier.wait(30.0)
+    pool, host_pool = make_pool(0, device), make_pool(1)
+    expected, expected_host = make_pool(0), make_pool(1)
+    copier = make_copier(pool, host_pool, max_group_slots)
+    blocks: tuple[BlockCopy, ...] = ()
+    slots: tuple[SlotCopy, ...] = ()
+    for copies in plans:
+        copier.begin(copies)
+        apply(copies, expected, expected_host)
+        if CopyDirections.CHECKPOINT in copies.blocking:
+            assert torch.equal(host_pool, expected_host), "checkpoints begin first"
+        else:
+            blocks, slots = blocks + copies.checkpoint, slots + copies.slot_checkpoint
+        if CopyDirections.RESTORE in copies.blocking:
+            assert torch.equal(pool.cpu(), expected)
+        else:
+            blocks, slots = blocks + copies.restore, slots + copies.slot_restore
+    assert wait_for(copier, len(blocks) + len(slots)) == CompletedCopies(blocks, slots), "each once, in order"
+    copier.begin(BlockCopies(checkpoint=(BlockCopy(0, 0),), blocking=BOTH))  # after all others
+    apply(BlockCopies(checkpoint=(BlockCopy(0, 0),)), expected, expected_host)
+    assert torch.equal(pool.cpu(), expected)
+    assert torch.equal(host_pool, expected_host)
     assert copier.take_completed() == CompletedCopies()
+    copier.close()
+
+
+@pytest.mark.parametrize("blocking", [CopyDirections.NONE, BOTH])
+@pytest.mark.parametrize(
+    "copies",
+    [
+        BlockCopies(checkpoint=(BlockCopy(0, NUM_BLOCKS),)),
+        BlockCopies(slot_checkpoint=(SlotCopy(0, NUM_BLOCKS, 0, 1),)),
+        BlockCopies(slot_restore=(SlotCopy(0, 0, 4, 5),)),
+    ],
+    ids=str,
+)
+def test_a_copy_that_fails_is_raised_by_every_call_after_it(
+    copies: BlockCopies, blocking: CopyDirections
+) -> None:
+    copier = make_copier(make_pool(0), make_pool(1))
+    copies = replace(copies, blocking=blocking)
+    with pytest.raises(RuntimeError, match="between device and host memory failed") as raised:  # noqa: PT012
+        copier.begin(copies)
+        copier.wait(30.0)
+    assert isinstance(raised.value.__cause__, ValueError)
+    for call in (lambda: copier.begin(BlockCopies()), copier.take_completed, lambda: copier.wait(30.0)):
+        with pytest.raises(RuntimeError, match="failed"):
+            call()
     copier.close()
 
 
 @pytest.mark.gpu
 def test_copies_wait_for_what_is_queued_on_the_device() -> None:
-    pool = make_pool("cuda")
-    copier, host_pool = make_copier(pool)
+    pool, host_pool = make_pool(0, "cuda"), make_pool(1)
+    copier = make_copier(pool, host_pool)
     torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]  # cycles: tens of milliseconds
     pool[3].fill_(5.0)
     began_s = time.monotonic()
-    copier.begin(BlockCopies(copies([(3, 0)])))
+    copier.begin(BlockCopies((BlockCopy(3, 0),)))
     assert copier.take_completed() == CompletedCopies()
     assert time.monotonic() - began_s < 0.01
-    assert wait_for(copier, 1) == list(copies([(3, 0)]))
+    assert wait_for(copier, 1).blocks == (BlockCopy(3, 0),)
     assert (host_pool[0] == 5.0).all()
     copier.close()
     assert not host_pool.is_pinned()
 
 
 def test_completions_are_reported_once_as_they_come_and_nothing_blocks(gate: Gate) -> None:
-    copier, _ = make_copier(make_pool(), blocks_per_group=2)
-    pairs = copies([(index, index) for index in range(5)])
+    copier = make_copier(make_pool(0), make_pool(1), max_group_slots=2 * BLOCK_SIZE)
+    pairs = tuple(BlockCopy(index, index) for index in range(5))
     copier.begin(BlockCopies(pairs[:4]))
     copier.begin(BlockCopies(restore=pairs[4:]))
     assert copier.take_completed() == CompletedCopies()
@@ -146,26 +173,13 @@ def test_completions_are_reported_once_as_they_come_and_nothing_blocks(gate: Gat
     assert copier.take_completed() == CompletedCopies(pairs[:2])
     assert copier.take_completed() == CompletedCopies()
     gate.let(2)
-    assert wait_for(copier, 3) == list(pairs[2:])
+    assert wait_for(copier, 3).blocks == pairs[2:]
     copier.wait(30.0)
     assert copier.take_completed() == CompletedCopies()
 
 
-@pytest.mark.parametrize("blocking_copies", [CopyDirections.NONE, BOTH])
-def test_a_copy_that_fails_is_raised_by_every_call_after_it(blocking_copies: CopyDirections) -> None:
-    copier, _ = make_copier(make_pool())
-    with pytest.raises(RuntimeError, match="between device and host memory failed") as raised:  # noqa: PT012
-        copier.begin(BlockCopies(copies([(0, NUM_HOST_BLOCKS)]), blocking=blocking_copies))
-        copier.wait(30.0)
-    assert isinstance(raised.value.__cause__, ValueError)
-    for call in (lambda: copier.begin(BlockCopies()), copier.take_completed, lambda: copier.wait(30.0)):
-        with pytest.raises(RuntimeError, match="failed"):
-            call()
-    copier.close()
-
-
 def test_copies_that_cannot_be_begun_end_the_copier_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    copier, _ = make_copier(make_pool())
+    copier = make_copier(make_pool(0), make_pool(1))
 
     def no_memory(*arguments: object) -> None:
         raise MemoryError("none left")
@@ -173,7 +187,7 @@ def test_copies_that_cannot_be_begun_end_the_copier_too(monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr("backfill.execution.copies.copy_groups", no_memory)
         with pytest.raises(MemoryError):
-            copier.begin(BlockCopies(copies([(0, 0)])))
+            copier.begin(BlockCopies((BlockCopy(0, 0),)))
     with pytest.raises(RuntimeError, match="failed"):
         copier.take_completed()
     copier.close()
@@ -181,7 +195,8 @@ def test_copies_that_cannot_be_begun_end_the_copier_too(monkeypatch: pytest.Monk
 
 def test_the_thread_ends_with_its_copier_and_leaves_the_pool() -> None:
     others = set(threading.enumerate())
-    copier, host_pool = make_copier(make_pool())
+    host_pool = make_pool(1)
+    copier = make_copier(make_pool(0), host_pool)
     (thread,) = set(threading.enumerate()) - others
     gone = weakref.ref(host_pool)
     del copier, host_pool
@@ -207,3 +222,26 @@ def test_a_process_may_end_while_blocks_are_copied() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
+
+
+def test_copies_take_the_time_that_the_bus_needs(tmp_path: Path) -> None:
+    pool = torch.randn((12, 3, 2, 2, BLOCK_SIZE, 8))
+    original = pool.clone()
+    slept_s: list[float] = []
+    bus = BusFile(tmp_path / "bus", 1e6, clock=lambda: 0.0)
+    throttle = BusThrottle(bus, 1.0, clock=lambda: 0.0, sleep=slept_s.append)
+    copier = create_copier(pool, 4, throttle)
+    blocks = (BlockCopy(3, 1), BlockCopy(5, 2))
+    both = CopyDirections.CHECKPOINT | CopyDirections.RESTORE
+    copier.begin(BlockCopies(blocks, (), both, (SlotCopy(4, 3, 1, 3),), ()))
+    pool.zero_()
+    copier.begin(BlockCopies((), blocks, both, (), (SlotCopy(4, 3, 1, 3),)))
+    copier.close()
+    for copied in (3, 5):
+        assert torch.equal(pool[copied], original[copied])
+    assert torch.equal(pool[4, ..., 1:4, :], original[4, ..., 1:4, :])
+    num_bytes = 2 * (2 * BLOCK_SIZE + 3) * pool[0].nbytes // BLOCK_SIZE
+    assert throttle.num_bytes == num_bytes
+    assert slept_s
+    assert bus.reserve(0) * 1e6 - num_bytes < 1.0
+    bus.close()

@@ -20,6 +20,7 @@ from backfill.execution.machine import check_host_pool_fits
 from backfill.execution.memory import WeightSizes
 from backfill.execution.pool_pair import CopyGroup, CpuPools
 from backfill.models.config import ModelConfig
+from backfill.models.shard import whole_model
 from tests.builders import make_request
 from tests.execution.tiny import BLOCK_BYTES, dummy_config, two_tier_config
 
@@ -86,7 +87,7 @@ def test_by_default_it_is_as_large_as_the_pool_or_a_quarter_of_what_is_left(
             assert create_torch_executor(config).info.num_host_blocks == 24
         assert "KV pool in host memory: 24 blocks" in caplog.text
     model = ModelConfig.from_folder(model_dir)
-    weights_bytes = WeightSizes.of(model, 4, packs_tables=True).device_bytes(None)
+    weights_bytes = WeightSizes.of((whole_model(model),), 4, packs_tables=True).device_bytes(None)
     available(monkeypatch, weights_bytes + 24 * BLOCK_BYTES + 4 * 5 * BLOCK_BYTES + 3)
     assert create_torch_executor(config).info.num_host_blocks == 5
 

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from backfill.core.block import pack_block_ref
-from backfill.core.clock import WallClock
-from backfill.core.config import EngineConfig, SchedulerConfig
+from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.core.plan import (
     AdmittedRequest,
@@ -31,13 +30,11 @@ from backfill.core.plan import (
 )
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.engine.engine import Engine
 from backfill.execution import create
 from backfill.execution.create import create_torch_executor
 from backfill.execution.micro_batches import MicroBatchStreams, split_step
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels.reference import ReferenceKernels
-from tests.builders import make_request
 from tests.models.tiny import save_tiny_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -230,28 +227,6 @@ def test_the_streams_join_after_a_failure_too(model_dir: Path, monkeypatch: pyte
     with pytest.raises(ZeroDivisionError):
         run_steps(executor)
     assert streams.events == ["fork", "join"]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_tokens_of_many_requests(tmp_path: Path, device: str) -> None:
-    """Chunks of prompts beside decodes with contexts of several hundred tokens."""
-    save_tiny_model("llama", tmp_path, max_position_embeddings=1024, num_hidden_layers=6)
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(20, 400, (24,), generator=generator).tolist()
-    prompts = [torch.randint(3, 199, (length,), generator=generator).tolist() for length in lengths]
-    outputs = []
-    for number in (1, 2):
-        executor = create_executor(tmp_path, number, device)
-        engine = Engine(SchedulerConfig(max_prefill_chunk_tokens=96), executor, WallClock())
-        requests = [
-            make_request(prompt_token_ids=prompt, max_tokens=16, ignore_eos=True) for prompt in prompts
-        ]
-        for request in requests:
-            engine.add(request)
-        while engine.has_unfinished:
-            engine.step()
-        outputs.append([request.output_token_ids for request in requests])
-    assert outputs[0] == outputs[1]
 
 
 class FakeCuda:

@@ -162,14 +162,6 @@ def test_a_coarse_profile_is_kept_for_the_next_start(
     assert len(measured) == 1
 
 
-def test_a_profile_of_an_older_format_is_measured_anew(running: Loaded, measured: list[CostProfile]) -> None:
-    path = profile_path(profile_key(*running))
-    profile_of(running, provenance="old").save(path)
-    path.write_text(path.read_text().replace('"format": 4', '"format": 3'))
-    assert load_or_measure_profile(*running).provenance == "measured 0"
-    assert saved_profile(running).provenance == "measured 0"
-
-
 def test_what_refines_itself_never_replaces_a_full_profile(
     running: Loaded,
 ) -> None:
@@ -307,8 +299,12 @@ def test_steps_go_on_while_a_disk_hangs_and_the_latest_profile_is_saved(
     assert saved == [first, later[-1]]
 
 
-def record_plans(executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """Plans that the executor runs from now on."""
+def test_measuring_touches_only_what_it_times_and_keeps_to_the_limits_of_the_configuration(
+    running: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, executor = running
+    filled: list[int] = []
+    monkeypatch.setattr(executor, "fill_kv_pool", filled.append)
     plans: list[StepPlan] = []
     run = executor.run
 
@@ -317,27 +313,11 @@ def record_plans(executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch) -> li
         return run(plan)
 
     monkeypatch.setattr(executor, "run", record)
-    return plans
-
-
-def test_only_the_blocks_that_are_timed_are_touched(running: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, executor = running
-    filled: list[int] = []
-    monkeypatch.setattr(executor, "fill_kv_pool", filled.append)
-    plans = record_plans(executor, monkeypatch)
-    measure_profile(config, executor, execution_profile.QUICK)
+    few = replace(config, scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16))
+    measure_profile(few, executor, execution_profile.QUICK)
     used = {block_index(ref) for plan in plans for scheduled in plan.slices for ref in scheduled.blocks}
     assert filled == [max(used) + 1]
     assert filled[0] < executor.info.num_blocks
-
-
-def test_measuring_keeps_within_the_limits_of_the_configuration(
-    running: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, executor = running
-    plans = record_plans(executor, monkeypatch)
-    few = replace(config, scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16))
-    measure_profile(few, executor, execution_profile.QUICK)
     loads = [StepLoad.of_slices(plan.slices) for plan in plans]
     assert max(load.num_requests for load in loads) == 8
     assert max(load.num_tokens for load in loads) == 16
@@ -383,7 +363,7 @@ def test_the_profile_that_is_named_must_be_a_good_one(
     assert not measured, "what the user named is not replaced by something else"
 
 
-@pytest.mark.parametrize("damage", ["torn", "other key"])
+@pytest.mark.parametrize("damage", ["torn", "other key", "older format"])
 def test_a_saved_profile_that_is_no_good_is_measured_again(
     running: Loaded,
     measured: list[CostProfile],
@@ -395,6 +375,8 @@ def test_a_saved_profile_that_is_no_good_is_measured_again(
     make_profile().save(path)
     if damage == "torn":
         path.write_bytes(path.read_bytes()[:100])
+    elif damage == "older format":
+        path.write_text(path.read_text().replace('"format": 4', '"format": 3'))
     with caplog.at_level(logging.WARNING):
         profile = load_or_measure_profile(config, executor)
     assert measured == [profile]

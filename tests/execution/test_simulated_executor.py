@@ -72,49 +72,32 @@ def make_executor(stop_at_s: float) -> tuple[SimulatedExecutor, VirtualClock, St
     return executor, clock, events
 
 
-def run(stop_at_s: float, layers_apart: int | None, **tokens: int) -> tuple[StepOutcome, float, StopAt]:
+@pytest.mark.parametrize(
+    ("stop_at_s", "layers_apart", "online", "layers_done", "ends_at_s"),
+    [
+        (math.inf, None, 0, 0, 10.1),
+        (10.033, None, 0, 0, 10.1),  # without safepoints, events wait
+        (10.033, 2, 0, 4, 10.04),
+        (10.085, 2, 0, 0, 10.1),  # behind the last safepoint
+        (10.051, 1, 20, 6, 10.06 + 0.4 * 0.02),  # the online rows go on alone
+    ],
+)
+def test_a_stopped_step_ends_at_its_next_safepoint(
+    stop_at_s: float, layers_apart: int | None, online: int, layers_done: int, ends_at_s: float
+) -> None:
     executor, clock, events = make_executor(stop_at_s)
     points = None if layers_apart is None else Safepoints(layers_apart, suspends=True)
-    outcome = executor.run(plan(**tokens, safepoints=points))
-    return outcome, clock.now_s(), events
-
-
-def test_a_step_takes_its_predicted_time() -> None:
-    outcome, ended_at_s, _ = run(math.inf, None, offline=100)
-    assert ended_at_s == pytest.approx(10.1)
-    assert [each.request_id for each in outcome.sampled] == [OFFLINE]
-    assert outcome.stopped == ()
-
-
-def test_a_stopped_step_ends_at_its_next_safepoint() -> None:
-    outcome, ended_at_s, events = run(10.033, 2, offline=100)
-    assert outcome.stopped == (OFFLINE,)
-    assert outcome.layers_done == 4
-    assert outcome.sampled == ()
-    assert events.delivered_at_s == [pytest.approx(10.033)]
-    assert ended_at_s == pytest.approx(10.04)
-    assert outcome.stopped_at_s == pytest.approx(10.04)
-
-
-def test_behind_the_last_safepoint_a_step_runs_to_its_end() -> None:
-    outcome, ended_at_s, _ = run(10.085, 2, offline=100)
-    assert ended_at_s == pytest.approx(10.1)
-    assert outcome.stopped == ()
-
-
-def test_of_a_mixed_step_the_online_rows_go_on_alone() -> None:
-    outcome, ended_at_s, _ = run(10.051, 1, online=20, offline=80)
-    assert outcome.stopped == (OFFLINE,)
-    assert outcome.layers_done == 6
-    assert [each.request_id for each in outcome.sampled] == [ONLINE]
-    assert ended_at_s == pytest.approx(10.06 + 0.4 * 0.02)
-
-
-def test_without_safepoints_events_wait() -> None:
-    outcome, ended_at_s, events = run(10.033, None, offline=100)
-    assert ended_at_s == pytest.approx(10.1)
-    assert events.delivered_at_s == []
-    assert outcome.stopped == ()
+    outcome = executor.run(plan(online=online, offline=100 - online, safepoints=points))
+    assert clock.now_s() == pytest.approx(ends_at_s)
+    assert outcome.layers_done == layers_done
+    assert outcome.stopped == ((OFFLINE,) if layers_done else ())
+    sampled = {each.request_id for each in outcome.sampled}
+    assert sampled == ({ONLINE} if online else set()) | (set() if layers_done else {OFFLINE})
+    if layers_done:
+        assert events.delivered_at_s == [pytest.approx(stop_at_s)]
+        assert outcome.stopped_at_s == pytest.approx(10.0 + layers_done / 100)
+    elif points is None:
+        assert events.delivered_at_s == []
 
 
 def test_a_suspended_step_goes_on_for_the_layers_it_is_given() -> None:

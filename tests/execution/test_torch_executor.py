@@ -1,8 +1,7 @@
-"""A request's KV leaves the device and comes back; copies are reported."""
+"""KV that leaves the device and comes back beside the steps: blocks, and slots of a shared block."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from backfill.core.block import BlockCopy, pack_block_ref
+from backfill.core.block import BlockCopy, BlockRef, SlotCopy, pack_block_ref
 from backfill.core.plan import (
     AdmittedRequest,
     BlockCopies,
@@ -25,14 +24,55 @@ from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.execution.create import create_torch_executor
 from backfill.execution.torch_executor import TorchExecutor
-from tests.execution.tiny import Gate, copies, two_tier_config
+from tests.execution.tiny import Gate, two_tier_config
 
 BOTH = CopyDirections.CHECKPOINT | CopyDirections.RESTORE
-NEW_TOKENS = 20
-PROMPT = torch.randint(3, 90, (29,), generator=torch.Generator().manual_seed(1)).tolist()
-REQUEST = RequestId("request")
 EMPTY = StepPlan(step=0, work=Compute(slices=()))
 WAIT = StepPlan(step=0, work=WaitForCopies())
+
+FRONT, BACK, OTHER = RequestId("front"), RequestId("back"), RequestId("other")
+PROMPTS = {
+    request_id: tuple(torch.randint(3, 90, (num,), generator=torch.Generator().manual_seed(num)).tolist())
+    for request_id, num in ((FRONT, 29), (BACK, 4), (OTHER, 3))
+}
+NEW_TOKENS = {FRONT: 20, BACK: 3, OTHER: 1}
+SHARED = 6  # a block
+
+
+class Run:
+    """Requests on an executor, computed as asked for."""
+
+    def __init__(self, executor: TorchExecutor) -> None:
+        self._executor = executor
+        self.tokens: dict[RequestId, list[int]] = {}
+
+    def admit(self, request_id: RequestId) -> None:
+        sampling = SamplingParams(max_tokens=NEW_TOKENS[request_id], temperature=0.0)
+        self.tokens[request_id] = []
+        self.run(replace(EMPTY, admitted=(AdmittedRequest(request_id, PROMPTS[request_id], sampling),)))
+
+    def compute(
+        self,
+        request_id: RequestId,
+        blocks: Sequence[BlockRef],
+        start: int,
+        num: int,
+        copies: BlockCopies | None = None,
+    ) -> StepOutcome:
+        known = len(PROMPTS[request_id]) + len(self.tokens[request_id])
+        group = ScheduledSlice(request_id, start, num, tuple(blocks), samples=start + num == known)
+        outcome = self.run(replace(EMPTY, work=Compute((group,)), copies=copies or BlockCopies()))
+        self.tokens[request_id] += [sampled.token_id for sampled in outcome.sampled]
+        return outcome
+
+    def generate(self, request_id: RequestId, blocks: Sequence[BlockRef], until: int | None = None) -> None:
+        """All tokens that are left, or until there are so many."""
+        while len(self.tokens[request_id]) < (until or NEW_TOKENS[request_id]):
+            known = len(PROMPTS[request_id]) + len(self.tokens[request_id])
+            self.compute(request_id, blocks, known - 1, 1)
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        return self._executor.run(plan)
 
 
 @pytest.fixture(scope="module")
@@ -40,85 +80,125 @@ def executor(model_dir: Path) -> TorchExecutor:
     return create_torch_executor(two_tier_config(model_dir))
 
 
-def admission() -> StepPlan:
-    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
-    return replace(EMPTY, admitted=(AdmittedRequest(REQUEST, tuple(PROMPT), sampling),))
-
-
-def compute(
-    executor: TorchExecutor, blocks: Sequence[int], start: int, count: int, plan: StepPlan = EMPTY
-) -> tuple[int, StepOutcome]:
-    refs = tuple(pack_block_ref(block) for block in blocks)
-    group = ScheduledSlice(REQUEST, start, count, refs, samples=True)
-    outcome = executor.run(replace(plan, work=Compute((group,))))
-    return outcome.sampled[0].token_id, outcome
-
-
-def generate(executor: TorchExecutor, blocks: Sequence[int], start: int, num_tokens: int) -> list[int]:
-    return [compute(executor, blocks, start + index, 1)[0] for index in range(num_tokens)]
-
-
 @pytest.fixture(scope="module")
-def undisturbed(executor: TorchExecutor) -> list[int]:
-    blocks = range(7)
-    first, _ = compute(executor, blocks, 0, len(PROMPT), admission())
-    tokens = [first, *generate(executor, blocks, len(PROMPT), NEW_TOKENS - 1)]
-    executor.run(replace(EMPTY, released=(REQUEST,)))
-    assert len(set(tokens)) > 3
-    return tokens
+def undisturbed(executor: TorchExecutor) -> dict[RequestId, list[int]]:
+    run = Run(executor)
+    for request_id in (FRONT, BACK):
+        run.admit(request_id)
+        blocks = [pack_block_ref(block) for block in range(10, 16)]
+        run.compute(request_id, blocks, 0, len(PROMPTS[request_id]))
+        run.generate(request_id, blocks)
+        run.run(replace(EMPTY, released=(request_id,)))
+    return run.tokens
 
 
-def await_copies(executor: TorchExecutor, outcome: StepOutcome, count: int) -> list[BlockCopy]:
-    """Copies reported until there are ``count``: the outcome's, then those of steps that wait for more."""
-    copied = list(outcome.completed_copies)
-    until_s = time.monotonic() + 30.0
-    while len(copied) < count:
-        assert time.monotonic() < until_s
-        copied += executor.run(WAIT).completed_copies
-    return copied
+def await_copies(run: Run, outcome: StepOutcome, *expected: BlockCopy | SlotCopy) -> None:
+    """Copies that are reported by this outcome, and by those of steps that wait for more."""
+    reported = [*outcome.completed_copies, *outcome.completed_slot_copies]
+    while len(reported) < len(expected):
+        outcome = run.run(WAIT)
+        reported += [*outcome.completed_copies, *outcome.completed_slot_copies]
+    assert tuple(reported) == expected
 
 
-@pytest.mark.parametrize("blocking_copies", [CopyDirections.NONE, BOTH])
+@pytest.mark.parametrize("blocking", [CopyDirections.NONE, BOTH])
 def test_a_request_goes_on_where_its_kv_was_restored(
-    executor: TorchExecutor, undisturbed: list[int], blocking_copies: CopyDirections
+    executor: TorchExecutor, undisturbed: dict[RequestId, list[int]], blocking: CopyDirections
 ) -> None:
-    pool = executor._kv_pool
-    pool.fill_(7.0)
+    executor._kv_pool.fill_(7.0)
+    run = Run(executor)
     blocks, others, hosts = (3, 4, 5, 6, 7), (17, 2, 4, 20, 9), (11, 0, 5, 2, 7)
-    first, outcome = compute(executor, blocks, 0, len(PROMPT), admission())
+    saves = tuple(map(BlockCopy, blocks, hosts))
+    refs = [pack_block_ref(block) for block in blocks]
+    run.admit(FRONT)
+    run.compute(FRONT, refs, 0, 29)
     # The three full blocks are copied beside the decodes, the partly filled ones at the end.
-    saves = copies(list(zip(blocks, hosts, strict=True)))
-    of_full = replace(EMPTY, copies=BlockCopies(checkpoint=saves[:3], blocking=blocking_copies))
-    second, outcome = compute(executor, blocks, 29, 1, of_full)
-    tokens = [first, second, *generate(executor, blocks, 30, 6)]
-    if blocking_copies:
-        assert outcome.completed_copies == ()
-    of_others = replace(EMPTY, copies=BlockCopies(checkpoint=saves[3:], blocking=BOTH))
-    assert executor.run(of_others).completed_copies == () or not blocking_copies
-    pool.fill_(float("nan"))
-    restores = copies(list(zip(others, hosts, strict=True)))
-    outcome = executor.run(replace(EMPTY, copies=BlockCopies(restore=restores, blocking=blocking_copies)))
-    if blocking_copies:
-        assert outcome.completed_copies == ()
-    else:
-        reported = await_copies(executor, outcome, len(restores))
-        assert set(restores) <= set(reported)
-    tokens += generate(executor, (*others, 12, 13), 36, NEW_TOKENS - 8)
-    assert tokens == undisturbed
-    executor.run(replace(EMPTY, released=(REQUEST,)))
+    outcome = run.compute(FRONT, refs, 29, 1, BlockCopies(checkpoint=saves[:3], blocking=blocking))
+    assert outcome.completed_copies == () or not blocking
+    run.generate(FRONT, refs, until=8)
+    outcome = run.run(replace(EMPTY, copies=BlockCopies(checkpoint=saves[3:], blocking=BOTH)))
+    assert outcome.completed_copies == () or not blocking
+    executor._kv_pool.fill_(float("nan"))
+    restores = tuple(map(BlockCopy, others, hosts))
+    outcome = run.run(replace(EMPTY, copies=BlockCopies(restore=restores, blocking=blocking)))
+    await_copies(run, outcome, *(() if blocking else restores))
+    run.generate(FRONT, [pack_block_ref(block) for block in (*others, 12, 13)])
+    assert run.tokens[FRONT] == undisturbed[FRONT]
+    run.run(replace(EMPTY, released=(FRONT,)))
 
 
 def test_every_outcome_reports_and_a_failed_step_has_begun_its_copies(executor: TorchExecutor) -> None:
-    saves = copies([(0, 0), (1, 1), (2, 2)])
+    run, saves = Run(executor), tuple(map(BlockCopy, range(3), range(3)))
     unknown = ScheduledSlice(RequestId("unknown"), 0, 1, (pack_block_ref(8),), samples=True)
     with pytest.raises(KeyError):
-        executor.run(replace(EMPTY, work=Compute((unknown,)), copies=BlockCopies(checkpoint=saves)))
-    assert await_copies(executor, executor.run(EMPTY), 3) == list(saves)
-    assert executor.run(WAIT).completed_copies == ()
+        run.run(replace(EMPTY, work=Compute((unknown,)), copies=BlockCopies(checkpoint=saves)))
+    await_copies(run, run.run(EMPTY), *saves)
+    assert run.run(WAIT).completed_copies == ()
 
 
 def test_an_executor_that_awaits_a_copy_waits_a_bounded_time(executor: TorchExecutor, gate: Gate) -> None:
-    saves = copies([(0, 0)])
-    assert executor.run(replace(WAIT, copies=BlockCopies(checkpoint=saves))).completed_copies == ()
+    run, saves = Run(executor), (BlockCopy(0, 0),)
+    assert run.run(replace(WAIT, copies=BlockCopies(checkpoint=saves))).completed_copies == ()
     gate.let(1)
-    assert await_copies(executor, executor.run(EMPTY), 1) == list(saves)
+    await_copies(run, run.run(EMPTY), *saves)
+
+
+def test_two_requests_share_a_block_and_the_first_one_goes_on_after_the_second(
+    executor: TorchExecutor, undisturbed: dict[RequestId, list[int]], gate: Gate
+) -> None:
+    executor._kv_pool.fill_(float("nan"))
+    run = Run(executor)
+    front = [pack_block_ref(block) for block in (3, 4, 5, SHARED, 7, 8)]
+    run.admit(FRONT)
+    run.compute(FRONT, front, 0, 29)  # five slots of the shared block
+    assert not executor._kv_pool[SHARED, :, :, :, :5].isnan().any()
+    kept = executor._kv_pool[SHARED, :, :, :, :2].clone()
+
+    # The second request fills slots 7 to 2. Its first tokens are beside the ones that are copied.
+    back = [pack_block_ref(SHARED, reverse=True)]
+    run.admit(BACK)
+    saved = SlotCopy(SHARED, 1, 2, 3)
+    run.compute(BACK, back, 0, 3, BlockCopies(slot_checkpoint=(saved,)))
+    gate.let(1)
+    await_copies(run, run.run(WAIT), saved)
+    run.compute(BACK, back, 3, 1)
+    run.generate(BACK, back)
+    run.run(replace(EMPTY, released=(BACK,)))
+    assert run.tokens[BACK] == undisturbed[BACK]
+    assert torch.equal(executor._kv_pool[SHARED, :, :, :, :2], kept)
+
+    # A third one takes the second one's place in the slots above, while the first one's come back.
+    run.admit(OTHER)
+    run.compute(OTHER, [pack_block_ref(SHARED, reverse=True)], 0, 3, BlockCopies(slot_restore=(saved,)))
+    written = executor._kv_pool[SHARED, :, :, :, 5:].clone()
+    gate.let(1)
+    await_copies(run, run.run(WAIT), saved)
+    assert torch.equal(executor._kv_pool[SHARED, :, :, :, :2], kept)
+    assert torch.equal(executor._kv_pool[SHARED, :, :, :, 5:], written)
+    run.run(replace(EMPTY, released=(OTHER,)))
+    run.generate(FRONT, front)
+    assert run.tokens[FRONT] == undisturbed[FRONT]
+    run.run(replace(EMPTY, released=(FRONT,)))
+
+
+def test_a_step_waits_for_blocking_slot_copies(
+    executor: TorchExecutor, undisturbed: dict[RequestId, list[int]]
+) -> None:
+    executor._kv_pool.fill_(float("nan"))
+    run = Run(executor)
+    front = [pack_block_ref(block) for block in (3, 4, 5, SHARED, 7, 8)]
+    back = [pack_block_ref(SHARED, reverse=True)]
+    run.admit(FRONT)
+    run.compute(FRONT, front, 0, 29)
+    run.admit(BACK)
+    saved = (SlotCopy(SHARED, 1, 2, 2), SlotCopy(SHARED, 1, 4, 1))
+    outcome = run.compute(BACK, back, 0, 4, BlockCopies(slot_checkpoint=saved, blocking=BOTH))
+    assert outcome.completed_slot_copies == ()
+    run.generate(BACK, back)
+    assert run.tokens[BACK] == undisturbed[BACK]
+    outcome = run.compute(FRONT, front, 29, 1, BlockCopies(slot_restore=saved, blocking=BOTH))
+    assert outcome.completed_slot_copies == ()
+    run.generate(FRONT, front)
+    assert run.tokens[FRONT] == undisturbed[FRONT]
+    assert run.run(EMPTY).completed_slot_copies == ()
+    run.run(replace(EMPTY, released=(FRONT, BACK)))

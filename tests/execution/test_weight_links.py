@@ -87,7 +87,7 @@ def test_a_transfer_that_is_complete_stalls_nothing(disk: Disk) -> None:
     link, _ = create(disk)
     disk.let(1)
     link.begin(Fetch(3, 0))
-    while not link._queue.is_complete(0):
+    while not link._transfers[0][-1].done():
         pass
     link.wait(0)
     assert (link.num_bytes, link.stall_s) == (NUM_BYTES, 0.0)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from backfill.core.block import BlockCopy
 from backfill.core.config import GIB, EngineConfig, SchedulerConfig
 from backfill.kernels import cpu_copies
 from tests.models.tiny import save_tiny_llama_config
@@ -46,10 +45,6 @@ def two_tier_config(model_dir: Path, host_kv_gib: float | None = 12 * BLOCK_BYTE
         host_kv_gib=host_kv_gib,
         scheduler=SchedulerConfig(checkpointing="adaptive"),
     )
-
-
-def copies(pairs: Sequence[tuple[int, int]]) -> tuple[BlockCopy, ...]:
-    return tuple(BlockCopy(device, host) for device, host in pairs)
 
 
 class Gate:

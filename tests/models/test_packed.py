@@ -14,7 +14,7 @@ from backfill.core.errors import ConfigError, CorruptModel, ModelError
 from backfill.kernels.base import Kernels, Linear
 from backfill.kernels.cpu import CpuKernels, available_isas
 from backfill.models import packed
-from backfill.models.build import build_without_layers
+from backfill.models.build import build_model
 from backfill.models.config import ModelConfig
 from backfill.models.decoder import DecoderModel
 from backfill.models.movable import PAGE_BYTES, MovableWeights, allocate_buffers
@@ -34,7 +34,8 @@ SHAPES = [  # kind, dtype, hidden size: whole tiles of inputs, and padded ones
 def load(folder: Path, dtype: torch.dtype, kernels: Kernels) -> tuple[DecoderModel, Checkpoint]:
     checkpoint = Checkpoint.open(folder, dtype=dtype)
     config = ModelConfig.from_folder(folder)
-    return build_without_layers(config, checkpoint, kernels, max_positions=64, device=CPU), checkpoint
+    model = build_model(config, checkpoint, kernels, max_positions=64, device=CPU, has_layers=False)
+    return model, checkpoint
 
 
 def linears(layer: MovableWeights) -> list[Linear]:

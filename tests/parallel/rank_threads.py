@@ -23,7 +23,7 @@ from backfill.execution.offloading import create_streamer
 from backfill.execution.stage import Stage
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels import create_kernels
-from backfill.models.build import build_model, build_without_layers
+from backfill.models.build import build_model
 from backfill.models.config import ModelConfig
 from backfill.models.placement import ModelPlacement
 from backfill.models.shard import ModelShard
@@ -176,8 +176,15 @@ def load_tiny(
         shard = ModelShard(links.group, layers_of[context.stage], config.num_layers)
         checkpoint = Checkpoint.open(str(model_dir), dtype=torch.float32, load_format="auto", seed=0)
         streams = MicroBatchStreams(CPU, num_micro_batches)
-        build = build_model if interval is None else build_without_layers
-        model = build(config, checkpoint, create_kernels(CPU), max_positions=128, device=CPU, shard=shard)
+        model = build_model(
+            config,
+            checkpoint,
+            create_kernels(CPU),
+            max_positions=128,
+            device=CPU,
+            shard=shard,
+            has_layers=interval is None,
+        )
         streamer = None
         if interval is not None:
             streamer = create_streamer(

@@ -19,12 +19,11 @@ from backfill.core.measured_on import MeasuredOn
 from backfill.core.options import with_options
 from backfill.core.plan import StepOutcome, StepPlan
 from backfill.costs.profiler import Capacity, Shape, StepTimer
-from backfill.execution.create import choose_device, choose_dtype, create_torch_executor
+from backfill.execution.create import create_torch_executor, target_of
 from backfill.execution.machine import OthersMeter, available_processors
 from backfill.execution.offloading import LayerStreamer
-from backfill.execution.profile import device_name, measured_path, step_capacity
+from backfill.execution.profile import device_name, measured_path, saved_measurement, step_capacity
 from backfill.execution.torch_executor import TorchExecutor
-from backfill.models.config import ModelConfig
 from backfill.offloading.choice import RESERVED_TOKENS
 from backfill.offloading.loads import QUICK_LOADS, Load, LoadGrid, is_within, never_falling
 from backfill.offloading.record import PerformanceRecord, RecordedLoad
@@ -169,16 +168,12 @@ def load_or_measure_record(config: EngineConfig) -> PerformanceRecord:
     """
     key = record_key(config)
     path = record_path(key)
-    if os.path.exists(path):  # unlike Path.exists, False where permission is missing
-        try:
-            record = PerformanceRecord.load(path)
-            record.check_key(key, str(path))
-            reason = _outdated(record, config)
-            if reason is None:
-                return record
-            logger.info("the performance record %s %s: it is measured again", path, reason)
-        except ConfigError as error:
-            logger.warning("%s It is measured quickly instead.", error)
+    saved = saved_measurement(PerformanceRecord, key, path)
+    if saved is not None:
+        reason = _outdated(saved, config)
+        if reason is None:
+            return saved
+        logger.info("the performance record %s %s: it is measured again", path, reason)
     began_s = time.monotonic()
     record = analyze(config, QUICK_LOADS).record
     logger.info("measured the performance record in %.1f s", time.monotonic() - began_s)
@@ -227,9 +222,7 @@ def record_key(config: EngineConfig) -> MeasuredOn:
 
     Raises: ConfigError, ModelError.
     """
-    model = ModelConfig.from_folder(config.model_dir)
-    device = choose_device(config)
-    dtype = choose_dtype(config, model, device)
+    model, device, dtype = target_of(config)
     name = device_name(config, device, config.threads or available_processors())
     return MeasuredOn(model.shape_key, name, str(dtype).removeprefix("torch."))
 

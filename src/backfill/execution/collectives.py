@@ -6,10 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from torch import Tensor
-
 from backfill.models.decoder import HiddenState
-from backfill.models.shard import TensorGroup
+from backfill.models.shard import SoleRank, TensorGroup
 
 
 class PeerFailed(RuntimeError):
@@ -43,20 +41,11 @@ class SafepointGroup(TensorGroup, Protocol):
         """Free what the group holds. Ranks that wait for this one get ``PeerFailed``."""
 
 
-class SoleSafepointGroup:
-    """A group of one: nothing is exchanged."""
-
-    rank = 0
-    size = 1
+class SoleSafepointGroup(SoleRank):
+    """A group of one, which agrees with itself."""
 
     def __init__(self) -> None:
         self._is_stop_asked: Callable[[], bool] | None = None
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
-
-    def gather_columns(self, x: Tensor) -> Tensor:
-        return x
 
     def begin_step(self) -> None:
         self._is_stop_asked = None

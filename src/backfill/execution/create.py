@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from backfill.bus.throttle import Bus, BusThrottle
-from backfill.core.block import KVLayout
+from backfill.bus.throttle import Bus
 from backfill.core.config import GIB, EngineConfig
-from backfill.core.errors import ConfigError, InsufficientMemory
+from backfill.core.errors import ConfigError
 from backfill.core.heap import trim_heap
 from backfill.execution.copies import BlockCopier, create_copier
-from backfill.execution.executor import ExecutorInfo, warm_up, warm_up_slot_copies
-from backfill.execution.host_memory import ReservedMemory
+from backfill.execution.executor import ExecutorInfo, warm_up
+from backfill.execution.host_memory import ReservedMemory, allocating
 from backfill.execution.machine import available_processors, check_threads
 from backfill.execution.memory import MemoryPlan
 from backfill.execution.micro_batches import MicroBatchStreams
@@ -24,7 +23,7 @@ from backfill.execution.stage import Stage
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels import create_kernels
 from backfill.kernels.base import Kernels
-from backfill.models.build import build_model, build_without_layers
+from backfill.models.build import build_model
 from backfill.models.config import ModelConfig
 from backfill.models.generation_config import GenerationDefaults, end_token_ids
 from backfill.models.placement import ModelPlacement
@@ -44,9 +43,7 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
     Raises: ConfigError, ModelError, InsufficientMemory, each with a message for the user.
     """
     assert config.offload_interval != "auto", "the interval has not been chosen"
-    model_config = ModelConfig.from_folder(config.model_dir)
-    device = choose_device(config)
-    dtype = choose_dtype(config, model_config, device)
+    model_config, device, dtype = target_of(config)
     check_threads(config)
     if device.type == "cpu":
         torch.set_num_threads(config.threads or available_processors())
@@ -54,9 +51,7 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
     plan = plan_rank(config, placement, 0, device, dtype)
     stage = Stage.whole(model_config.num_layers)
     executor = load_executor(config, placement, plan, stage, device, dtype, bus)
-    warm_up(executor)
-    if executor.info.num_host_blocks and config.scheduler.shares_blocks:
-        warm_up_slot_copies(executor)
+    warm_up(executor, copies_slots=config.scheduler.shares_blocks)
     return executor
 
 
@@ -88,14 +83,14 @@ def load_executor(
     if stage.shard.is_first and stage.shard.group.rank == 0:
         _log_choices(config, model_config, dtype, device, kernels)
     streams = MicroBatchStreams(device, config.num_micro_batches)
-    build = build_model if interval is None else build_without_layers
-    model = build(
+    model = build_model(
         model_config,
         checkpoint,
         kernels,
         max_positions=plan.max_model_len,
         device=device,
         shard=stage.shard,
+        has_layers=interval is None,
     )
     streamer: LayerStreamer | None = None
     if interval is not None:
@@ -115,8 +110,11 @@ def load_executor(
     kv_pool, pool_memory = _create_pool(plan, info, dtype, device)
     copier: BlockCopier | None = None
     if info.num_host_blocks:
-        throttle = bus.copies if bus is not None and device.type == "cpu" else None
-        copier = create_host_copier(kv_pool, plan.layout, info.num_host_blocks, throttle)
+        host_bytes = info.num_host_blocks * plan.layout.block_bytes
+        with allocating("A KV pool", host_bytes, "in host memory", "lower `host_kv_gib`"):
+            throttle = None if bus is None else bus.copies
+            copier = create_copier(kv_pool, info.num_host_blocks, throttle)
+        logger.info("KV pool in host memory: %d blocks, %.2f GiB", info.num_host_blocks, host_bytes / GIB)
     return TorchExecutor(model, kv_pool, info, streams, copier, streamer, pool_memory, stage)
 
 
@@ -152,13 +150,18 @@ def _executor_info(
 def _create_pool(
     plan: RankPlan, info: ExecutorInfo, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, ReservedMemory | None]:
-    """The rank's part of the KV pool, and its memory if it may grow. Raises: InsufficientMemory."""
+    """The rank's part of the KV pool, not set, and its memory if it may grow. Raises: InsufficientMemory."""
     layout = plan.layout
     if info.min_offload_interval is None:
-        return allocate_pool(layout, info.num_blocks, dtype, device), None
+        num_bytes = info.num_blocks * layout.block_bytes
+        with allocating("A KV pool", num_bytes, f"on {device}", "lower `kv_gib`"):
+            return torch.empty(layout.shape(info.num_blocks), dtype=dtype, device=device), None
     # What layers give back is divided into blocks of all ranks together.
     most = replace(info, block_bytes=plan.block_bytes).max_num_blocks
-    memory = _reserve_pool(layout, most)
+    num_bytes = most * layout.block_bytes
+    advice = "lower `kv_gib`, or use no `min_offload_interval`"
+    with allocating("An address range", num_bytes, "for a KV pool that grows", advice):
+        memory = ReservedMemory(num_bytes)
     logger.info("the KV pool may grow to %d blocks", most)
     return memory.bytes.view(dtype).view(layout.shape(most)), memory
 
@@ -168,9 +171,7 @@ def planned_memory(config: EngineConfig) -> MemoryPlan:
 
     Raises: ConfigError, ModelError, InsufficientMemory.
     """
-    model_config = ModelConfig.from_folder(config.model_dir)
-    device = choose_device(config)
-    dtype = choose_dtype(config, model_config, device)
+    model_config, device, dtype = target_of(config)
     return plan_device(config, ModelPlacement.of(model_config), 0, device, dtype)
 
 
@@ -181,13 +182,19 @@ def least_device_bytes(config: EngineConfig) -> int:
 
     Raises: ConfigError, ModelError.
     """
-    model_config = ModelConfig.from_folder(config.model_dir)
-    device = choose_device(config)
-    shard, dtype = whole_model(model_config), choose_dtype(config, model_config, device)
+    model_config, device, dtype = target_of(config)
+    shard = whole_model(model_config)
     weights_bytes = weight_sizes((shard,), dtype, device).device_bytes(config.offload_every)
     block_bytes = kv_layout(config, shard, dtype).block_bytes
     kv_bytes = block_bytes if config.kv_bytes is None else config.kv_bytes
     return weights_bytes + step_bytes(config, (shard,), dtype) + kv_bytes
+
+
+def target_of(config: EngineConfig) -> tuple[ModelConfig, torch.device, torch.dtype]:
+    """The model of a configuration, and what it will run on and in. Raises: ConfigError, ModelError."""
+    model_config = ModelConfig.from_folder(config.model_dir)
+    device = choose_device(config)
+    return model_config, device, _choose_dtype(config, model_config, device)
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -199,7 +206,7 @@ def choose_device(config: EngineConfig) -> torch.device:
     return torch.device(config.device)
 
 
-def choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+def _choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
     """The type of weights and KV. Raises: ConfigError if the device does not have it."""
     name: str = config.dtype
     if name == "auto":
@@ -248,42 +255,3 @@ def _log_offloading(interval: int, memory: MemoryPlan) -> None:
             interval,
             memory.num_offloaded,
         )
-
-
-def allocate_pool(
-    layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """An uninitialised KV pool. Raises: InsufficientMemory."""
-    try:
-        return torch.empty(layout.shape(num_blocks), dtype=dtype, device=device)
-    except (RuntimeError, MemoryError) as error:
-        pool_gib = num_blocks * layout.block_bytes / GIB
-        raise InsufficientMemory(
-            f"A KV pool of {pool_gib:.2f} GiB could not be allocated on {device}; lower `kv_gib`."
-        ) from error
-
-
-def _reserve_pool(layout: KVLayout, num_blocks: int) -> ReservedMemory:
-    try:
-        return ReservedMemory(num_blocks * layout.block_bytes)
-    except OSError as error:
-        pool_gib = num_blocks * layout.block_bytes / GIB
-        raise InsufficientMemory(
-            f"An address range of {pool_gib:.2f} GiB for a KV pool that grows could not be reserved; lower "
-            "`kv_gib`, or use no `min_offload_interval`."
-        ) from error
-
-
-def create_host_copier(
-    kv_pool: torch.Tensor, layout: KVLayout, num_host_blocks: int, throttle: BusThrottle | None
-) -> BlockCopier:
-    """A copier with a pool in host memory. Raises: InsufficientMemory."""
-    pool_gib = num_host_blocks * layout.block_bytes / GIB
-    try:
-        copier = create_copier(kv_pool, num_host_blocks, throttle)
-    except (RuntimeError, MemoryError) as error:
-        raise InsufficientMemory(
-            f"A KV pool of {pool_gib:.2f} GiB could not be allocated in host memory; lower `host_kv_gib`."
-        ) from error
-    logger.info("KV pool in host memory: %d blocks, %.2f GiB", num_host_blocks, pool_gib)
-    return copier

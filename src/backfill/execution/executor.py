@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from backfill.core.block import SlotCopy, pack_block_ref
@@ -206,30 +206,43 @@ def pipelined(executor: Executor) -> PipelinedExecutor:
     return executor if isinstance(executor, PipelinedExecutor) else OneStepAtATime(executor)
 
 
-def warm_up(executor: Executor) -> None:
-    """Run one prefill and one decode step before any request: libraries do slow work on their first use."""
+def stopped_outcome(outcome: StepOutcome, plan: StepPlan, layers_done: int, at_s: float) -> StepOutcome:
+    """Of a step whose preemptible slices stopped before a layer; ``outcome`` is that of the others."""
+    assert plan.safepoints is not None, "a step without safepoints was stopped"
+    stopped = tuple(scheduled.request_id for scheduled in plan.slices if scheduled.preemptible)
+    suspends = plan.safepoints.suspends
+    return replace(
+        outcome,
+        suspended=stopped if suspends else (),
+        discarded=() if suspends else stopped,
+        layers_done=layers_done,
+        stopped_at_s=at_s,
+    )
+
+
+def warm_up(executor: Executor, *, copies_slots: bool) -> None:
+    """Run one prefill and one decode step before any request: libraries do slow work on their first use.
+
+    Args:
+        copies_slots: copy slots both ways, too, if there is a host pool. On CUDA the first copies allocate
+            buffers and compile kernels: one for each power of two that the values of a head's slots are
+            padded to. So the numbers of slots are powers of two, and the largest one.
+    """
     info = executor.info
     num_tokens = min(64, info.max_model_len - 1, info.num_blocks * info.block_size - 1)
-    if num_tokens < 1:
-        return
-    request_id = RequestId("warm-up")
-    blocks = tuple(pack_block_ref(index) for index in range(-(-(num_tokens + 1) // info.block_size)))
-    admitted = AdmittedRequest(request_id, (0,) * num_tokens, SamplingParams(max_tokens=2, temperature=0.0))
-    prefill = ScheduledSlice(request_id, 0, num_tokens, blocks, samples=True)
-    decode = prefill._replace(start=num_tokens, num_tokens=1)
-    executor.run(StepPlan(step=0, work=Compute((prefill,)), admitted=(admitted,)))
-    executor.run(StepPlan(step=1, work=Compute((decode,))))
-    executor.run(StepPlan(step=2, work=Compute(slices=()), released=(request_id,)))
-
-
-def warm_up_slot_copies(executor: Executor) -> None:
-    """Copy slots both ways: on CUDA the first copies allocate buffers and compile kernels.
-
-    There is a kernel for each power of two that the values of a head's slots are padded to, so the numbers of
-    slots are powers of two, and the largest one.
-    """
-    size, both = executor.info.block_size, CopyDirections.CHECKPOINT | CopyDirections.RESTORE
-    for num in {*(1 << exponent for exponent in range(size.bit_length())), size}:
-        slots = (SlotCopy(0, 0, 0, num),)
-        copies = BlockCopies(blocking=both, slot_checkpoint=slots, slot_restore=slots)
-        executor.run(StepPlan(step=0, work=Compute(slices=()), copies=copies))
+    if num_tokens >= 1:
+        request_id = RequestId("warm-up")
+        blocks = tuple(pack_block_ref(index) for index in range(-(-(num_tokens + 1) // info.block_size)))
+        sampling = SamplingParams(max_tokens=2, temperature=0.0)
+        admitted = AdmittedRequest(request_id, (0,) * num_tokens, sampling)
+        prefill = ScheduledSlice(request_id, 0, num_tokens, blocks, samples=True)
+        decode = prefill._replace(start=num_tokens, num_tokens=1)
+        executor.run(StepPlan(step=0, work=Compute((prefill,)), admitted=(admitted,)))
+        executor.run(StepPlan(step=1, work=Compute((decode,))))
+        executor.run(StepPlan(step=2, work=Compute(slices=()), released=(request_id,)))
+    if copies_slots and info.num_host_blocks:
+        size, both = info.block_size, CopyDirections.CHECKPOINT | CopyDirections.RESTORE
+        for num in {*(1 << exponent for exponent in range(size.bit_length())), size}:
+            slots = (SlotCopy(0, 0, 0, num),)
+            copies = BlockCopies(blocking=both, slot_checkpoint=slots, slot_restore=slots)
+            executor.run(StepPlan(step=0, work=Compute(slices=()), copies=copies))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import mmap
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
+
+from backfill.core.config import GIB
+from backfill.core.errors import InsufficientMemory
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -34,6 +38,17 @@ class ReservedMemory:
         first, last = -(-first // page) * page, min(last, len(self._map)) // page * page
         if first < last:
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+@contextmanager
+def allocating(what: str, num_bytes: int, where: str, advice: str) -> Iterator[None]:
+    """Raises: InsufficientMemory with this advice if what is allocated within this cannot be."""
+    try:
+        yield
+    except (RuntimeError, OSError, MemoryError) as error:
+        raise InsufficientMemory(
+            f"{what} of {num_bytes / GIB:.2f} GiB could not be allocated {where}; {advice}."
+        ) from error
 
 
 def pin(host_pool: Tensor) -> None:

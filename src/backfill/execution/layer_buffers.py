@@ -63,6 +63,17 @@ class LayerBuffers:
         self._interval = interval
         self._offloaded = offloaded_layers(self._num_layers, interval)
 
+    def change(self, interval: int | None, num_buffers: int | None) -> list[Withdrawn]:
+        """Change either or both; None leaves it. Raises: ValueError as the methods for each."""
+        withdrawn: list[Withdrawn] = []
+        if num_buffers is not None and num_buffers > self.num_buffers:
+            self.set_num_buffers(num_buffers)
+        if interval is not None:
+            self.set_interval(interval)
+        if num_buffers is not None and num_buffers < self.num_buffers:
+            withdrawn = self.set_num_buffers(num_buffers)
+        return withdrawn
+
     def set_num_buffers(self, num_buffers: int) -> list[Withdrawn]:
         """Use so many buffers from now on. Not while a pass runs; one may be suspended.
 

@@ -48,10 +48,7 @@ class LayerPass:
         states = [each.state for each in self.micro_batches]
         if len(states) < 2:
             return states[0] if states else None
-        deltas = [each.delta for each in states if each.delta is not None]
-        return HiddenState(
-            torch.cat([each.residual for each in states]), torch.cat(deltas) if deltas else None
-        )
+        return HiddenState.concatenated(states)
 
     def with_only(self, kept: Set[RequestId], batch_of: BatchOf, streams: MicroBatchStreams) -> LayerPass:
         """The slices of these requests only.
@@ -75,9 +72,7 @@ def _split(whole: MicroBatch, keep: Sequence[bool], batch_of: BatchOf) -> MicroB
     slices = tuple(scheduled for scheduled, kept in zip(whole.slices, keep, strict=True) if kept)
     counts = torch.tensor([scheduled.num_tokens for scheduled in whole.slices])
     rows = torch.repeat_interleave(torch.tensor(keep), counts).nonzero().squeeze(1)
-    rows = rows.to(whole.state.residual.device)
-    residual, delta = whole.state
-    state = HiddenState(residual[rows], None if delta is None else delta[rows])
+    state = whole.state.rows(rows.to(whole.state.residual.device))
     return MicroBatch(slices, batch_of(slices), state, whole.stream)
 
 
@@ -97,12 +92,5 @@ def sampled_rows(micro_batches: Sequence[MicroBatch]) -> tuple[HiddenState, Tens
     sampling = [each for each in micro_batches if any(scheduled.samples for scheduled in each.slices)]
     if len(sampling) == 1:
         return sampling[0].state, sampling[0].batch.sampled_rows
-    rows = [each.batch.sampled_rows for each in sampling]
-    residual = torch.cat([each.state.residual[index] for each, index in zip(sampling, rows, strict=True)])
-    deltas = [
-        each.state.delta[index]
-        for each, index in zip(sampling, rows, strict=True)
-        if each.state.delta is not None
-    ]
-    state = HiddenState(residual, torch.cat(deltas) if deltas else None)
-    return state, torch.arange(len(residual), device=residual.device)
+    state = HiddenState.concatenated([each.state.rows(each.batch.sampled_rows) for each in sampling])
+    return state, torch.arange(len(state.residual), device=state.residual.device)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from backfill.core.config import GIB
 from backfill.core.errors import InsufficientMemory
 from backfill.execution.machine import at_most
-from backfill.models.config import ModelConfig
-from backfill.models.shard import ShardSizes, whole_model
+from backfill.models.shard import ShardSizes
 from backfill.offloading.interval import num_device_layers, offloaded_layers
 
 
@@ -26,13 +25,12 @@ class WeightSizes:
     other_bytes: int
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype_bytes: int, *, packs_tables: bool) -> WeightSizes:
-        """``packs_tables``: a tied embedding is kept twice, as a table and packed for the projection."""
-        return cls.of_shards((whole_model(config),), dtype_bytes, packs_tables=packs_tables)
+    def of(cls, shards: Sequence[ShardSizes], dtype_bytes: int, *, packs_tables: bool) -> WeightSizes:
+        """Of what lies in one memory: one rank's shard, or all ranks' shards of a model.
 
-    @classmethod
-    def of_shards(cls, shards: Sequence[ShardSizes], dtype_bytes: int, *, packs_tables: bool) -> WeightSizes:
-        """Of what lies in one memory: one rank's shard, or all ranks' shards of a model."""
+        Args:
+            packs_tables: a tied embedding is kept twice, as a table and packed for the projection.
+        """
         stages = dict.fromkeys(each.layers for each in shards)
         of_stage = (each for each in shards if each.layers == shards[0].layers)
         layer_bytes = dtype_bytes * sum(each.layer_parameters for each in of_stage)

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from backfill.bus.throttle import BusThrottle
-from backfill.core.config import GIB
-from backfill.core.errors import InsufficientMemory
 from backfill.core.plan import WeightTransfers
-from backfill.execution.host_memory import ReservedMemory
+from backfill.execution.host_memory import ReservedMemory, allocating
 from backfill.execution.layer_buffers import Fetch, LayerBuffers
 from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.weight_links import CudaLink, ThreadLink, WeightLink
@@ -104,27 +102,20 @@ class LayerStreamer:
         self._buffers.set_interval(interval)
 
     def change(self, interval: int | None, num_buffers: int | None) -> None:
-        """Change either or both; None leaves it. Raises: ValueError if the interval needs more buffers."""
-        if num_buffers is not None and num_buffers > self.num_buffers:
-            self.set_num_buffers(num_buffers)
-        if interval is not None:
-            self.set_interval(interval)
-        if num_buffers is not None and num_buffers < self.num_buffers:
-            self.set_num_buffers(num_buffers)
+        """Change either or both; None leaves it.
 
-    def set_num_buffers(self, num_buffers: int) -> None:
-        """Give buffers' memory back, or take it again, up to as many as there were at first.
-
-        Not while a pass runs; one may be suspended. Raises: ValueError if the interval needs more.
+        Buffers' memory is given back, or taken again, up to as many as there were at first. Not while a pass
+        runs; one may be suspended. Raises: ValueError if the interval needs more buffers.
         """
-        assert self._memory is not None, "the memory of the layers is fixed"
-        for buffer, layer in self._buffers.set_num_buffers(num_buffers):
+        for buffer, layer in self._buffers.change(interval, num_buffers):
             if layer is not None:
                 del self._model.layers[self._first + layer]
                 self._link.drop(buffer)
+            assert self._memory is not None, "the memory of the layers is fixed"
             num_bytes = self._placed[buffer].buffer_bytes
             self._memory.release(buffer * num_bytes, (buffer + 1) * num_bytes)
-        self._prefetch(0)
+        if num_buffers is not None:
+            self._prefetch(0)
 
     def before(self, layer: int) -> None:
         """A layer is computed next, on the streams of all micro-batches."""
@@ -212,18 +203,13 @@ def create_streamer(
     layers = model.shard.layers
     num_buffers = num_device_layers(len(layers), interval)
     first = model.load_layer(checkpoint, layers.start)
-    memory = None
-    try:
+    memory, num_bytes = None, num_buffers * first.buffer_bytes
+    with allocating("Layers", num_bytes, f"on {device}", "lower `offload_interval`"):
         if resizable:
-            memory = ReservedMemory(num_buffers * first.buffer_bytes)
+            memory = ReservedMemory(num_bytes)
             buffers = list(memory.bytes.view(num_buffers, -1))
         else:
             buffers = allocate_buffers(num_buffers, first.buffer_bytes, device)
-    except (RuntimeError, OSError, MemoryError) as error:
-        gib = num_buffers * first.buffer_bytes / GIB
-        raise InsufficientMemory(
-            f"Layers of {gib:.2f} GiB could not be allocated on {device}; lower `offload_interval`."
-        ) from error
 
     def load(index: int) -> MovableWeights:
         return model.load_layer(checkpoint, layers[index])
@@ -268,14 +254,10 @@ def host_layers(
         first: layer 0.
         load: a layer on its device.
     """
-    num_bytes = num_layers * first.buffer_bytes
-    try:
+    with allocating(
+        "Layers", num_layers * first.buffer_bytes, "in host memory", "use `offload_interval` none"
+    ):
         layers = torch.empty((num_layers, first.buffer_bytes), dtype=torch.uint8)
-    except (RuntimeError, MemoryError) as error:
-        raise InsufficientMemory(
-            f"Layers of {num_bytes / GIB:.2f} GiB could not be allocated in host memory; use "
-            "`offload_interval` none."
-        ) from error
     (buffer,) = allocate_buffers(1, first.buffer_bytes, first.memory()[0].device)
     for index in range(num_layers):
         load(index).copy_to(buffer)

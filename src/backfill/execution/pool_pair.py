@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -68,64 +69,74 @@ def _split(copies: Sequence[_Copy], sizes: Sequence[int], limit: int) -> Iterato
         yield tuple(copies[first:])
 
 
-class PoolPair(Protocol):
+class PoolPair(ABC):
     """Both pools are ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
 
     Attributes:
         max_group_slots: a group of copies has at most so many slots.
     """
 
-    block_size: int
-    max_group_slots: int
+    def __init__(self, kv_pool: Tensor, host_pool: Tensor, group_bytes: int) -> None:
+        self.block_size = kv_pool.shape[4]
+        self.max_group_slots = max(1, group_bytes // kv_pool[:1].nbytes) * self.block_size
+        self._device, self._host = kv_pool, host_pool
 
+    @abstractmethod
     def queued(self) -> torch.cuda.Event | None:
         """What the device has to do before copies that begin now; None if nothing."""
 
+    @abstractmethod
     def copy(self, group: CopyGroup, after: torch.cuda.Event | None) -> None:
         """Wait for ``after``, then copy; returns when the copies are complete."""
 
+    @abstractmethod
     def close(self) -> None:
         """Free what the pools hold beside their memory. No other call may follow."""
 
 
-def create_pool_pair(kv_pool: Tensor, num_host_blocks: int) -> PoolPair:
-    """Allocates the host pool. Raises: RuntimeError or MemoryError if that fails."""
-    # Not initialized: on a CPU, the system then allocates memory only for blocks that are used.
-    host_pool = torch.empty((num_host_blocks, *kv_pool.shape[1:]), dtype=kv_pool.dtype)
-    return CudaPools(kv_pool, host_pool) if kv_pool.is_cuda else CpuPools(kv_pool, host_pool)
+class CpuPools(PoolPair):
+    """See ``PoolPair``. Both pools are in host memory.
 
+    Args:
+        throttle: copies take the time that they need on its bus.
+    """
 
-class CpuPools:
-    """See ``PoolPair``. Both pools are in host memory."""
-
-    def __init__(self, kv_pool: Tensor, host_pool: Tensor) -> None:
-        self.block_size = kv_pool.shape[4]
-        self.max_group_slots = _max_group_slots(kv_pool, _CPU_GROUP_BYTES)
-        self._device, self._host = kv_pool, host_pool
+    def __init__(self, kv_pool: Tensor, host_pool: Tensor, throttle: BusThrottle | None = None) -> None:
+        super().__init__(kv_pool, host_pool, _CPU_GROUP_BYTES)
+        self._throttle = throttle
 
     def queued(self) -> None:
         return None
 
     def copy(self, group: CopyGroup, after: torch.cuda.Event | None) -> None:
-        if group.blocks:
-            devices, hosts = [copy.device for copy in group.blocks], [copy.host for copy in group.blocks]
-            if group.direction is CopyDirections.CHECKPOINT:
-                cpu_copies.copy_blocks(self._host, hosts, self._device, devices)
-            else:
-                cpu_copies.copy_blocks(self._device, devices, self._host, hosts)
-        if group.slots:
-            if group.direction is CopyDirections.CHECKPOINT:
-                hosts = [copy.host for copy in group.slots]
-                cpu_copies.copy_slots(self._host, hosts, self._device, _on_device(group.slots))
-            else:
-                devices = [copy.device for copy in group.slots]
-                cpu_copies.copy_slots(self._device, devices, self._host, _on_host(group.slots))
+        if self._throttle is None:
+            self._copy(group)
+            return
+
+        def copy(start: int, stop: int) -> None:
+            if start == 0:  # a group is one copy
+                self._copy(group)
+
+        slot_bytes = self._device[:1].nbytes // self.block_size
+        num_slots = self.block_size * len(group.blocks) + sum(each.num for each in group.slots)
+        self._throttle.transfer(num_slots * slot_bytes, copy)
 
     def close(self) -> None:
         pass
 
+    def _copy(self, group: CopyGroup) -> None:
+        devices = [copy.device for copy in group.blocks or group.slots]
+        hosts = [copy.host for copy in group.blocks or group.slots]
+        source, sources, target, targets = self._device, devices, self._host, hosts
+        if group.direction is CopyDirections.RESTORE:
+            source, sources, target, targets = self._host, hosts, self._device, devices
+        if group.blocks:
+            cpu_copies.copy_blocks(target, targets, source, sources)
+        else:
+            cpu_copies.copy_slots(target, targets, source, _ranges(sources, group.slots))
 
-class CudaPools:
+
+class CudaPools(PoolPair):
     """See ``PoolPair``. Copies run on a CUDA stream of their own, beside the steps.
 
     The host pool is pinned until the pools are closed or collected. Slots go through two dense buffers, one
@@ -133,10 +144,8 @@ class CudaPools:
     """
 
     def __init__(self, kv_pool: Tensor, host_pool: Tensor) -> None:
+        super().__init__(kv_pool, host_pool, _CUDA_GROUP_BYTES)
         pin(host_pool)
-        self.block_size = kv_pool.shape[4]
-        self.max_group_slots = _max_group_slots(kv_pool, _CUDA_GROUP_BYTES)
-        self._device, self._host = kv_pool, host_pool
         self._stream = torch.cuda.Stream(kv_pool.device)  # type: ignore[no-untyped-call]
         self._buffers: tuple[Tensor, Tensor] | None = None
         self._finalizer = weakref.finalize(self, unpin, host_pool, self._stream)
@@ -152,51 +161,36 @@ class CudaPools:
         with torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
-            if group.direction is CopyDirections.CHECKPOINT:
-                self._checkpoint(group.blocks)
-                self._checkpoint_slots(group.slots)
-            else:
-                self._restore(group.blocks)
-                self._restore_slots(group.slots)
+            to_host = group.direction is CopyDirections.CHECKPOINT
+            if group.slots:
+                self._copy_slots(group.slots, to_host)
+                return
+            for device, host in group.blocks:
+                on_device, on_host = self._device[device], self._host[host]
+                target, source = (on_host, on_device) if to_host else (on_device, on_host)
+                target.copy_(source, non_blocking=True)
+            self._wait()
 
     def close(self) -> None:
         self._finalizer()
 
-    def _checkpoint(self, copies: Sequence[BlockCopy]) -> None:
-        for device, host in copies:
-            self._host[host].copy_(self._device[device], non_blocking=True)
-        self._wait()
-
-    def _restore(self, copies: Sequence[BlockCopy]) -> None:
-        for device, host in copies:
-            self._device[device].copy_(self._host[host], non_blocking=True)
-        self._wait()
-
-    def _checkpoint_slots(self, copies: Sequence[SlotCopy]) -> None:
-        if not copies:
-            return
+    def _copy_slots(self, copies: Sequence[SlotCopy], to_host: bool) -> None:
         from backfill.kernels.triton_ops import slots
 
-        ranges = _on_device(copies)
-        size = num_packed(self._device, ranges)
-        on_device, pinned = self._dense_buffers()
-        slots.gather_slots(self._device, ranges, on_device)
-        pinned[:size].copy_(on_device[:size], non_blocking=True)
-        self._wait()
-        cpu_copies.scatter_slots(pinned, self._host, _on_host(copies))
-
-    def _restore_slots(self, copies: Sequence[SlotCopy]) -> None:
-        if not copies:
-            return
-        from backfill.kernels.triton_ops import slots
-
-        ranges = _on_host(copies)
-        size = num_packed(self._host, ranges)
-        on_device, pinned = self._dense_buffers()
-        cpu_copies.gather_slots(self._host, ranges, pinned)
-        on_device[:size].copy_(pinned[:size], non_blocking=True)
-        slots.scatter_slots(on_device, self._device, _on_device(copies))
-        self._wait()
+        of_device = _ranges([copy.device for copy in copies], copies)
+        of_host = _ranges([copy.host for copy in copies], copies)
+        size = num_packed(self._device, of_device)
+        dense, pinned = self._dense_buffers()
+        if to_host:
+            slots.gather_slots(self._device, of_device, dense)
+            pinned[:size].copy_(dense[:size], non_blocking=True)
+            self._wait()
+            cpu_copies.scatter_slots(pinned, self._host, of_host)
+        else:
+            cpu_copies.gather_slots(self._host, of_host, pinned)
+            dense[:size].copy_(pinned[:size], non_blocking=True)
+            slots.scatter_slots(dense, self._device, of_device)
+            self._wait()
 
     def _dense_buffers(self) -> tuple[Tensor, Tensor]:
         """On the device and in pinned memory. Every group waits for its end, so all share them."""
@@ -215,43 +209,6 @@ class CudaPools:
         event.synchronize()
 
 
-def _max_group_slots(kv_pool: Tensor, group_bytes: int) -> int:
-    return max(1, group_bytes // kv_pool[:1].nbytes) * kv_pool.shape[4]
-
-
-def _on_device(copies: Sequence[SlotCopy]) -> list[SlotRange]:
-    return [SlotRange(copy.device, copy.first, copy.num) for copy in copies]
-
-
-def _on_host(copies: Sequence[SlotCopy]) -> list[SlotRange]:
-    return [SlotRange(copy.host, copy.first, copy.num) for copy in copies]
-
-
-class ThrottledPools:
-    """See ``PoolPair``. Copies also take the time that they need on a bus.
-
-    Args:
-        slot_bytes: of one token.
-    """
-
-    def __init__(self, pools: PoolPair, throttle: BusThrottle, slot_bytes: int) -> None:
-        self.block_size = pools.block_size
-        self.max_group_slots = pools.max_group_slots
-        self._pools = pools
-        self._throttle = throttle
-        self._slot_bytes = slot_bytes
-
-    def queued(self) -> torch.cuda.Event | None:
-        return self._pools.queued()
-
-    def copy(self, group: CopyGroup, after: torch.cuda.Event | None) -> None:
-        num_slots = self.block_size * len(group.blocks) + sum(copy.num for copy in group.slots)
-
-        def copy(start: int, stop: int) -> None:
-            if start == 0:  # a group is one copy
-                self._pools.copy(group, after)
-
-        self._throttle.transfer(num_slots * self._slot_bytes, copy)
-
-    def close(self) -> None:
-        self._pools.close()
+def _ranges(blocks: Sequence[int], copies: Sequence[SlotCopy]) -> list[SlotRange]:
+    """The slots of the copies in these blocks."""
+    return [SlotRange(block, copy.first, copy.num) for block, copy in zip(blocks, copies, strict=True)]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -19,7 +19,7 @@ from backfill import __version__
 from backfill.core.clock import Clock, WallClock
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
-from backfill.core.measured_on import MeasuredOn
+from backfill.core.measured_on import MeasuredFile, MeasuredOn
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile
 from backfill.costs.profiler import FULL, QUICK, Capacity, Grid, profile_executor
@@ -31,6 +31,8 @@ from backfill.models.config import ModelConfig
 from backfill.models.resolve import cache_root
 
 logger = logging.getLogger(__name__)
+
+_Measured = TypeVar("_Measured", bound=MeasuredFile)
 
 _LOCK_TIMEOUT_S = 10.0  # a save takes milliseconds; a start may wait for it
 
@@ -86,6 +88,19 @@ def measured_path(key: MeasuredOn, ending: str) -> Path:
     release = __version__.partition(".dev")[0]
     digest = hashlib.sha256(repr((astuple(key), release)).encode()).hexdigest()[:12]
     return cache_root() / "profiles" / f"{key.model}-{key.dtype}-{digest}.{ending}"
+
+
+def saved_measurement(kind: type[_Measured], key: MeasuredOn, path: Path) -> _Measured | None:
+    """What a start finds there; None if there is nothing, or nothing of use, which is logged."""
+    if not os.path.exists(path):  # unlike Path.exists, False where permission is missing
+        return None
+    try:
+        saved = kind.load(path)
+        saved.check_key(key, str(path))
+        return saved
+    except ConfigError as error:
+        logger.warning("%s It is measured quickly instead.", error)
+        return None
 
 
 def measure_profile(
@@ -198,14 +213,9 @@ def load_or_measure_profile(config: EngineConfig, executor: MeasuredExecutor) ->
         profile = CostProfile.load(Path(config.profile_path))
         profile.check_key(key, config.profile_path)
         return profile
-    path = profile_path(key)
-    if os.path.exists(path):  # unlike Path.exists, False where permission is missing
-        try:
-            profile = CostProfile.load(path)
-            profile.check_key(key, str(path))
-            return profile
-        except ConfigError as error:
-            logger.warning("%s It is measured quickly instead.", error)
+    saved = saved_measurement(CostProfile, key, profile_path(key))
+    if saved is not None:
+        return saved
     began_s = time.monotonic()
     logger.info("measuring what steps cost, because there is no cost profile of this model on this device")
     profile = measure_profile(config, executor, QUICK)

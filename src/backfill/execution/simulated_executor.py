@@ -25,7 +25,7 @@ from backfill.core.plan import (
 from backfill.core.request import RequestId
 from backfill.costs.behaviour import DeviceBehaviour, NoiseSource
 from backfill.costs.load import StepLoad
-from backfill.execution.executor import ExecutorInfo
+from backfill.execution.executor import ExecutorInfo, stopped_outcome
 from backfill.execution.simulated_weights import SimulatedStreamer
 
 
@@ -116,21 +116,13 @@ class SimulatedExecutor:
         if stopped_at is None:
             return self._outcome(self._sample(plan.slices))
         stopped_at_s = self._clock.now_s()
-        suspends = plan.safepoints is not None and plan.safepoints.suspends
-        stopped = tuple(scheduled.request_id for scheduled in plan.slices if scheduled.preemptible)
-        if suspends:
-            self._suspended_at |= dict.fromkeys(stopped, stopped_at)
         online = tuple(scheduled for scheduled in plan.slices if not scheduled.preemptible)
         if online:
-            layer_s = ratio * self._seconds(online) / self.info.num_layers
-            self._compute_layers(stopped_at, self.info.num_layers, layer_s)
-        return replace(
-            self._outcome(self._sample(online)),
-            suspended=stopped if suspends else (),
-            discarded=() if suspends else stopped,
-            layers_done=stopped_at,
-            stopped_at_s=stopped_at_s,
-        )
+            unstoppable = replace(plan, work=Compute(online))
+            self._pass_layers(unstoppable, stopped_at, self.info.num_layers, ratio)
+        outcome = stopped_outcome(self._outcome(self._sample(online)), plan, stopped_at, stopped_at_s)
+        self._suspended_at |= dict.fromkeys(outcome.suspended, stopped_at)
+        return outcome
 
     def _release(self, plan: StepPlan) -> None:
         for request_id in plan.released:
@@ -217,35 +209,19 @@ class SimulatedExecutor:
 
     def _pass_offloaded_layers(self, plan: StepPlan, first: int, last: int, layer_s: float) -> int | None:
         """The same, one layer after another, because each may wait for its weights."""
-        points, events = plan.safepoints, self.events
+        points, events, streamer, clock = plan.safepoints, self.events, self._streamer, self._clock
+        assert streamer is not None
         for layer in range(first, last):
             at_safepoint = points is not None and layer > first and (layer - first) % points.layers_apart == 0
             if at_safepoint and self._step_to_stop == plan.step:
                 return layer
-            ends_at_s = self._layer_ends_at_s(layer, layer_s)
+            ends_at_s = self._computed_at_s(streamer.before(layer, clock.now_s()), layer_s)
             while points is not None and events is not None and events.next_at_s() < ends_at_s:
-                self._wait(events.next_at_s() - self._clock.now_s())
+                self._wait(events.next_at_s() - clock.now_s())
                 events.deliver()
-            self._end_layer(layer, ends_at_s)
+            self._wait(ends_at_s - clock.now_s())
+            streamer.after(layer, clock.now_s())
         return last if last < self.info.num_layers else None
-
-    def _compute_layers(self, first: int, last: int, layer_s: float) -> None:
-        """Advance the clock through layers that nothing can stop."""
-        if self._streamer is None:
-            now_s = self._clock.now_s()
-            self._wait(self._computed_at_s(now_s, (last - first) * layer_s) - now_s)
-            return
-        for layer in range(first, last):
-            self._end_layer(layer, self._layer_ends_at_s(layer, layer_s))
-
-    def _layer_ends_at_s(self, layer: int, layer_s: float) -> float:
-        assert self._streamer is not None
-        return self._computed_at_s(self._streamer.before(layer, self._clock.now_s()), layer_s)
-
-    def _end_layer(self, layer: int, ends_at_s: float) -> None:
-        assert self._streamer is not None
-        self._wait(ends_at_s - self._clock.now_s())
-        self._streamer.after(layer, self._clock.now_s())
 
     def _computed_at_s(self, began_s: float, seconds: float) -> float:
         """When computing ends that begins at ``began_s`` and takes ``seconds`` without concurrent copies."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from backfill.core.clock import VirtualClock
 from backfill.core.plan import Compute, Resume, StepOutcome, StepPlan, WaitForCopies
 from backfill.costs.behaviour import DeviceBehaviour
-from backfill.execution.executor import ExecutorInfo, PipelinedExecutor
+from backfill.execution.executor import ExecutorInfo, PipelinedExecutor, stopped_outcome
 from backfill.execution.simulated_executor import SimulatedExecutor
 
 
@@ -164,14 +164,8 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
         plan, behind = step.plan, step.stops_behind
         if behind is None:
             return self._outcome(self._sample(plan.slices))
-        assert plan.safepoints is not None
-        stopped = tuple(scheduled.request_id for scheduled in plan.slices if scheduled.preemptible)
-        if plan.safepoints.suspends:
-            self._suspended_at |= dict.fromkeys(stopped, self._ends[behind])
-        return replace(
-            self._outcome(self._sample(tuple(each for each in plan.slices if not each.preemptible))),
-            suspended=stopped if plan.safepoints.suspends else (),
-            discarded=() if plan.safepoints.suspends else stopped,
-            layers_done=self._ends[behind],
-            stopped_at_s=step.left_at_s[behind],
-        )
+        online = tuple(scheduled for scheduled in plan.slices if not scheduled.preemptible)
+        outcome = self._outcome(self._sample(online))
+        outcome = stopped_outcome(outcome, plan, self._ends[behind], step.left_at_s[behind])
+        self._suspended_at |= dict.fromkeys(outcome.suspended, self._ends[behind])
+        return outcome

@@ -35,23 +35,12 @@ class SimulatedStreamer:
         self._link_free_at_s = 0.0
         self.take_transfers()
 
-    @property
-    def num_buffers(self) -> int:
-        return self._buffers.num_buffers
-
     def change(self, interval: int | None, num_buffers: int | None, now_s: float) -> None:
         """See ``LayerStreamer``."""
-        if num_buffers is not None and num_buffers > self.num_buffers:
-            self._set_num_buffers(num_buffers, now_s)
-        if interval is not None:
-            self._buffers.set_interval(interval)
-        if num_buffers is not None and num_buffers < self.num_buffers:
-            self._set_num_buffers(num_buffers, now_s)
-
-    def _set_num_buffers(self, num_buffers: int, now_s: float) -> None:
-        for buffer, _ in self._buffers.set_num_buffers(num_buffers):
+        for buffer, _ in self._buffers.change(interval, num_buffers):
             self._ready_at_s.pop(buffer, None)
-        self._begin(self._buffers.prefetch(0), now_s)
+        if num_buffers is not None:
+            self._begin(self._buffers.prefetch(0), now_s)
 
     def before(self, layer: int, now_s: float) -> float:
         """The instant from which a layer, the next one, can be computed."""

@@ -146,7 +146,7 @@ def kv_layout(config: EngineConfig, shard: ShardSizes, dtype: torch.dtype) -> KV
 
 def weight_sizes(shards: Sequence[ShardSizes], dtype: torch.dtype, device: torch.device) -> WeightSizes:
     """Of shards in the memory of one device."""
-    return WeightSizes.of_shards(shards, dtype.itemsize, packs_tables=device.type == "cpu")
+    return WeightSizes.of(shards, dtype.itemsize, packs_tables=device.type == "cpu")
 
 
 def step_bytes(config: EngineConfig, shards: Sequence[ShardSizes], dtype: torch.dtype) -> int:

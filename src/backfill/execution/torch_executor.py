@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence, Set
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from backfill.core.plan import (
 from backfill.core.request import RequestId
 from backfill.execution.batch import FlatBatch, build_batch
 from backfill.execution.copies import BlockCopier
-from backfill.execution.executor import ExecutorInfo
+from backfill.execution.executor import ExecutorInfo, stopped_outcome
 from backfill.execution.host_memory import ReservedMemory
 from backfill.execution.layer_pass import LayerPass, MicroBatch, rows_of, sampled_rows
 from backfill.execution.micro_batches import MicroBatchStreams, split_step
@@ -144,7 +143,7 @@ class TorchExecutor:
                     self._stage.hand_on(Handover(last, stop, running.state))
                 # Completed copies are taken last: if the step failed after this, they would not be reported.
                 outcome = self._outcome(self._sample(running, plan))
-                return outcome if stop is None else _stopped_outcome(outcome, stop, plan)
+                return outcome if stop is None else stopped_outcome(outcome, plan, *stop)
 
     def _prepare(self, plan: StepPlan) -> None:
         """All that precedes the work of a step."""
@@ -321,15 +320,3 @@ class TorchExecutor:
             for scheduled in slices
         ]
         return build_batch(slices, tokens, self.info.block_size, self._kv_pool.device)
-
-
-def _stopped_outcome(outcome: StepOutcome, stop: Stop, plan: StepPlan) -> StepOutcome:
-    assert plan.safepoints is not None
-    ids = tuple(each.request_id for each in plan.slices if each.preemptible)
-    return replace(
-        outcome,
-        suspended=ids if plan.safepoints.suspends else (),
-        discarded=() if plan.safepoints.suspends else ids,
-        layers_done=stop.layers_done,
-        stopped_at_s=stop.at_s,
-    )

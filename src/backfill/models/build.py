@@ -21,31 +21,20 @@ def build_model(
     max_positions: int,
     device: torch.device,
     shard: ModelShard | None = None,
+    has_layers: bool = True,
 ) -> DecoderModel:
     """Load every weight of a shard through ``checkpoint`` and pack it for ``kernels``.
 
     Args:
         shard: None: the whole model.
+        has_layers: False: the caller fills ``layers``.
     Raises: CorruptModel if a weight is missing or does not have the shape that ``config`` implies.
     """
-    model = build_without_layers(
+    of_architecture = OPTModel if config.architecture is Architecture.OPT else LlamaModel
+    shard = ModelShard.whole(config.num_layers) if shard is None else shard
+    model = of_architecture(
         config, checkpoint, kernels, max_positions=max_positions, device=device, shard=shard
     )
-    for index in model.shard.layers:
+    for index in shard.layers if has_layers else ():
         model.layers[index] = model.load_layer(checkpoint, index)
     return model
-
-
-def build_without_layers(
-    config: ModelConfig,
-    checkpoint: Checkpoint,
-    kernels: Kernels,
-    *,
-    max_positions: int,
-    device: torch.device,
-    shard: ModelShard | None = None,
-) -> DecoderModel:
-    """The same with the weights outside the layers only; the caller fills ``layers``."""
-    model = OPTModel if config.architecture is Architecture.OPT else LlamaModel
-    shard = ModelShard.whole(config.num_layers) if shard is None else shard
-    return model(config, checkpoint, kernels, max_positions=max_positions, device=device, shard=shard)

@@ -1,15 +1,20 @@
-"""The interface of a model to the executor: layers run one by one, so that a step can stop between two."""
+"""What all models have: layers that run one by one, so that a step can stop between two, and both ends."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import MutableMapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from backfill.kernels.base import AttentionMetadata
+from backfill.kernels.base import AttentionMetadata, Kernels, Linear
+from backfill.models.config import ModelConfig
 from backfill.models.movable import MovableWeights
 from backfill.models.shard import ModelShard
+from backfill.models.shard_loader import ShardLoader
 from backfill.models.weights import Checkpoint
 
 
@@ -23,27 +28,84 @@ class HiddenState(NamedTuple):
     residual: Tensor  # [T, hidden]
     delta: Tensor | None  # [T, hidden], not yet added
 
+    def rows(self, index: Tensor) -> HiddenState:
+        """A copy of the rows that ``index`` (int64) names."""
+        return HiddenState(self.residual[index], None if self.delta is None else self.delta[index])
 
-class DecoderModel(Protocol):
+    @staticmethod
+    def concatenated(states: Sequence[HiddenState]) -> HiddenState:
+        """Rows of one state after another, all with ``delta`` or all without."""
+        deltas = [each.delta for each in states if each.delta is not None]
+        return HiddenState(
+            torch.cat([each.residual for each in states]), torch.cat(deltas) if deltas else None
+        )
+
+
+class DecoderModel(ABC):
     """A decoder-only transformer whose KV lives in a pool of blocks, or a rank's part of one.
 
     ``num_layers`` and the indices of layers are those of the whole model; ``shard.layers`` are here. All
     ranks of ``shard.group`` make the same calls: a layer exchanges data twice, at last in its result.
+
+    Attributes:
+        layers: weights of layers by index, of the model's own type: those that ``run_layer`` can run.
+
+    Args:
+        max_positions: that requests can have.
+    Raises: CorruptModel if a weight is missing or does not have the shape that ``config`` implies.
     """
 
-    num_layers: int
-    shard: ModelShard
+    _PREFIX: ClassVar[str]  # of the names of all tensors but the output projection
 
-    @property
-    def layers(self) -> MutableMapping[int, Any]:
-        """Weights of layers by index, of the model's own type: those that ``run_layer`` can run."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        kernels: Kernels,
+        *,
+        max_positions: int,
+        device: torch.device,
+        shard: ModelShard,
+    ) -> None:
+        self.config = config
+        self.kernels = kernels
+        self.shard = shard
+        self.num_layers = config.num_layers
+        self.layers: MutableMapping[int, Any] = {}
+        self._device = device
+        self._group = shard.group
+        self._sizes = shard.sizes(config)
+        self._num_heads = self._sizes.heads.length
+        self._scale = config.attention_scale
+        self._table: Tensor | None = None  # of the first stage
+        self._lm_head: Linear | None = None  # of the last one
+        loader = ShardLoader(checkpoint, kernels, device, self._sizes, self._PREFIX)
+        table: Tensor | None = None
+        if shard.is_first or config.tie_word_embeddings:
+            table = loader.vocabulary_table("embed_tokens", config.embedding_size)
+        if shard.is_first:
+            self._table = table
+        if shard.is_last:
+            if not config.tie_word_embeddings:
+                head = ShardLoader(checkpoint, kernels, device, self._sizes, "")
+                table = head.vocabulary_table("lm_head", config.embedding_size)
+            assert table is not None
+            self._lm_head = kernels.linear(table)
+        self._load_ends(loader, max_positions)
 
+    @abstractmethod
+    def _load_ends(self, loader: ShardLoader, max_positions: int) -> None:
+        """Load what the model has outside its layers, beside the embedding and the output projection."""
+
+    @abstractmethod
     def load_layer(self, checkpoint: Checkpoint, index: int) -> MovableWeights:
         """Load and pack the weights of a layer, for ``layers``. Raises: CorruptModel."""
 
+    @abstractmethod
     def embed(self, token_ids: Tensor, batch: AttentionMetadata) -> HiddenState:
         """``token_ids`` int64 ``[T]`` to the first layer's input, on the first stage."""
 
+    @abstractmethod
     def run_layer(
         self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
     ) -> HiddenState:
@@ -52,8 +114,51 @@ class DecoderModel(Protocol):
         ``kv_pool`` has the layers of ``shard`` and the rank's KV heads only.
         """
 
+    @abstractmethod
     def logits(self, state: HiddenState, rows: Tensor) -> Tensor | None:
         """Logits ``[len(rows), vocab]`` of the rows named by ``rows`` (int64) after the last layer.
 
         On rank 0 of the last stage; None on its other ranks.
         """
+
+    def _layer_loader(self, checkpoint: Checkpoint, index: int) -> ShardLoader:
+        prefix = f"{self._PREFIX}layers.{index}."
+        return ShardLoader(checkpoint, self.kernels, self._device, self._sizes, prefix)
+
+    def _look_up(self, token_ids: Tensor) -> Tensor:
+        """``[T]`` to ``[T, width]``. Each rank has the rows of some ids, and zeros for the others."""
+        assert self._table is not None, "the first stage embeds"
+        if self._group.size == 1:
+            return F.embedding(token_ids, self._table)
+        held = self._sizes.vocabulary
+        rows = token_ids - held.start
+        is_held = (rows >= 0) & (rows < held.length)
+        found = F.embedding(rows * is_held, self._table)
+        return self._group.all_reduce(found.masked_fill_(~is_held[:, None], 0.0))
+
+    def _attend(
+        self,
+        qkv: Tensor,
+        output: Linear,
+        index: int,
+        kv_pool: Tensor,
+        batch: AttentionMetadata,
+        cos_sin: Tensor | None,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+    ) -> Tensor:
+        """From the projections of layer ``index`` to the sum of its attention over the ranks."""
+        layer, num_heads, kernels = index - self.shard.layers.start, self._num_heads, self.kernels
+        kernels.rotate_and_write_kv(
+            qkv, kv_pool, layer, batch, num_heads, cos_sin, q_norm, k_norm, self.config.norm_eps
+        )
+        attended = kernels.attention(qkv, kv_pool, layer, batch, num_heads, self._scale)
+        return self._group.all_reduce(output(attended))
+
+    def _project(self, x: Tensor) -> Tensor | None:
+        """``[T, width]`` to logits of the whole vocabulary on rank 0; None on the others."""
+        assert self._lm_head is not None, "the last stage has the projection"
+        logits = self._group.gather_columns(self._lm_head(x))
+        if logits is None or logits.shape[1] == self.config.vocab_size:
+            return logits
+        return logits[:, : self.config.vocab_size]  # without the last ranks' padding

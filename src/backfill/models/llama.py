@@ -7,14 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backfill.kernels.base import AttentionMetadata, Kernels, Linear
+from backfill.kernels.base import AttentionMetadata, Linear
 from backfill.models.config import ModelConfig
-from backfill.models.decoder import HiddenState
+from backfill.models.decoder import DecoderModel, HiddenState
 from backfill.models.frequencies import inverse_frequencies
 from backfill.models.movable import MovableWeights
-from backfill.models.shard import ModelShard
 from backfill.models.shard_loader import ShardLoader
-from backfill.models.vocabulary import OutputProjection, TokenEmbedding
 from backfill.models.weights import Checkpoint
 
 
@@ -32,50 +30,17 @@ class LlamaLayer(MovableWeights):
     down: Linear
 
 
-class LlamaModel:
+class LlamaModel(DecoderModel):
     """See ``DecoderModel``. The rotary table covers ``max_positions``."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        kernels: Kernels,
-        *,
-        max_positions: int,
-        device: torch.device,
-        shard: ModelShard,
-    ) -> None:
-        self.config = config
-        self.kernels = kernels
-        self.shard = shard
-        self.num_layers = config.num_layers
-        self.layers: dict[int, LlamaLayer] = {}
-        self._device = device
-        self._group = shard.group
-        self._sizes = sizes = shard.sizes(config)
-        self._num_heads = sizes.heads.length
-        self._scale = config.attention_scale
-        loader = ShardLoader(checkpoint, kernels, device, sizes, "")
-        self._embedding: TokenEmbedding | None = None
-        self._norm: Tensor | None = None
-        self._lm_head: OutputProjection | None = None
-        table: Tensor | None = None
-        if shard.is_first or config.tie_word_embeddings:
-            table = loader.vocabulary_table("model.embed_tokens", config.hidden_size)
-        if shard.is_first:
-            assert table is not None
-            self._embedding = TokenEmbedding(table, sizes.vocabulary, shard.group)
-        if shard.is_last:
-            self._norm = loader.tensor("model.norm.weight", config.hidden_size)
-            if not config.tie_word_embeddings:
-                table = loader.vocabulary_table("lm_head", config.hidden_size)
-            assert table is not None
-            self._lm_head = OutputProjection(kernels.linear(table), config.vocab_size, shard.group)
-        self._cos_sin = rotary_table(config, max_positions).to(device)
+    _PREFIX = "model."
+
+    def _load_ends(self, loader: ShardLoader, max_positions: int) -> None:
+        self._norm = loader.tensor("norm.weight", self.config.hidden_size) if self.shard.is_last else None
+        self._cos_sin = rotary_table(self.config, max_positions).to(self._device)
 
     def load_layer(self, checkpoint: Checkpoint, index: int) -> LlamaLayer:
-        config, sizes = self.config, self._sizes
-        loader = ShardLoader(checkpoint, self.kernels, self._device, sizes, f"model.layers.{index}.")
+        config, sizes, loader = self.config, self._sizes, self._layer_loader(checkpoint, index)
         hidden, inner = config.hidden_size, sizes.inner
         query, kv = sizes.heads.times(config.head_dim), sizes.kv_heads.times(config.head_dim)
         qkv = {"self_attn.q_proj": query, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
@@ -92,37 +57,22 @@ class LlamaModel:
         )
 
     def embed(self, token_ids: Tensor, batch: AttentionMetadata) -> HiddenState:
-        assert self._embedding is not None, "the first stage embeds"
-        return HiddenState(self._embedding(token_ids), None)
+        return HiddenState(self._look_up(token_ids), None)
 
     def run_layer(
         self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
     ) -> HiddenState:
-        layer, kernels, config = self.layers[index], self.kernels, self.config
-        kv_layer, num_heads = index - self.shard.layers.start, self._num_heads
+        layer, kernels, eps = self.layers[index], self.kernels, self.config.norm_eps
         x = self._norm_of(state, layer.input_norm)
-        qkv = layer.qkv(x)
-        kernels.rotate_and_write_kv(
-            qkv,
-            kv_pool,
-            kv_layer,
-            batch,
-            num_heads,
-            self._cos_sin,
-            layer.q_norm,
-            layer.k_norm,
-            config.norm_eps,
-        )
-        attended = kernels.attention(qkv, kv_pool, kv_layer, batch, num_heads, self._scale)
-        x = self._group.all_reduce(layer.output(attended))
-        x = kernels.add_rms_norm(x, state.residual, layer.post_attention_norm, config.norm_eps)
+        qkv, q_norm, k_norm = layer.qkv(x), layer.q_norm, layer.k_norm
+        x = self._attend(qkv, layer.output, index, kv_pool, batch, self._cos_sin, q_norm, k_norm)
+        x = kernels.add_rms_norm(x, state.residual, layer.post_attention_norm, eps)
         x = self._group.all_reduce(layer.down(kernels.silu_and_mul(layer.gate_up(x))))
         return HiddenState(state.residual, x)
 
     def logits(self, state: HiddenState, rows: Tensor) -> Tensor | None:
-        assert self._norm is not None and self._lm_head is not None, "the last stage has the projection"
-        delta = None if state.delta is None else state.delta[rows]
-        return self._lm_head(self._norm_of(HiddenState(state.residual[rows], delta), self._norm))
+        assert self._norm is not None, "the last stage has the norm"
+        return self._project(self._norm_of(state.rows(rows), self._norm))
 
     def _norm_of(self, state: HiddenState, weight: Tensor) -> Tensor:
         if state.delta is None:

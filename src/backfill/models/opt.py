@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backfill.kernels.base import AttentionMetadata, Kernels, Linear
-from backfill.models.config import OPT_POSITION_OFFSET, ModelConfig
-from backfill.models.decoder import HiddenState
+from backfill.kernels.base import AttentionMetadata, Linear
+from backfill.models.config import OPT_POSITION_OFFSET
+from backfill.models.decoder import DecoderModel, HiddenState
 from backfill.models.movable import MovableWeights
-from backfill.models.shard import ModelShard
 from backfill.models.shard_loader import ShardLoader
-from backfill.models.vocabulary import OutputProjection, TokenEmbedding
 from backfill.models.weights import Checkpoint
 
 
@@ -37,46 +34,22 @@ class OPTLayer(MovableWeights):
     fc2: Linear
 
 
-class OPTModel:
+class OPTModel(DecoderModel):
     """See ``DecoderModel``. ``delta`` stays None: LayerNorm is not fused with the residual sum.
 
     The 350M size differs: norms come after each block, the embedding is narrower than the layers and is
     projected in and out, and there is no final norm.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        kernels: Kernels,
-        *,
-        max_positions: int,
-        device: torch.device,
-        shard: ModelShard,
-    ) -> None:
-        self.config = config
-        self.kernels = kernels
-        self.shard = shard
-        self.num_layers = config.num_layers
-        self.layers: dict[int, OPTLayer] = {}
-        self._scale = config.attention_scale
-        self._device = device
-        self._group = shard.group
-        self._sizes = sizes = shard.sizes(config)
-        self._num_heads = sizes.heads.length
+    _PREFIX = "model.decoder."
+
+    def _load_ends(self, loader: ShardLoader, max_positions: int) -> None:
+        config, shard = self.config, self.shard
         hidden, embed_dim = config.hidden_size, config.embedding_size
-        loader = ShardLoader(checkpoint, kernels, device, sizes, "model.decoder.")
-        self._embedding: TokenEmbedding | None = None
         self._project_in: Linear | None = None
         self._final_norm: LayerNorm | None = None
         self._project_out: Linear | None = None
-        self._lm_head: OutputProjection | None = None
-        table: Tensor | None = None
-        if shard.is_first or config.tie_word_embeddings:
-            table = loader.vocabulary_table("embed_tokens", embed_dim)
         if shard.is_first:
-            assert table is not None
-            self._embedding = TokenEmbedding(table, sizes.vocabulary, shard.group)
             if embed_dim != hidden:
                 self._project_in = loader.linear("project_in", hidden, embed_dim)
             num_rows = config.max_position_embeddings + OPT_POSITION_OFFSET
@@ -87,15 +60,9 @@ class OPTModel:
                 self._final_norm = _layer_norm(loader, "final_layer_norm", hidden)
             if embed_dim != hidden:
                 self._project_out = loader.linear("project_out", embed_dim, hidden)
-            if not config.tie_word_embeddings:
-                head = ShardLoader(checkpoint, kernels, device, sizes, "")
-                table = head.vocabulary_table("lm_head", embed_dim)
-            assert table is not None
-            self._lm_head = OutputProjection(kernels.linear(table), config.vocab_size, shard.group)
 
     def load_layer(self, checkpoint: Checkpoint, index: int) -> OPTLayer:
-        config, sizes = self.config, self._sizes
-        loader = ShardLoader(checkpoint, self.kernels, self._device, sizes, f"model.decoder.layers.{index}.")
+        config, sizes, loader = self.config, self._sizes, self._layer_loader(checkpoint, index)
         hidden, query = config.hidden_size, sizes.heads.times(config.head_dim)
         qkv = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), query)
         return OPTLayer(
@@ -108,8 +75,7 @@ class OPTModel:
         )
 
     def embed(self, token_ids: Tensor, batch: AttentionMetadata) -> HiddenState:
-        assert self._embedding is not None, "the first stage embeds"
-        hidden = self._embedding(token_ids)
+        hidden = self._look_up(token_ids)
         if self._project_in is not None:
             hidden = self._project_in(hidden)
         return HiddenState(hidden + F.embedding(batch.positions, self._positions), None)
@@ -120,7 +86,7 @@ class OPTModel:
         layer, norm_first = self.layers[index], self.config.do_layer_norm_before
         hidden = state.residual
         x = layer.attention_norm(hidden) if norm_first else hidden
-        hidden = hidden + self._attend(layer, index, x, kv_pool, batch)
+        hidden = hidden + self._attend(layer.qkv(x), layer.output, index, kv_pool, batch, None)
         if not norm_first:
             hidden = layer.attention_norm(hidden)
         x = layer.final_norm(hidden) if norm_first else hidden
@@ -130,21 +96,12 @@ class OPTModel:
         return HiddenState(hidden, None)
 
     def logits(self, state: HiddenState, rows: Tensor) -> Tensor | None:
-        assert self._lm_head is not None, "the last stage has the projection"
         hidden = state.residual[rows]
         if self._final_norm is not None:
             hidden = self._final_norm(hidden)
         if self._project_out is not None:
             hidden = self._project_out(hidden)
-        return self._lm_head(hidden)
-
-    def _attend(
-        self, layer: OPTLayer, index: int, x: Tensor, kv_pool: Tensor, batch: AttentionMetadata
-    ) -> Tensor:
-        qkv, kv_layer, num_heads = layer.qkv(x), index - self.shard.layers.start, self._num_heads
-        self.kernels.rotate_and_write_kv(qkv, kv_pool, kv_layer, batch, num_heads, None)
-        attended = self.kernels.attention(qkv, kv_pool, kv_layer, batch, num_heads, self._scale)
-        return self._group.all_reduce(layer.output(attended))
+        return self._project(hidden)
 
 
 def _layer_norm(loader: ShardLoader, name: str, size: int) -> LayerNorm:

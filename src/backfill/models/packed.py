@@ -147,28 +147,23 @@ def _write(path: Path, form: PackedFormat, layers: Iterable[MovableWeights]) -> 
     (buffer,) = allocate_buffers(1, form.layer_bytes, torch.device("cpu"))
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.tmp-", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "wb", buffering=0) as file:
+        with os.fdopen(descriptor, "wb") as file:
             os.posix_fallocate(descriptor, 0, form.file_bytes)  # fails before anything is packed
-            _write_all(descriptor, memoryview(form.header()), 0)
-            offset, flushed = PAGE_BYTES, 0
+            file.write(form.header())
+            flushed = 0
             for layer in layers:
                 assert layer.layout() == form.layout, "layers of one model are alike"
                 layer.copy_to(buffer)
-                _write_all(descriptor, buffer.numpy().data, offset)
-                offset += form.layer_bytes
+                file.write(buffer.numpy().data)
+                offset = file.tell()
                 if offset - flushed >= _BUFFERED_BYTES or offset == form.file_bytes:
+                    file.flush()
                     os.fdatasync(descriptor)
                     os.posix_fadvise(descriptor, flushed, offset - flushed, os.POSIX_FADV_DONTNEED)
                     flushed = offset
-            os.fsync(file.fileno())
+            os.fsync(descriptor)
         os.replace(name, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(name)
         raise
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written

@@ -32,12 +32,11 @@ class TensorGroup(Protocol):
         """``[T, C]`` of all ranks side by side, ``[T, size * C]``, on rank 0; None on the others."""
 
 
-@dataclass(frozen=True, slots=True)
 class SoleRank:
     """A group of one: nothing is exchanged."""
 
-    rank: int = 0
-    size: int = 1
+    rank = 0
+    size = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

@@ -11,7 +11,7 @@ from backfill.bus.throttle import Bus
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.execution.create import choose_device, create_torch_executor
-from backfill.execution.executor import warm_up, warm_up_slot_copies
+from backfill.execution.executor import warm_up
 from backfill.execution.machine import check_threads, threads_of_rank
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.config import ModelConfig
@@ -76,9 +76,7 @@ def _check_sizes(config: EngineConfig) -> None:
 
 def _warmed_up(executor: ParallelExecutor, config: EngineConfig) -> ParallelExecutor:
     try:
-        warm_up(executor)
-        if executor.info.num_host_blocks and config.scheduler.shares_blocks:
-            warm_up_slot_copies(executor)
+        warm_up(executor, copies_slots=config.scheduler.shares_blocks)
     except BaseException:
         executor.close()
         raise

@@ -16,11 +16,10 @@ import torch.distributed as dist
 
 from backfill.core.config import EngineConfig
 from backfill.execution.collectives import RankLinks, SafepointGroup, SoleSafepointGroup, StageLink
-from backfill.execution.create import choose_device, choose_dtype, load_executor
+from backfill.execution.create import load_executor, target_of
 from backfill.execution.sizing import plan_rank
 from backfill.execution.stage import Stage
 from backfill.execution.torch_executor import TorchExecutor
-from backfill.models.config import ModelConfig
 from backfill.models.placement import ModelPlacement
 from backfill.models.shard import ModelShard
 from backfill.parallel.rank import RankContext, StagePlace
@@ -40,10 +39,8 @@ _PAGE_BYTES = 4096
 
 def load_rank(config: EngineConfig, context: RankContext) -> TorchExecutor:
     """See ``RankLoader``. Raises: ConfigError, ModelError, InsufficientMemory."""
-    model_config = ModelConfig.from_folder(config.model_dir)
+    model_config, device, dtype = target_of(config)
     placement = ModelPlacement.of(model_config, context.tensor_parallel_size, context.pipeline_parallel_size)
-    device = choose_device(config)
-    dtype = choose_dtype(config, model_config, device)
     if device.type == "cuda":
         device = torch.device("cuda", context.local_rank)
         torch.cuda.set_device(device)

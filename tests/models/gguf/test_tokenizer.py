@@ -7,7 +7,6 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from backfill.core.errors import CorruptModel, UnsupportedModel
 from backfill.models.generation_config import GenerationDefaults
 from backfill.models.gguf import convert_gguf
 from tests.models.gguf.builders import CORPUS, SPECIALS, make_vocabulary, write_tiny
@@ -126,31 +125,3 @@ def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
     # "th" has a higher score than "at", which comes first.
     ids = tokenizer.encode("</s>ath", add_special_tokens=False)
     assert tokenizer.convert_ids_to_tokens(ids) == ["</s>", "▁", "a", "th"]
-
-
-@pytest.mark.parametrize(
-    ("extra", "named"),
-    [
-        ({"tokenizer.ggml.pre": "tekken"}, "pre-tokenizer 'tekken'"),
-        ({"tokenizer.ggml.model": "t5"}, "tokenizer 't5'"),
-    ],
-)
-def test_refuses_other_tokenizers(extra: dict[str, Any], named: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=named):
-        convert_gguf(write_tiny(tmp_path / "m.gguf", extra=extra), tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
-
-
-@pytest.mark.parametrize(
-    ("extra", "named"),
-    [
-        ({"tokenizer.ggml.bos_token_id": 9999}, "bos_token_id 9999 is outside"),
-        ({"tokenizer.ggml.merges": ["zz qq"]}, "tokenizer's parts do not fit"),
-        ({"tokenizer.ggml.merges": ["zz"]}, "a merge is not two tokens"),
-        ({"tokenizer.ggml.token_type": [1]}, "1 token types"),
-    ],
-)
-def test_contradictions_are_named(extra: dict[str, Any], named: str, tmp_path: Path) -> None:
-    with pytest.raises(CorruptModel, match=named):
-        convert_gguf(write_tiny(tmp_path / "m.gguf", extra=extra), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
