@@ -183,14 +183,6 @@ def test_a_model_is_kept_if_no_other_is_better_and_its_error_is_updated() -> Non
     assert service.saved == [refined], "what moved by a little is not worth telling of"
 
 
-def test_a_model_that_is_worse_on_held_out_steps_is_not_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = Service(coarse_profile(TRUTH))
-    service.serve_chats(300)
-    monkeypatch.setattr(ProfileRefiner, "_fit", lambda *_: scaled(TRUTH, 1.5))
-    refined = service.refine()
-    assert refined is not None and refined.cost == TRUTH
-
-
 def test_a_profile_that_keeps_its_model_gets_the_latest_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

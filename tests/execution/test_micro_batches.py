@@ -220,15 +220,6 @@ def test_no_stream_uses_memory_of_the_other_between_fork_and_join(
     assert streams.events == ["fork", "join"] * 6
 
 
-def test_the_streams_join_after_a_failure_too(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = create_executor(model_dir, 2)
-    streams = executor._streams = RecordedStreams()
-    monkeypatch.setattr(executor._model, "run_layer", lambda *arguments: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run_steps(executor)
-    assert streams.events == ["fork", "join"]
-
-
 class FakeCuda:
     """Streams and events in place of torch's, which notes what is asked of them."""
 

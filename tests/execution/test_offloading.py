@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from backfill.core.block import BlockMove
 from backfill.core.clock import VirtualClock
 from backfill.core.config import EngineConfig, SchedulerConfig
-from backfill.core.errors import ConfigError, InsufficientMemory
+from backfill.core.errors import ConfigError
 from backfill.core.plan import Compute, DeviceMemory, StepPlan
 from backfill.engine.engine import Engine
 from backfill.execution import offloading
@@ -216,30 +216,6 @@ def test_transfers_that_end_while_they_are_reported_fail_no_step(model_dir: Path
     streamer = streamer_of(create_torch_executor(config_of(model_dir, 1)))
     streamer._link.times_s = GrowingTimes([9.0] * 40 + [1.0] * 10 + [2.0] * 21)
     assert streamer.take_transfers().transfer_s == 2.0
-
-
-def test_the_kv_pool_gets_the_memory_that_offloading_frees(model_dir: Path) -> None:
-    limit = 0.02
-    pools = {
-        interval: create_torch_executor(
-            config_of(model_dir, interval, kv_gib=None, device_memory=limit)
-        ).info.num_blocks
-        for interval in ("none", 3, 1)
-    }
-    assert pools["none"] < pools[3] < pools[1]
-    block_bytes = NUM_LAYERS * 2 * 2 * 8 * 8 * 4
-    layer_bytes = (48 * 48 * 2 + 48 * 16 * 2 + 3 * 48 * 80 + 2 * 48) * 4
-    assert pools[1] - pools["none"] == pytest.approx(10 * layer_bytes / block_bytes, abs=1)
-
-
-def test_a_limit_that_is_too_small_is_refused(model_dir: Path) -> None:
-    with pytest.raises(InsufficientMemory, match=r"`device_memory` 0\.001 GiB is too small with"):
-        create_torch_executor(config_of(model_dir, 2, kv_gib=None, device_memory=0.001))
-
-
-def test_more_layers_than_the_model_has_are_refused(model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"`offload_interval` must be none, auto or at most 12, .* got 13"):
-        create_torch_executor(config_of(model_dir, 13))
 
 
 def test_an_interval_may_be_text_as_on_the_command_line() -> None:

@@ -1,13 +1,8 @@
-"""Step times with offloaded layers, against a simulation of the pipeline event by event."""
+"""Step times with offloaded layers; ``tests/execution/test_simulated_weights.py`` has them of a pipeline."""
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Iterator
-
-import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from backfill.offloading.interval import (
@@ -17,88 +12,9 @@ from backfill.offloading.interval import (
     smallest_interval,
     step_time_s,
 )
-from tests.shared import examples
 
 counts = st.integers(1, 24)
 durations = st.integers(0, 40).map(float)  # whole numbers: sums are exact
-
-
-class Pipeline:
-    """Steps back to back on a device, a link and two staging buffers, as events on a clock."""
-
-    def __init__(self, times: LayerTimes, interval: int) -> None:
-        self.now_s = 0.0
-        self._times = times
-        self._offloaded = offloaded_layers(times.num_layers, interval)
-        self._events: list[tuple[float, str]] = []
-        self._num_free = min(2, len(self._offloaded))
-        self._staged: deque[int] = deque()
-        self._to_transfer = self._cycle()
-        self._in_transfer: int | None = None
-        self._layer = 0  # computed next, or now
-        self._is_computing = False
-
-    def _cycle(self) -> Iterator[int]:
-        while self._offloaded:
-            yield from self._offloaded
-
-    def step_ends(self, num_steps: int) -> list[float]:
-        """When the layers of each step are done."""
-        ends: list[float] = []
-        self._begin_transfer()
-        self._begin_layer()
-        while len(ends) < num_steps:
-            self.now_s, event = heapq.heappop(self._events)
-            if event == "transferred":
-                assert self._in_transfer is not None
-                self._staged.append(self._in_transfer)
-                self._in_transfer = None
-            elif event == "computed":
-                self._is_computing = False
-                if self._layer in self._offloaded:
-                    self._num_free += 1
-                self._layer += 1
-                if self._layer == self._times.num_layers:
-                    ends.append(self.now_s)
-                    self._is_computing = True  # the host's part of the step
-                    heapq.heappush(self._events, (self.now_s + self._times.other_s, "next step"))
-            else:
-                self._is_computing, self._layer = False, 0
-            self._begin_transfer()
-            self._begin_layer()
-        return ends
-
-    def _begin_transfer(self) -> None:
-        if self._in_transfer is None and self._num_free and self._offloaded:
-            self._in_transfer = next(self._to_transfer)
-            self._num_free -= 1
-            heapq.heappush(self._events, (self.now_s + self._times.transfer_s, "transferred"))
-
-    def _begin_layer(self) -> None:
-        if self._is_computing:
-            return
-        if self._layer in self._offloaded:
-            if not (self._staged and self._staged[0] == self._layer):
-                return
-            self._staged.popleft()
-        self._is_computing = True
-        heapq.heappush(self._events, (self.now_s + self._times.compute_s, "computed"))
-
-
-def simulated_step_s(times: LayerTimes, interval: int) -> float:
-    """Mean of steps after the first ones: an interval may repeat only after several steps."""
-    ends = Pipeline(times, interval).step_ends(1 + 480 + 240)
-    return (ends[-1] - ends[480]) / 240
-
-
-@settings(max_examples=examples(120), deadline=None)
-@given(counts, st.integers(1, 24), durations, durations, durations)
-def test_step_times_are_those_of_the_pipeline(
-    num_layers: int, interval: int, compute_s: float, transfer_s: float, other_s: float
-) -> None:
-    times = LayerTimes(num_layers, compute_s, transfer_s, other_s)
-    interval = min(interval, num_layers)
-    assert step_time_s(times, interval) == pytest.approx(simulated_step_s(times, interval), rel=1e-9)
 
 
 def test_each_of_the_limits() -> None:

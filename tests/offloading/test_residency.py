@@ -12,31 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backfill.offloading.interval import (
-    LayerTimes,
     num_device_layers,
-    step_bounds,
-    step_time_s,
 )
 from backfill.offloading.residency import Residency, ResidencyConfig, ResidencyPolicy, Situation, residencies
 
 NUM_LAYERS = 32
 CONFIG = ResidencyConfig(offline_hold_s=10.0, least_stay_s=5.0, least_gain=0.05, online_margin=0.8)
-
-
-@given(
-    st.integers(1, 40),
-    st.integers(1, 41),
-    st.floats(0.0, 1.0, allow_subnormal=False),
-    st.floats(0.0, 0.1, allow_subnormal=False),
-)
-def test_the_bounds_of_a_step_are_its_time(
-    num_layers: int, interval: int, compute_s: float, transfer_s: float
-) -> None:
-    interval = min(interval, num_layers)
-    expected = step_time_s(LayerTimes(num_layers, compute_s / num_layers, transfer_s), interval)
-    bounds = step_bounds(num_layers, interval, transfer_s)
-    assert bounds.step_s(compute_s) == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    assert step_bounds(num_layers, None, transfer_s).step_s(compute_s) == compute_s
 
 
 def test_divisions_of_the_same_memory() -> None:
