@@ -26,7 +26,7 @@ from backfill.engine.interval_choice import _save_correction, create_record_chec
 from backfill.engine.process import load_engine
 from backfill.execution import analyzer
 from backfill.execution.analyzer import Analysis, analyze, load_or_measure_record, record_key, record_path
-from backfill.execution.create import create_torch_executor, least_device_bytes
+from backfill.execution.create import create_torch_executor, target_of
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.offloading.loads import LoadGrid
@@ -350,7 +350,7 @@ def test_a_limit_that_only_smaller_intervals_fit_is_refused_with_both_ways_out(
 ) -> None:
     """The objective needs interval 3; the memory has room for 2."""
     save(0.004)
-    two = least_device_bytes(replace(config, offload_interval=2))
+    two = target_of(replace(config, offload_interval=2)).least_device_bytes
     limited = replace(config, device_memory=(two + 4096) / GIB)
     with pytest.raises(ConfigError) as caught:
         chosen(limited, tpot_slo=0.018)
@@ -371,7 +371,7 @@ def test_an_engine_that_starts_again_goes_on_with_what_its_corrected_record_has(
 ) -> None:
     """As in the test before, where the first start is refused."""
     save(0.004)
-    two = least_device_bytes(replace(config, offload_interval=2))
+    two = target_of(replace(config, offload_interval=2)).least_device_bytes
     limited = replace(config, device_memory=(two + 4096) / GIB, min_offload_interval=1)
     kept = replace(config.scheduler, tpot_slo=0.018, kept_slo=SLO(1.0, 0.018))
     found = with_chosen_interval(replace(limited, scheduler=kept))

@@ -12,7 +12,7 @@ from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.execution import sizing
 from backfill.execution.memory import MemoryPlan, WeightSizes, activation_bytes
-from backfill.execution.sizing import RankPlan, plan_rank
+from backfill.execution.sizing import RankPlan, Target
 from backfill.models.config import ModelConfig
 from backfill.models.placement import ModelPlacement
 from tests.execution.tiny import dummy_config
@@ -23,7 +23,8 @@ MODEL = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads"
 
 def plans(config: EngineConfig, tensor: int, stages: int, device: torch.device = CPU) -> list[RankPlan]:
     placement = ModelPlacement.of(ModelConfig.from_folder(config.model_dir), tensor, stages)
-    return [plan_rank(config, placement, rank, device, torch.float32) for rank in range(placement.num_ranks)]
+    target = Target(config, placement, device, torch.float32)
+    return [target.plan_rank(rank) for rank in range(placement.num_ranks)]
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_each_stage_offloads_one_of_so_many_of_its_own_layers(tmp_path: Path, co
 
     def memory(interval: int | None, rank: int = 0, device: torch.device = CPU) -> MemoryPlan:
         divided = replace(config, offload_interval=interval or "none")
-        return plan_rank(divided, placement, rank, device, torch.float32).memory
+        return Target(divided, placement, device, torch.float32).plan_rank(rank).memory
 
     together, resident = memory(3), memory(None)
     assert (together.num_layers, together.num_offloaded) == (14, 2 + 2)

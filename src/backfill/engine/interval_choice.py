@@ -11,7 +11,7 @@ from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.core.slo import SLO
 from backfill.engine.record_check import RecordCheck
 from backfill.execution.analyzer import load_or_measure_record, record_path, saved_record
-from backfill.execution.create import least_device_bytes, planned_memory
+from backfill.execution.create import target_of
 from backfill.models.config import ModelConfig
 from backfill.offloading.choice import IntervalChooser, LoadLimits, NoIntervalHolds
 from backfill.offloading.record import PerformanceRecord
@@ -157,7 +157,7 @@ def _fitting(config: EngineConfig) -> set[int | None]:
     num_layers = ModelConfig.from_folder(config.model_dir).num_layers
     for interval in (*range(1, num_layers + 1), None):
         try:
-            planned_memory(_with_interval(config, interval))
+            target_of(_with_interval(config, interval)).plan_device()
             fitting.add(interval)
         except InsufficientMemory as error:
             first = first or error
@@ -184,7 +184,7 @@ def _refusal(config: EngineConfig, slo: SLO, error: NoIntervalHolds) -> str:
     asked = " and ".join(f"`{field}` {asked_s:g}" for field, asked_s, _ in missed)
     offered = " and ".join(f"`{field}` {rounded_up(least_s):g} or more" for field, _, least_s in missed)
     holding: list[int | None] = [*error.holding, None]
-    needed = {each: least_device_bytes(_with_interval(config, each)) for each in holding}
+    needed = {each: target_of(_with_interval(config, each)).least_device_bytes for each in holding}
     cheapest = min(needed, key=lambda each: needed[each])
     gib = -(-needed[cheapest] * 1000 // GIB) / 1000  # rounded up: the advice must suffice
     return (

@@ -222,9 +222,9 @@ def record_key(config: EngineConfig) -> MeasuredOn:
 
     Raises: ConfigError, ModelError.
     """
-    model, device, dtype = target_of(config)
-    name = device_name(config, device, config.threads or available_processors())
-    return MeasuredOn(model.shape_key, name, str(dtype).removeprefix("torch."))
+    target = target_of(config)
+    name = device_name(config, target.device, config.threads or available_processors())
+    return MeasuredOn(target.placement.config.shape_key, name, target.dtype_name)
 
 
 def record_path(key: MeasuredOn) -> Path:

@@ -18,7 +18,7 @@ from backfill.execution.machine import available_processors, check_threads
 from backfill.execution.memory import MemoryPlan
 from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.offloading import LayerStreamer, create_streamer
-from backfill.execution.sizing import RankPlan, kv_layout, plan_device, plan_rank, step_bytes, weight_sizes
+from backfill.execution.sizing import RankPlan, Target
 from backfill.execution.stage import Stage
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels import create_kernels
@@ -27,7 +27,6 @@ from backfill.models.build import build_model
 from backfill.models.config import ModelConfig
 from backfill.models.generation_config import GenerationDefaults, end_token_ids
 from backfill.models.placement import ModelPlacement
-from backfill.models.shard import whole_model
 from backfill.models.weights import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -43,27 +42,17 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
     Raises: ConfigError, ModelError, InsufficientMemory, each with a message for the user.
     """
     assert config.offload_interval != "auto", "the interval has not been chosen"
-    model_config, device, dtype = target_of(config)
+    target = target_of(config)
     check_threads(config)
-    if device.type == "cpu":
+    if target.device.type == "cpu":
         torch.set_num_threads(config.threads or available_processors())
-    placement = ModelPlacement.of(model_config)
-    plan = plan_rank(config, placement, 0, device, dtype)
-    stage = Stage.whole(model_config.num_layers)
-    executor = load_executor(config, placement, plan, stage, device, dtype, bus)
+    stage = Stage.whole(target.placement.config.num_layers)
+    executor = load_executor(target, target.plan_rank(), stage, bus)
     warm_up(executor, copies_slots=config.scheduler.shares_blocks)
     return executor
 
 
-def load_executor(
-    config: EngineConfig,
-    placement: ModelPlacement,
-    plan: RankPlan,
-    stage: Stage,
-    device: torch.device,
-    dtype: torch.dtype,
-    bus: Bus | None = None,
-) -> TorchExecutor:
+def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None = None) -> TorchExecutor:
     """Load what one rank has of the model, and allocate its part of the KV pools.
 
     Args:
@@ -71,17 +60,18 @@ def load_executor(
         stage: its place among others.
     Raises: ConfigError, ModelError, InsufficientMemory.
     """
+    config, device, dtype = target.config, target.device, target.dtype
     if config.min_offload_interval is not None and device.type != "cpu":
         # A tensor of torch has memory for all of it. Memory that is mapped later needs cuMemCreate, cuMemMap.
         raise ConfigError("`min_offload_interval` is supported with `device` cpu only.")
-    model_config, interval = placement.config, config.offload_every
-    info = _executor_info(config, placement, plan, device, dtype)
+    model_config, interval = target.placement.config, config.offload_every
+    info = _executor_info(target, plan)
     checkpoint = Checkpoint.open(
         config.model_dir, dtype=dtype, load_format=config.load_format, seed=config.seed
     )
     kernels = create_kernels(device)
     if stage.shard.is_first and stage.shard.group.rank == 0:
-        _log_choices(config, model_config, dtype, device, kernels)
+        _log_choices(target, kernels)
     streams = MicroBatchStreams(device, config.num_micro_batches)
     model = build_model(
         model_config,
@@ -107,7 +97,7 @@ def load_executor(
         if device.type != "cpu" or (stage.shard.is_first and stage.shard.group.rank == 0):
             _log_offloading(interval, plan.memory)
     trim_heap()
-    kv_pool, pool_memory = _create_pool(plan, info, dtype, device)
+    kv_pool, pool_memory = _create_pool(target, plan, info)
     copier: BlockCopier | None = None
     if info.num_host_blocks:
         host_bytes = info.num_host_blocks * plan.layout.block_bytes
@@ -118,40 +108,34 @@ def load_executor(
     return TorchExecutor(model, kv_pool, info, streams, copier, streamer, pool_memory, stage)
 
 
-def _executor_info(
-    config: EngineConfig,
-    placement: ModelPlacement,
-    plan: RankPlan,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> ExecutorInfo:
+def _executor_info(target: Target, plan: RankPlan) -> ExecutorInfo:
     """What a rank's executor will be: known before anything is loaded."""
-    model_config, stages = placement.config, placement.stages
-    interval = config.offload_every
+    config, placement = target.config, target.placement
+    model_config, stages, interval = placement.config, placement.stages, config.offload_every
     return ExecutorInfo(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
         max_model_len=plan.max_model_len,
         vocab_size=model_config.vocab_size,
         end_token_ids=end_token_ids(model_config, GenerationDefaults.from_folder(config.model_dir)),
-        device=device.type,
-        dtype=str(dtype).removeprefix("torch."),
+        device=target.device.type,
+        dtype=target.dtype_name,
         num_layers=model_config.num_layers,
         can_stop=True,
         num_host_blocks=plan.num_host_blocks,
         block_bytes=plan.layout.block_bytes,
         offload_interval=interval,
         min_offload_interval=config.min_offload_interval,
-        layer_bytes=0 if interval is None else weight_sizes(placement.shards(), dtype, device).layer_bytes,
+        layer_bytes=0 if interval is None else target.weight_sizes(placement.shards()).layer_bytes,
         stage_layers=tuple(map(len, stages)) if len(stages) > 1 else (),
     )
 
 
 def _create_pool(
-    plan: RankPlan, info: ExecutorInfo, dtype: torch.dtype, device: torch.device
+    target: Target, plan: RankPlan, info: ExecutorInfo
 ) -> tuple[torch.Tensor, ReservedMemory | None]:
     """The rank's part of the KV pool, not set, and its memory if it may grow. Raises: InsufficientMemory."""
-    layout = plan.layout
+    layout, dtype, device = plan.layout, target.dtype, target.device
     if info.min_offload_interval is None:
         num_bytes = info.num_blocks * layout.block_bytes
         with allocating("A KV pool", num_bytes, f"on {device}", "lower `kv_gib`"):
@@ -166,35 +150,13 @@ def _create_pool(
     return memory.bytes.view(dtype).view(layout.shape(most)), memory
 
 
-def planned_memory(config: EngineConfig) -> MemoryPlan:
-    """What the executor of a configuration would allocate on its device.
-
-    Raises: ConfigError, ModelError, InsufficientMemory.
-    """
-    model_config, device, dtype = target_of(config)
-    return plan_device(config, ModelPlacement.of(model_config), 0, device, dtype)
-
-
-def least_device_bytes(config: EngineConfig) -> int:
-    """Of device memory that the executor of a configuration needs.
-
-    The KV pool has the size that is asked for, else one block.
-
-    Raises: ConfigError, ModelError.
-    """
-    model_config, device, dtype = target_of(config)
-    shard = whole_model(model_config)
-    weights_bytes = weight_sizes((shard,), dtype, device).device_bytes(config.offload_every)
-    block_bytes = kv_layout(config, shard, dtype).block_bytes
-    kv_bytes = block_bytes if config.kv_bytes is None else config.kv_bytes
-    return weights_bytes + step_bytes(config, (shard,), dtype) + kv_bytes
-
-
-def target_of(config: EngineConfig) -> tuple[ModelConfig, torch.device, torch.dtype]:
-    """The model of a configuration, and what it will run on and in. Raises: ConfigError, ModelError."""
+def target_of(config: EngineConfig, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> Target:
+    """What the model of a configuration will run on and in. Raises: ConfigError, ModelError."""
     model_config = ModelConfig.from_folder(config.model_dir)
     device = choose_device(config)
-    return model_config, device, _choose_dtype(config, model_config, device)
+    dtype = _choose_dtype(config, model_config, device)
+    placement = ModelPlacement.of(model_config, tensor_parallel_size, pipeline_parallel_size)
+    return Target(config, placement, device, dtype)
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -218,23 +180,17 @@ def _choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch
     return _TORCH_DTYPES[name]
 
 
-def _log_choices(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: Kernels,
-) -> None:
+def _log_choices(target: Target, kernels: Kernels) -> None:
     """One line: what computes the model here, and why."""
-    name = str(dtype).removeprefix("torch.")
-    if config.dtype != "auto":
+    name, stored = target.dtype_name, target.placement.config.dtype
+    if target.config.dtype != "auto":
         reason = "`dtype`"
-    elif name == model_config.dtype:
+    elif name == stored:
         reason = "as the model is stored"
     else:
-        reason = f"the model is stored in {model_config.dtype}"
+        reason = f"the model is stored in {stored}"
     threads = ""
-    if device.type == "cpu":
+    if target.device.type == "cpu":
         threads = f"; {torch.get_num_threads()} threads on {available_processors()} processors"
     logger.info("kernels: %s; %s (%s)%s", kernels.description, name, reason, threads)
 

@@ -19,7 +19,7 @@ from backfill.execution.machine import available_host_bytes, check_host_pool_fit
 from backfill.execution.memory import MemoryPlan, WeightSizes, activation_bytes, plan_memory
 from backfill.models.config import ModelConfig
 from backfill.models.placement import ModelPlacement
-from backfill.models.shard import ShardSizes
+from backfill.models.shard import ShardSizes, whole_model
 
 logger = logging.getLogger(__name__)
 
@@ -48,79 +48,114 @@ class RankPlan:
     max_model_len: int
 
 
-def plan_rank(
-    config: EngineConfig,
-    placement: ModelPlacement,
-    rank: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    node_ranks: Sequence[int] | None = None,
-) -> RankPlan:
-    """Size what one rank allocates. Where ranks share a memory: before any of them allocates.
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model, the ranks that it is divided among, and what it runs on and in.
 
-    Args:
-        node_ranks: ranks that share the machine's memory. None: all.
-    Raises: ConfigError, InsufficientMemory.
+    Attributes:
+        device: of the rank in question.
+        dtype: of weights and KV.
     """
-    memory = plan_device(config, placement, rank, device, dtype, node_ranks)
-    num_blocks, block_bytes = memory.num_blocks, _block_bytes(config, placement.shards(), dtype)
-    kv_bytes = num_blocks * block_bytes if placement.num_ranks > 1 else memory.kv_bytes
-    node_ranks = range(placement.num_ranks) if node_ranks is None else node_ranks
-    on_node = list(map(placement.sizes, node_ranks))
-    taken_bytes = memory.weights_bytes + memory.kv_bytes
-    if device.type != "cpu":
-        all_weights = weight_sizes(on_node, dtype, device)
-        taken_bytes = all_weights.host_layers_bytes(config.offload_every)
-    return RankPlan(
-        kv_layout(config, placement.sizes(rank), dtype),
-        memory,
-        block_bytes,
-        num_blocks,
-        num_host_blocks=_choose_num_host_blocks(
-            config, block_bytes, _block_bytes(config, on_node, dtype), kv_bytes, taken_bytes
-        ),
-        max_model_len=_choose_max_model_len(
-            config, placement.config, num_blocks, block_bytes, warns=rank == 0
-        ),
-    )
 
+    config: EngineConfig
+    placement: ModelPlacement
+    device: torch.device
+    dtype: torch.dtype
 
-def plan_device(
-    config: EngineConfig,
-    placement: ModelPlacement,
-    rank: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    node_ranks: Sequence[int] | None = None,
-) -> MemoryPlan:
-    """Divide the memory of a rank's device; see ``plan_rank``. Raises: ConfigError, InsufficientMemory."""
-    _check_interval(config.offload_every, placement)
-    on_cpu = device.type == "cpu"
-    sharing = range(placement.num_ranks) if node_ranks is None else node_ranks
-    shards = list(map(placement.sizes, sharing if on_cpu else [rank]))
-    block_bytes, kv_bytes = _block_bytes(config, shards, dtype), config.kv_bytes
-    if (
-        on_cpu
-        and kv_bytes is None
-        and config.device_memory_bytes is None
-        and len(shards) < placement.num_ranks
-    ):
-        kv_bytes = GIB  # as below, of all ranks together
-    if kv_bytes is not None and len(shards) < placement.num_ranks:
-        kv_bytes = kv_bytes // _block_bytes(config, placement.shards(), dtype) * block_bytes
-    return plan_memory(
-        weight_sizes(shards, dtype, device),
-        device=str(device),
-        block_bytes=block_bytes,
-        default_kv_bytes=GIB if on_cpu else None,
-        interval=config.offload_every,
-        kv_bytes=kv_bytes,
-        limit_bytes=config.device_memory_bytes,
-        activation_bytes=step_bytes(config, shards, dtype),
-        available_bytes=available_host_bytes()
-        if on_cpu
-        else _available_cuda_bytes(device, config.gpu_memory_utilization),
-    )
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def plan_rank(self, rank: int = 0, node_ranks: Sequence[int] | None = None) -> RankPlan:
+        """Size what one rank allocates. Where ranks share a memory: before any of them allocates.
+
+        Args:
+            node_ranks: ranks that share the machine's memory. None: all.
+        Raises: ConfigError, InsufficientMemory.
+        """
+        config, placement = self.config, self.placement
+        memory = self.plan_device(rank, node_ranks)
+        num_blocks, block_bytes = memory.num_blocks, self._block_bytes(placement.shards())
+        kv_bytes = num_blocks * block_bytes if placement.num_ranks > 1 else memory.kv_bytes
+        on_node = list(map(placement.sizes, range(placement.num_ranks) if node_ranks is None else node_ranks))
+        taken_bytes = memory.weights_bytes + memory.kv_bytes
+        if self.device.type != "cpu":
+            taken_bytes = self.weight_sizes(on_node).host_layers_bytes(config.offload_every)
+        return RankPlan(
+            self.kv_layout(placement.sizes(rank)),
+            memory,
+            block_bytes,
+            num_blocks,
+            num_host_blocks=_choose_num_host_blocks(
+                config, block_bytes, self._block_bytes(on_node), kv_bytes, taken_bytes
+            ),
+            max_model_len=_choose_max_model_len(
+                config, placement.config, num_blocks, block_bytes, warns=rank == 0
+            ),
+        )
+
+    def plan_device(self, rank: int = 0, node_ranks: Sequence[int] | None = None) -> MemoryPlan:
+        """Divide the memory of a rank's device; see ``plan_rank``, also for what it raises."""
+        config, placement, on_cpu = self.config, self.placement, self.device.type == "cpu"
+        _check_interval(config.offload_every, placement)
+        sharing = range(placement.num_ranks) if node_ranks is None else node_ranks
+        shards = list(map(placement.sizes, sharing if on_cpu else [rank]))
+        block_bytes, kv_bytes = self._block_bytes(shards), config.kv_bytes
+        has_all = len(shards) == placement.num_ranks
+        if on_cpu and kv_bytes is None and config.device_memory_bytes is None and not has_all:
+            kv_bytes = GIB  # as below, of all ranks together
+        if kv_bytes is not None and not has_all:
+            kv_bytes = kv_bytes // self._block_bytes(placement.shards()) * block_bytes
+        return plan_memory(
+            self.weight_sizes(shards),
+            device=str(self.device),
+            block_bytes=block_bytes,
+            default_kv_bytes=GIB if on_cpu else None,
+            interval=config.offload_every,
+            kv_bytes=kv_bytes,
+            limit_bytes=config.device_memory_bytes,
+            activation_bytes=self.step_bytes(shards),
+            available_bytes=available_host_bytes()
+            if on_cpu
+            else _available_cuda_bytes(self.device, config.gpu_memory_utilization),
+        )
+
+    @property
+    def least_device_bytes(self) -> int:
+        """Of device memory that one rank with the whole model needs.
+
+        The KV pool has the size that is asked for, else one block.
+        """
+        shards, config = (whole_model(self.placement.config),), self.config
+        weights_bytes = self.weight_sizes(shards).device_bytes(config.offload_every)
+        kv_bytes = self._block_bytes(shards) if config.kv_bytes is None else config.kv_bytes
+        return weights_bytes + self.step_bytes(shards) + kv_bytes
+
+    def kv_layout(self, shard: ShardSizes) -> KVLayout:
+        """Of a rank's part of a KV block."""
+        return KVLayout(
+            num_layers=len(shard.layers),
+            num_kv_heads=shard.kv_heads.length,
+            head_dim=shard.config.head_dim,
+            block_size=self.config.block_size,
+            dtype_bytes=self.dtype.itemsize,
+        )
+
+    def weight_sizes(self, shards: Sequence[ShardSizes]) -> WeightSizes:
+        """Of shards in the memory of one device."""
+        return WeightSizes.of(shards, self.dtype.itemsize, packs_tables=self.device.type == "cpu")
+
+    def step_bytes(self, shards: Sequence[ShardSizes]) -> int:
+        """What a step takes beside weights and KV, on ranks that share a memory."""
+        limits, dtype_bytes = self.config.scheduler, self.dtype.itemsize
+        return sum(
+            activation_bytes(each, limits.max_num_batched_tokens, limits.max_num_seqs, dtype_bytes)
+            for each in shards
+        )
+
+    def _block_bytes(self, shards: Sequence[ShardSizes]) -> int:
+        """Of a KV block, on several ranks together."""
+        return sum(self.kv_layout(each).block_bytes for each in shards)
 
 
 def _check_interval(interval: int | None, placement: ModelPlacement) -> None:
@@ -131,36 +166,6 @@ def _check_interval(interval: int | None, placement: ModelPlacement) -> None:
         raise ConfigError(
             f"must be none, auto or at most {most}, {of}, got {interval}.", field="offload_interval"
         )
-
-
-def kv_layout(config: EngineConfig, shard: ShardSizes, dtype: torch.dtype) -> KVLayout:
-    """Of a rank's part of a KV block."""
-    return KVLayout(
-        num_layers=len(shard.layers),
-        num_kv_heads=shard.kv_heads.length,
-        head_dim=shard.config.head_dim,
-        block_size=config.block_size,
-        dtype_bytes=dtype.itemsize,
-    )
-
-
-def weight_sizes(shards: Sequence[ShardSizes], dtype: torch.dtype, device: torch.device) -> WeightSizes:
-    """Of shards in the memory of one device."""
-    return WeightSizes.of(shards, dtype.itemsize, packs_tables=device.type == "cpu")
-
-
-def step_bytes(config: EngineConfig, shards: Sequence[ShardSizes], dtype: torch.dtype) -> int:
-    """What a step takes beside weights and KV, on ranks that share a memory."""
-    limits = config.scheduler
-    return sum(
-        activation_bytes(each, limits.max_num_batched_tokens, limits.max_num_seqs, dtype.itemsize)
-        for each in shards
-    )
-
-
-def _block_bytes(config: EngineConfig, shards: Sequence[ShardSizes], dtype: torch.dtype) -> int:
-    """Of a KV block, on several ranks together."""
-    return sum(kv_layout(config, each, dtype).block_bytes for each in shards)
 
 
 def _available_cuda_bytes(device: torch.device, utilization: float) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,8 @@ import torch.distributed as dist
 from backfill.core.config import EngineConfig
 from backfill.execution.collectives import RankLinks, SafepointGroup, SoleSafepointGroup, StageLink
 from backfill.execution.create import load_executor, target_of
-from backfill.execution.sizing import plan_rank
 from backfill.execution.stage import Stage
 from backfill.execution.torch_executor import TorchExecutor
-from backfill.models.placement import ModelPlacement
 from backfill.models.shard import ModelShard
 from backfill.parallel.rank import RankContext, StagePlace
 from backfill.parallel.shared_memory import map_memory
@@ -39,23 +38,22 @@ _PAGE_BYTES = 4096
 
 def load_rank(config: EngineConfig, context: RankContext) -> TorchExecutor:
     """See ``RankLoader``. Raises: ConfigError, ModelError, InsufficientMemory."""
-    model_config, device, dtype = target_of(config)
-    placement = ModelPlacement.of(model_config, context.tensor_parallel_size, context.pipeline_parallel_size)
-    if device.type == "cuda":
-        device = torch.device("cuda", context.local_rank)
-        torch.cuda.set_device(device)
+    target = target_of(config, context.tensor_parallel_size, context.pipeline_parallel_size)
+    if target.device.type == "cuda":
+        target = replace(target, device=torch.device("cuda", context.local_rank))
+        torch.cuda.set_device(target.device)
     else:
         assert config.threads is not None
         torch.set_num_threads(config.threads)
-    plan = plan_rank(config, placement, context.rank, device, dtype, context.node_ranks)
+    plan = target.plan_rank(context.rank, context.node_ranks)
     # What one rank allocates is part of every rank's plan, and must not be taken for memory in use. So none
     # goes on before all have planned: those of this stage, and by ``connect`` those of all.
     context.state.wait_planned(context.local_ranks, context.rank)
-    num_rows = max(config.scheduler.max_num_batched_tokens, WARM_UP_TOKENS)
-    links = connect(context, RowShape(num_rows, model_config.hidden_size, dtype), device)
-    shard = ModelShard(links.group, placement.stages[context.stage], model_config.num_layers)
+    num_rows, model = max(config.scheduler.max_num_batched_tokens, WARM_UP_TOKENS), target.placement.config
+    links = connect(context, RowShape(num_rows, model.hidden_size, target.dtype), target.device)
+    shard = ModelShard(links.group, target.placement.stages[context.stage], model.num_layers)
     stage = Stage(shard, links, context.state.stops, context.progress.begin_layer)
-    return load_executor(config, placement, plan, stage, device, dtype)
+    return load_executor(target, plan, stage)
 
 
 def connect(context: RankContext, shape: RowShape, device: torch.device) -> RankLinks:
