@@ -257,7 +257,7 @@ def test_an_engine_that_is_stopped_does_not_stop_the_others(
 
 
 def test_a_bus_whose_lock_is_kept_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bus_file, "_PATIENCE_AT_START_S", 0.0)
+    monkeypatch.setattr(bus_file, "_LOCK_TIMEOUT_AT_START_S", 0.0)
     path.touch()
     with (
         held(path, 1),

@@ -1,1 +1,1 @@
-"""The bus that several engines share: its file, what they tell each other there, and their turns."""
+"""The bus that several engines share: its file, what they publish there, and their turns."""

@@ -48,8 +48,8 @@ _TRANSFERS, _TABLE = 0, 1
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 
 # A lock is held for microseconds. One that is not to be had for so long belongs to an engine that is stopped.
-_PATIENCE_S = 0.05
-_PATIENCE_AT_START_S = 1.0
+_LOCK_TIMEOUT_S = 0.05
+_LOCK_TIMEOUT_AT_START_S = 1.0
 _POLL_S = 0.0002
 
 
@@ -175,7 +175,7 @@ class BusFile:
         except OSError as error:
             raise _unusable(path, error) from error
         try:
-            with self._locked(_TABLE, _PATIENCE_AT_START_S):
+            with self._locked(_TABLE, _LOCK_TIMEOUT_AT_START_S):
                 is_there = os.fstat(self._file).st_nlink > 0
                 if is_there:
                     self._memory = self._mapped(path)
@@ -249,10 +249,10 @@ class BusFile:
         _GENERATION.pack_into(self._memory, _GENERATION_AT, (self.generation + 1) % (1 << 64))
 
     @contextmanager
-    def _locked(self, what: int, patience_s: float = _PATIENCE_S) -> Iterator[None]:
+    def _locked(self, what: int, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
         """Raises: TimeoutError if another engine keeps the lock; the next calls do not wait for it again."""
         with self._thread_locks[what]:  # threads of a process share its locks of the file
-            gives_up_s = time.monotonic() + (0.0 if self._is_stuck[what] else patience_s)
+            gives_up_s = time.monotonic() + (0.0 if self._is_stuck[what] else timeout_s)
             while not self._lock(what, fcntl.F_WRLCK):
                 if time.monotonic() >= gives_up_s:
                     self._is_stuck[what] = True

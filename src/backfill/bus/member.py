@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 OBJECTIVE_SHARE = 0.9
 
 _NUM_STEPS = 16  # whose median counts
-_NOTICED = 0.1  # a change by less is not told to the others
-_COPIES_UNIT = 1 / 32  # of the bandwidth: copies are told in multiples of it
+_NOTICED = 0.1  # a change by less is not published
+_COPIES_UNIT = 1 / 32  # of the bandwidth: copies are published in multiples of it
 _POLL_S = 0.1  # until an engine that died is noticed
 _COPIES_WINDOW_S = 0.5
 _LEAST_FOR_WEIGHTS = 0.1  # of the bandwidth, however much is copied
@@ -77,7 +77,7 @@ class _Table:
 
 
 class BusMember:
-    """Tells the other engines what this one needs, and gives it the interval that follows from all needs.
+    """Publishes what this engine needs, and gives it the interval that follows from all needs.
 
     Every engine computes the same from the same table. So there is no leader, and an engine that dies is
     missed by nobody. Calls come from the thread of the engine. While the table cannot be used, the engine
@@ -112,8 +112,8 @@ class BusMember:
         self._grant: LinkGrant | None = None
         self._streamed_interval: int | None = None
         self._computed_s: deque[float] = deque(maxlen=_NUM_STEPS)
-        self._told_computed_s = 0.0
-        self._told = BusUse()
+        self._published_computed_s = 0.0
+        self._published = BusUse()
         # For a computed time, an objective and a wish.
         self._needs: tuple[tuple[float, float, LinkWish | None], BusInstance] | None = None
         self._copied_bytes_per_s = 0.0
@@ -135,7 +135,7 @@ class BusMember:
         return self._model.layer_bytes / self._bus.file.bytes_per_s
 
     def ask(self, wish: LinkWish) -> LinkGrant | None:
-        """See ``LinkBudget``. What is wished is told with the next step."""
+        """See ``LinkBudget``. What is wished is published with the next step."""
         self._wish = wish
         return self._grant
 
@@ -144,7 +144,7 @@ class BusMember:
         with self._may_fail():
             self._count_copies()
             streamed = None if self._wish is None else self._streamed_interval
-            self._tell(BusUse(self._instance(objective_s), self._copied_bytes_per_s, streamed))
+            self._publish(BusUse(self._instance(objective_s), self._copied_bytes_per_s, streamed))
             self._follow()
             self._is_failing = False
 
@@ -159,9 +159,9 @@ class BusMember:
 
     def idle(self) -> None:
         """There is no work: the others need not count with this engine."""
-        if self._told.instance is not None:
+        if self._published.instance is not None:
             with self._may_fail():
-                self._tell(BusUse(None, 0.0))
+                self._publish(BusUse(None, 0.0))
                 self.share = 0.0
                 self._grant = None
 
@@ -200,13 +200,13 @@ class BusMember:
     def _instance(self, objective_s: float) -> BusInstance:
         model = self._model
         computed_s = statistics.median(self._computed_s) if self._computed_s else 0.0
-        if abs(computed_s - self._told_computed_s) > _NOTICED * self._told_computed_s:
-            self._told_computed_s = computed_s
+        if abs(computed_s - self._published_computed_s) > _NOTICED * self._published_computed_s:
+            self._published_computed_s = computed_s
         wish = self._wish
-        needs_of = self._told_computed_s, objective_s, wish
+        needs_of = self._published_computed_s, objective_s, wish
         if self._needs is not None and self._needs[0] == needs_of:
             return self._needs[1]
-        layer_s = self._told_computed_s / model.num_layers
+        layer_s = self._published_computed_s / model.num_layers
         step_s = OBJECTIVE_SHARE * objective_s
         if wish is not None and wish.objective_s is not None:
             step_s = wish.objective_s
@@ -214,7 +214,7 @@ class BusMember:
             self._bus.file.name,
             model.num_layers,
             model.layer_bytes,
-            step_s=max(step_s, self._told_computed_s),
+            step_s=max(step_s, self._published_computed_s),
             compute_s=layer_s,
             min_interval=model.interval if wish is None else wish.min_interval,
             max_interval=self._max_interval if wish is None else wish.max_interval,
@@ -233,10 +233,10 @@ class BusMember:
         self._copied_bytes_per_s = unit * -(-(num_bytes - since_bytes) // (unit * (now_s - since_s)))
         self._copies_since = now_s, num_bytes
 
-    def _tell(self, use: BusUse) -> None:
-        if use != self._told:
+    def _publish(self, use: BusUse) -> None:
+        if use != self._published:
             self._bus.file.publish(use)
-            self._told = use
+            self._published = use
 
     def _follow(self) -> None:
         reading = self._table.read()

@@ -119,14 +119,14 @@ class LayerStreamer:
 
     def before(self, layer: int) -> None:
         """A layer is computed next, on the streams of all micro-batches."""
-        place = layer - self._first
-        fetch, evicted = self._buffers.claim(place)
+        index = layer - self._first
+        fetch, evicted = self._buffers.claim(index)
         if evicted is not None:
             del self._model.layers[self._first + evicted]
         if fetch is not None:
             self._begin(fetch)
-            self._prefetch(place + 1)
-        self._link.wait(self._buffers.buffer_of(place))
+            self._prefetch(index + 1)
+        self._link.wait(self._buffers.buffer_of(index))
         if self.observer is not None:
             self.observer.begin()
 
@@ -134,10 +134,10 @@ class LayerStreamer:
         """All computation of a layer was issued."""
         if self.observer is not None:
             self.observer.end()
-        place = layer - self._first
-        if self._buffers.release(place):
+        index = layer - self._first
+        if self._buffers.release(index):
             del self._model.layers[layer]
-            self._prefetch(place + 1)
+            self._prefetch(index + 1)
 
     def take_transfers(self) -> WeightTransfers:
         """Transfers since the last call; call it when the device has computed the step."""
@@ -169,8 +169,8 @@ class LayerStreamer:
     def close(self) -> None:
         self._link.close()
 
-    def _prefetch(self, next_place: int) -> None:
-        for fetch in self._buffers.prefetch(next_place):
+    def _prefetch(self, next_index: int) -> None:
+        for fetch in self._buffers.prefetch(next_index):
             self._begin(fetch)
 
     def _begin(self, fetch: Fetch) -> None:
@@ -268,5 +268,5 @@ def host_layers(
 def _median(times_s: deque[float]) -> float:
     """Of the latest ones; 0 without any."""
     # Not iterated over: the link's thread appends at any time, and a deque that changes cannot be.
-    latest = [times_s[-place] for place in range(1, min(len(times_s), _NUM_TIMED) + 1)]
+    latest = [times_s[-age] for age in range(1, min(len(times_s), _NUM_TIMED) + 1)]
     return statistics.median(latest) if latest else 0.0
