@@ -88,7 +88,7 @@ def test_every_slice_is_in_one_micro_batch_of_its_kind(
 
 @pytest.mark.parametrize("number", [0, 3])
 def test_other_numbers_are_refused(number: int) -> None:
-    with pytest.raises(ConfigError, match=f"must be 1 or 2, got {number}"):
+    with pytest.raises(ConfigError, match=f"must be between 1 and 2, got {number}"):
         EngineConfig(num_micro_batches=number).validate()
 
 
