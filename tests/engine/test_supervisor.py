@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 
 from backfill.core.clock import VirtualClock
 from backfill.core.errors import BackfillError, EngineDead
+from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready
 from backfill.engine.supervisor import EngineSupervisor
 from backfill.scheduling.objectives import DEFAULT_SLO
@@ -65,7 +67,7 @@ class Watched:
         self.engine = engine or EndingEngine(lifetimes_s)
         self.told: list[str] = []
         self.supervisor = EngineSupervisor(
-            self.engine,
+            cast("EngineClient", self.engine),
             on_ready=self.on_ready,
             on_lost=lambda: self.told.append("lost"),
             on_offline_suspended=self.on_offline_suspended if has_other_work else None,
@@ -91,16 +93,26 @@ async def run_until(watched: Watched, condition: Callable[[], bool]) -> None:
     await asyncio.wait([running])
 
 
-async def run_until_settled(watched: Watched) -> None:
-    """Run until the engine that does not end."""
-    await run_until(watched, lambda: watched.engine.is_settled)
+SUSPENDED = ["ready", "lost"] * 10 + ["suspended"] + ["ready", "lost"] * 4
 
 
-def test_an_engine_that_ended_is_restarted() -> None:
-    watched = Watched(100.0, 100.0, 100.0, 100.0)
-    asyncio.run(run_until_settled(watched))
-    assert watched.engine.num_starts == 5
-    assert watched.told == ["ready", "lost"] * 4 + ["ready"]
+@pytest.mark.parametrize(
+    ("lifetimes_s", "silent_s", "has_other_work", "told"),
+    [
+        pytest.param([100.0] * 4, 0.0, False, ["ready", "lost"] * 4, id="long lives"),
+        pytest.param([*[1.0] * 9, 100.0, *[1.0] * 9], 0.0, False, ["ready", "lost"] * 19, id="counts anew"),
+        pytest.param([1.0] * 14, 0.0, True, SUSPENDED, id="quick deaths suspend offline work"),
+        pytest.param([61.0] * 14, 60.0, True, SUSPENDED, id="hangs soon, however late it is killed"),
+        pytest.param([91.0] * 14, 60.0, True, ["ready", "lost"] * 14, id="hangs after a long run"),
+    ],
+)
+def test_an_engine_that_ended_is_restarted(
+    lifetimes_s: Sequence[float], silent_s: float, has_other_work: bool, told: list[str]
+) -> None:
+    watched = Watched(*lifetimes_s, has_other_work=has_other_work)
+    watched.engine.silent_s = silent_s
+    asyncio.run(run_until(watched, lambda: watched.engine.is_settled))
+    assert watched.told == [*told, "ready"]
 
 
 def test_an_engine_with_many_quick_deaths_is_given_up() -> None:
@@ -108,26 +120,6 @@ def test_an_engine_with_many_quick_deaths_is_given_up() -> None:
     with pytest.raises(EngineDead, match="10 times"):
         asyncio.run(watched.supervisor.run())
     assert watched.told == ["ready", "lost"] * 10, "the last loss is told too"
-
-
-def test_a_long_run_resets_the_count_of_quick_deaths() -> None:
-    watched = Watched(*[1.0] * 9, 100.0, *[1.0] * 9)
-    asyncio.run(run_until_settled(watched))
-    assert watched.engine.num_starts == 20
-
-
-def test_an_engine_that_hangs_soon_is_a_quick_death_however_late_it_is_killed() -> None:
-    watched = Watched(*[61.0] * 14, has_other_work=True)
-    watched.engine.silent_s = 60.0
-    asyncio.run(run_until_settled(watched))
-    assert watched.told == ["ready", "lost"] * 10 + ["suspended"] + ["ready", "lost"] * 4 + ["ready"]
-
-
-def test_an_engine_that_hangs_after_a_long_run_is_no_quick_death() -> None:
-    watched = Watched(*[91.0] * 14, has_other_work=True)
-    watched.engine.silent_s = 60.0
-    asyncio.run(run_until_settled(watched))
-    assert watched.told == ["ready", "lost"] * 14 + ["ready"]
 
 
 class Hesitant(EndingEngine):
@@ -148,7 +140,7 @@ class Hesitant(EndingEngine):
 @pytest.mark.parametrize("error", [BackfillError("not enough memory"), OSError("no more processes")])
 def test_a_restart_that_fails_is_retried(error: Exception) -> None:
     watched = Watched(engine=Hesitant([100.0], error))
-    asyncio.run(run_until_settled(watched))
+    asyncio.run(run_until(watched, lambda: watched.engine.is_settled))
     assert watched.told == ["ready", "lost", "ready"]
     assert watched.engine.num_starts == 5
 
@@ -179,12 +171,6 @@ def test_what_the_first_readiness_raises_is_raised() -> None:
 
     with pytest.raises(BackfillError, match="no tokenizer"):
         asyncio.run(Picky().supervisor.run())
-
-
-def test_where_there_is_other_work_many_quick_deaths_suspend_offline_work() -> None:
-    watched = Watched(*[1.0] * 14, has_other_work=True)
-    asyncio.run(run_until_settled(watched))
-    assert watched.told == ["ready", "lost"] * 10 + ["suspended"] + ["ready", "lost"] * 4 + ["ready"]
 
 
 def test_where_there_is_other_work_an_engine_that_cannot_start_is_retried_without_end() -> None:
@@ -238,8 +224,7 @@ def test_an_engine_that_cannot_start_says_why() -> None:
         async def start(self) -> Ready:
             raise BackfillError("not enough memory")
 
-    watched = Watched()
-    supervisor = EngineSupervisor(Unstartable([]), on_ready=watched.on_ready, on_lost=lambda: None)
+    watched = Watched(engine=Unstartable([]))
     with pytest.raises(BackfillError, match="not enough memory"):
-        asyncio.run(supervisor.run())
+        asyncio.run(watched.supervisor.run())
     assert watched.told == []

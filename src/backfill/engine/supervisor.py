@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
 
 from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import BackfillError, EngineDead
+from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready
 from backfill.ipc.restarts import Restarts
 
@@ -22,19 +22,6 @@ _MAX_QUICK_DEATHS = 10
 _QUICK_DEATH_S = 30.0
 # Offline work resumes when an engine has run this long.
 _TRUSTED_AFTER_S = 300.0
-
-
-class Startable(Protocol):
-    """What is supervised: an ``EngineClient`` outside of tests.
-
-    ``silent_s``: seconds since the engine's last report; for a dead engine, until its death.
-    """
-
-    @property
-    def silent_s(self) -> float: ...
-    async def start(self) -> Ready: ...
-    async def wait_dead(self) -> None: ...
-    def kill(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +42,7 @@ class EngineSupervisor:
         poll_s: interval of the check whether an engine has run long enough.
     """
 
-    engine: Startable
+    engine: EngineClient
     _: KW_ONLY
     on_ready: Callable[[Ready], Awaitable[None]]
     on_lost: Callable[[], None]

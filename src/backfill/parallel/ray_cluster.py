@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -41,50 +42,48 @@ class Bundle:
         return {**cpus, "GPU": float(self.num_gpus)} if self.num_gpus else cpus
 
 
-def connect(address: str, on_timeout: Callable[[str], None], log_level: str = "INFO") -> None:
+def connect(address: str, log_level: str = "INFO") -> None:
     """Connect to the cluster at this address; without one start a cluster that ends with this process.
 
     Args:
         address: HOST:PORT, auto, or empty.
-        on_timeout: called from another thread, with a message, if Ray tries for too long.
-    Raises: ConfigError.
+    Raises: ConfigError. If the cluster does not answer, a thread stays that waits for it.
     """
     if not address or address == "local":
-        ray.init(address="local", object_store_memory=_OBJECT_STORE_BYTES, logging_level=log_level)
+        with _own_sigterm_handler():
+            ray.init(address="local", object_store_memory=_OBJECT_STORE_BYTES, logging_level=log_level)
         return
-    problem = f"{ADDRESS_VARIABLE} {address}: no Ray cluster can be reached there"
-    if "://" in address:
+    host, _, port = address.rpartition(":")
+    if address != "auto" and ("://" in address or not host or not port.isdigit()):
         raise ConfigError(f"{ADDRESS_VARIABLE} must be HOST:PORT of a Ray cluster or auto, got {address}.")
-    if address != "auto":
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError(
-                f"{ADDRESS_VARIABLE} must be HOST:PORT of a Ray cluster or auto, got {address}."
-            )
+    connected: Future[None] = Future()
+    # Ray says so in any thread but the main one.
+    logging.getLogger("ray._private.worker").addFilter(lambda record: "SIGTERM" not in record.getMessage())
+
+    def run() -> None:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
-        except (OSError, OverflowError) as error:
-            raise ConfigError(f"{problem} ({getattr(error, 'strerror', None) or error}).") from None
-    silence = f"no answer in {_CONNECT_S:g} s; one with tokens needs RAY_AUTH_MODE=token here too"
-    timer = threading.Timer(_CONNECT_S, on_timeout, (f"{problem} ({silence}).",))
-    timer.daemon = True
-    timer.start()
+            if address != "auto":
+                socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+            ray.init(address=address, logging_level=log_level)
+        except BaseException as error:
+            connected.set_exception(error)
+        else:
+            connected.set_result(None)
+
+    threading.Thread(target=run, name="connect-to-ray", daemon=True).start()
     try:
-        ray.init(address=address, logging_level=log_level)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"{problem} ({str(error).strip().splitlines()[0]}).") from None
-    finally:
-        timer.cancel()
-
-
-def exit_with(message: str) -> None:
-    """End the process with a message, as a command that cannot go on."""
-    os.write(2, f"backfill: {message}\n".encode())
-    os._exit(1)
+        connected.result(_CONNECT_S)
+    except TimeoutError:
+        reason = f"no answer in {_CONNECT_S:g} s; one with tokens needs RAY_AUTH_MODE=token here too"
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+    else:
+        return
+    raise ConfigError(f"{ADDRESS_VARIABLE} {address}: no Ray cluster can be reached there ({reason}).")
 
 
 @contextmanager
-def own_sigterm_handler() -> Iterator[None]:
+def _own_sigterm_handler() -> Iterator[None]:
     """Ray sets one that ends the process with another status."""
     handler = signal.getsignal(signal.SIGTERM)
     try:

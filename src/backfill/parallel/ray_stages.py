@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import queue
 import re
 import secrets
 import sys
-import threading
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -29,7 +27,6 @@ from backfill.parallel.ray_cluster import (
     Bundle,
     bundle_of,
     connect,
-    own_sigterm_handler,
     reserve,
     resources_of_nodes,
 )
@@ -169,7 +166,9 @@ def plan_stages(config: EngineConfig) -> Bundle:
     Raises: ConfigError if the cluster cannot be reached, or can never hold all stages.
     """
     if not ray.is_initialized():
-        _connect()
+        for name in _OF_WORKERS:
+            os.environ.pop(name, None)
+        connect(os.environ.get(ADDRESS_VARIABLE, ""), "ERROR")
     size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
     return bundle_of(
         resources_of_nodes(),
@@ -204,31 +203,6 @@ def start_stages(bundle: Bundle, config: EngineConfig, load: str) -> Ranks:
 
 def _what(size: int, num_stages: int) -> str:
     return f"`tensor_parallel_size` {size} with `pipeline_parallel_size` {num_stages} and `executor` ray"
-
-
-def _connect() -> None:
-    """Raises: ConfigError."""
-    for name in _OF_WORKERS:
-        os.environ.pop(name, None)
-    address = os.environ.get(ADDRESS_VARIABLE, "")
-    if not address or address == "local":
-        with own_sigterm_handler():
-            connect(address, lambda _: None, "ERROR")
-        return
-    results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            connect(address, lambda message: results.put(ConfigError(message)), "ERROR")
-            results.put(None)
-        except Exception as error:
-            results.put(error)
-
-    # In a thread of its own, which a cluster that does not answer may keep.
-    threading.Thread(target=run, name="connect-to-ray", daemon=True).start()
-    error = results.get()
-    if error is not None:
-        raise error
 
 
 def _reason(error: RayError) -> str:

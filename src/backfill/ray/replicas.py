@@ -20,8 +20,6 @@ from backfill.parallel.ray_cluster import (
     Bundle,
     bundle_of,
     connect,
-    exit_with,
-    own_sigterm_handler,
     reserve,
     resources_of_nodes,
 )
@@ -140,8 +138,7 @@ class RayReplicas:
         if num_stages > 1:
             what = f"{what} and `pipeline_parallel_size` {num_stages}"
         try:
-            with own_sigterm_handler():
-                connect(os.environ.get(ADDRESS_VARIABLE, ""), exit_with)
+            connect(os.environ.get(ADDRESS_VARIABLE, ""))
             bundle = bundle_of(
                 resources_of_nodes(),
                 self._num_replicas * num_stages,
