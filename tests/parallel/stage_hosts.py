@@ -14,7 +14,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import ExecutorDead
 from backfill.ipc.python_process import PythonProcess
 from backfill.parallel.executor import ParallelExecutor
-from backfill.parallel.rank import RankLoader, StagePlace, ranks_of_stage
+from backfill.parallel.rank import RankLoader, RemoteStage, ranks_of_stage
 from backfill.parallel.ranks import Ranks
 from backfill.parallel.remote_ranks import RemoteRanks, StageListeners, run_stage
 from backfill.parallel.sockets import KEY_BYTES, address_of, listen
@@ -52,11 +52,11 @@ class HostProcesses:
 
 
 def run_host(
-    listening_fds: Sequence[int], reason_fd: int, config: EngineConfig, load: str, place: StagePlace
+    listening_fds: Sequence[int], reason_fd: int, config: EngineConfig, load: str, stage: RemoteStage
 ) -> None:
     """Entry point of a host. Its sockets were opened before, since others have to know their ports."""
-    listeners = StageListeners([socket.socket(fileno=fd) for fd in listening_fds])
-    os.write(reason_fd, run_stage(listeners, config, load, place).encode())
+    listeners = StageListeners(tuple(socket.socket(fileno=fd) for fd in listening_fds))
+    os.write(reason_fd, run_stage(listeners, config, load, stage).encode())
 
 
 def start_hosts(launched: list[HostProcesses], config: EngineConfig, load: str) -> Ranks:
@@ -65,15 +65,15 @@ def start_hosts(launched: list[HostProcesses], config: EngineConfig, load: str) 
     listeners = [StageListeners.open(HERE, stage, size, serves_store=False) for stage in range(num_stages)]
     processes, reasons = [], []
     for stage, mine in enumerate(listeners):
-        following = listeners[stage + 1].link_addresses if stage + 1 < num_stages else ()
+        following = map(address_of, listeners[stage + 1].links) if stage + 1 < num_stages else ()
         ranks = tuple(ranks_of_stage(stage, size))
-        place = StagePlace(stage, ranks, address_of(listener), following, None, key)
+        remote = RemoteStage(stage, ranks, address_of(listener), tuple(following), None, key)
         fds = [each.fileno() for each in mine.links]
         reason = tempfile.TemporaryFile()  # noqa: SIM115
         process = PythonProcess(
             f"stage{stage}",
             run_host,
-            (fds, reason.fileno(), config, load, place),
+            (fds, reason.fileno(), config, load, remote),
             pass_fds=(*fds, reason.fileno()),
         )
         process.start()

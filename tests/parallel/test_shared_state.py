@@ -14,8 +14,8 @@ from backfill.core.errors import BackfillError
 from backfill.execution.collectives import PeerFailed
 from backfill.parallel.shared_memory import create_memory, map_memory
 from backfill.parallel.shared_memory_group import SharedMemoryGroup, Signals
-from backfill.parallel.shared_state import Place, SharedState
-from backfill.parallel.stall import describe_places
+from backfill.parallel.shared_state import Position, SharedState
+from backfill.parallel.stall import describe_positions
 
 
 @pytest.fixture
@@ -51,16 +51,21 @@ def test_the_places_of_ranks_are_told_those_first_that_wait_for_no_other(state: 
     state.of_rank(0).begin_layer(2)
     assert state.snapshot() != before
     with state.of_rank(0).exchanging():
-        places = state.places()
-    assert places == [Place(7, 2, True), Place(7, 0, False), Place(7, -1, False), Place(6, -1, False)]
-    assert not state.places()[0].exchanges
-    assert describe_places(7, range(4), places) == (
+        positions = state.positions()
+    assert positions == [
+        Position(7, 2, True),
+        Position(7, 0, False),
+        Position(7, -1, False),
+        Position(6, -1, False),
+    ]
+    assert not state.positions()[0].exchanges
+    assert describe_positions(7, range(4), positions) == (
         "rank 1 stands still in layer 0; rank 2 stands still before its first layer; "
         "rank 3 has not begun it; rank 0 waits for others in layer 2"
     )
     copy = SharedState(4)
     copy.of_rank(0).set_data(state.of_rank(0).data())
-    assert copy.places()[0] == Place(7, 2, False)
+    assert copy.positions()[0] == Position(7, 2, False)
     copy.close()
 
 
@@ -80,12 +85,12 @@ def test_a_wait_for_another_rank_is_seen_while_it_lasts_also_one_that_fails(stat
     thread = threading.Thread(target=wait)
     thread.start()
     until_s = time.monotonic() + 60.0
-    while not state.places()[0].exchanges:
+    while not state.positions()[0].exchanges:
         assert time.monotonic() < until_s
     other.close()
     thread.join(60)
     assert failures
-    assert not state.places()[0].exchanges
+    assert not state.positions()[0].exchanges
 
 
 def test_a_wait_for_a_counter_leaves_the_interpreter_to_other_threads() -> None:

@@ -29,7 +29,7 @@ from backfill.parallel.messages import (
 from backfill.parallel.plan_codec import PlanEncoder, Sampled
 from backfill.parallel.rank import RankLoader, output_rank
 from backfill.parallel.ranks import LocalRanks, RankStarter
-from backfill.parallel.stall import StallWatch, describe_places, stall_limit_s, unwatched_s
+from backfill.parallel.stall import StallWatch, describe_positions, stall_limit_s, unwatched_s
 from backfill.parallel.worker import name_of
 
 logger = logging.getLogger(__name__)
@@ -236,12 +236,12 @@ class ParallelExecutor:
         watch.look((waiting, state.snapshot()), now_s)
         if watch.still_s < limit_s or not waiting:
             return
-        places = describe_places(step.step, waiting, state.places())
+        positions = describe_positions(step.step, waiting, state.positions())
         if failed:
             message = f"Step {step.step} failed ({failed[0]}), and others did not come out of it within"
         else:
             message = f"Step {step.step} has stood still for"
-        ranks.fail(f"{message} {limit_s:g} s: {places}.")
+        ranks.fail(f"{message} {limit_s:g} s: {positions}.")
 
 
 def _sampling_ids(plan: StepPlan) -> tuple[RequestId, ...]:

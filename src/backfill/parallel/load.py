@@ -21,7 +21,7 @@ from backfill.execution.create import load_executor, target_of
 from backfill.execution.stage import Stage
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.shard import ModelShard
-from backfill.parallel.rank import RankContext, StagePlace
+from backfill.parallel.rank import RankContext, RemoteStage
 from backfill.parallel.shared_memory import map_memory
 from backfill.parallel.shared_memory_group import SharedMemoryGroup
 from backfill.parallel.sockets import accept, connect_to, receive_exactly
@@ -66,8 +66,8 @@ def connect(context: RankContext, shape: RowShape, device: torch.device) -> Rank
     """
     if device.type != "cpu":
         return connect_by_torch(context, shape, device)
-    if context.place is not None:
-        return connect_by_sockets(context, context.place, shape)
+    if context.remote is not None:
+        return connect_by_sockets(context, context.remote, shape)
     return connect_by_memory(context, shape)
 
 
@@ -93,7 +93,7 @@ def connect_by_memory(context: RankContext, shape: RowShape) -> RankLinks:
     )
 
 
-def connect_by_sockets(context: RankContext, place: StagePlace, shape: RowShape) -> RankLinks:
+def connect_by_sockets(context: RankContext, stage: RemoteStage, shape: RowShape) -> RankLinks:
     """Through ``context.memory_fd``, which is the stage's, and connections between two stages."""
     size = context.tensor_parallel_size
     os.ftruncate(context.memory_fd, _whole_pages(SharedMemoryGroup.num_bytes(size)))
@@ -103,9 +103,9 @@ def connect_by_sockets(context: RankContext, place: StagePlace, shape: RowShape)
     accepted = connected = None
     if context.previous_fd is not None:
         with socket.socket(fileno=context.previous_fd) as listener:
-            accepted = accept(listener, place.key, timeout_s)
-    if place.following:
-        connected = connect_to(place.following[context.tensor_rank], place.key, timeout_s)
+            accepted = accept(listener, stage.key, timeout_s)
+    if stage.following:
+        connected = connect_to(stage.following[context.tensor_rank], stage.key, timeout_s)
         receive_exactly(connected, 1)
     if accepted is not None:
         accepted.sendall(b"!")

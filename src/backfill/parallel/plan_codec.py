@@ -50,16 +50,16 @@ class _RecentRequests:
         self._recent: list[tuple[RequestId, ...]] = []
 
     def find(self, request_ids: tuple[RequestId, ...]) -> int | None:
-        """The place of a step with these requests."""
+        """The index of a step with these requests."""
         return self._recent.index(request_ids) if request_ids in self._recent else None
 
-    def at(self, place: int) -> tuple[RequestId, ...]:
-        return self._recent[place]
+    def at(self, index: int) -> tuple[RequestId, ...]:
+        return self._recent[index]
 
-    def add(self, request_ids: tuple[RequestId, ...], place: int | None) -> None:
-        """Add those of the latest step. ``place``: what ``find`` has returned for them."""
-        if place is not None:
-            del self._recent[place]
+    def add(self, request_ids: tuple[RequestId, ...], index: int | None) -> None:
+        """Add those of the latest step. ``index``: what ``find`` has returned for them."""
+        if index is not None:
+            del self._recent[index]
         self._recent = [request_ids, *self._recent[: _NUM_RECENT - 1]]
 
 
@@ -75,7 +75,7 @@ class _Slices(msgspec.Struct, array_like=True, frozen=True):
     """The slices of a step by column.
 
     Attributes:
-        request_ids: or the place in ``_RecentRequests`` of a step with the same ones.
+        request_ids: or the index in ``_RecentRequests`` of a step with the same ones.
         tables: those that are not what the ranks know.
     """
 
@@ -92,7 +92,7 @@ class _Plan(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
 
     Attributes:
         token_ids: sampled in steps before it.
-        sampled_ids: whose they are, or the place in ``_RecentRequests`` of a step with the same ones.
+        sampled_ids: whose they are, or the index in ``_RecentRequests`` of a step with the same ones.
     """
 
     step: int
@@ -125,12 +125,12 @@ class PlanEncoder:
         work = plan.work
         for request_id in plan.released:
             self._tables.pop(request_id, None)
-        place = self._recent.find(sampled.request_ids)
+        index = self._recent.find(sampled.request_ids)
         return self._encoder.encode(
             _Plan(
                 plan.step,
                 sampled.token_ids,
-                sampled.request_ids if place is None else place,
+                sampled.request_ids if index is None else index,
                 self._slices(plan.slices) if plan.slices else None,
                 plan.predicted_s,
                 plan.safepoints,
@@ -148,10 +148,10 @@ class PlanEncoder:
 
     def _slices(self, slices: Slices) -> _Slices:
         request_ids, starts, num_tokens, tables, samples, preemptible = zip(*slices, strict=True)
-        place = self._recent.find(request_ids)
-        self._recent.add(request_ids, place)
+        index = self._recent.find(request_ids)
+        self._recent.add(request_ids, index)
         return _Slices(
-            request_ids if place is None else place,
+            request_ids if index is None else index,
             starts,
             num_tokens,
             self._changed_tables(request_ids, tables),
@@ -203,7 +203,7 @@ class PlanDecoder:
         return plan, list(zip(sampled_ids, wire.token_ids, strict=True))
 
     def _requests(self, wire: tuple[RequestId, ...] | int) -> tuple[tuple[RequestId, ...], int | None]:
-        """The requests, and the place where they were found."""
+        """The requests, and the index where they were found."""
         return (self._recent.at(wire), wire) if isinstance(wire, int) else (wire, None)
 
     def _work(self, wire: _Plan) -> Work:
@@ -216,8 +216,8 @@ class PlanDecoder:
         return Resume(slices, wire.num_layers, wire.predicted_s, wire.safepoints)
 
     def _slices(self, wire: _Slices) -> Slices:
-        request_ids, place = self._requests(wire.request_ids)
-        self._recent.add(request_ids, place)
+        request_ids, index = self._requests(wire.request_ids)
+        self._recent.add(request_ids, index)
         known = self._tables
         for row, extend, blocks in wire.tables:
             if extend:

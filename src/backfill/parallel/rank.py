@@ -15,7 +15,7 @@ from backfill.parallel.sockets import Address
 
 
 @dataclass(frozen=True, slots=True)
-class StagePlace:
+class RemoteStage:
     """Where the ranks of a stage are that was started apart from the others, perhaps on another node.
 
     Attributes:
@@ -44,7 +44,7 @@ class RankContext:
         memory_fd: an empty file in memory without a name. It ends with the ranks.
         store: where rank 0 serves the store of torch.distributed through which the ranks meet on CUDA.
         store_fd: rank 0's listening socket there; else None.
-        place: None if one process has started all ranks: they share a machine, and all are local.
+        remote: None if one process has started all ranks: they share a machine, and all are local.
         previous_fd: listening socket for its peer in the stage before, if that was started elsewhere.
         clock_ahead_s: the driver's monotonic clock less that of this node.
     """
@@ -56,7 +56,7 @@ class RankContext:
     memory_fd: int
     store: Address | None = None
     store_fd: int | None = None
-    place: StagePlace | None = None
+    remote: RemoteStage | None = None
     previous_fd: int | None = None
     clock_ahead_s: float = 0.0
 
@@ -75,7 +75,7 @@ class RankContext:
     @property
     def local_ranks(self) -> range:
         """Those that were started together."""
-        if self.place is None:
+        if self.remote is None:
             return range(self.num_ranks)
         return ranks_of_stage(self.stage, self.tensor_parallel_size)
 
@@ -87,7 +87,7 @@ class RankContext:
     @property
     def node_ranks(self) -> Sequence[int]:
         """Those that share the machine's memory."""
-        return self.local_ranks if self.place is None else self.place.node_ranks
+        return self.local_ranks if self.remote is None else self.remote.node_ranks
 
     @property
     def progress(self) -> RankProgress:

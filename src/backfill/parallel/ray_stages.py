@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from backfill import __version__
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError, ExecutorDead
-from backfill.parallel.rank import StagePlace, ranks_of_stage
+from backfill.parallel.rank import RemoteStage, ranks_of_stage
 from backfill.parallel.ranks import Ranks
 from backfill.parallel.ray_cluster import (
     ADDRESS_VARIABLE,
@@ -67,12 +67,13 @@ class StageActor:
         host = ray.util.get_node_ip_address()
         self._listeners = mine = StageListeners.open(host, self._stage, num_ranks, serves_store=serves_store)
         node_id = ray.get_runtime_context().get_node_id()
-        return StageNode(node_id, host, mine.link_addresses, mine.store_address, BUILD)
+        store = None if mine.store is None else address_of(mine.store)
+        return StageNode(node_id, host, tuple(map(address_of, mine.links)), store, BUILD)
 
-    def run(self, config: EngineConfig, load: str, place: StagePlace, environment: dict[str, str]) -> str:
+    def run(self, config: EngineConfig, load: str, stage: RemoteStage, environment: dict[str, str]) -> str:
         """See ``run_stage``."""
         os.environ.update(environment)
-        return run_stage(self._listeners, config, load, place)
+        return run_stage(self._listeners, config, load, stage)
 
 
 class RayStages:
@@ -119,8 +120,8 @@ class RayStages:
         for stage, (actor, node) in enumerate(zip(self._actors, nodes, strict=True)):
             beside = [other for other, each in enumerate(nodes) if each.node_id == node.node_id]
             node_ranks = tuple(rank for other in beside for rank in ranks_of_stage(other, self._size))
-            place = StagePlace(stage, node_ranks, driver, following[stage], nodes[0].store, key)
-            self._runs.append(actor.run.remote(self._config, load, place, environment))
+            remote = RemoteStage(stage, node_ranks, driver, following[stage], nodes[0].store, key)
+            self._runs.append(actor.run.remote(self._config, load, remote, environment))
 
     def check(self) -> None:
         ended, _ = ray.wait(self._runs, num_returns=len(self._runs), timeout=0, fetch_local=False)

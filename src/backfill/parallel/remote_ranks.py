@@ -9,18 +9,18 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ExecutorDead
 from backfill.ipc.python_process import PythonProcess
 from backfill.parallel.messages import RunPlan, StopStep, encode_frame
-from backfill.parallel.rank import RankContext, StagePlace, ranks_of_stage
+from backfill.parallel.rank import RankContext, RemoteStage, ranks_of_stage
 from backfill.parallel.ranks import Ranks
 from backfill.parallel.shared_memory import create_memory
 from backfill.parallel.shared_state import SharedState
-from backfill.parallel.sockets import Address, accept, address_of, listen, receive_exactly
+from backfill.parallel.sockets import accept, listen, receive_exactly
 from backfill.parallel.worker import CLOCK, HELLO, NUM_CLOCK_READINGS, end_ranks, how_it_ended, start_rank
 
 logger = logging.getLogger(__name__)
@@ -128,31 +128,23 @@ class RemoteRanks(Ranks):
         return self._launcher.how_it_ended(rank // self._size)
 
 
+@dataclass(frozen=True, slots=True)
 class StageListeners:
     """What the ranks of a stage listen on: opened before they are started, since others need the addresses.
 
-    Args:
+    Attributes:
         links: for the stage before, by tensor rank; none on the first stage.
         store: for the store of torch.distributed, of rank 0; None where none is needed.
     """
 
-    def __init__(self, links: list[socket.socket], store: socket.socket | None = None) -> None:
-        self.links = links
-        self.store = store
+    links: tuple[socket.socket, ...]
+    store: socket.socket | None = None
 
     @classmethod
     def open(cls, host: str, stage: int, num_ranks: int, *, serves_store: bool) -> StageListeners:
         """On this address of the node. Raises: OSError."""
-        links = [listen(host) for _ in range(num_ranks)] if stage else []
+        links = tuple(listen(host) for _ in range(num_ranks if stage else 0))
         return cls(links, listen(host) if serves_store else None)
-
-    @property
-    def link_addresses(self) -> tuple[Address, ...]:
-        return tuple(map(address_of, self.links))
-
-    @property
-    def store_address(self) -> Address | None:
-        return None if self.store is None else address_of(self.store)
 
     def close(self) -> None:
         for each in (*self.links, self.store):
@@ -160,7 +152,7 @@ class StageListeners:
                 each.close()
 
 
-def run_stage(listeners: StageListeners, config: EngineConfig, load: str, place: StagePlace) -> str:
+def run_stage(listeners: StageListeners, config: EngineConfig, load: str, stage: RemoteStage) -> str:
     """Run the ranks of a stage on this node, until one of them ends.
 
     Args:
@@ -175,10 +167,10 @@ def run_stage(listeners: StageListeners, config: EngineConfig, load: str, place:
         stack.callback(state.close)
         stack.callback(os.close, memory_fd)
         context = RankContext(
-            0, size, config.pipeline_parallel_size, state, memory_fd, place.store, place=place
+            0, size, config.pipeline_parallel_size, state, memory_fd, stage.store, remote=stage
         )
         stack.callback(lambda: end_ranks(list(processes.values())))
-        for rank in ranks_of_stage(place.stage, size):
+        for rank in ranks_of_stage(stage.stage, size):
             context = replace(
                 context,
                 rank=rank,

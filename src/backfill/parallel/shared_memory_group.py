@@ -142,8 +142,8 @@ class SharedMemoryGroup:
                 if whole is not None:
                     for rank, values in enumerate(parts):
                         first = rank * num_columns + column
-                        place = whole[row : row + height, first : first + part.shape[1]]
-                        place.copy_(values.view(part.shape))
+                        target = whole[row : row + height, first : first + part.shape[1]]
+                        target.copy_(values.view(part.shape))
         return whole
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ _POLL_S = 0.005
 _PLAN_TIMEOUT_S = 600.0
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where a rank is.
 
     Attributes:
@@ -52,9 +52,9 @@ class SharedState:
     def of_rank(self, rank: int) -> RankProgress:
         return RankProgress(self._places[_LINE * rank : _LINE * (rank + 1)])
 
-    def places(self) -> list[Place]:
+    def positions(self) -> list[Position]:
         """By rank. One that changes meanwhile may be seen half changed."""
-        return [self.of_rank(rank).place for rank in range(self._num_ranks)]
+        return [self.of_rank(rank).position for rank in range(self._num_ranks)]
 
     def snapshot(self) -> bytes:
         """Changes when a rank gets on."""
@@ -124,9 +124,9 @@ class RankProgress:
             self._words[_EXCHANGES] = 0
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         words = self._words
-        return Place(words[_STEP] - 1, words[_LAYER] - 1, bool(words[_EXCHANGES]))
+        return Position(words[_STEP] - 1, words[_LAYER] - 1, bool(words[_EXCHANGES]))
 
     def data(self) -> bytes:
         """For ``set_data`` in another process."""

@@ -101,21 +101,21 @@ class SharedMemoryLink:
     def send(self, header: StageHeader, state: HiddenState | None) -> None:
         rows = self._shape.rows_of(state)
         self._wait_for(_RECEIVER, self._count + 1 - NUM_MESSAGES)
-        place = self._count % NUM_MESSAGES
-        for index, value in enumerate(pack_header(header, rows), 8 * place):
+        slot = self._count % NUM_MESSAGES
+        for index, value in enumerate(pack_header(header, rows), 8 * slot):
             self._headers[index] = value
-        for tensor, place_of in zip(rows, self._data[place], strict=False):
-            place_of[: len(tensor)].copy_(tensor)
+        for tensor, target in zip(rows, self._data[slot], strict=False):
+            target[: len(tensor)].copy_(tensor)
         self._count += 1
         self._signals.raise_to(self._count)
 
     def receive(self) -> tuple[StageHeader, HiddenState | None]:
         self._wait_for(_SENDER, self._count + 1)
-        place = self._count % NUM_MESSAGES
-        header, num_tensors, num_rows = unpack_header(self._headers[8 * place : 8 * place + NUM_VALUES])
+        slot = self._count % NUM_MESSAGES
+        header, num_tensors, num_rows = unpack_header(self._headers[8 * slot : 8 * slot + NUM_VALUES])
         state = None
         if num_tensors:
-            residual, delta = self._data[place][:, :num_rows]
+            residual, delta = self._data[slot][:, :num_rows]
             state = HiddenState(residual.clone(), delta.clone() if num_tensors > 1 else None)
         self._count += 1
         self._signals.raise_to(self._count)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from backfill.parallel.shared_state import Place
+from backfill.parallel.shared_state import Position
 
 _MIN_LIMIT_S = 15.0
 _LIMIT_STEPS = 10.0
@@ -65,18 +65,18 @@ class StallWatch:
         self._seen = state
 
 
-def describe_places(step: int, waiting: Sequence[int], places: Sequence[Place]) -> str:
+def describe_positions(step: int, waiting: Sequence[int], positions: Sequence[Position]) -> str:
     """Where the ranks are that have not reported a step, those first that wait for no other.
 
     Args:
-        places: by rank.
+        positions: by rank.
     """
-    ordered = sorted(waiting, key=lambda rank: places[rank].exchanges)
-    return "; ".join(f"rank {rank} {_where(step, places[rank])}" for rank in ordered)
+    ordered = sorted(waiting, key=lambda rank: positions[rank].exchanges)
+    return "; ".join(f"rank {rank} {_where(step, positions[rank])}" for rank in ordered)
 
 
-def _where(step: int, place: Place) -> str:
-    if place.step != step:
+def _where(step: int, position: Position) -> str:
+    if position.step != step:
         return "has not begun it"
-    where = "before its first layer" if place.layer < 0 else f"in layer {place.layer}"
-    return f"waits for others {where}" if place.exchanges else f"stands still {where}"
+    where = "before its first layer" if position.layer < 0 else f"in layer {position.layer}"
+    return f"waits for others {where}" if position.exchanges else f"stands still {where}"

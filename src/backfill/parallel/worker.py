@@ -44,7 +44,7 @@ from backfill.parallel.messages import (
     step_done,
 )
 from backfill.parallel.plan_codec import PlanDecoder
-from backfill.parallel.rank import RankContext, RankExecutor, RankLoader, StagePlace
+from backfill.parallel.rank import RankContext, RankExecutor, RankLoader, RemoteStage
 from backfill.parallel.shared_memory import RingReader
 from backfill.parallel.sockets import connect_to, receive_exactly
 
@@ -82,7 +82,7 @@ def start_rank(
     Args:
         config: its ``threads`` are the rank's.
         load: ``name_of`` a RankLoader.
-        driver: None for one on another node (``context.place``).
+        driver: None for one on another node (``context.remote``).
     Raises: OSError if it cannot be created.
     """
     inherited = (context.state.fd, context.memory_fd, context.store_fd, context.previous_fd, *(driver or ()))
@@ -119,8 +119,8 @@ def run_rank(
     link: Driver
     with suppress(DriverClosed, OSError):
         if driver is None:
-            assert context.place is not None
-            link = RemoteDriver(context, context.place)
+            assert context.remote is not None
+            link = RemoteDriver(context, context.remote)
             context = replace(context, clock_ahead_s=link.clock_ahead_s)
         else:
             link = LocalDriver(context, driver)
@@ -204,8 +204,8 @@ class RemoteDriver(Driver):
     Raises: OSError if the driver cannot be reached.
     """
 
-    def __init__(self, context: RankContext, place: StagePlace) -> None:
-        self._connection = connection = connect_to(place.driver, place.key, _CONNECT_S)
+    def __init__(self, context: RankContext, stage: RemoteStage) -> None:
+        self._connection = connection = connect_to(stage.driver, stage.key, _CONNECT_S)
         connection.sendall(HELLO.pack(context.rank, os.getpid()))
         self.clock_ahead_s = _clock_ahead_s(connection)
         self._stops, self._progress = context.state.stops, context.progress
