@@ -36,6 +36,7 @@ from tests.engine.loaders import (
 )
 from tests.patience import with_more_time
 
+pytestmark = pytest.mark.anyio
 LONG = 50_000
 
 
@@ -118,44 +119,37 @@ def assert_lost(answers: list[int | BaseException], num_lost: int, message: str)
         assert message in str(answer)
 
 
-def test_requests_of_a_killed_engine_are_told_how_many_were_lost() -> None:
-    async def run() -> None:
-        async with started(load_slow) as client:
-            assert await generate(client, "ended") == 2
-            assert_lost(await lose(client, signal.SIGKILL), 3, "killed by signal 9")
-            await client.wait_dead()
-            with pytest.raises(EngineDead) as absent:
-                await generate(client, "late")
-            assert absent.value.num_lost == 0
-
-    asyncio.run(run())
+async def test_requests_of_a_killed_engine_are_told_how_many_were_lost() -> None:
+    async with started(load_slow) as client:
+        assert await generate(client, "ended") == 2
+        assert_lost(await lose(client, signal.SIGKILL), 3, "killed by signal 9")
+        await client.wait_dead()
+        with pytest.raises(EngineDead) as absent:
+            await generate(client, "late")
+        assert absent.value.num_lost == 0
 
 
-def test_an_engine_that_its_client_kills_is_no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> None:
-        async with started(load_slow) as client:
-            client.kill()
-            await client.wait_dead()
-
-    asyncio.run(run())
+async def test_an_engine_that_its_client_kills_is_no_error_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with started(load_slow) as client:
+        client.kill()
+        await client.wait_dead()
     assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def test_a_request_whose_last_output_nobody_has_read_is_not_in_flight() -> None:
-    async def run() -> None:
-        async with started(load_slow) as client:
-            unread = client.generate(request_of("unread", max_tokens=2))
-            async with aclosing(unread):
-                await anext(unread)
-                assert await generate(client, "after", 20) == 20
-                assert_lost(await lose(client, signal.SIGKILL), 3, "killed")
-                assert (await anext(unread)).finish_reason is not None
-
-    asyncio.run(run())
+async def test_a_request_whose_last_output_nobody_has_read_is_not_in_flight() -> None:
+    async with started(load_slow) as client:
+        unread = client.generate(request_of("unread", max_tokens=2))
+        async with aclosing(unread):
+            await anext(unread)
+            assert await generate(client, "after", 20) == 20
+            assert_lost(await lose(client, signal.SIGKILL), 3, "killed")
+            assert (await anext(unread)).finish_reason is not None
 
 
 @pytest.mark.parametrize("other_class", ServiceClass)  # offline: a flex request
-def test_others_are_requests_outside_the_group_even_if_choices_have_ended(
+async def test_others_are_requests_outside_the_group_even_if_choices_have_ended(
     other_class: ServiceClass,
 ) -> None:
     async def lose_together(client: EngineClient, others: Sequence[str]) -> dict[str, EngineDead]:
@@ -179,52 +173,43 @@ def test_others_are_requests_outside_the_group_even_if_choices_have_ended(
             if isinstance(answer, EngineDead)
         }
 
-    async def run() -> None:
-        async with started(load_slow) as client:
-            errors = await lose_together(client, ["other", "another"])
-            assert {name: error.num_others for name, error in errors.items()} == {
-                "c3": 2,
-                "c4": 2,
-                "other": 3,
-                "another": 3,
-            }
-            await client.start()
-            errors = await lose_together(client, [])
-            assert {name: (error.num_lost, error.num_others) for name, error in errors.items()} == {
-                "c3": (2, 0),
-                "c4": (2, 0),
-            }
-
-    asyncio.run(run())
+    async with started(load_slow) as client:
+        errors = await lose_together(client, ["other", "another"])
+        assert {name: error.num_others for name, error in errors.items()} == {
+            "c3": 2,
+            "c4": 2,
+            "other": 3,
+            "another": 3,
+        }
+        await client.start()
+        errors = await lose_together(client, [])
+        assert {name: (error.num_lost, error.num_others) for name, error in errors.items()} == {
+            "c3": (2, 0),
+            "c4": (2, 0),
+        }
 
 
-def test_a_failed_step_counts_its_requests_outside_the_group() -> None:
-    async def run() -> None:
-        async with started(load_crowded) as client:
-            begun = [asyncio.Event() for _ in range(2)]
-            choices = [
-                asyncio.create_task(generate(client, f"c{index}", LONG, event, group="line"))
-                for index, event in enumerate(begun)
-            ]
-            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), TIMEOUT_S)
-            assert await asyncio.wait_for(generate(client, "other"), TIMEOUT_S) == 2, "it runs once more"
-            for failure in await asyncio.gather(*choices, return_exceptions=True):
-                assert isinstance(failure, StepFailed)
-                assert (failure.num_lost, failure.num_others) == (3, 1)
-
-    asyncio.run(run())
+async def test_a_failed_step_counts_its_requests_outside_the_group() -> None:
+    async with started(load_crowded) as client:
+        begun = [asyncio.Event() for _ in range(2)]
+        choices = [
+            asyncio.create_task(generate(client, f"c{index}", LONG, event, group="line"))
+            for index, event in enumerate(begun)
+        ]
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), TIMEOUT_S)
+        assert await asyncio.wait_for(generate(client, "other"), TIMEOUT_S) == 2, "it runs once more"
+        for failure in await asyncio.gather(*choices, return_exceptions=True):
+            assert isinstance(failure, StepFailed)
+            assert (failure.num_lost, failure.num_others) == (3, 1)
 
 
-def test_a_step_that_fails_twice_loses_its_requests_and_the_engine_continues() -> None:
-    async def run() -> None:
-        async with started(load_failing) as client:
-            with pytest.raises(StepFailed, match="RuntimeError") as failure:
-                await generate(client, "a")
-            assert (failure.value.num_lost, failure.value.num_others) == (1, 0)
-            assert isinstance(failure.value, RequestLost)
-            assert await generate(client, "b") == 2
-
-    asyncio.run(run())
+async def test_a_step_that_fails_twice_loses_its_requests_and_the_engine_continues() -> None:
+    async with started(load_failing) as client:
+        with pytest.raises(StepFailed, match="RuntimeError") as failure:
+            await generate(client, "a")
+        assert (failure.value.num_lost, failure.value.num_others) == (1, 0)
+        assert isinstance(failure.value, RequestLost)
+        assert await generate(client, "b") == 2
 
 
 def test_a_stopped_engine_is_noticed_and_ended_and_can_be_started_again() -> None:
@@ -287,7 +272,7 @@ def test_an_idle_engine_does_not_count_as_hanging() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), ValueError("unpicklable")])
-def test_a_process_that_cannot_be_started_leaves_nothing_and_may_be_retried(
+async def test_a_process_that_cannot_be_started_leaves_nothing_and_may_be_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -296,67 +281,59 @@ def test_a_process_that_cannot_be_started_leaves_nothing_and_may_be_retried(
     def refuse(process: object) -> None:
         raise error
 
-    async def run() -> None:
-        client = EngineClient(EngineConfig(model_dir=""), load=load_slow)
-        with monkeypatch.context() as patch:
-            patch.setattr(PythonProcess, "start", refuse)
-            with pytest.raises(BackfillError if isinstance(error, OSError) else ValueError, match=expected):
-                await client.start()
-        assert list(tmp_path.iterdir()) == []
-        await client.start()
-        assert await generate(client, "a") == 2
-        await client.stop()
-
-    asyncio.run(run())
+    client = EngineClient(EngineConfig(model_dir=""), load=load_slow)
+    with monkeypatch.context() as patch:
+        patch.setattr(PythonProcess, "start", refuse)
+        with pytest.raises(BackfillError if isinstance(error, OSError) else ValueError, match=expected):
+            await client.start()
+    assert list(tmp_path.iterdir()) == []
+    await client.start()
+    assert await generate(client, "a") == 2
+    await client.stop()
 
 
 @pytest.mark.parametrize("num_turns", [0, 1, 1000])
-def test_a_start_that_is_stopped_raises_engine_dead(num_turns: int) -> None:
-    async def run() -> None:
-        client = EngineClient(EngineConfig(model_dir=""), load=load_never)
-        starting = asyncio.create_task(client.start())
-        while client.pid is None:
-            await asyncio.sleep(0)
-        for _ in range(num_turns):
-            await asyncio.sleep(0)
-        await client.stop()
-        with pytest.raises(EngineDead, match="stopped while it was started"):
-            await starting
-        assert_ended(client)
-
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+async def test_a_start_that_is_stopped_raises_engine_dead(num_turns: int) -> None:
+    client = EngineClient(EngineConfig(model_dir=""), load=load_never)
+    starting = asyncio.create_task(client.start())
+    while client.pid is None:
+        await asyncio.sleep(0)
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    await client.stop()
+    with pytest.raises(EngineDead, match="stopped while it was started"):
+        await starting
+    assert_ended(client)
 
 
-def test_an_engine_may_be_stopped_by_several_tasks() -> None:
+async def test_an_engine_may_be_stopped_by_several_tasks() -> None:
     async def stop_after(client: EngineClient, num_turns: int) -> None:
         for _ in range(num_turns):
             await asyncio.sleep(0)
         await client.stop()
 
-    async def run() -> None:
-        client = EngineClient(EngineConfig(model_dir=""), load=load_slow)
-        await client.start()
-        first = asyncio.create_task(client.stop())
+    client = EngineClient(EngineConfig(model_dir=""), load=load_slow)
+    await client.start()
+    first = asyncio.create_task(client.stop())
+    await asyncio.sleep(0)
+    connection = client._connection
+    assert connection is not None
+    while connection.is_alive():
         await asyncio.sleep(0)
-        connection = client._connection
-        assert connection is not None
-        while connection.is_alive():
-            await asyncio.sleep(0)
-        await asyncio.gather(first, *(stop_after(client, num_turns) for num_turns in range(12)))
-        assert_ended(client)
-
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+    await asyncio.gather(first, *(stop_after(client, num_turns) for num_turns in range(12)))
+    assert_ended(client)
 
 
-def test_one_process_is_launched_at_a_time() -> None:
+def test_one_process_is_launched_at_a_time_and_may_be_abandoned() -> None:
     client = EngineClient(EngineConfig(model_dir=""), load=load_never)
     client.launch()
     pid = client.pid
     with pytest.raises(AssertionError, match="there is a process already"):
         client.launch()
     assert client.pid == pid
-    client.abandon()
-    assert_ended(client)
+    for _ in range(2):
+        client.abandon()
+        assert_ended(client)
 
 
 def assert_ended(client: EngineClient) -> None:
@@ -365,26 +342,23 @@ def assert_ended(client: EngineClient) -> None:
         os.kill(client.pid, 0)
 
 
-def test_objectives_stay_when_the_engine_starts_again_with_another_profile(
+async def test_objectives_stay_when_the_engine_starts_again_with_another_profile(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def run() -> None:
-        path = tmp_path / "profile.json"
-        make_profile(flat_cost(0.1)).save(path)
-        config = EngineConfig(model_dir="", profile=path)
-        client = EngineClient(config, load=load_profiled)
-        try:
+    path = tmp_path / "profile.json"
+    make_profile(flat_cost(0.1)).save(path)
+    config = EngineConfig(model_dir="", profile=path)
+    client = EngineClient(config, load=load_profiled)
+    try:
+        assert (await client.start()).default_slo == SLO(1.0, 0.4)
+        for step_s in (0.01, 10.0):  # the last cannot meet them, but serves
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+            await client.wait_dead()
+            make_profile(flat_cost(step_s)).save(path)
             assert (await client.start()).default_slo == SLO(1.0, 0.4)
-            for step_s in (0.01, 10.0):  # the last cannot meet them, but serves
-                assert client.pid is not None
-                os.kill(client.pid, signal.SIGKILL)
-                await client.wait_dead()
-                make_profile(flat_cost(step_s)).save(path)
-                assert (await client.start()).default_slo == SLO(1.0, 0.4)
-        finally:
-            await client.stop()
-
-    asyncio.run(run())
+    finally:
+        await client.stop()
     widened = "tpot_slo is 0.4 s and not 0.15, until served steps show that the device is faster: one"
     assert capfd.readouterr().err.count(widened) == 1
 
@@ -404,11 +378,3 @@ def test_an_engine_may_be_launched_before_there_is_an_event_loop() -> None:
 
     asyncio.run(run())
     assert_ended(client)
-
-
-def test_a_launched_engine_that_nobody_starts_can_be_abandoned() -> None:
-    client = EngineClient(EngineConfig(model_dir=""), load=load_slow)
-    client.launch()
-    client.abandon()
-    assert_ended(client)
-    client.abandon()

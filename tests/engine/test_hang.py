@@ -10,6 +10,8 @@ from backfill.core.errors import ConfigError
 from backfill.engine.hang import Watchdog, hang_timeout_s, heartbeat_s
 from tests.builders import flat_cost, linear_cost, make_info
 
+pytestmark = pytest.mark.anyio
+
 
 def test_the_timeout_follows_the_longest_step_unless_it_is_given() -> None:
     config, info = EngineConfig(model_dir=""), make_info()
@@ -56,27 +58,21 @@ def test_silence_is_noticed_and_a_report_ends_it() -> None:
     assert asyncio.run(run()) == ["last report", "silent"]
 
 
-def test_a_pause_of_the_watching_process_is_no_silence() -> None:
-    async def run() -> None:
-        watchdog = Watchdog(0.4)
-        watching = asyncio.create_task(watchdog.wait_silent())
+async def test_a_pause_of_the_watching_process_is_no_silence() -> None:
+    watchdog = Watchdog(0.4)
+    watching = asyncio.create_task(watchdog.wait_silent())
+    await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    while loop.time() - began_s < 0.5:  # a stalled loop: no task runs
+        pass
+    for _ in range(5):
         await asyncio.sleep(0)
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        while loop.time() - began_s < 0.5:  # a stalled loop: no task runs
-            pass
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not watching.done()
-        watching.cancel()
-
-    asyncio.run(run())
+    assert not watching.done()
+    watching.cancel()
 
 
-def test_without_a_timeout_nothing_counts_as_hanging() -> None:
-    async def run() -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(Watchdog(0.0).wait_silent(), 0.05)
-            raise AssertionError
-
-    asyncio.run(run())
+async def test_without_a_timeout_nothing_counts_as_hanging() -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(Watchdog(0.0).wait_silent(), 0.05)
+        raise AssertionError

@@ -115,6 +115,11 @@ class Run:
             self.token_at_s.setdefault(output.request_id, []).append(self.clock.now_s())
 
     @property
+    def pipeline(self) -> NotingPipeline:
+        assert isinstance(self.executor, NotingPipeline)
+        return self.executor
+
+    @property
     def tokens(self) -> dict[str, list[int]]:
         return {each.request_id: each.output_token_ids for each in self.requests}
 
@@ -154,8 +159,9 @@ def workload(num_offline: int, num_online: int, seed: int = 0) -> list[Request]:
     return requests
 
 
-def prompts(count: int, num_tokens: int) -> list[Request]:
-    return [make_request(num_tokens, 2, request_id=f"r{index}", ignore_eos=True) for index in range(count)]
+def prompts(count: int, num_tokens: int, max_tokens: int = 2) -> list[Request]:
+    names = (f"r{index}" for index in range(count))
+    return [make_request(num_tokens, max_tokens, request_id=name, ignore_eos=True) for name in names]
 
 
 @pytest.mark.parametrize("preemption", ["suspend", "discard"])
@@ -164,38 +170,33 @@ def test_tokens_are_those_of_one_step_in_flight(stages: tuple[int, ...], preempt
     one = Run((4,), workload(24, 12)).run()
     run = Run(stages, workload(24, 12), preemption).run()
     assert run.tokens == one.tokens
-    assert isinstance(run.executor, NotingPipeline)
-    assert max(run.executor.num_in_front) == len(stages) - 1
+    assert max(run.pipeline.num_in_front) == len(stages) - 1
 
 
 def test_two_stages_compute_side_by_side() -> None:
     """32 decodes take 7.4 ms in one step, or 4.2 ms in two batches that are each in one of the stages."""
     ends = []
     for stages in ((4,), (2, 2)):
-        requests = [make_request(64, 40, request_id=f"r{index}", ignore_eos=True) for index in range(32)]
-        ends.append(Run(stages, requests, policy="fcfs", step_s=1e-3).run().clock.now_s())
+        ends.append(Run(stages, prompts(32, 64, 40), policy="fcfs", step_s=1e-3).run().clock.now_s())
     assert ends[1] < 0.7 * ends[0]
 
 
 def test_batches_in_rotation_are_of_one_size() -> None:
-    requests = [make_request(8, 40, request_id=f"r{index}", ignore_eos=True) for index in range(12)]
     late = [make_request(8, 30, request_id=f"l{i}", arrived_at_s=0.2, ignore_eos=True) for i in range(7)]
-    run = Run((2, 2), [*requests, *late], policy="fcfs")
+    run = Run((2, 2), [*prompts(12, 8, 40), *late], policy="fcfs")
     sizes = []
     while run.to_come or run.engine.has_work:
         run.step()
-        assert isinstance(run.executor, NotingPipeline)
         if not run.to_come and run.clock.now_s() < 0.5:
-            sizes.append(len(run.executor.plans[-1].slices))
-    assert {len(plan.slices) for plan in run.executor.plans[:6]} == {6}
+            sizes.append(len(run.pipeline.plans[-1].slices))
+    assert {len(plan.slices) for plan in run.pipeline.plans[:6]} == {6}
     assert set(sizes[-6:]) == {9, 10}
 
 
 def test_a_batch_of_prompts_passes_the_stages_in_several_steps() -> None:
     """The second stage waits for the first step, and computes beside the first stage from then on."""
     run = Run((2, 2), prompts(8, 512), policy="fcfs", step_s=1e-3).run()
-    assert isinstance(run.executor, NotingPipeline)
-    assert [plan.num_tokens for plan in run.executor.plans][:3] == [512, 512, 513]
+    assert [plan.num_tokens for plan in run.pipeline.plans][:3] == [512, 512, 513]
     alone_s = Run((4,), prompts(8, 512), policy="fcfs", step_s=1e-3).run().clock.now_s()
     assert run.clock.now_s() < 0.65 * alone_s
 
@@ -203,11 +204,10 @@ def test_a_batch_of_prompts_passes_the_stages_in_several_steps() -> None:
 @pytest.mark.parametrize("stages", [(2, 2), (2, 1, 1)])
 def test_chunks_of_one_prompt_follow_each_other_through_the_stages(stages: tuple[int, ...]) -> None:
     run = Run(stages, prompts(1, 2048), policy="fcfs", step_s=1e-3).run()
-    assert isinstance(run.executor, NotingPipeline)
     num_stages, num_chunks = len(stages), -(-2048 // (2048 // (2 * len(stages))))
-    last = run.executor.plans[num_chunks - 1].slices[0]
+    last = run.pipeline.plans[num_chunks - 1].slices[0]
     assert last.start + last.num_tokens == 2048 and last.samples
-    assert set(run.executor.num_in_front[num_stages:num_chunks]) == {num_stages - 1}
+    assert set(run.pipeline.num_in_front[num_stages:num_chunks]) == {num_stages - 1}
     alone = Run((4,), prompts(1, 2048), policy="fcfs", step_s=1e-3).run()
     assert run.tokens == alone.tokens
     (at_s, *_), (alone_at_s, *_) = *run.token_at_s.values(), *alone.token_at_s.values()
@@ -234,8 +234,7 @@ def test_an_aborted_prompt_ends_with_the_last_of_its_chunks_in_flight() -> None:
     run.engine.collect_step()
     assert prompt.finish_reason is FinishReason.ABORT
     run.run()
-    assert isinstance(run.executor, NotingPipeline)
-    assert max(each.start for plan in run.executor.plans for each in plan.slices) == 1024
+    assert max(each.start for plan in run.pipeline.plans for each in plan.slices) == 1024
 
 
 @pytest.mark.parametrize("slowness", [1.0, 1.3])
@@ -255,9 +254,8 @@ def test_an_arrival_fills_the_place_of_a_step_that_is_not_in_flight() -> None:
     """A prompt of 0.1 s is alone, and another one arrives while the first stage computes it."""
     late = make_request(16, 2, request_id="late", arrived_at_s=0.02, ignore_eos=True)
     run = Run((2, 2), [*prompts(1, 400), late], policy="fcfs").run()
-    assert isinstance(run.executor, NotingPipeline)
-    assert [plan.slices[0].request_id for plan in run.executor.plans[:2]] == ["r0", "late"]
-    assert run.executor.num_in_front[1] == 1
+    assert [plan.slices[0].request_id for plan in run.pipeline.plans[:2]] == ["r0", "late"]
+    assert run.pipeline.num_in_front[1] == 1
     whole_s, stage_s = STEP_S + 400 * TOKEN_S, (STEP_S + 16 * TOKEN_S) / 2
     assert run.token_at_s["r0"][0] == pytest.approx(whole_s)  # type: ignore[index]
     assert run.token_at_s["late"][0] == pytest.approx(whole_s + stage_s)  # type: ignore[index]
@@ -266,8 +264,7 @@ def test_an_arrival_fills_the_place_of_a_step_that_is_not_in_flight() -> None:
 def test_an_ended_request_alone_makes_no_step_beside_others() -> None:
     short, long = make_request(8, 1, request_id="short"), make_request(8, 20, request_id="long")
     run = Run((2, 2), [short, long], policy="fcfs").run()
-    assert isinstance(run.executor, NotingPipeline)
-    plans = run.executor.plans
+    plans = run.pipeline.plans
     assert all(plan.slices for plan in plans[:-1])
     assert [request_id for plan in plans for request_id in plan.released] == ["short", "long"]
 
@@ -306,17 +303,17 @@ def test_an_arrival_stops_a_long_offline_step_between_two_stages() -> None:
 
 def test_a_failed_step_leaves_those_behind_it() -> None:
     """Two batches of prompts: the first fails, and its requests run once more; then one fails with tokens."""
-    requests = [make_request(8, 6, request_id=f"r{index}", ignore_eos=True) for index in range(4)]
+    requests = prompts(4, 8, 6)
     run = Run((2, 2), requests, policy="fcfs", failing=(0, 4))
     run.step()
     assert run.engine.num_failed_steps_in_a_row == 1
-    first, second, *_ = run.executor.plans  # type: ignore[union-attr]
+    first, second, *_ = run.pipeline.plans
     assert not run.token_at_s
     run.step()
     assert run.engine.num_failed_steps_in_a_row == 0
     assert set(run.token_at_s) == {each.request_id for each in second.slices}
     run.run()
-    plans = run.executor.plans  # type: ignore[union-attr]
+    plans = run.pipeline.plans
     lost = {each.request_id for plan in plans if plan.step == 4 for each in plan.slices}
     assert lost
     for request in requests:
@@ -326,7 +323,7 @@ def test_a_failed_step_leaves_those_behind_it() -> None:
 
 
 def test_an_aborted_request_in_flight_ends_with_its_step() -> None:
-    requests = [make_request(8, 6, request_id=f"r{index}", ignore_eos=True) for index in range(4)]
+    requests = prompts(4, 8, 6)
     run = Run((2, 2), requests, policy="fcfs")
     run.step()
     in_flight = run.engine.scheduler.in_flight.slices

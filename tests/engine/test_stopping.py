@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
+
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import Compute, Resume, Safepoints, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
@@ -47,14 +49,20 @@ OFFLINE = ScheduledSlice(RequestId("job"), 0, 100, (), False, True)
 ONLINE = ScheduledSlice(RequestId("chat"), 0, 100, (), False, False)
 
 
-def test_a_step_of_offline_slices_alone_is_stopped_without_a_budget() -> None:
-    assert stop_after(Compute((OFFLINE,), 0.6, SAFEPOINTS)) == [0]
-
-
-def test_a_stop_that_costs_offline_work_time_needs_a_budget() -> None:
-    assert stop_after(Compute((ONLINE, OFFLINE), 0.7, SAFEPOINTS)) == []
-
-
-def test_a_resumed_step_is_charged_for_the_layers_that_it_runs() -> None:
-    """Charged for all layers, a stop of its offline slices alone would seem to cost time."""
-    assert stop_after(Resume((OFFLINE,), 4, 0.6 * 4 / NUM_LAYERS, SAFEPOINTS)) == [0]
+@pytest.mark.parametrize(
+    ("work", "stopped"),
+    [
+        pytest.param(Compute((OFFLINE,), 0.6, SAFEPOINTS), [0], id="offline slices alone cost nothing"),
+        pytest.param(
+            Compute((ONLINE, OFFLINE), 0.7, SAFEPOINTS), [], id="a stop that costs time needs a budget"
+        ),
+        # Charged for all layers, a stop of its offline slices alone would seem to cost time.
+        pytest.param(
+            Resume((OFFLINE,), 4, 0.6 * 4 / NUM_LAYERS, SAFEPOINTS), [0], id="resumed: charged for its layers"
+        ),
+    ],
+)
+def test_which_steps_stop_before_anything_may_be_spent_on_stops(
+    work: Compute | Resume, stopped: list[int]
+) -> None:
+    assert stop_after(work) == stopped

@@ -17,6 +17,8 @@ from backfill.engine.supervisor import EngineSupervisor
 from backfill.scheduling.objectives import DEFAULT_SLO
 from tests.builders import make_info
 
+pytestmark = pytest.mark.anyio
+
 
 class CountingClock(VirtualClock):
     """Counts its calls."""
@@ -106,19 +108,19 @@ SUSPENDED = ["ready", "lost"] * 10 + ["suspended"] + ["ready", "lost"] * 4
         pytest.param([91.0] * 14, 60.0, True, ["ready", "lost"] * 14, id="hangs after a long run"),
     ],
 )
-def test_an_engine_that_ended_is_restarted(
+async def test_an_engine_that_ended_is_restarted(
     lifetimes_s: Sequence[float], silent_s: float, has_other_work: bool, told: list[str]
 ) -> None:
     watched = Watched(*lifetimes_s, has_other_work=has_other_work)
     watched.engine.silent_s = silent_s
-    asyncio.run(run_until(watched, lambda: watched.engine.is_settled))
+    await run_until(watched, lambda: watched.engine.is_settled)
     assert watched.told == [*told, "ready"]
 
 
-def test_an_engine_with_many_quick_deaths_is_given_up() -> None:
+async def test_an_engine_with_many_quick_deaths_is_given_up() -> None:
     watched = Watched(*[1.0] * 10, 100.0)
     with pytest.raises(EngineDead, match="10 times"):
-        asyncio.run(watched.supervisor.run())
+        await watched.supervisor.run()
     assert watched.told == ["ready", "lost"] * 10, "the last loss is told too"
 
 
@@ -138,21 +140,21 @@ class Hesitant(EndingEngine):
 
 
 @pytest.mark.parametrize("error", [BackfillError("not enough memory"), OSError("no more processes")])
-def test_a_restart_that_fails_is_retried(error: Exception) -> None:
+async def test_a_restart_that_fails_is_retried(error: Exception) -> None:
     watched = Watched(engine=Hesitant([100.0], error))
-    asyncio.run(run_until(watched, lambda: watched.engine.is_settled))
+    await run_until(watched, lambda: watched.engine.is_settled)
     assert watched.told == ["ready", "lost", "ready"]
     assert watched.engine.num_starts == 5
 
 
 @pytest.mark.parametrize("error", [BackfillError("not enough memory"), OSError("no more processes")])
-def test_after_many_failed_restarts_the_engine_is_given_up_with_its_reason(error: Exception) -> None:
+async def test_after_many_failed_restarts_the_engine_is_given_up_with_its_reason(error: Exception) -> None:
     watched = Watched(engine=Hesitant([100.0], error, for_ever=True))
     with pytest.raises(EngineDead, match=str(error)):
-        asyncio.run(watched.supervisor.run())
+        await watched.supervisor.run()
 
 
-def test_an_engine_that_cannot_be_used_after_a_restart_is_restarted() -> None:
+async def test_an_engine_that_cannot_be_used_after_a_restart_is_restarted() -> None:
     class Picky(Watched):
         async def on_ready(self, ready: Ready) -> None:
             await super().on_ready(ready)
@@ -160,71 +162,63 @@ def test_an_engine_that_cannot_be_used_after_a_restart_is_restarted() -> None:
                 raise OSError("too many open files")
 
     watched = Picky(100.0)
-    asyncio.run(run_until(watched, lambda: watched.told.count("ready") == 3))
+    await run_until(watched, lambda: watched.told.count("ready") == 3)
     assert watched.told == ["ready", "lost", "ready", "lost", "ready"]
 
 
-def test_what_the_first_readiness_raises_is_raised() -> None:
+async def test_what_the_first_readiness_raises_is_raised() -> None:
     class Picky(Watched):
         async def on_ready(self, ready: Ready) -> None:
             raise BackfillError("no tokenizer")
 
     with pytest.raises(BackfillError, match="no tokenizer"):
-        asyncio.run(Picky().supervisor.run())
+        await Picky().supervisor.run()
 
 
-def test_where_there_is_other_work_an_engine_that_cannot_start_is_retried_without_end() -> None:
+async def test_where_there_is_other_work_an_engine_that_cannot_start_is_retried_without_end() -> None:
     engine = Hesitant([100.0], OSError("no more processes"), for_ever=True)
     watched = Watched(engine=engine, has_other_work=True)
-    asyncio.run(run_until(watched, lambda: engine.num_starts > 15))
+    await run_until(watched, lambda: engine.num_starts > 15)
     assert watched.told == ["ready", "lost", "suspended"]
 
 
-def test_offline_work_resumes_once_an_engine_has_run_for_five_minutes() -> None:
+async def test_offline_work_resumes_once_an_engine_has_run_for_five_minutes() -> None:
     watched = Watched(*[1.0] * 10, 299.0, has_other_work=True)
-
-    async def run() -> None:
-        running = asyncio.create_task(watched.supervisor.run())
-        while watched.told[-2:] != ["lost", "ready"] or watched.engine.num_starts < 12:
-            await asyncio.sleep(0)
-        assert watched.told.count("suspended") == 1, "299 s are not enough"
-        watched.engine.clock.advance(299.0)
-        num_asked = watched.engine.clock.num_asked
-        while watched.engine.clock.num_asked < num_asked + 3:
-            await asyncio.sleep(0)
-        assert "resumed" not in watched.told
-        watched.engine.clock.advance(1.0)
-        while "resumed" not in watched.told:
-            await asyncio.sleep(0)
-        watched.engine.clock.advance(1.0)
-        watched.engine.kill()
-        while watched.told[-1] != "ready":
-            await asyncio.sleep(0)
-        assert watched.told[-3:] == ["resumed", "lost", "ready"]
-        running.cancel()
-
-    asyncio.run(asyncio.wait_for(run(), 30.0))
-
-
-def test_an_expected_end_is_final_and_no_failure() -> None:
-    watched = Watched(1.0)
-
-    async def run() -> None:
-        running = asyncio.create_task(watched.supervisor.run())
+    running = asyncio.create_task(watched.supervisor.run())
+    while watched.told[-2:] != ["lost", "ready"] or watched.engine.num_starts < 12:
         await asyncio.sleep(0)
-        watched.supervisor.expect_end()
-        await running
+    assert watched.told.count("suspended") == 1, "299 s are not enough"
+    watched.engine.clock.advance(299.0)
+    num_asked = watched.engine.clock.num_asked
+    while watched.engine.clock.num_asked < num_asked + 3:
+        await asyncio.sleep(0)
+    assert "resumed" not in watched.told
+    watched.engine.clock.advance(1.0)
+    while "resumed" not in watched.told:
+        await asyncio.sleep(0)
+    watched.engine.clock.advance(1.0)
+    watched.engine.kill()
+    while watched.told[-1] != "ready":
+        await asyncio.sleep(0)
+    assert watched.told[-3:] == ["resumed", "lost", "ready"]
+    running.cancel()
 
-    asyncio.run(run())
+
+async def test_an_expected_end_is_final_and_no_failure() -> None:
+    watched = Watched(1.0)
+    running = asyncio.create_task(watched.supervisor.run())
+    await asyncio.sleep(0)
+    watched.supervisor.expect_end()
+    await running
     assert watched.told == ["ready"]
 
 
-def test_an_engine_that_cannot_start_says_why() -> None:
+async def test_an_engine_that_cannot_start_says_why() -> None:
     class Unstartable(EndingEngine):
         async def start(self) -> Ready:
             raise BackfillError("not enough memory")
 
     watched = Watched(engine=Unstartable([]))
     with pytest.raises(BackfillError, match="not enough memory"):
-        asyncio.run(watched.supervisor.run())
+        await watched.supervisor.run()
     assert watched.told == []

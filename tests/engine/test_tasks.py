@@ -6,6 +6,8 @@ import pytest
 
 from backfill.engine.tasks import TaskWatch
 
+pytestmark = pytest.mark.anyio
+
 
 async def fail() -> None:
     raise OSError("disk on fire")
@@ -15,16 +17,13 @@ async def succeed() -> int:
     return 3
 
 
-def test_a_task_that_an_exception_ends_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> TaskWatch:
-        tasks = TaskWatch()
-        started = [tasks.start(fail(), "sweeper"), tasks.start(fail(), "sweeper")]
-        started.append(tasks.start(asyncio.sleep(60), "cancelled"))
-        assert await tasks.start(succeed(), "fine") == 3
-        started[-1].cancel()
-        await asyncio.wait(started)
-        return tasks
-
-    assert asyncio.run(run()).failures == {"sweeper": 2}
+async def test_a_task_that_an_exception_ends_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    tasks = TaskWatch()
+    started = [tasks.start(fail(), "sweeper"), tasks.start(fail(), "sweeper")]
+    started.append(tasks.start(asyncio.sleep(60), "cancelled"))
+    assert await tasks.start(succeed(), "fine") == 3
+    started[-1].cancel()
+    await asyncio.wait(started)
+    assert tasks.failures == {"sweeper": 2}
     assert "the task sweeper was ended by an exception" in caplog.text
     assert "disk on fire" in caplog.text

@@ -16,6 +16,7 @@ import pytest
 from backfill.ipc.python_process import PythonProcess, is_running, say_last_words
 from tests.parallel.processes import wait_ended
 
+pytestmark = pytest.mark.anyio
 TIMEOUT_S = 60.0
 
 
@@ -74,27 +75,21 @@ def test_it_leaves_the_parents_signals_to_the_parent_and_can_be_killed(tmp_path:
     assert ended(process) == -signal.SIGKILL
 
 
-def test_several_tasks_wait_for_its_end_and_its_last_words() -> None:
-    async def run() -> None:
-        process = PythonProcess("test", complain, ("no memory",))
-        process.start()
-        async with asyncio.timeout(TIMEOUT_S):
-            await asyncio.gather(*(process.wait() for _ in range(3)))
-        assert process.last_words == "no memory"
-        assert process.how_it_ended() == "ended with exit code 7"
-        await process.end(TIMEOUT_S)
-
-    asyncio.run(run())
+async def test_several_tasks_wait_for_its_end_and_its_last_words() -> None:
+    process = PythonProcess("test", complain, ("no memory",))
+    process.start()
+    async with asyncio.timeout(TIMEOUT_S):
+        await asyncio.gather(*(process.wait() for _ in range(3)))
+    assert process.last_words == "no memory"
+    assert process.how_it_ended() == "ended with exit code 7"
+    await process.end(TIMEOUT_S)
 
 
-def test_a_child_that_does_not_end_when_it_is_asked_is_killed(tmp_path: Path) -> None:
-    async def run() -> None:
-        process = PythonProcess("test", write_and_sleep, (str(tmp_path / "begun"),), {"GREETING": "hello"})
-        process.start()
-        await process.end(0.1)  # it leaves SIGTERM to its parent
-        assert process.how_it_ended() == "was killed by signal 9"
-
-    asyncio.run(run())
+async def test_a_child_that_does_not_end_when_it_is_asked_is_killed(tmp_path: Path) -> None:
+    process = PythonProcess("test", write_and_sleep, (str(tmp_path / "begun"),), {"GREETING": "hello"})
+    process.start()
+    await process.end(0.1)  # it leaves SIGTERM to its parent
+    assert process.how_it_ended() == "was killed by signal 9"
 
 
 PARENT = """

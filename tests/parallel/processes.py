@@ -26,5 +26,10 @@ def children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def parent(pid: int) -> int:
+    """Raises: OSError if it has ended."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def num_open_files() -> int:
     return len(os.listdir("/proc/self/fd"))

@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 from backfill import LLM, InvalidOption, SamplingParams
 from backfill.ray import ProcessorConfig, build_processor
 from tests.api.servers import wait_until
-from tests.ray.processes import parent
+from tests.parallel.processes import parent
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "ray.md"
 ENGINE = {"dtype": "float32", "kv_gib": 0.05}

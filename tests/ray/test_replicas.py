@@ -19,7 +19,7 @@ from backfill.core.errors import ConfigError
 from backfill.parallel.ray_cluster import ADDRESS_VARIABLE, bundle_of
 from tests.api.servers import SMALL_MODEL, RunningServer, launch_small, serve_command, wait_until
 from tests.cli.running import assert_refused, run_cli_here
-from tests.ray.processes import parent
+from tests.parallel.processes import parent
 
 TIMEOUT_S = 120.0
 

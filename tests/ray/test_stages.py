@@ -20,13 +20,12 @@ from backfill.parallel.create import create_executor
 from backfill.parallel.ray_cluster import ADDRESS_VARIABLE
 from backfill.parallel.ray_stages import BUILD, StageNode, check_builds
 from tests.api.servers import wait_until
-from tests.builders import make_request
 from tests.models.tiny import save_tiny_model
-from tests.parallel.processes import TIMEOUT_S, children, wait_ended
+from tests.parallel.processes import children, parent, wait_ended
+from tests.parallel.test_engine import generate
 from tests.parallel.test_executor import plan_of
 from tests.parallel.test_rank_tokens import tokens
 from tests.ray.fake_engines import fake_executor, load_fake_engine
-from tests.ray.processes import parent
 
 TWO = EngineConfig(executor="ray", pipeline_parallel_size=2, threads=4)
 
@@ -73,12 +72,13 @@ def test_tokens_on_two_nodes_are_those_of_one_process(cluster: Cluster, tmp_path
     wait_until(is_clean, "the end of all actors")
 
 
-def test_an_engine_is_started_again_after_its_actor_and_leaves_nothing_when_it_is_killed(
+@pytest.mark.anyio
+async def test_an_engine_is_started_again_after_its_actor_and_leaves_nothing_when_it_is_killed(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ADDRESS_VARIABLE, cluster.address)
-
-    async def check(client: EngineClient) -> None:
+    client = EngineClient(TWO, load=load_fake_engine)
+    try:
         await client.start()
         assert await generate(client, "a") == 4
         ranks = ranks_of_cluster()
@@ -94,21 +94,9 @@ def test_an_engine_is_started_again_after_its_actor_and_leaves_nothing_when_it_i
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
         await client.wait_dead()
-
-    async def run() -> None:
-        client = EngineClient(TWO, on_report=lambda _: None, load=load_fake_engine)
-        try:
-            await asyncio.wait_for(check(client), 2 * TIMEOUT_S)
-        finally:
-            await client.stop()
-
-    asyncio.run(run())
+    finally:
+        await client.stop()
     wait_until(lambda: not ranks_of_cluster() and is_clean(), "the end of all actors")
-
-
-async def generate(client: EngineClient, name: str) -> int:
-    request = make_request(2, 4, request_id=name, ignore_eos=True)
-    return len([output async for output in client.generate(request)])
 
 
 def ranks_of_cluster() -> list[int]:
