@@ -159,7 +159,10 @@ def test_a_server_that_is_no_engine_is_refused() -> None:
     def check(factor: float) -> None:
         for status, part in (
             (404, "is not a Backfill server"),
-            (200, "is not a Backfill server"),
+            (
+                200,
+                "is not a Backfill server, or one of another version: its /state is not understood: JSON is ",
+            ),
             (401, "asks for an API key: give the router --engine-api-key"),
             (502, "cannot be reached: it answers with status 502"),
         ):

@@ -10,7 +10,7 @@ from backfill.api.replica_state import StateReporter, model_digest
 from backfill.core.errors import EngineDead, StepFailed
 from backfill.core.request import ServiceClass
 from backfill.http.errors import error_response
-from backfill.protocol.replica_state import ReplicaState
+from backfill.protocol.replica_state import ReplicaState, parse_state
 from tests.api.in_process import in_process_server
 from tests.api.test_fields import make_tokenizer
 from tests.router.stubs import COMPLETIONS
@@ -30,6 +30,14 @@ def test_a_server_shows_its_state(tmp_path: Path) -> None:
         assert (state.num_online, state.num_offline) == (1, 2)
         for reservation in reservations:
             reservation.release()
+
+
+OLDER: dict[str, object] = {"instance": "i", "phase": "loading", "models": ["m"], "digest": "d"}
+
+
+def test_the_state_of_an_older_server_has_null_for_what_it_cannot_tell() -> None:
+    unknown = {"prefill_tokens_per_s": None, "waiting_prompt_tokens": None}
+    assert parse_state(msgspec.json.encode(OLDER | unknown)) == parse_state(msgspec.json.encode(OLDER))
 
 
 def test_the_digest_tells_models_apart_by_configuration_and_sizes(tmp_path: Path) -> None:

@@ -43,3 +43,12 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     num_offline: int = 0
     num_lines: int = 0
     store: str = ""
+
+
+def parse_state(body: bytes) -> ReplicaState:
+    """The answer of a server, perhaps an older one: it sends null for what it cannot tell yet.
+
+    Raises: msgspec.MsgspecError, which names the field; UnicodeDecodeError.
+    """
+    fields = msgspec.json.decode(body, type=dict[str, object])
+    return msgspec.convert({name: value for name, value in fields.items() if value is not None}, ReplicaState)

@@ -16,7 +16,7 @@ import msgspec
 from backfill.core.clock import Clock
 from backfill.core.errors import BackfillError
 from backfill.engine.tasks import TaskWatch
-from backfill.protocol.replica_state import ReplicaState
+from backfill.protocol.replica_state import ReplicaState, parse_state
 from backfill.router.config import RouterConfig, engine_url
 from backfill.router.policy import ReplicaSet, create_policy
 from backfill.router.replica import Replica
@@ -28,8 +28,6 @@ _CONNECT_S = 5.0
 # Below the 5 s after which an engine closes an idle connection: a request must not be sent as it does.
 _KEEP_ALIVE_S = 3.0
 _RETRY_S = 0.25
-
-_decoder = msgspec.json.Decoder(ReplicaState)
 
 
 class EngineLost(Exception):
@@ -291,12 +289,13 @@ class Engines:
             raise EngineRefused(f"The engine {url} asks for an API key: give the router --engine-api-key.")
         if status >= 500:
             raise EngineLost(f"it answers with status {status}")
+        refusal = f"{url} is not a Backfill server, or one of another version"
+        if status != 200:
+            raise EngineRefused(f"{refusal}: it has no /state.")
         try:
-            if status == 200:
-                return _decoder.decode(body)
-        except msgspec.MsgspecError:
-            pass
-        raise EngineRefused(f"{url} is not a Backfill server, or one of another version: it has no /state.")
+            return parse_state(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise EngineRefused(f"{refusal}: its /state is not understood: {error}.") from None
 
     def _check_model(self, url: str, state: ReplicaState) -> None:
         """Raises: EngineRefused for another model than the other engines'."""
