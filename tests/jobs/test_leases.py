@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from sqlalchemy import Column, Engine, Float, Integer, MetaData, Table, delete, event, insert, select, update
+from sqlalchemy.exc import OperationalError
 
 from backfill.jobs.database import open_database
 from backfill.jobs.database_results import DatabaseResults
@@ -84,9 +85,9 @@ class Server:
         return True
 
 
-def add_batch(engine: Engine, number: int) -> str:
-    file = FileRecord(
-        id=f"file-{number}",
+def file_of(name: str) -> FileRecord:
+    return FileRecord(
+        id=f"file-{name}",
         owner="o",
         num_bytes=1,
         created_at=0,
@@ -94,6 +95,10 @@ def add_batch(engine: Engine, number: int) -> str:
         filename="in.jsonl",
         purpose="batch",
     )
+
+
+def add_batch(engine: Engine, number: int) -> str:
+    file = file_of(f"{number}")
     batch = BatchRecord(
         id=f"batch_{number}",
         owner="o",
@@ -328,6 +333,32 @@ def test_a_batch_that_has_ended_has_no_lease_and_no_rows(engine: Engine, tmp_pat
         )
     assert not second.record(second.held[batch], 2)
     assert second.claim() is None
+
+
+def test_the_end_of_a_batch_can_be_tried_again(engine: Engine, tmp_path: Path) -> None:
+    batch = add_batch(engine, 1)
+    (server,) = servers(engine, tmp_path, 1)
+    server.claim()
+    output = file_of("output")
+
+    def end() -> bool:
+        changes = {"status": BatchStatus.COMPLETED}
+        lease = server.held[batch]
+        return server.store.change_batch(
+            batch, changes, only_from=OPEN_STATUSES, new_files=[output], lease=lease
+        )
+
+    def refuse(_: object) -> None:
+        raise OperationalError("COMMIT", None, ConnectionError())
+
+    event.listen(engine, "commit", refuse)
+    with pytest.raises(OperationalError):
+        end()
+    event.remove(engine, "commit", refuse)
+    add_batch(engine, 2)  # its input takes the place that the output had
+    assert end()
+    found = server.store.list_files("o", purpose=None, order="asc", limit=9, after=None)
+    assert [file.id for file in found.items] == ["file-1", "file-2", output.id]
 
 
 def test_results_that_vanish_from_the_database_are_noticed(engine: Engine, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -156,7 +157,8 @@ class JobStore:
                 self.leases.hold(connection, lease)
             if connection.execute(change).rowcount != 1:
                 return False
-            session.add_all(new_files)
+            # Copies: a record keeps the ``sequence`` of an attempt that was rolled back; others may have it.
+            session.add_all(dataclasses.replace(file) for file in new_files)
             if status.is_final:
                 for kind in (RecordedResult, SavedLosses, LeasedPart):
                     connection.execute(delete(kind).where(kind.batch_id == batch_id))
