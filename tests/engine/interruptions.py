@@ -11,9 +11,10 @@ from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
 from backfill.core.request import Request, ServiceClass
 from backfill.engine.engine import Engine
-from tests.builders import make_request
+from tests.builders import linear_cost, make_profile, make_request
 
 OFFLINE_SHAPES = [(21, 9), (5, 12), (30, 6), (11, 10)]
+ONLINE_SHAPES = [(13, 5), (4, 7), (9, 4)]
 
 
 class Interruptions:
@@ -68,6 +69,57 @@ def requests(service_class: ServiceClass, shapes: Sequence[tuple[int, int]]) -> 
         )
         for index, (length, max_tokens) in enumerate(shapes)
     ]
+
+
+def all_requests() -> list[Request]:
+    return requests(ServiceClass.OFFLINE, OFFLINE_SHAPES) + requests(ServiceClass.ONLINE, ONLINE_SHAPES)
+
+
+def stopping_engine(executor: Any, **options: Any) -> Engine:
+    """With a safepoint before every layer, at which offline slices are stopped for any online request."""
+    config = SchedulerConfig(policy="slo", max_stop_s=1e-9, ttft_slo=0.5, tpot_slo=0.3, **options)
+    profile = make_profile(linear_cost(token_s=0.002, step_s=0.02))
+    return Engine(config, executor, VirtualClock(), profile)
+
+
+def before_layers(executor: Any, callback: Callable[[int, int, int], None] | None) -> None:
+    """``callback`` is called with rank, step and layer before each layer on each rank of the executor."""
+    for number, rank in enumerate(getattr(executor, "ranks", [executor])):
+        model = rank._model
+        assert isinstance(model, Interruptions)
+        if callback is None:
+            model.before_layer = lambda layer: None
+        else:
+            model.before_layer = lambda layer, number=number, rank=rank: callback(
+                number, rank._stage.step, layer
+            )
+
+
+def run_disturbed(engine: Engine, executor: Any, arrivals: dict[tuple[int, int], int]) -> list[Request]:
+    """Serve all requests. Those that are online arrive by number where ``arrivals`` has step and layer."""
+    done = all_requests()
+    offline, online = done[: len(OFFLINE_SHAPES)], done[len(OFFLINE_SHAPES) :]
+    for request in offline:
+        engine.add(request)
+    arrived: set[int] = set()
+    size = getattr(executor, "ranks", [executor])[0]._stage.shard.group.size
+
+    def arrive(rank: int, step: int, layer: int) -> None:
+        number = arrivals.get((step, layer))
+        if rank % size == 0 and number is not None and number not in arrived:
+            arrived.add(number)
+            engine.arrive(online[number])
+
+    before_layers(executor, arrive)
+    for _ in range(60):
+        engine.step()
+        engine.scheduler.check_integrity()
+    before_layers(executor, None)
+    for number, request in enumerate(online):
+        if number not in arrived:
+            engine.arrive(request)
+    drain(engine, executor)
+    return done
 
 
 def drain(engine: Engine, executor: Any) -> None:

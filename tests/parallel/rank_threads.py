@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,30 +14,18 @@ from typing import Any
 import torch
 
 from backfill.core.block import KVLayout
+from backfill.core.config import GIB, EngineConfig, SchedulerConfig
 from backfill.core.plan import SampledToken, StepOutcome, StepPlan
-from backfill.execution.collectives import RankLinks
-from backfill.execution.copies import create_copier
-from backfill.execution.executor import ExecutorInfo, PipelinedExecutor
-from backfill.execution.micro_batches import MicroBatchStreams
-from backfill.execution.offloading import create_streamer
-from backfill.execution.stage import Stage
+from backfill.execution.executor import PipelinedExecutor
 from backfill.execution.torch_executor import TorchExecutor
-from backfill.kernels import create_kernels
-from backfill.models.build import build_model
 from backfill.models.config import ModelConfig
-from backfill.models.placement import ModelPlacement
-from backfill.models.shard import ModelShard
-from backfill.models.weights import Checkpoint
 from backfill.parallel.executor import CompletedOnAll, merge_infos
-from backfill.parallel.load import connect_by_memory
+from backfill.parallel.load import load_rank
 from backfill.parallel.rank import RankContext, output_rank
 from backfill.parallel.shared_memory import create_memory
 from backfill.parallel.shared_state import SharedState
-from backfill.parallel.stage_links import RowShape
 from tests.engine.interruptions import Interruptions
 
-CPU = torch.device("cpu")
-MAX_ROWS = 512
 TIMEOUT_S = 60.0
 
 
@@ -92,11 +80,7 @@ class RankThreads(PipelinedExecutor):
             self._done.append(queue.SimpleQueue())
             self._threads.append(threading.Thread(target=self._serve, args=(rank,), daemon=True))
         os.close(memory_fd)
-        stages = [rank._stage.layers for rank in self.ranks[:: sizes.tensor]]
-        self.info = replace(
-            merge_infos([rank.info for rank in self.ranks], sizes.pipeline),
-            stage_layers=tuple(map(len, stages)) if sizes.pipeline > 1 else (),
-        )
+        self.info = merge_infos([rank.info for rank in self.ranks], sizes.pipeline)
         for thread in self._threads:
             thread.start()
 
@@ -152,68 +136,42 @@ class RankThreads(PipelinedExecutor):
 
 def load_tiny(
     model_dir: Path,
-    sizes: Sizes,
     *,
     num_blocks: int = 64,
-    block_size: int = 8,
     num_host_blocks: int = 0,
-    stages: Sequence[range] | None = None,
-    interval: int | None = None,
-    num_micro_batches: int = 1,
-    connect: Callable[[RankContext, RowShape], RankLinks] = connect_by_memory,
+    scheduler: SchedulerConfig | None = None,
+    **changes: Any,
 ) -> LoadRank:
     """Loads a rank of a float32 model. Its layers are wrapped in ``Interruptions``.
 
     Args:
-        interval: of offloaded layers; None: all are resident.
+        num_blocks, num_host_blocks: of 8 tokens, of the KV pools.
+        changes: of the configuration.
     """
-    config = ModelConfig.from_folder(str(model_dir))
-    placement = ModelPlacement.of(config, sizes.tensor, sizes.pipeline)
-    layers_of = tuple(stages) if stages is not None else placement.stages
+    model = ModelConfig.from_folder(str(model_dir))
+    layout = KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, block_size=8, dtype_bytes=4)
+    config = EngineConfig(
+        model_dir=str(model_dir),
+        device="cpu",
+        dtype="float32",
+        block_size=8,
+        threads=1,
+        kv_gib=num_blocks * layout.block_bytes / GIB,
+        host_kv_gib=num_host_blocks * layout.block_bytes / GIB,
+        scheduler=scheduler or SchedulerConfig(checkpointing="adaptive" if num_host_blocks else None),
+        **changes,
+    )
 
     def load(context: RankContext) -> TorchExecutor:
-        links = connect(context, RowShape(MAX_ROWS, config.hidden_size, torch.float32))
-        shard = ModelShard(links.group, layers_of[context.stage], config.num_layers)
-        checkpoint = Checkpoint.open(str(model_dir), dtype=torch.float32, load_format="auto", seed=0)
-        streams = MicroBatchStreams(CPU, num_micro_batches)
-        model = build_model(
+        of_rank = replace(
             config,
-            checkpoint,
-            create_kernels(CPU),
-            max_positions=128,
-            device=CPU,
-            shard=shard,
-            has_layers=interval is None,
+            tensor_parallel_size=context.tensor_parallel_size,
+            pipeline_parallel_size=context.pipeline_parallel_size,
         )
-        streamer = None
-        if interval is not None:
-            streamer = create_streamer(
-                model, checkpoint, name="tiny", interval=interval, device=CPU, streams=streams
-            )
-        layout = KVLayout(
-            num_layers=len(shard.layers),
-            num_kv_heads=shard.sizes(config).kv_heads.length,
-            head_dim=config.head_dim,
-            block_size=block_size,
-            dtype_bytes=4,
-        )
-        info = ExecutorInfo(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_model_len=128,
-            vocab_size=config.vocab_size,
-            end_token_ids=(2,),
-            device="cpu",
-            dtype="float32",
-            num_layers=config.num_layers,
-            can_stop=True,
-            num_host_blocks=num_host_blocks,
-            block_bytes=layout.block_bytes,
-        )
-        kv_pool = torch.full(layout.shape(num_blocks), 7.0)
-        copier = create_copier(kv_pool, num_host_blocks) if num_host_blocks else None
-        wrapped: Any = Interruptions(model)
-        stage = Stage(shard, links, context.state.stops)
-        return TorchExecutor(wrapped, kv_pool, info, streams, copier, streamer, stage=stage)
+        executor = load_rank(of_rank, context)
+        executor._kv_pool.fill_(7.0)
+        wrapped: Any = Interruptions(executor._model)
+        executor._model = wrapped
+        return executor
 
     return load

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backfill.core.clock import VirtualClock
-from backfill.core.config import GIB, EngineConfig, PreemptionMode, SchedulerConfig
+from backfill.core.config import PreemptionMode, SchedulerConfig
 from backfill.core.plan import Compute, DeviceMemory, ScheduledSlice, StepPlan
 from backfill.core.request import ServiceClass
 from backfill.engine import engine as engine_module
@@ -22,15 +22,23 @@ from backfill.engine.engine import Engine
 from backfill.execution import offloading, torch_executor
 from backfill.execution.micro_batches import split_step
 from backfill.offloading.interval import num_device_layers, offloaded_layers
-from backfill.parallel.load import load_rank
 from tests.builders import make_profile
-from tests.engine.interruptions import OFFLINE_SHAPES, drain, requests, tokens_of, undisturbed
+from tests.engine.interruptions import (
+    OFFLINE_SHAPES,
+    all_requests,
+    before_layers,
+    drain,
+    requests,
+    run_disturbed,
+    tokens_of,
+    undisturbed,
+)
 from tests.engine.test_memory_division_tokens import ENOUGH, LEAST, make_erratic
-from tests.engine.test_restored_tokens import HOST, LAYER_BLOCK_BYTES, create_executor, serve_on
+from tests.engine.test_restored_tokens import HOST, create_executor, serve_on
 from tests.models.tiny import save_tiny_model
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
 from tests.parallel.test_rank_pipeline import ADMITTED, scheduled
-from tests.parallel.test_rank_stops import LAYOUTS, all_requests, before_layers, make_engine, run_disturbed
+from tests.parallel.test_rank_stops import LAYOUTS, make_engine
 
 NUM_LAYERS = 12
 LARGEST = 3  # whose memory has room for all smaller intervals too
@@ -55,7 +63,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> dict[str, list[int]]:
     """Tokens of one rank with all layers."""
-    ranks = RankThreads(Sizes(), load_tiny(model_dir, Sizes()))
+    ranks = RankThreads(Sizes(), load_tiny(model_dir))
     tokens = undisturbed(ranks, all_requests())
     ranks.close()
     return tokens
@@ -63,7 +71,7 @@ def expected(model_dir: Path) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def ranks(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[RankThreads]:
-    load = load_tiny(model_dir, request.param, num_blocks=36, interval=LARGEST, num_micro_batches=2)
+    load = load_tiny(model_dir, num_blocks=36, offload_interval=LARGEST, num_micro_batches=2)
     threads = RankThreads(request.param, load)
     yield threads
     threads.close()
@@ -79,7 +87,7 @@ def taking_turns(intervals: list[int]) -> Callable[[StepPlan], StepPlan]:
 def test_each_rank_streams_its_shard_of_its_own_layers(
     model_dir: Path, expected: dict[str, list[int]], sizes: Sizes, interval: int
 ) -> None:
-    ranks = RankThreads(sizes, load_tiny(model_dir, sizes, interval=interval))
+    ranks = RankThreads(sizes, load_tiny(model_dir, offload_interval=interval))
     try:
         ranks.run(StepPlan(0, Compute((scheduled("online-a", 0, 17),)), ADMITTED))
         for start in (17, 18):  # layers that were there at the start were not transferred for the first
@@ -104,32 +112,21 @@ def test_the_ranks_shards_are_in_files_of_their_own(model_dir: Path, tmp_path: P
         patch.setattr(offloading, "cache_root", lambda: tmp_path)
         written: list[dict[str, int]] = []
         for _ in range(2):
-            RankThreads(sizes, load_tiny(model_dir, sizes, interval=1)).close()
+            RankThreads(sizes, load_tiny(model_dir, offload_interval=1)).close()
             written.append({path.name: path.stat().st_mtime_ns for path in tmp_path.rglob("*.layers")})
     assert written[0] == written[1]  # the second start has found its files
-    parts = sorted(name.removeprefix("tiny-").rpartition("-")[0] for name in written[0])
+    parts = sorted(name[name.index("part") :].rpartition("-")[0] for name in written[0])
     assert parts == [f"part{part}of2-layers{layers}" for part in (1, 2) for layers in ("0to5", "6to11")]
 
 
 def resizable(model_dir: Path, **changes: Any) -> RankThreads:
-    """Tensor ranks whose interval may change from 3 to 1, with blocks of 8 tokens."""
-    config = EngineConfig(
-        model_dir=str(model_dir),
-        device="cpu",
-        dtype="float32",
-        block_size=8,
-        threads=2,
-        offload_interval=LARGEST,
-        min_offload_interval=1,
-        tensor_parallel_size=2,
-        **changes,
-    )
-    config.validate()
-    return RankThreads(Sizes(tensor=2), partial(load_rank, replace(config, threads=1)))
+    """Tensor ranks whose interval may change from 3 to 1."""
+    load = load_tiny(model_dir, offload_interval=LARGEST, min_offload_interval=1, **changes)
+    return RankThreads(Sizes(tensor=2), load)
 
 
 def test_all_tensor_ranks_divide_their_memory_anew(model_dir: Path, expected: dict[str, list[int]]) -> None:
-    ranks = resizable(model_dir, kv_gib=1 / 256, scheduler=SchedulerConfig(policy="slo"))
+    ranks = resizable(model_dir, scheduler=SchedulerConfig(policy="slo"))
     try:
         info = ranks.info
         few, most = info.residencies[0], info.residencies[-1]
@@ -156,10 +153,8 @@ def test_tokens_are_the_same_while_memory_changes_hands_on_tensor_ranks(
     alone = create_executor(model_dir, ENOUGH, plain, NUM_LAYERS)
     served, _ = serve_on(Engine(plain, alone, VirtualClock(), make_profile()), alone)
     wanted = [request.output_token_ids for request in served]
-    block_bytes = NUM_LAYERS * LAYER_BLOCK_BYTES
     config = SchedulerConfig(policy="slo", checkpointing="adaptive")
-    gib = {"kv_gib": LEAST * block_bytes / GIB, "host_kv_gib": HOST * block_bytes / GIB}
-    ranks = resizable(model_dir, scheduler=config, **gib)
+    ranks = resizable(model_dir, num_blocks=LEAST, num_host_blocks=HOST, scheduler=config)
     plans: list[StepPlan] = []
     try:
         for rank in ranks.ranks:
@@ -185,7 +180,7 @@ def test_tokens_are_the_same_while_memory_changes_hands_on_tensor_ranks(
 @given(
     intervals=st.lists(st.integers(1, LARGEST), min_size=1, max_size=5),
     places=st.lists(
-        st.tuples(st.integers(0, 12), st.integers(0, NUM_LAYERS)), min_size=2, max_size=2, unique=True
+        st.tuples(st.integers(0, 12), st.integers(0, NUM_LAYERS)), min_size=3, max_size=3, unique=True
     ),
     preemption=st.sampled_from(["suspend", "discard"]),
     max_num_batched_tokens=st.sampled_from([20, 64]),
@@ -199,9 +194,11 @@ def test_no_interleaving_of_stops_and_intervals_changes_a_token(
     max_num_batched_tokens: int,
 ) -> None:
     ranks.change = taking_turns(intervals)
-    engine = make_engine(ranks, preemption, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=16)
+    engine = make_engine(
+        ranks, preemption=preemption, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=16
+    )
     arrivals = {place: number for number, place in enumerate(places)}
-    assert run_disturbed(ranks, arrivals, engine) == expected
+    assert tokens_of(run_disturbed(engine, ranks, arrivals)) == expected
 
 
 @pytest.mark.parametrize("failing_rank", [0, 3])

@@ -61,8 +61,7 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> list[dict[str, int]]:
     """Tokens of two steps of all requests, on one rank."""
-    alone = Sizes()
-    ranks = RankThreads(alone, load_tiny(model_dir, alone))
+    ranks = RankThreads(Sizes(), load_tiny(model_dir))
     first = ranks.run(StepPlan(0, Compute((*FIRST, *SECOND)), ADMITTED))
     second = ranks.run(StepPlan(1, Compute(tuple(scheduled(name, 17, 1) for name in NAMES))))
     ranks.close()
@@ -71,9 +70,7 @@ def expected(model_dir: Path) -> list[dict[str, int]]:
 
 @pytest.fixture(params=[Sizes(pipeline=3), Sizes(2, 3)], ids=str)
 def ranks(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[RankThreads]:
-    stages = [range(0, 2), range(2, 4), range(4, 6)]
-    load = load_tiny(model_dir, request.param, stages=stages, num_host_blocks=HOST_BLOCKS)
-    threads = RankThreads(request.param, load)
+    threads = RankThreads(request.param, load_tiny(model_dir, num_host_blocks=HOST_BLOCKS))
     yield threads
     threads.close()
 

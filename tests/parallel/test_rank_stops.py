@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import queue
+import random
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +14,26 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backfill.core.clock import VirtualClock
-from backfill.core.config import PreemptionMode, SchedulerConfig
-from backfill.core.request import Request, ServiceClass
+from backfill.core.config import PreemptionMode
+from backfill.core.request import ServiceClass
 from backfill.engine.engine import Engine
 from backfill.execution.collectives import PeerFailed
-from tests.builders import linear_cost, make_profile
 from tests.engine.interruptions import (
     OFFLINE_SHAPES,
-    Interruptions,
+    all_requests,
+    before_layers,
     drain,
     requests,
+    run_disturbed,
+    stopping_engine,
     tokens_of,
     undisturbed,
 )
 from tests.models.tiny import save_tiny_model
-from tests.parallel.arrivals import run_arrivals
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
 
 NUM_LAYERS = 4
 LAYOUTS = [Sizes(tensor=2), Sizes(pipeline=2), Sizes(2, 2)]
-ONLINE_SHAPES = [(13, 5), (4, 7)]
-PROFILE = make_profile(linear_cost(token_s=0.002, step_s=0.02))
 
 
 @pytest.fixture(scope="module")
@@ -43,78 +45,24 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def ranks(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[RankThreads]:
-    threads = RankThreads(request.param, load_tiny(model_dir, request.param, num_blocks=36))
+    threads = RankThreads(request.param, load_tiny(model_dir, num_blocks=36))
     yield threads
     threads.close()
 
 
-def before_layers(ranks: RankThreads, callback: Callable[[int, int, int], None] | None) -> None:
-    """``callback`` is called with rank, step and layer before each layer on each rank."""
-    for number, rank in enumerate(ranks.ranks):
-        model: Any = rank._model
-        assert isinstance(model, Interruptions)
-        if callback is None:
-            model.before_layer = lambda layer: None
-        else:
-            model.before_layer = lambda layer, number=number, rank=rank: callback(
-                number, rank._stage.step, layer
-            )
-
-
-def make_engine(ranks: RankThreads, preemption: PreemptionMode = "suspend", **limits: Any) -> Engine:
-    config = SchedulerConfig(
-        policy="slo",
-        preemption=preemption,
-        max_stop_s=1e-9,  # a safepoint before every layer
-        ttft_slo=0.5,
-        tpot_slo=0.3,
-        **limits,
-    )
+def make_engine(ranks: RankThreads, **options: Any) -> Engine:
     words = ranks.state.stops._words
     words[:] = memoryview(bytes(words.nbytes)).cast("q")  # the engine before counted its steps from 0 too
-    return Engine(config, ranks, VirtualClock(), PROFILE)
-
-
-def all_requests() -> list[Request]:
-    return requests(ServiceClass.OFFLINE, OFFLINE_SHAPES) + requests(ServiceClass.ONLINE, ONLINE_SHAPES)
+    return stopping_engine(ranks, **options)
 
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> dict[str, list[int]]:
     """Tokens of one rank with all layers, undisturbed."""
-    ranks = RankThreads(Sizes(), load_tiny(model_dir, Sizes()))
+    ranks = RankThreads(Sizes(), load_tiny(model_dir))
     tokens = undisturbed(ranks, all_requests())
     ranks.close()
     return tokens
-
-
-def run_disturbed(
-    ranks: RankThreads, arrivals: dict[tuple[int, int], int], engine: Engine
-) -> dict[str, list[int]]:
-    """Online request ``number`` arrives in the step and before the layer that ``arrivals`` maps to it."""
-    offline = requests(ServiceClass.OFFLINE, OFFLINE_SHAPES)
-    online = requests(ServiceClass.ONLINE, ONLINE_SHAPES)
-    for request in offline:
-        engine.add(request)
-    arrived: set[int] = set()
-    size = ranks.ranks[0]._stage.shard.group.size
-
-    def arrive(rank: int, step: int, layer: int) -> None:
-        number = arrivals.get((step, layer))
-        if rank % size == 0 and number is not None and number not in arrived:
-            arrived.add(number)
-            engine.arrive(online[number])
-
-    before_layers(ranks, arrive)
-    for _ in range(40):
-        engine.step()
-        engine.scheduler.check_integrity()
-    before_layers(ranks, None)
-    for number, request in enumerate(online):
-        if number not in arrived:
-            engine.arrive(request)
-    drain(engine, ranks)
-    return tokens_of([*offline, *online])
 
 
 @pytest.mark.parametrize("preemption", ["suspend", "discard"])
@@ -122,8 +70,9 @@ def run_disturbed(
 def test_an_arrival_at_any_point_of_a_step_changes_no_token(
     ranks: RankThreads, expected: dict[str, list[int]], layer: int, preemption: PreemptionMode
 ) -> None:
-    engine = make_engine(ranks, preemption)
-    assert run_disturbed(ranks, {(step, layer): step - 1 for step in (1, 2)}, engine) == expected
+    engine = make_engine(ranks, preemption=preemption)
+    arrivals = {(step, layer): step - 1 for step in (1, 2, 3)}
+    assert tokens_of(run_disturbed(engine, ranks, arrivals)) == expected
     if layer == 0 and preemption == "suspend":
         assert engine.num_stopped_steps > 0
 
@@ -135,7 +84,7 @@ def test_an_arrival_at_any_point_of_a_step_changes_no_token(
 )
 @given(
     places=st.lists(
-        st.tuples(st.integers(0, 20), st.integers(0, NUM_LAYERS)), min_size=2, max_size=2, unique=True
+        st.tuples(st.integers(0, 20), st.integers(0, NUM_LAYERS)), min_size=3, max_size=3, unique=True
     ),
     preemption=st.sampled_from(["suspend", "discard"]),
     max_num_batched_tokens=st.sampled_from([20, 64]),
@@ -151,13 +100,13 @@ def test_any_interleaving_yields_the_undisturbed_tokens(
 ) -> None:
     engine = make_engine(
         ranks,
-        preemption,
+        preemption=preemption,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=16,
         prefix_caching=prefix_caching,
     )
     arrivals = {place: number for number, place in enumerate(places)}
-    assert run_disturbed(ranks, arrivals, engine) == expected
+    assert tokens_of(run_disturbed(engine, ranks, arrivals)) == expected
 
 
 @pytest.mark.parametrize("failing_rank", range(4))
@@ -196,7 +145,39 @@ def test_a_step_that_fails_on_one_rank_fails_on_those_that_need_it_and_the_next_
     drain(engine, ranks)
 
 
-@pytest.mark.parametrize("sizes", [Sizes(tensor=2), Sizes(tensor=3), Sizes(pipeline=3), Sizes(2, 2)], ids=str)
-def test_ranks_stop_after_the_same_layer_at_random_arrivals(sizes: Sizes) -> None:
-    found = run_arrivals(sizes, 150)
-    assert sum(found.stopped.values()) + found.num_unstopped >= 150
+def test_ranks_stop_after_the_same_layer_whenever_they_are_asked(
+    ranks: RankThreads, expected: dict[str, list[int]]
+) -> None:
+    """A thread asks each step to stop, at any moment of it."""
+    steps: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    rng = random.Random(0)
+
+    def ask() -> None:
+        while (step := steps.get()) is not None:
+            time.sleep(rng.uniform(0.0, 0.004))
+            ranks.request_stop(step)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    ranks.change = lambda plan: steps.put(plan.step) or plan  # type: ignore[func-returns-value]
+    size, num_stopped = ranks.ranks[0]._stage.shard.group.size, 0
+    try:
+        for _ in range(6):
+            engine, offline = make_engine(ranks), requests(ServiceClass.OFFLINE, OFFLINE_SHAPES)
+            for request in offline:
+                engine.add(request)
+            while engine.has_unfinished:
+                engine.step()
+                outcomes = [each for each in ranks.outcomes if each is not None]
+                for first in range(0, len(outcomes), size):
+                    of_stage = outcomes[first : first + size]
+                    assert len({(each.layers_done, each.stopped) for each in of_stage}) == 1
+                num_stopped += bool(outcomes[-size].stopped)
+            outputs = tokens_of(offline)
+            assert outputs == {name: tokens for name, tokens in expected.items() if name in outputs}
+            drain(engine, ranks)
+    finally:
+        steps.put(None)
+        asking.join()
+        ranks.change = lambda plan: plan
+    assert num_stopped > 0

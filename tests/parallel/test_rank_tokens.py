@@ -82,7 +82,7 @@ def expected(model_dir: Path) -> list[list[int]]:
 
 @pytest.fixture(params=LAYOUTS, ids=str)
 def ranks(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[RankThreads]:
-    threads = RankThreads(request.param, load_tiny(model_dir, request.param))
+    threads = RankThreads(request.param, load_tiny(model_dir))
     yield threads
     threads.close()
 
