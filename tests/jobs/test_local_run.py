@@ -1,20 +1,26 @@
-"""A stop of ``LocalRun``, on an engine that runs nothing."""
+"""The ends of ``LocalRun``, on an engine that runs nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
 from backfill.core.config import EngineConfig, SchedulerConfig
-from backfill.core.errors import EngineDead
+from backfill.core.errors import ConfigError, EngineDead
+from backfill.jobs.feed import InputChanged
 from backfill.jobs.local_files import RunFiles
 from backfill.jobs.local_run import LocalRun
+from backfill.preparation.lines import BadLine
 from backfill.preparation.messages import LineSelection, PreparationSetup
+from backfill.preparation.supervisor import PreparationDied
 from backfill.protocol.generation import Generation
 from backfill.protocol.preparer import ServedModel
 from backfill.protocol.service import TokenCount
@@ -53,10 +59,15 @@ class Lines:
 
 
 class Preparation:
-    """Prepares lines in a thread."""
+    """Prepares lines in a thread.
+
+    Attributes:
+        error: of every read, where there is one.
+    """
 
     def __init__(self) -> None:
         self.files = self
+        self.error: Exception | None = None
 
     def start(self) -> None: ...
 
@@ -65,7 +76,10 @@ class Preparation:
     async def wait_ready(self) -> None: ...
 
     def open_lines(self, selection: LineSelection) -> InThreadLines:
-        return InThreadReader(lambda *_: make_generation()).open_lines(selection)
+        lines = InThreadReader(lambda *_: make_generation()).open_lines(selection)
+        if self.error is not None:
+            lines._read = mock.Mock(side_effect=self.error)
+        return lines
 
 
 class Processes:
@@ -199,3 +213,28 @@ async def test_a_run_that_is_stopped_while_the_engine_loads_has_begun_nothing(
     assert not await run.is_whole()
     assert (run.run.speed, run.run.num_at_stop or 0, run.run.num_dropped) == (None, 0, 0)
     assert run.processes.ends == [True]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (OSError(errno.EIO, os.strerror(errno.EIO)), ConfigError, "-i {path}: Input/output error."),
+        (FileNotFoundError(errno.ENOENT, "gone"), ConfigError, "-i {path}: No such file or directory."),
+        (PreparationDied("the process ended"), PreparationDied, "the process ended"),
+        (InputChanged("It has fewer lines."), ConfigError, "{path}: It has fewer lines."),
+        (
+            BadLine("invalid_json_line", "It is no JSON.", 3),
+            ConfigError,
+            "{path} was changed while it ran: line 3: It is no JSON.",
+        ),
+    ],
+)
+async def test_lines_that_cannot_be_read_end_the_run_with_the_reason(
+    tmp_path: Path, small_model: Path, error: Exception, kind: type[Exception], message: str
+) -> None:
+    run = Run(tmp_path, small_model, Lines())
+    run.processes.preparation.error = error
+    with pytest.raises(kind) as raised:
+        await run.is_whole()
+    assert str(raised.value) == message.format(path=tmp_path / "in.jsonl")
+    assert run.processes.ends == [False]

@@ -49,7 +49,7 @@ _UNANSWERED_GROUP = 1000
 _UNANSWERED_CODES = {LineOutcome.CANCELLED: "batch_cancelled", LineOutcome.EXPIRED: "batch_expired"}
 
 
-class _InputMissing(Exception):
+class InputMissing(Exception):
     """The input file is gone from the disk."""
 
 
@@ -65,6 +65,7 @@ class BatchDriver:
     on_lines: Callable[[Sequence[LineResult]], None]  # called with results once they are durable
     num_queued_lines: Callable[[str], Awaitable[int]]  # unfinished lines of an owner's open batches
     on_validated: Callable[[], None] = lambda: None  # called when a batch is in progress
+    ends_at_errors: bool = False  # an error ends the drive, and is the job's; nothing is tried again
     # How many batches are checked, and how many with lines that never ran are ended, at once.
     _checking: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(4), init=False)
     _ending: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(4), init=False)
@@ -74,7 +75,10 @@ class BatchDriver:
         return self.storage.results.log_of(batch, lease)
 
     async def drive(self, job: OpenBatch) -> None:
-        """Take the batch to its end, or until another server has it. After an error it goes on, or fails."""
+        """Take the batch to its end, or until another server has it.
+
+        After an error it goes on, or the batch fails; with ``ends_at_errors`` it is left as it is.
+        """
         name = job.batch.id
         num_unexpected = 0
         final_error: LineError | None = None
@@ -90,6 +94,9 @@ class BatchDriver:
                 logger.warning("%s: another server goes on with it", name)
                 return
             except Exception as error:
+                if self.ends_at_errors:
+                    job.error = error
+                    return
                 found = _final_error(error, job.batch)
                 if isinstance(error, OSError | NotReady):  # such as too many open files: it may be temporary
                     reason = getattr(error, "strerror", None) or error
@@ -171,7 +178,7 @@ class BatchDriver:
             await asyncio.wait({check, cancelled}, return_when=asyncio.FIRST_COMPLETED)
             return None if job.cancelled.is_set() else check.result()
         except FileNotFoundError:
-            raise _InputMissing from None
+            raise InputMissing from None
         finally:
             for task in (check, cancelled):
                 task.cancel()
@@ -230,7 +237,7 @@ class BatchDriver:
             try:
                 feed.finished.result()
             except FileNotFoundError:
-                raise _InputMissing from None
+                raise InputMissing from None
 
     async def _end_lines(self, job: OpenBatch) -> None:
         """Give lines without a result, if there are any, back to whoever ends the batch."""
@@ -262,7 +269,7 @@ class BatchDriver:
                 await append_with_retries(self.storage.threads.results, job.log, results, job.batch.id)
                 self.on_lines(results)
         except FileNotFoundError:
-            raise _InputMissing from None
+            raise InputMissing from None
 
     async def _fail(self, job: OpenBatch, reason: LineError) -> None:
         """End as failed, with the results there are. Lines are given back: their batch fails later."""
@@ -315,13 +322,13 @@ class BatchDriver:
         )
 
     async def _input_path(self, job: OpenBatch) -> Path:
-        """Where the input file can be read. Raises: _InputMissing, OSError."""
+        """Where the input file can be read. Raises: InputMissing, OSError."""
         try:
             return await self.storage.threads.results.run(
                 self.storage.blobs.fetch, job.batch.input_file_id, job.input_user
             )
         except FileNotFoundError:
-            raise _InputMissing from None
+            raise InputMissing from None
 
     def _suspects_of(self, job: OpenBatch) -> Suspects:
         return Suspects(self.storage.results.losses_of(job.batch, job.lease), job.batch.id)
@@ -370,7 +377,7 @@ class BatchDriver:
 def _final_error(error: Exception, batch: BatchRecord) -> LineError | None:
     """The error to end the batch with; None where a retry may help."""
     match error:
-        case _InputMissing():
+        case InputMissing():
             return LineError("file_not_found", f"The input file {batch.input_file_id} is missing.")
         case InputChanged():
             return LineError("file_changed", str(error))

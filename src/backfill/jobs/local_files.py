@@ -58,14 +58,17 @@ class RunFiles:
             log = ResultLog(name, self.output, self.errors)
             log.open()
         except OSError as error:
-            raise ConfigError(f"{self._named(error.filename)}: {error.strerror}.") from error
+            raise self.unusable(error) from error
         except ForeignResults as error:
             message = f"{error} The file is left as it is; give another -o, or delete it to start over."
             raise ForeignResults(message) from None
         return log
 
+    def unusable(self, error: OSError) -> ConfigError:
+        """The error with the option and path of the file."""
+        return ConfigError(f"{self._named(error.filename)}: {error.strerror or error}.")
+
     def _named(self, filename: str | bytes | int | None) -> str:
-        """The option and path of a file of the run."""
         options = (("-i", self.input), ("-o", self.output), ("--error-file", self.errors))
         named = (f"{option} {path}" for option, path in options if str(path) == str(filename))
         return next(named, str(filename or "A file"))

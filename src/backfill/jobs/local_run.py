@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import sys
 import tempfile
 import time
@@ -14,12 +16,14 @@ from typing import Any
 import msgspec
 
 from backfill.core.config import EngineConfig
-from backfill.core.errors import BackfillError
+from backfill.core.errors import BackfillError, ConfigError
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready, StepReport
 from backfill.generation.timeline import Observer
 from backfill.ipc.child import abandon_children
 from backfill.jobs.config import JobsConfig
+from backfill.jobs.feed import InputChanged
+from backfill.jobs.lifecycle import InputMissing
 from backfill.jobs.local_files import RunFiles, RunResults
 from backfill.jobs.manager import JobManager
 from backfill.jobs.open_batch import NameReader, OpenBatch
@@ -30,7 +34,7 @@ from backfill.jobs.threads import ThreadPool
 from backfill.models.config import ModelConfig
 from backfill.preparation.division import Division
 from backfill.preparation.line_file import complement, union
-from backfill.preparation.lines import LineError
+from backfill.preparation.lines import BadLine, LineError
 from backfill.preparation.messages import InputLimits, InputReport, LineSelection, PreparationSetup
 from backfill.preparation.readers import PreparedLines
 from backfill.preparation.resources import resources_of, typical_resources
@@ -51,12 +55,8 @@ class BadInput(BackfillError):
     def __init__(self, path: Path, errors: Sequence[LineError]) -> None:
         lines = [f"{path} is invalid, and no line was run:"]
         for error in errors:
-            lines.append(error.message if error.line is None else f"  {_shown(error)}")
+            lines.append(error.message if error.line is None else f"  line {error.line}: {error.message}")
         super().__init__("\n".join(lines))
-
-
-def _shown(error: LineError) -> str:
-    return error.message if error.line is None else f"line {error.line}: {error.message}"
 
 
 class RunInput:
@@ -264,9 +264,9 @@ class LocalRun:
             await self._run_lines(manager, job, stopping)
         if job.batch.status is BatchStatus.FAILED:
             errors = (await manager.get_batch(job.batch.owner, job.batch.id)).errors
-            if job.batch.in_progress_at is None:
-                raise BadInput(self._files.input, errors)
-            raise BackfillError(f"{self._files.input}: {_shown(errors[0])}")
+            raise BadInput(self._files.input, errors)
+        if job.error is not None:
+            raise self._shown(job.error)
         if job.task.done() and not job.task.cancelled():  # else it was stopped
             job.task.result()
 
@@ -313,6 +313,23 @@ class LocalRun:
         # Tokens are counted by step: a generator's observer learns of a prompt when its request ends.
         service = self._processes.create_service(preparer, Observer())
         manager.engine_ready(service, self._engine_config.scheduler.max_num_seqs)
+
+    def _shown(self, error: Exception) -> Exception:
+        """What ended the batch, with the file's path where it is about a file."""
+        path = self._files.input
+        match error:
+            case InputMissing():
+                return ConfigError(f"-i {path}: {os.strerror(errno.ENOENT)}.")
+            case OSError():
+                if error.filename is None:  # a read has none, and results that cannot be written wait
+                    error.filename = str(path)
+                return self._files.unusable(error)
+            case BadLine():
+                return ConfigError(f"{path} was changed while it ran: line {error.error.line}: {error}")
+            case InputChanged():
+                return ConfigError(f"{path}: {error}")
+            case _:
+                return error
 
     def _on_report(self, report: StepReport) -> None:
         if self.speed is not None:

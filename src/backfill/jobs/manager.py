@@ -59,7 +59,8 @@ class JobManager:
         url: of the server, shown to a second server on the same folder.
         on_lines: called with every group of results once it is durable.
         runner: runs lines; by default on the service of ``engine_ready``.
-        results: of open batches; by default where ``config`` says.
+        results: of a run without a server; an error ends its batch (``OpenBatch.error``). By default they are
+            where ``config`` says.
         wall: Unix seconds.
     """
 
@@ -122,6 +123,7 @@ class JobManager:
                 on_lines=self._count,
                 num_queued_lines=self._num_queued_lines,
                 on_validated=self._wake_claims,
+                ends_at_errors=self._results is not None,
             )
             batches = await self._storage.query_with_retries(self._storage.store.open_batches)
             suspects = self.config.data_dir / SUSPECTS_FOLDER

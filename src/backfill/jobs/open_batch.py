@@ -44,6 +44,7 @@ class OpenBatch:
         lease: None where one server has all batches, and for lines that have ended.
         lines: a bit for each that this job runs; None for a job of the whole batch.
         name: unique among the jobs of a server.
+        error: that ended the drive of a run without a server.
     """
 
     def __init__(self, batch: BatchRecord, log: BatchLog, wall_s: float, lease: Lease | None = None) -> None:
@@ -55,6 +56,7 @@ class OpenBatch:
         self.has_counts = batch.status is BatchStatus.VALIDATING
         self.deadline_s = time.monotonic() + batch.expires_at - wall_s
         self.task: asyncio.Task[None] | None = None
+        self.error: Exception | None = None
         self.lines = None if lease is None else lease.lines
         self.name = batch.id
         if lease is not None and lease.lines is not None:
