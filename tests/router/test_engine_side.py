@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from backfill.api.replica_state import StateReporter, model_digest
 from backfill.core.errors import EngineDead, StepFailed
 from backfill.core.request import ServiceClass
 from backfill.http.errors import error_response
 from backfill.protocol.replica_state import ReplicaState, parse_state
+from backfill.router.replica import Replica
 from tests.api.in_process import in_process_server
 from tests.api.test_fields import make_tokenizer
 from tests.router.stubs import COMPLETIONS
@@ -35,9 +37,18 @@ def test_a_server_shows_its_state(tmp_path: Path) -> None:
 OLDER: dict[str, object] = {"instance": "i", "phase": "loading", "models": ["m"], "digest": "d"}
 
 
-def test_the_state_of_an_older_server_has_null_for_what_it_cannot_tell() -> None:
-    unknown = {"prefill_tokens_per_s": None, "waiting_prompt_tokens": None}
-    assert parse_state(msgspec.json.encode(OLDER | unknown)) == parse_state(msgspec.json.encode(OLDER))
+def test_the_state_of_an_older_server_has_null_or_0_for_what_it_cannot_tell() -> None:
+    nulls = dict.fromkeys(("prefill_tokens_per_s", "waiting_prompt_tokens"))
+    zeros = dict.fromkeys(("max_model_len", "max_num_seqs", "kv_tokens", "ttft_slo_s", "num_lines"), 0)
+    assert parse_state(msgspec.json.encode(OLDER | nulls | zeros)) == parse_state(msgspec.json.encode(OLDER))
+
+
+@pytest.mark.parametrize("name", ["prefill_tokens_per_s", "max_num_seqs", "kv_tokens"])
+def test_a_state_by_which_no_router_can_divide_is_refused_with_the_name(name: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=name):
+        parse_state(msgspec.json.encode(OLDER | {name: -1}))
+    state = parse_state(msgspec.json.encode(OLDER | {name: 0}))
+    assert Replica("a", state).ttft_s(1, 0.0) > 0.0 and Replica("a", state).line_headroom > 0
 
 
 def test_the_digest_tells_models_apart_by_configuration_and_sizes(tmp_path: Path) -> None:

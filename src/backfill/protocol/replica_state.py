@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Annotated
+
 import msgspec
+
+# What a router divides by.
+_Limit = Annotated[int, msgspec.Meta(ge=1)]
+_Speed = Annotated[float, msgspec.Meta(gt=0.0, le=sys.float_info.max)]
 
 
 class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,10 +39,10 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     is_offline_suspended: bool = False
     max_model_len: int = 0
-    max_num_seqs: int = 1
-    kv_tokens: int = 1
+    max_num_seqs: _Limit = 1
+    kv_tokens: _Limit = 1
     ttft_slo_s: float = 1.0
-    prefill_tokens_per_s: float = 2000.0
+    prefill_tokens_per_s: _Speed = 2000.0
     step_s: float = 0.0
     waiting_prompt_tokens: int = 0
     num_online: int = 0
@@ -46,9 +53,10 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_state(body: bytes) -> ReplicaState:
-    """The answer of a server, perhaps an older one: it sends null for what it cannot tell yet.
+    """The answer of a server, perhaps an older one: it sends null or 0 for what it cannot tell yet.
 
     Raises: msgspec.MsgspecError, which names the field; UnicodeDecodeError.
     """
     fields = msgspec.json.decode(body, type=dict[str, object])
-    return msgspec.convert({name: value for name, value in fields.items() if value is not None}, ReplicaState)
+    known = {name: value for name, value in fields.items() if value not in (None, 0)}
+    return msgspec.convert(known, ReplicaState)
