@@ -15,6 +15,7 @@ from aiohttp import web
 
 from backfill.blending.requests import OrderName
 from backfill.jobs.feed import InputChanged
+from backfill.preparation import line_file
 from backfill.preparation.messages import LineSelection
 from backfill.router.line_reader import RoutedLine, RoutedReader
 from tests.api.batch_inputs import completion_line
@@ -296,3 +297,18 @@ async def test_a_line_is_read_once_and_lines_of_a_shorter_file_are_missed(
     path.write_text(texts[0])
     with pytest.raises(InputChanged):
         await lines.read(60)
+
+
+async def test_names_come_in_groups_of_bounded_bytes_without_bodies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    texts = [json.dumps(line) + "\n" for line in lines_of(9)]
+    path.write_text("".join(texts))
+    monkeypatch.setattr(line_file, "_GROUP_BYTES", 2 * len(texts[0]))
+    done = bytes([1 << 4])
+    names = RoutedReader("blend").open_names(LineSelection(path=str(path), max_line_bytes=1000, done=done))
+    groups = [await names.read(1000) for _ in range(9)]
+    assert max(len(group) for group in groups) <= 3
+    assert [line.custom_id for group in groups for line in group] == [f"c{n}" for n in range(9) if n != 3]
+    assert not any(isinstance(line, RoutedLine) for group in groups for line in group)

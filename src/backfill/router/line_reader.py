@@ -15,11 +15,12 @@ from backfill.blending.requests import OrderName
 from backfill.blending.resources import ResourceModel
 from backfill.jobs.feed import InputChanged, LineSource
 from backfill.preparation.division import MAX_PLANNED_BYTES, Division, pool_request
-from backfill.preparation.line_file import is_marked, named
+from backfill.preparation.line_file import LineFile, is_marked, named
 from backfill.preparation.lines import BatchLine, parse_line, read_lines
-from backfill.preparation.messages import InputLimits, InputReport, LineSelection
+from backfill.preparation.messages import START, InputLimits, InputReport, LineSelection
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.body_check import BodyCheck
+from backfill.protocol.generation import Generation
 from backfill.router.policy import RoutedRequest
 from backfill.router.requests import peek
 
@@ -75,13 +76,16 @@ class RoutedReader:
 
 
 class RoutedNames:
-    """A ``NameReader``: the lines themselves, in the order of the file."""
+    """A ``NameReader``: in groups of bounded bytes and time."""
 
     def __init__(self, selection: LineSelection) -> None:
-        self._lines = RoutedLines(selection, "fcfs")
+        self._file = LineFile(selection, _prepare_nothing)
+        self._position = START
 
     async def read(self, max_lines: int) -> Sequence[BatchLine]:
-        return [line for _, line in await self._lines.read(max_lines)]
+        found = await asyncio.to_thread(self._file.read_names, self._position, max_lines)
+        self._position = found.position
+        return found.lines
 
 
 class RoutedLines:
@@ -157,3 +161,7 @@ class RoutedLines:
                     )
                 )
         return lines
+
+
+def _prepare_nothing(*_: object) -> Generation:
+    raise AssertionError("names alone are read")
