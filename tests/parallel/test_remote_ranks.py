@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from socket import socket
 
 import pytest
 
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import BackfillError, ExecutorDead
 from backfill.execution.create import create_torch_executor
+from backfill.parallel import worker
 from backfill.parallel.load import load_rank
+from backfill.parallel.rank import RankContext, RemoteStage
+from backfill.parallel.shared_state import SharedState
+from backfill.parallel.sockets import Address, ConnectionRefused
 from tests.models.tiny import save_tiny_model
 from tests.parallel.fake_ranks import load_fake, load_refused
 from tests.parallel.processes import num_open_files, wait_ended
@@ -72,6 +79,19 @@ def test_a_stage_ends_when_the_driver_does() -> None:
     wait_ended(ranks)
     wait_ended(each.pid for each in hosts.processes)
     executor.close()
+
+
+def test_a_rank_that_cannot_reach_the_driver_says_where_it_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: object) -> None:
+        raise ConnectionRefused("no answer")
+
+    monkeypatch.setattr(worker, "connect_to", connect)
+    monkeypatch.setattr(worker, "name_process", lambda _: None)
+    with socket() as listener, closing(SharedState(1)) as state:
+        stage = RemoteStage(0, (0,), Address("10.0.0.9", 7), (), None, b"")
+        context = RankContext(0, 1, 1, state, listener.fileno(), remote=stage)
+        with pytest.raises(SystemExit, match=r"Rank 0 cannot reach the driver at 10\.0\.0\.9:7: no answer"):
+            worker.run_rank(EngineConfig(), context, "unused:unused", None, logging.WARNING)
 
 
 def test_a_stage_that_cannot_load_says_where() -> None:

@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -117,13 +118,17 @@ def run_rank(
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # writes stacks, also of a rank that hangs
     name_process(f"backfill-rank{context.rank}")
     link: Driver
-    with suppress(DriverClosed, OSError):
-        if driver is None:
-            assert context.remote is not None
+    if driver is None:
+        assert context.remote is not None
+        try:
             link = RemoteDriver(context, context.remote)
-            context = replace(context, clock_ahead_s=link.clock_ahead_s)
-        else:
-            link = LocalDriver(context, driver)
+        except OSError as error:
+            host, port = context.remote.driver
+            sys.exit(f"Rank {context.rank} cannot reach the driver at {host}:{port}: {error}")
+        context = replace(context, clock_ahead_s=link.clock_ahead_s)
+    else:
+        link = LocalDriver(context, driver)
+    with suppress(DriverClosed, OSError):
         executor = _load(config, context, load, link)
         if executor is None:
             link.next_plan()  # until the driver has read why, and closes
@@ -224,6 +229,13 @@ class RemoteDriver(Driver):
             self._connection.sendall(encode_frame(report))
 
     def _receive(self) -> None:
+        try:
+            self._pass_on()
+        finally:
+            os._exit(1)  # also if a step hangs
+
+    def _pass_on(self) -> None:
+        """Until the driver has closed."""
         frames: FrameReader[ToRank] = FrameReader(self._connection, ToRank)
         arrives = select.poll()
         arrives.register(self._connection, select.POLLIN)
@@ -238,7 +250,6 @@ class RemoteDriver(Driver):
             if now_s >= shown_at_s + _PROGRESS_S and data != shown and self._may_send(Moved(data)):
                 shown_at_s, shown = now_s, data
             arrives.poll(_PROGRESS_S * 1000)
-        os._exit(1)  # also if a step hangs
 
     def _may_send(self, message: Moved) -> bool:
         """Send it, unless that may take a while: who receives must not wait for a driver that sends."""
