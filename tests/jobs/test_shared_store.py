@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import create_engine, delete
 
 from backfill.core.errors import ConfigError, EngineDead
 from backfill.jobs import claims as claims_module
@@ -25,7 +26,7 @@ from backfill.jobs.blobs import GARBAGE_AGE_S
 from backfill.jobs.errors import Busy, Conflict, NotFound, TooMany
 from backfill.jobs.lines import LineResult
 from backfill.jobs.manager import JobManager
-from backfill.jobs.records import BatchRecord, BatchStatus
+from backfill.jobs.records import BatchRecord, BatchStatus, LeasedPart
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
 from tests.api.servers import TIMEOUT_S
@@ -291,6 +292,18 @@ async def test_servers_that_start_at_once_share_an_empty_database(fleet: Fleet) 
     batch = await submit(managers[0], input_of(9))
     for manager in managers:
         await check_completed(manager, await ended(manager, batch.id), 9)
+
+
+async def test_batches_of_a_server_that_knew_no_leases_go_on(fleet: Fleet) -> None:
+    front = await fleet.add(has_engine=False)
+    batch = await submit(front, input_of(9))
+    engine = create_engine(fleet.options["batch_database_url"])
+    with engine.begin() as connection:
+        connection.execute(delete(LeasedPart))
+    engine.dispose()
+    for _ in range(2):
+        await fleet.add()
+    await check_completed(front, await ended(front, batch.id), 9)
 
 
 async def test_files_of_other_servers_are_not_swept_away(fleet: Fleet) -> None:

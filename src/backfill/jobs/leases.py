@@ -35,6 +35,7 @@ from sqlalchemy import (
     extract,
     func,
     insert,
+    literal,
     not_,
     or_,
     select,
@@ -305,6 +306,15 @@ def add_lease(
     parts = zip(count(first), lines, num_lines, strict=False)
     rows = [{**free, "part": part, "lines": bits, "num_lines": num} for part, bits, num in parts]
     connection.execute(insert(LeasedPart), rows)
+
+
+def add_missing_leases(connection: Connection) -> None:
+    """Rows of open batches that have none: a server made them of a Backfill that knew no leases."""
+    names = ["batch_id", "part", "num_lines", "token", "expires_at"]
+    without = BatchRecord.id.not_in(select(LeasedPart.batch_id))
+    free = select(BatchRecord.id, literal(WHOLE), literal(0), literal(0), literal(0.0))
+    of_open = free.where(BatchRecord.status.in_(OPEN_STATUSES), without)
+    connection.execute(insert(LeasedPart).from_select(names, of_open))
 
 
 def lock_lease(connection: Connection, batch_id: str) -> None:

@@ -17,10 +17,10 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from backfill.core.errors import ConfigError
 from backfill.jobs.blobs import FileStore
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.database import open_database, shown_url, tie_to
+from backfill.jobs.database import exclusive_schema, open_database, shown_url, tie_to
 from backfill.jobs.database_results import DatabaseResults, FileResults, ResultStore
 from backfill.jobs.errors import Busy
-from backfill.jobs.leases import Leases
+from backfill.jobs.leases import Leases, add_missing_leases
 from backfill.jobs.object_store import open_file_store
 from backfill.jobs.private_files import make_private, write_durably
 from backfill.jobs.retry import is_temporary, reason_of, retry_delays_s
@@ -168,7 +168,11 @@ def _tie(engine: Engine, blobs: FileStore, config: JobsConfig) -> tuple[JobStore
     if not config.is_shared and blobs.is_given:
         places.append(FileStore(config.data_dir))  # so that no second server opens the database
     store_id = tie_to(engine, places)
-    return JobStore(engine, _leases(engine, config) if config.is_shared else None), store_id
+    if not config.is_shared:
+        return JobStore(engine), store_id
+    with exclusive_schema(engine) as connection:
+        add_missing_leases(connection)
+    return JobStore(engine, _leases(engine, config)), store_id
 
 
 def _leases(engine: Engine, config: JobsConfig) -> Leases:

@@ -38,13 +38,6 @@ def upgrade() -> None:
         ("ix_leases_holder", "leases", ["holder"]),
     ):
         op.create_index(index, table, names, if_not_exists=True)
-    # A server that shared its database with no other made none.
-    op.execute(
-        "INSERT INTO leases (batch_id, part, num_lines, token, expires_at) "
-        "SELECT id, 0, 0, 0, 0 FROM batches "
-        "WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling') "
-        "AND id NOT IN (SELECT batch_id FROM leases)"
-    )
 
 
 def _tables() -> dict[str, list[sa.Column[Any]]]:
