@@ -113,6 +113,16 @@ def test_tables_without_a_version_are_adopted(each_url: str, tmp_path: Path, is_
     engine.dispose()
 
 
+def test_tables_are_adopted_while_a_server_writes(database_url: str, tmp_path: Path) -> None:
+    run(database_url, TABLES)
+    writer = create_engine(database_url)
+    with writer.begin() as connection:
+        connection.execute(text("LOCK TABLE files, batches, leases IN ROW EXCLUSIVE MODE"))  # as a write does
+        open_database(f"{database_url}%20-clock_timeout%3D1000", tmp_path).dispose()
+    check_tables(writer)
+    writer.dispose()
+
+
 @pytest.mark.anyio
 @pytest.mark.usefixtures("each_database")
 async def test_a_batch_goes_on_in_a_database_that_had_no_version(tmp_path: Path, start: Start) -> None:

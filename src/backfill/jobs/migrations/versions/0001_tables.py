@@ -31,13 +31,16 @@ def upgrade() -> None:
                 f"`batch_database_url`: the table {name} lacks {', '.join(missing)}; "
                 "another program made it, or a version of Backfill from which there is no upgrade."
             )
+    database = sa.inspect(op.get_bind())  # anew: tables were made
     for index, table, names in (
         ("files_by_owner", "files", ["owner", "sequence"]),
         ("batches_by_owner", "batches", ["owner", "sequence"]),
         ("ix_batches_status", "batches", ["status"]),
         ("ix_leases_holder", "leases", ["holder"]),
     ):
-        op.create_index(index, table, names, if_not_exists=True)
+        # ``IF NOT EXISTS`` waits for those who write, also where it exists: they may wait for us.
+        if index not in {found["name"] for found in database.get_indexes(table)}:
+            op.create_index(index, table, names)
 
 
 def _tables() -> dict[str, list[sa.Column[Any]]]:
