@@ -138,6 +138,18 @@ def test_engines_that_cannot_join_are_named_with_the_reason(caplog: pytest.LogCa
         with_more_time(check)
 
 
+def test_an_engine_that_speaks_no_tls_is_named_with_that_reason() -> None:
+    class Plain(StubEngine):
+        @property
+        def url(self) -> str:
+            return super().url.replace("http:", "https:")
+
+    def check(factor: float) -> None:
+        assert re.search("cannot be reached: .*SSL", refusal_of(Plain(), engine_timeout=0.5 * factor))
+
+    with_more_time(check)
+
+
 def test_a_server_that_is_no_engine_is_refused() -> None:
     async def answer(status: int, engine_timeout: float) -> str:
         async def handle(request: web.Request) -> web.Response:

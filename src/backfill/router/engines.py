@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import ssl
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -376,7 +377,8 @@ class Engines:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
-        number = error.os_error.errno or 0  # negative: of a name that is not known
+        # Negative: of a name that is not known. Errors of TLS have numbers of their own.
+        number = 0 if isinstance(error.os_error, ssl.SSLError) else error.os_error.errno or 0
         return os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
     if isinstance(error, TimeoutError):
         return "it did not answer in time"
