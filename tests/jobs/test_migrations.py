@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from backfill.jobs import migrations
 from backfill.jobs.database import open_database
 from backfill.jobs.migrations import NEWEST, VERSION_TABLE, version_of
 from backfill.jobs.records import Record
+from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     DEFAULT_LIMITS,
     InstantRunner,
@@ -100,6 +103,30 @@ def test_one_of_several_servers_that_start_at_once_makes_the_tables(each_url: st
     check_tables(engines[0])
     for engine in engines:
         engine.dispose()
+
+
+_OPENS = """
+import sys
+from pathlib import Path
+from backfill.jobs import database
+
+exclusive_schema = database.exclusive_schema
+
+def locked(engine):
+    assert "alembic.command" in sys.modules
+    return exclusive_schema(engine)
+
+assert "alembic" not in sys.modules
+database.exclusive_schema = locked
+database.open_database(None, Path(sys.argv[1])).dispose()
+"""
+
+
+def test_alembic_is_imported_before_other_servers_wait(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", _OPENS, str(tmp_path)], check=True, timeout=TIMEOUT_S)
+    # Where there is nothing to upgrade, no lock is taken: ``locked`` would refuse.
+    without_alembic = _OPENS + 'assert "alembic" not in sys.modules'
+    subprocess.run([sys.executable, "-c", without_alembic, str(tmp_path)], check=True, timeout=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("is_earlier", [False, True])

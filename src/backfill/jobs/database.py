@@ -39,8 +39,12 @@ def open_database(url: str | None, data_dir: Path) -> Engine:
         if url is None:  # SQLite gives the files beside it the same mode
             os.close(os.open(data_dir / "jobs.db", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
         engine = _engine_of(url, data_dir)
-        with exclusive_schema(engine) as connection:
-            migrations.upgrade(connection)
+        with engine.connect() as connection:
+            is_newest = migrations.is_newest(connection)
+        if not is_newest:
+            migrations.load()  # not under the lock: on SQLite it stops all who write
+            with exclusive_schema(engine) as connection:
+                migrations.upgrade(connection)
     except ImportError as error:
         raise ConfigError(
             "`batch_database_url`: the driver of the database is not installed "

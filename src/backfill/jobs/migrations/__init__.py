@@ -20,14 +20,9 @@ SCRIPTS = "backfill.jobs:migrations"
 _one_at_a_time = threading.Lock()  # Alembic keeps what it migrates in module variables
 
 
-def upgrade(connection: Connection) -> None:
-    """Bring the tables to this version, in the connection's transaction.
-
-    Raises: ConfigError where a newer version, or another program, made them.
-    """
+def is_newest(connection: Connection) -> bool:
+    """Whether the tables are of this version. Raises: ConfigError where a newer version made them."""
     found = version_of(connection)
-    if found == NEWEST:
-        return
     if found is not None and found > NEWEST:
         from backfill import __version__
 
@@ -35,7 +30,21 @@ def upgrade(connection: Connection) -> None:
             f"`batch_database_url`: the tables are of version {found}, which a newer Backfill made; this one "
             f"({__version__}) knows them up to version {NEWEST}. Start the newer one."
         )
-    # Here, because most starts need none of it.
+    return found == NEWEST
+
+
+def load() -> None:
+    """Import what ``upgrade`` needs, which takes long. Most starts need none of it."""
+    import alembic.command  # noqa: F401
+
+
+def upgrade(connection: Connection) -> None:
+    """Bring the tables to this version, in the connection's transaction.
+
+    Raises: ConfigError where a newer version, or another program, made them.
+    """
+    if is_newest(connection):  # another server was faster
+        return
     from alembic import command
     from alembic.config import Config
 
