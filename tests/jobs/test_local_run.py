@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import sys
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,3 +240,16 @@ async def test_lines_that_cannot_be_read_end_the_run_with_the_reason(
         await run.is_whole()
     assert str(raised.value) == message.format(path=tmp_path / "in.jsonl")
     assert run.processes.ends == [False]
+
+
+async def test_a_run_needs_no_folder_but_that_of_its_output(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    monkeypatch.setitem(sys.modules, "alembic", None)  # it takes most of a second to import
+    others = tmp_path / "suspects" / "of-somebody-else"
+    others.parent.mkdir()
+    others.touch()
+    await goes_on(tmp_path, small_model, 0)
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", "suspects"}
+    assert others.exists()

@@ -17,9 +17,10 @@ from sqlalchemy import Engine, MetaData, create_engine, inspect, text
 
 from backfill.core.errors import ConfigError
 from backfill.jobs import migrations
-from backfill.jobs.database import open_database
+from backfill.jobs.database import open_database, open_in_memory
 from backfill.jobs.migrations import NEWEST, VERSION_TABLE, version_of
 from backfill.jobs.records import Record
+from backfill.jobs.store import JobStore
 from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     DEFAULT_LIMITS,
@@ -31,6 +32,7 @@ from tests.jobs.doubles import (
     ready,
     submit,
 )
+from tests.jobs.test_leases import file_of
 from tests.jobs.test_shared_store import hold_after
 
 # The tables as the last Backfill made them that knew no versions.
@@ -95,6 +97,17 @@ def test_the_models_are_what_the_migrations_make(each_url: str, tmp_path: Path) 
     config = Config()
     config.set_main_option("script_location", migrations.SCRIPTS)
     assert ScriptDirectory.from_config(config).get_heads() == [NEWEST]
+
+
+def test_threads_share_a_database_in_memory() -> None:
+    engine = open_in_memory()
+    with engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Record.metadata) == []
+    store = JobStore(engine)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda number: store.add_file(file_of(str(number))), range(20)))
+        assert list(threads.map(lambda _: len(store.blob_ids()), range(8))) == [20] * 8
+    store.close()
 
 
 def test_one_of_several_servers_that_start_at_once_makes_the_tables(each_url: str, tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, func, insert, make_url, select
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.pool import QueuePool
 
 from backfill.core.errors import ConfigError
 from backfill.jobs import migrations
 from backfill.jobs.blobs import FileStore
 from backfill.jobs.private_files import FILE_MODE
-from backfill.jobs.records import DataFolder
+from backfill.jobs.records import DataFolder, Record
 
 _BUSY_TIMEOUT_MS = 5000
 # A server whose host has vanished answers nothing at all.
@@ -57,6 +58,21 @@ def open_database(url: str | None, data_dir: Path) -> Engine:
         raise ConfigError(
             f"`batch_database_url`: the database {shown_url(url, data_dir)} cannot be opened: {reason}."
         ) from error
+    return engine
+
+
+def open_in_memory() -> Engine:
+    """A new database of this process, with the newest tables."""
+    engine = create_engine(
+        "sqlite://",
+        # Each connection would have a database of its own, so threads take turns with one.
+        poolclass=QueuePool,
+        pool_size=1,
+        max_overflow=0,
+        connect_args={"check_same_thread": False},
+    )
+    event.listen(engine, "connect", _configure_sqlite)
+    Record.metadata.create_all(engine)
     return engine
 
 

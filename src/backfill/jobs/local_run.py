@@ -1,4 +1,4 @@
-"""One batch without a server: a job manager on a temporary store. Result files are all that stays."""
+"""One batch without a server: a job manager on a store in memory. Result files are all there is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import errno
 import os
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -104,7 +103,6 @@ class RunInput:
                 path=str(self._files.input),
                 done=union(selection.done, self._of_others),
                 complete_by_s=None,
-                spool_folder=str(self._files.output.parent),
             )
         )
         self.is_opened.set()
@@ -146,7 +144,6 @@ class LocalRun:
         client = EngineClient(engine_config, log_level=setup.log_level, on_report=self._on_report)
         self._processes = ServingProcesses(client, setup)
         self._stop_asked = asyncio.Event()
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._input: RunInput | None = None
         self._manager: JobManager | None = None
         self._job: OpenBatch | None = None
@@ -198,8 +195,6 @@ class LocalRun:
     def abandon(self) -> None:
         """End its processes and remove their files at once, for a caller that is about to exit."""
         self._processes.client.abandon()
-        if self._folder is not None:
-            self._folder.cleanup()
         abandon_children()
 
     async def run(self) -> bool:
@@ -225,29 +220,27 @@ class LocalRun:
 
     @contextlib.asynccontextmanager
     async def _managing(self, log: ResultLog) -> AsyncIterator[JobManager]:
-        """A manager of one batch. Its store is dropped afterwards: the result files have all."""
+        """A manager of one batch."""
         self._input = RunInput(self._files, self._processes, self._setup)
-        self._folder = tempfile.TemporaryDirectory(prefix="backfill-run-", ignore_cleanup_errors=True)
-        with self._folder as folder:
-            self._manager = manager = JobManager(
-                JobsConfig(
-                    data_dir=Path(folder),
-                    order=self._setup.order,
-                    batch_max_lines=sys.maxsize,
-                    batch_max_queued_lines=sys.maxsize,
-                    max_line_bytes=_MAX_LINE_BYTES,
-                ),
-                self._input,
-                model_names=self._setup.model.names,
-                results=RunResults(log, self._files.losses),
-            )
-            await manager.start()
-            self._processes.preparation.start()
-            try:
-                yield manager
-            finally:
-                await manager.stop()
-                await self._processes.preparation.stop()
+        self._manager = manager = JobManager(
+            JobsConfig(
+                data_dir=self._files.output.parent,  # for prepared lines, which have no name there
+                order=self._setup.order,
+                batch_max_lines=sys.maxsize,
+                batch_max_queued_lines=sys.maxsize,
+                max_line_bytes=_MAX_LINE_BYTES,
+            ),
+            self._input,
+            model_names=self._setup.model.names,
+            results=RunResults(log, self._files.losses),
+        )
+        await manager.start()
+        self._processes.preparation.start()
+        try:
+            yield manager
+        finally:
+            await manager.stop()
+            await self._processes.preparation.stop()
 
     async def _drive(self, manager: JobManager, log: ResultLog, stopping: asyncio.Task[bool]) -> None:
         """Run the batch until it has ended or a stop is asked for. Raises: as ``run``."""

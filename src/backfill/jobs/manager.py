@@ -59,8 +59,8 @@ class JobManager:
         url: of the server, shown to a second server on the same folder.
         on_lines: called with every group of results once it is durable.
         runner: runs lines; by default on the service of ``engine_ready``.
-        results: of a run without a server; an error ends its batch (``OpenBatch.error``). By default they are
-            where ``config`` says.
+        results: of a run without a server. It has no data folder: records are in memory. An error ends its
+            batch (``OpenBatch.error``).
         wall: Unix seconds.
     """
 
@@ -109,11 +109,10 @@ class JobManager:
 
     async def start(self) -> None:
         """Lock the data folder and resume unfinished batches. Raises: ConfigError."""
-        await self._threads.results.run(self._lock.acquire)
+        if self._results is None:
+            await self._threads.results.run(self._lock.acquire)
         try:
-            self._storage = await JobStorage.open(self.config, self._threads, self.now)
-            if self._results is not None:
-                self._storage = dataclasses.replace(self._storage, results=self._results)
+            self._storage = await self._open_storage()
             self.files = Files(self._storage)
             self._driver = BatchDriver(
                 self._storage,
@@ -126,8 +125,9 @@ class JobManager:
                 ends_at_errors=self._results is not None,
             )
             batches = await self._storage.query_with_retries(self._storage.store.open_batches)
-            suspects = self.config.data_dir / SUSPECTS_FOLDER
-            await self._threads.results.run(sweep_suspects, suspects, {batch.id for batch in batches})
+            if self._results is None:
+                suspects = self.config.data_dir / SUSPECTS_FOLDER
+                await self._threads.results.run(sweep_suspects, suspects, {batch.id for batch in batches})
             if self._storage.store.leases is None:
                 for batch in batches:
                     logger.info("%s: resumed, %s", batch.id, batch.status.value)
@@ -147,6 +147,13 @@ class JobManager:
             raise
         self._is_open = True
         self._sweeper = self._tasks.start(self.files.sweep(), "sweeper")
+
+    async def _open_storage(self) -> JobStorage:
+        if self._results is None:
+            return await JobStorage.open(self.config, self._threads, self.now)
+        return await self._threads.database.run(
+            JobStorage.in_memory, self.config, self._threads, self.now, self._results
+        )
 
     async def drain(self, timeout_s: float) -> int:
         """Begin no more lines, and wait so long for those that have begun. Returns: as ``Feeder.drain``."""

@@ -17,7 +17,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from backfill.core.errors import ConfigError
 from backfill.jobs.blobs import FileStore
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.database import exclusive_schema, open_database, shown_url, tie_to
+from backfill.jobs.database import exclusive_schema, open_database, open_in_memory, shown_url, tie_to
 from backfill.jobs.database_results import DatabaseResults, FileResults, ResultStore
 from backfill.jobs.errors import Busy
 from backfill.jobs.leases import Leases, add_missing_leases
@@ -101,6 +101,14 @@ class JobStorage:
         except SQLAlchemyError as error:
             raise ConfigError(f"{database} cannot be used: {reason_of(error)}.") from error
         return storage
+
+    @classmethod
+    def in_memory(
+        cls, config: JobsConfig, threads: JobThreads, now: Callable[[], int], results: ResultStore
+    ) -> JobStorage:
+        """Records that end with the process, and no files but those of ``results``. Blocking."""
+        no_files = FileStore(config.data_dir)  # never opened
+        return cls(config, threads, now, JobStore(open_in_memory()), no_files, results, store_id="")
 
     async def sweep_garbage(self) -> None:
         """Delete what servers that died left among shared files. Raises: OSError."""
