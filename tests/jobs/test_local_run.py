@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import sys
 import tempfile
@@ -18,7 +19,7 @@ import pytest
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError, EngineDead
 from backfill.jobs.feed import InputChanged
-from backfill.jobs.local_files import RunFiles
+from backfill.jobs.local_files import RunFiles, digest_of
 from backfill.jobs.local_run import LocalRun
 from backfill.preparation.lines import BadLine
 from backfill.preparation.messages import LineSelection, PreparationSetup
@@ -147,8 +148,12 @@ class Run:
         return await asyncio.wait_for(self._running, TIMEOUT_S)
 
     @property
+    def parsed(self) -> list[dict[str, Any]]:
+        return parse_jsonl(self._output.read_bytes())
+
+    @property
     def results(self) -> set[str]:
-        lines = parse_jsonl(self._output.read_bytes())
+        lines = self.parsed
         assert len({line["id"] for line in lines}) == len(lines)
         return {line["custom_id"] for line in lines}
 
@@ -253,3 +258,25 @@ async def test_a_run_needs_no_folder_but_that_of_its_output(
     await goes_on(tmp_path, small_model, 0)
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", "suspects"}
     assert others.exists()
+
+
+async def test_losses_of_an_earlier_run_count_until_all_lines_have_results(
+    tmp_path: Path, small_model: Path
+) -> None:
+    lines, number = Lines(), 5
+    run = Run(tmp_path, small_model, lines)
+    losses = tmp_path / "out.jsonl.suspects"
+    losses.write_text(json.dumps({"name": digest_of(tmp_path / "in.jsonl"), "lines": {number: [2, 2, 0]}}))
+    run.processes.preparation.error = PreparationDied("the process ended")
+    with pytest.raises(PreparationDied):
+        await run.is_whole()
+    assert losses.exists()
+    run = Run(tmp_path, small_model, lines)
+    await until(lambda: len(lines.running) == 1)
+    lines.may_end = True
+    lines.running[0].set_exception(EngineDead("killed", num_lost=1, num_others=0))
+    assert await run.is_whole()
+    assert run.run.counts.failed == 1
+    (failed,) = (line for line in run.parsed if line["error"] is not None)
+    assert (failed["custom_id"], failed["error"]["code"]) == (f"r{number - 1}", "engine_error")
+    assert not losses.exists()

@@ -331,7 +331,8 @@ class BatchDriver:
             raise InputMissing from None
 
     def _suspects_of(self, job: OpenBatch) -> Suspects:
-        return Suspects(self.storage.results.losses_of(job.batch, job.lease), job.batch.id)
+        # Named as the results are: a run's batch is another each time, its input the same.
+        return Suspects(self.storage.results.losses_of(job.batch, job.lease), job.log.name)
 
     def _unfinished_lines(self, job: OpenBatch, path: Path) -> LineSelection:
         not_here = b"" if job.lines is None else complement(job.lines)

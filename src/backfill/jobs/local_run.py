@@ -211,7 +211,7 @@ class LocalRun:
                 log = await disk.run(self._files.open_results, stack)
                 self.num_resumed = log.num_completed + log.num_failed
                 async with self._managing(log) as manager:
-                    await self._drive(manager, log, stopping)
+                    await self._drive(manager, stopping)
         finally:
             stopping.cancel()
             disk.close()
@@ -242,10 +242,10 @@ class LocalRun:
             await manager.stop()
             await self._processes.preparation.stop()
 
-    async def _drive(self, manager: JobManager, log: ResultLog, stopping: asyncio.Task[bool]) -> None:
+    async def _drive(self, manager: JobManager, stopping: asyncio.Task[bool]) -> None:
         """Run the batch until it has ended or a stop is asked for. Raises: as ``run``."""
         assert self._input is not None
-        self._job = job = await manager.run_batch(*_records(f"{self._files.input.name}-{log.name[:8]}"))
+        self._job = job = await manager.run_batch(*_records(self._files.input))
         assert job.task is not None
         opened = asyncio.create_task(self._input.is_opened.wait())
         ends: set[asyncio.Future[Any]] = {job.task, opened, stopping}
@@ -329,9 +329,10 @@ class LocalRun:
             self.speed.on_report(report, time.monotonic())
 
 
-def _records(name: str) -> tuple[FileRecord, BatchRecord]:
+def _records(path: Path) -> tuple[FileRecord, BatchRecord]:
     """Of a run's input, and of its batch, which has no window. Results are in the run's own files."""
     now = int(time.time())
+    name = os.fsencode(path.name).decode(errors="replace")  # for log lines; a database takes no other text
     file = FileRecord(
         id=name, owner="", num_bytes=0, created_at=now, expires_at=None, filename=name, purpose="batch"
     )
