@@ -220,6 +220,7 @@ async def test_a_run_that_is_stopped_while_the_engine_loads_has_begun_nothing(
     assert not await run.is_whole()
     assert (run.run.speed, run.run.num_at_stop or 0, run.run.num_dropped) == (None, 0, 0)
     assert run.processes.ends == [True]
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 @pytest.mark.parametrize(

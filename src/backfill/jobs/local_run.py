@@ -58,6 +58,10 @@ class BadInput(BackfillError):
         super().__init__("\n".join(lines))
 
 
+class _Stopped(Exception):
+    """The run was stopped before every line had a result."""
+
+
 class RunInput:
     """The ``InputReader`` of a run: it knows the file, and which of its lines are the run's.
 
@@ -207,15 +211,21 @@ class LocalRun:
         disk = ThreadPool("disk", 1)
         stopping = asyncio.create_task(self._stop_asked.wait())
         try:
-            with contextlib.ExitStack() as stack:
+            with contextlib.suppress(_Stopped), contextlib.ExitStack() as stack:
                 log = await disk.run(self._files.open_results, stack)
                 self.num_resumed = log.num_completed + log.num_failed
                 async with self._managing(log) as manager:
                     await self._drive(manager, stopping)
+                if not self._is_whole:
+                    raise _Stopped  # result files that are new and empty are removed
         finally:
             stopping.cancel()
             disk.close()
             self.duration_s = time.monotonic() - started_at_s
+        return self._is_whole
+
+    @property
+    def _is_whole(self) -> bool:
         return self._job is not None and self._job.batch.status is BatchStatus.COMPLETED
 
     @contextlib.asynccontextmanager
