@@ -111,6 +111,21 @@ def test_a_group_a_full_disk_refuses_leaves_nothing(
     assert reopened(paths).num_completed == 2
 
 
+def test_files_that_could_not_be_opened_are_opened_whole_later(
+    log: ResultLog, paths: tuple[Path, Path]
+) -> None:
+    log.append([result(1), result(2, fails=True)])
+    paths[1].rename(paths[1].with_name("aside"))
+    paths[1].mkdir()
+    again = ResultLog("b1", *paths)
+    with pytest.raises(IsADirectoryError):
+        again.open()
+    paths[1].rmdir()
+    paths[1].with_name("aside").rename(paths[1])
+    again.open()
+    assert (again.num_completed, again.num_failed) == (1, 1)
+
+
 def test_results_of_another_input_are_refused(log: ResultLog, paths: tuple[Path, Path]) -> None:
     log.append([result(1)])
     with pytest.raises(ForeignResults, match="another input"):

@@ -78,6 +78,9 @@ class RunInput:
         self._of_others = b""  # a bit for each line of other parts
         self._threads = ThreadPool("input", 1)
 
+    def close(self) -> None:
+        self._threads.close()
+
     async def check_input(self, path: str, limits: InputLimits) -> InputReport:
         """Check it in this process, before another is started. Raises: OSError."""
         names = " or ".join(self._setup.model.names)
@@ -250,6 +253,7 @@ class LocalRun:
             yield manager
         finally:
             await manager.stop()
+            self._input.close()
             await self._processes.preparation.stop()
 
     async def _drive(self, manager: JobManager, stopping: asyncio.Task[bool]) -> None:

@@ -71,6 +71,9 @@ class ResultTally:
     def __init__(self, name: str) -> None:
         self.name = name
         self._prefix = f"batch_req_{name}_"
+        self._forget()
+
+    def _forget(self) -> None:
         self._done = bytearray()
         self.num_completed = 0
         self.num_failed = 0
@@ -128,13 +131,16 @@ class ResultLog(ResultTally):
         """
         if self._files:
             return
+        self._forget()  # what an attempt that failed has read
+        files = {}
         for path in dict.fromkeys(self._paths):
             with _opened(path, os.O_CREAT) as file:
                 size = self._read_back(path)
                 os.ftruncate(file, size)
-                self._files[path] = _Identity.of(os.fstat(file))
+                files[path] = _Identity.of(os.fstat(file))
         for folder in {path.parent for path in self._paths}:
             sync_folder(folder)
+        self._files = files
 
     def check_intact(self) -> None:
         """Raise ResultsLost unless every result is still in its file."""
