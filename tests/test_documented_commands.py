@@ -51,7 +51,6 @@ OTHERS = {
     "pip install 'backfill[postgres]'",
     "pip install 'ray[default]'",
     ".venv/bin/python",
-    ".venv/bin/python -m experiments",
 }
 # Run by tests/router/test_proxy.py with other addresses.
 _ENGINES = "http://127.0.0.1:8080/router/engines"
