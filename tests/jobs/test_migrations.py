@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -116,6 +117,23 @@ def test_one_of_several_servers_that_start_at_once_makes_the_tables(each_url: st
     check_tables(engines[0])
     for engine in engines:
         engine.dispose()
+
+
+def test_a_database_that_another_writes_waits_to_be_switched_to_wal(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+    writer = sqlite3.connect(path, isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")
+    with ThreadPoolExecutor(1) as threads:
+        opening = threads.submit(open_database, f"sqlite:///{path}", tmp_path)
+        with pytest.raises(TimeoutError):
+            opening.result(0.1)
+        writer.execute("COMMIT")
+        engine = opening.result(TIMEOUT_S)
+    with engine.connect() as connection:
+        assert version_of(connection) == NEWEST
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+    engine.dispose()
+    writer.close()
 
 
 _OPENS = """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sqlite3
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from backfill.jobs.private_files import FILE_MODE
 from backfill.jobs.records import DataFolder, Record
 
 _BUSY_TIMEOUT_MS = 5000
+_WAL_RETRY_S = 0.005
 # A server whose host has vanished answers nothing at all.
 _CONNECT_TIMEOUT_S = 5
 _SILENCE_TIMEOUT_MS = 20_000
@@ -189,7 +192,22 @@ def tie_to(engine: Engine, places: Sequence[FileStore]) -> str:
 
 def _configure_sqlite(connection: Any, _: object) -> None:
     cursor = connection.cursor()
-    for setting in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
-        cursor.execute(f"PRAGMA {setting}")
     cursor.execute(f"PRAGMA busy_timeout={_BUSY_TIMEOUT_MS}")
+    _use_wal(cursor)
+    for setting in ("synchronous=FULL", "foreign_keys=ON"):
+        cursor.execute(f"PRAGMA {setting}")
     cursor.close()
+
+
+def _use_wal(cursor: sqlite3.Cursor) -> None:
+    """SQLite does not wait, as it does elsewhere, when servers switch a new database at once."""
+    give_up_at = time.monotonic() + _BUSY_TIMEOUT_MS / 1000
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            is_busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+            if not is_busy or time.monotonic() > give_up_at:
+                raise
+        time.sleep(_WAL_RETRY_S)
