@@ -14,6 +14,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
+import zmq
 
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, EngineDead, RequestLost, StepFailed
@@ -127,6 +128,18 @@ async def test_requests_of_a_killed_engine_are_told_how_many_were_lost() -> None
         with pytest.raises(EngineDead) as absent:
             await generate(client, "late")
         assert absent.value.num_lost == 0
+
+
+async def test_a_request_that_comes_before_a_death_is_noticed_is_told_of_it() -> None:
+    async with started(load_slow) as client:
+        connection = client._connection
+        assert connection is not None and connection.pid is not None
+        os.kill(connection.pid, signal.SIGKILL)
+        while connection._commands.poll(0, zmq.POLLOUT):  # the event loop gets no turn
+            time.sleep(0.001)
+        with pytest.raises(EngineDead, match="killed by signal 9") as death:
+            await asyncio.wait_for(generate(client, "late"), TIMEOUT_S)
+        assert death.value.num_lost == 0
 
 
 async def test_an_engine_that_its_client_kills_is_no_error_in_the_log(

@@ -218,7 +218,9 @@ class EngineClient:
         try:
             if not connection.send(AddRequest(request)):
                 is_over = True
-                raise EngineDead("The engine process has ended.")
+                self._streams.remove(request_id, stream)  # else it would count as lost with the others
+                await connection.wait(_STOP_TIMEOUT_S)
+                raise EngineDead(connection.why_it_ended())
             while not is_over:
                 output = await stream.queue.get()
                 if isinstance(output, BackfillError):
