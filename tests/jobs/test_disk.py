@@ -253,7 +253,7 @@ _on_audit: list[Callable[[str, tuple[Any, ...]], None]] = []
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if event in _EVENTS:
+    if _EVENTS is not None and event in _EVENTS:  # None while the interpreter ends
         for watch in _on_audit:
             watch(event, args)
 
