@@ -194,6 +194,9 @@ def test_a_prompt_is_computed_in_chunks_and_the_last_one_samples() -> None:
     assert MODEL.prefill_time_s(20, 20) == pytest.approx(plain_time_s(MODEL, [(0, 20, True)]))
     assert MODEL.prefill_time_s(20, 500) == MODEL.prefill_time_s(20, 20)
     assert MODEL.prefill_time_s(0, 8) == 0.0
+    assert MODEL.prefill_time_s(20, 8, num_computed_tokens=8) == pytest.approx(
+        sum(plain_time_s(MODEL, [chunk]) for chunk in chunks[1:])
+    )
 
 
 def test_only_a_part_of_a_large_chunk_may_count() -> None:

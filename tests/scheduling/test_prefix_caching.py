@@ -6,7 +6,11 @@ import pytest
 
 from backfill.core.config import CheckpointingName, PolicyName, PrefixCacheScope
 from backfill.core.plan import StepOutcome, StepPlan
-from backfill.core.request import FinishReason, Request, RequestStatus, ServiceClass
+from backfill.core.request import FinishReason, PriorityLevel, Request, RequestStatus, ServiceClass
+from backfill.core.slo import SLO
+from backfill.scheduling.prediction import StepPredictor
+from backfill.scheduling.queues import LevelRule, UnfinishedRequests
+from tests.builders import linear_cost
 from tests.scheduling.bench import sizes
 from tests.scheduling.caching import BLOCK_SIZE, CachingBench, request_of, tokens
 
@@ -68,6 +72,53 @@ def test_a_turn_of_a_chat_computes_what_lies_behind_the_common_prefix(kept: floa
 
 def served_in(plan: StepPlan, request: Request) -> bool:
     return request.request_id in sizes(plan)
+
+
+HISTORY, TURN = 3000, 3  # tokens; computing the history takes longer than a first token may
+IN_A_MOMENT = SLO(ttft_s=0.02, tpot_s=0.5)
+
+
+def turn_of_a_chat(**fields: object) -> Request:
+    return request_of(
+        tokens("history", HISTORY) + tokens("turn", TURN), max_tokens=5, slo=IN_A_MOMENT, **fields
+    )
+
+
+@pytest.mark.parametrize("policy", ["slo", "bros", "conserve"])
+def test_a_prompt_is_in_time_if_what_the_cache_lacks_of_it_can_be(policy: PolicyName) -> None:
+    bench = CachingBench(policy=policy, max_prefill_chunk_tokens=1000)
+    bench.finish(request_of(tokens("history", HISTORY)))
+    chat, job = turn_of_a_chat(request_id="chat"), request_of(tokens("job", 4000), service_class=OFFLINE)
+    bench.add(job)
+    bench.step()
+    bench.add(chat)
+    assert "chat" in sizes(bench.step())
+    assert chat.priority_level is PriorityLevel.ONLINE
+    assert chat.first_token_at_s is not None
+    assert chat.first_token_at_s <= chat.arrived_at_s + IN_A_MOMENT.ttft_s
+
+
+def test_a_relegated_prompt_returns_when_the_cache_comes_to_hold_enough_of_it() -> None:
+    num_cached = {"chat": 0}
+    predictor = StepPredictor(linear_cost(token_s=1e-5))
+    requests = UnfinishedRequests(
+        LevelRule(0.0, True, predictor, 1000), lambda request: num_cached[request.request_id]
+    )
+    chat = turn_of_a_chat(request_id="chat")
+
+    def level_at(now_s: float, cached: int) -> PriorityLevel:
+        num_cached["chat"] = cached
+        requests.change_levels(now_s)
+        assert requests.waiting[chat.priority_level].requests == [chat]
+        return chat.priority_level
+
+    requests.add(chat)
+    assert level_at(0.0, 0) is PriorityLevel.RELEGATED
+    assert level_at(0.001, 500) is PriorityLevel.RELEGATED, "not enough"
+    assert level_at(0.002, 2000) is PriorityLevel.ONLINE
+    assert level_at(0.015, 2000) is PriorityLevel.RELEGATED
+    assert level_at(0.021, 3000) is PriorityLevel.RELEGATED, "its deadline has passed"
+    assert not requests._relegated
 
 
 @pytest.mark.parametrize("policy", ["priority", "fcfs", "slo"])

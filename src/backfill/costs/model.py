@@ -143,12 +143,21 @@ class CostModel:
                 high = middle
         return low
 
-    def prefill_time_s(self, num_tokens: int, chunk_tokens: int, counted_tokens: int | None = None) -> float:
+    def prefill_time_s(
+        self,
+        num_tokens: int,
+        chunk_tokens: int,
+        counted_tokens: int | None = None,
+        *,
+        num_computed_tokens: int = 0,
+    ) -> float:
         """Seconds to the first token of a prompt computed alone in chunks.
 
-        At most ``counted_tokens`` of a chunk count; default all.
+        Args:
+            counted_tokens: of a chunk, at most so many count; default all.
+            num_computed_tokens: of the prompt, those whose KV is there.
         """
-        total, start = 0.0, 0
+        total, start = 0.0, num_computed_tokens
         while start < num_tokens:
             chunk = min(chunk_tokens, num_tokens - start)
             counted = chunk if counted_tokens is None else min(counted_tokens, chunk)

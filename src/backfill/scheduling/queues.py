@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from backfill.core.request import (
@@ -20,6 +21,7 @@ from backfill.scheduling.prediction import StepPredictor
 
 _LEVELS = tuple(PriorityLevel)  # to iterate over the Enum takes longer
 _MIN_CHANGES = 64  # a smaller heap of changes is not worth clearing
+_MAX_RETURNING = 16  # relegated requests that are looked up in a step
 # Part of its completion window that a request may spend promoted.
 _MAX_PROMOTED_SHARE = 0.5
 
@@ -30,7 +32,8 @@ class LevelRule:
 
     An online request is relegated when it cannot meet its TTFT objective any more, even alone on the device:
     it is served with what the others leave, and is left out of the rule that bounds steps (the idea of
-    arXiv 2503.22562). It stays relegated.
+    arXiv 2503.22562). It returns only if it finds more of its prompt in the cache while it waits, and can be
+    in time with that.
 
     Attributes:
         promote_before_s: an offline request is promoted this long before its completion window ends, or
@@ -54,9 +57,13 @@ class LevelRule:
                 window_s = request.complete_by_s - request.arrived_at_s
                 return request.complete_by_s - min(self.promote_before_s, _MAX_PROMOTED_SHARE * window_s)
             case PriorityLevel.ONLINE if self.relegates and request.last_token_at_s is None:
-                return request.next_token_by_s - self._prefill_s(request)
+                return self.must_start_by_s(request)
             case _:
                 return math.inf
+
+    def must_start_by_s(self, request: Request) -> float:
+        """The last moment at which the request, alone on the device, can still be in time."""
+        return request.next_token_by_s - self._prefill_s(request)
 
     def next_level(self, request: Request) -> PriorityLevel:
         is_online = request.priority_level is PriorityLevel.ONLINE
@@ -67,7 +74,9 @@ class LevelRule:
         predictor = self.predictor
         if predictor is None:
             return 0.0
-        seconds = predictor.cost.prefill_time_s(request.num_pending_tokens, self.chunk_tokens)
+        seconds = predictor.cost.prefill_time_s(
+            request.num_tokens, self.chunk_tokens, num_computed_tokens=request.num_computed_tokens
+        )
         return predictor.time_scale * seconds
 
 
@@ -110,19 +119,29 @@ class UnfinishedRequests:
 
     Args:
         rule: when a request changes its priority level.
+        num_cached: tokens of a request without blocks whose KV exists.
         orders_by_deadline: online requests, by that of their first token.
     """
 
-    def __init__(self, rule: LevelRule | None = None, *, orders_by_deadline: bool = False) -> None:
+    def __init__(
+        self,
+        rule: LevelRule | None = None,
+        num_cached: Callable[[Request], int] = lambda _: 0,
+        *,
+        orders_by_deadline: bool = False,
+    ) -> None:
         self.by_id: dict[RequestId, Request] = {}
         self.waiting = {level: RequestQueue() for level in PriorityLevel}
         self.restoring: dict[RequestId, Request] = {}
         self.running: dict[RequestId, Request] = {}
         self.num_online = 0
         self._rule = rule
+        self._num_cached = num_cached
         self._orders_by_deadline = orders_by_deadline
         self._num_added = 0
         self._changes: list[tuple[float, int, Request]] = []  # a heap; may hold finished requests
+        # Relegated before their deadline, and the tokens that the cache had for them then.
+        self._relegated: dict[RequestId, int] = {}
 
     def running_by_level(self, excluded: Collection[RequestId]) -> dict[PriorityLevel, list[Request]]:
         """Each level's in its order."""
@@ -144,6 +163,8 @@ class UnfinishedRequests:
         self.by_id[request.request_id] = request
         self.num_online += request.service_class is ServiceClass.ONLINE
         self.waiting[request.priority_level].push(request)
+        if request.service_class is ServiceClass.ONLINE:
+            self._look_up(request)
         self._await_change(request, -math.inf)
 
     def take(self, request: Request) -> None:
@@ -179,6 +200,7 @@ class UnfinishedRequests:
 
     def change_levels(self, now_s: float, in_flight: Collection[RequestId] = ()) -> None:
         """Promote and relegate the requests that are due. Those in flight keep their level until later."""
+        self._return_relegated(now_s)
         put_off = []
         while self._changes and self._changes[0][0] <= now_s:
             request = heapq.heappop(self._changes)[2]
@@ -188,18 +210,43 @@ class UnfinishedRequests:
                 put_off.append(request)
                 continue
             assert self._rule is not None
+            if request.priority_level is PriorityLevel.ONLINE:
+                self._look_up(request)
             if self._rule.changes_at_s(request) > now_s:  # it has come further since
                 self._await_change(request, now_s)
                 continue
-            is_queued = _is_queued(request)
-            if is_queued:
-                self.waiting[request.priority_level].remove(request)
-            request.priority_level = self._rule.next_level(request)
-            if is_queued:
-                self.waiting[request.priority_level].push(request)
+            self._move(request, self._rule.next_level(request))
+            if request.priority_level is PriorityLevel.RELEGATED and _is_queued(request):
+                self._relegated[request.request_id] = request.num_computed_tokens
             self._await_change(request, now_s)
         for request in put_off:
             self._await_change(request, now_s)
+
+    def _return_relegated(self, now_s: float) -> None:
+        """Let relegated requests be in time again for which the cache has come to hold enough."""
+        for request_id, num_before in list(itertools.islice(self._relegated.items(), _MAX_RETURNING)):
+            request = self.by_id.get(request_id)
+            if request is None or not _is_queued(request) or request.next_token_by_s <= now_s:
+                del self._relegated[request_id]
+                continue
+            assert self._rule is not None
+            self._look_up(request)
+            if request.num_computed_tokens > num_before and self._rule.must_start_by_s(request) > now_s:
+                del self._relegated[request_id]
+                self._move(request, PriorityLevel.ONLINE)
+                self._await_change(request, now_s)
+
+    def _look_up(self, request: Request) -> None:
+        if _is_queued(request):
+            request.num_computed_tokens = self._num_cached(request)
+
+    def _move(self, request: Request, level: PriorityLevel) -> None:
+        is_queued = _is_queued(request)
+        if is_queued:
+            self.waiting[request.priority_level].remove(request)
+        request.priority_level = level
+        if is_queued:
+            self.waiting[level].push(request)
 
     def _await_change(self, request: Request, now_s: float) -> None:
         """Note when the request changes its level, if it does."""

@@ -75,7 +75,11 @@ class Scheduler:
             predictor,
             min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens),
         )
-        self.requests = UnfinishedRequests(rule, orders_by_deadline=policy.orders_by_deadline)
+        self.requests = UnfinishedRequests(
+            rule,
+            lambda request: kv.match(request).num_tokens,
+            orders_by_deadline=policy.orders_by_deadline,
+        )
         self.counters: Mapping[ServiceClass, ClassCounters] = kv.counters
         self._default_slo = default_slo
         self._end_token_ids = frozenset(end_token_ids)
