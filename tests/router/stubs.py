@@ -192,7 +192,7 @@ async def routing(
     ready: asyncio.Future[Engines] = asyncio.get_running_loop().create_future()
     values: dict[str, Any] = {"poll_interval": 0.02, "engine_timeout": TIMEOUT_S, **options}
     server = RouterServer(
-        ServerConfig(shutdown_timeout=0.0),
+        ServerConfig(shutdown_timeout=0.0, api_key=tuple(api_keys)),
         RouterConfig(engines=tuple(engine.url for engine in engines), **values),
         url=url,
         api_keys=ApiKeys(api_keys) if api_keys else None,

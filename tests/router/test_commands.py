@@ -39,6 +39,11 @@ pytestmark = pytest.mark.anyio
         (("--engines", "http://host", "--policy", "best"), "--policy must be slo, round-robin"),
         (("--engines", "http://me:secret@host"), "--engines must be a URL without a user, got one of 'host'"),
         (("--engines", "http://me:secret@host:port"), "--engines must be a URL without a user, got one of"),
+        (("--engines", "http://host", "--admin-key", "sec ret"), "--admin-key must be printable ASCII"),
+        (
+            ("--engines", "http://host", "--engine-api-key", "secret", "--host", "0.0.0.0"),
+            "--engine-api-key needs --api-key or --api-key-file where the router listens on 0.0.0.0",
+        ),
         (("--engines", "http://host", "--engine-timeout", "inf"), "--engine-timeout must be a finite number"),
         (
             ("--engines", "http://host", "--poll-interval", "0"),

@@ -36,6 +36,7 @@ def router(
     by SIGINT or SIGTERM before the engines had joined.
     """
     configure_logging(server.log_level, "router")
+    config.check_door(server)
     from backfill.router.server import RouterServer
 
     jobs = jobs_of(server, jobs).for_several_servers()
@@ -68,7 +69,7 @@ def router(
 app = command(
     router,
     {
-        "Engines": "engines policy engine_api_key poll_interval engine_timeout retry_timeout",
+        "Engines": "engines policy engine_api_key admin_key poll_interval engine_timeout retry_timeout",
         "Server": "host port data_dir api_key api_key_file allowed_hosts allowed_origins shutdown_timeout "
         "log_level",
         "Limits": "max_body_bytes max_inflight_body_bytes max_connections head_timeout body_timeout "

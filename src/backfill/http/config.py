@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,14 @@ class ServerConfig(RequestOptions):
     @property
     def asks_for_keys(self) -> bool:
         return bool(self.api_key) or self.api_key_file is not None
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Only programs of this machine can connect."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
     @property
     def known_origins(self) -> tuple[str, ...]:

@@ -16,8 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from backfill.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from starlette.datastructures import Headers
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +42,17 @@ class ApiKey:
 
     owner: str
     digest: bytes = field(repr=False)
+
+
+def is_sendable(key: str) -> bool:
+    """Every client can put it into a header."""
+    return _SENDABLE.fullmatch(key) is not None
+
+
+def sent_key(headers: Headers) -> str | None:
+    """The key that a request brings; None where it brings none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None
 
 
 def parse_option(text: str) -> ApiKey:
@@ -189,7 +204,7 @@ def _named(name: str, key: str) -> ApiKey:
         raise ConfigError(
             "a name must not be 64 hexadecimal digits; such names are the digests of keys without a name"
         )
-    if not _SENDABLE.fullmatch(key):
+    if not is_sendable(key):
         raise ConfigError("a key must be printable ASCII without spaces, and not empty")
     return ApiKey(name, hashlib.sha256(key.encode()).digest())
 

@@ -16,9 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from backfill.core.clock import Clock
 from backfill.http.connection import ClientStalls
 from backfill.http.errors import InvalidApiKey, error_response, response_id_of
-from backfill.http.keys import ApiKeys
+from backfill.http.keys import ApiKeys, sent_key
 
 OWNER_HEADER = "x-backfill-owner"
+ADMIN_PATH = "/router/engines"
 _MAX_REQUEST_ID_CHARS = 128
 # Browsers send no key when they open a page, and these paths show no data of clients.
 _PUBLIC_PATHS = frozenset(
@@ -100,18 +101,20 @@ class ErrorMiddleware(HttpMiddleware):
 class ApiKeyMiddleware(HttpMiddleware):
     """Raises InvalidApiKey for requests without a valid key, except on public paths.
 
+    A router's administration is excluded too: it checks a key of its own.
+
     ``scope["state"]`` gets ``owner``, the owner of the key.
     """
 
-    excluded_paths = _PUBLIC_PATHS
+    excluded_paths = _PUBLIC_PATHS | {ADMIN_PATH}
     keys: ApiKeys
 
     # The key of this name speaks for the owner that the header names: a router that has checked their keys.
     router_name: ClassVar[str] = "router"
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        owner = self.keys.owner_of(key.strip()) if scheme.lower() == "bearer" else None
+        key = sent_key(Headers(scope=scope))
+        owner = None if key is None else self.keys.owner_of(key)
         if owner is None:
             raise InvalidApiKey("Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'.")
         if owner == self.router_name:

@@ -7,7 +7,6 @@ a form, which browsers allow without a preflight.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from collections.abc import Collection
 from urllib.parse import urlsplit
@@ -57,8 +56,7 @@ def check_headers(headers: Headers) -> None:
 
 def allowed_hosts(config: ServerConfig) -> frozenset[str] | None:
     """The names that a Host header may have; None if it may have any."""
-    is_loopback = config.host == "localhost" or _is_loopback_address(config.host)
-    if _ANY in config.allowed_hosts or not is_loopback or config.asks_for_keys:
+    if _ANY in config.allowed_hosts or not config.is_on_loopback or config.asks_for_keys:
         return None
     return _LOOPBACK_NAMES | {config.host.lower(), *(_name_of(host) for host in config.allowed_hosts)}
 
@@ -117,10 +115,3 @@ def _host_of_origin(origin: str) -> str:
         return urlsplit(origin).hostname or ""
     except ValueError:
         return ""
-
-
-def _is_loopback_address(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -14,22 +15,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from backfill.core.clock import Clock
 from backfill.core.errors import ConfigError, RequestError
 from backfill.http.app import add_checks, build_status_router, new_app, unhealthy
-from backfill.http.bodies import BodyBudget, json_body, owner_of
+from backfill.http.bodies import BodyBudget, json_body
 from backfill.http.config import ServerConfig
-from backfill.http.errors import Forbidden, Unavailable
-from backfill.http.keys import ApiKeys
-from backfill.http.middleware import HttpMiddleware, RequestIdMiddleware
+from backfill.http.errors import Forbidden, InvalidApiKey, Unavailable
+from backfill.http.keys import ApiKeys, sent_key
+from backfill.http.middleware import ADMIN_PATH, HttpMiddleware, RequestIdMiddleware
 from backfill.jobs.errors import Conflict, NotFound
 from backfill.jobs.manager import JobManager
 from backfill.protocol.parsing import parse_body
 from backfill.protocol.responses import Json
-from backfill.router.config import engine_url
+from backfill.router.config import RouterConfig, engine_url
 from backfill.router.engines import Engine, EngineRefused, Engines
 from backfill.router.metrics import RouterMetrics
 from backfill.router.proxy import NO_ENGINES, Proxy
-
-ADMIN = "admin"
-"""The name of the key that may change the engines."""
 
 _GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 _FORWARDED_PATHS = frozenset({"/v1/models", "/tokenize", "/detokenize"})
@@ -46,6 +44,7 @@ class RouterState:
     """Shared by all routes. Its event loop owns it."""
 
     server_config: ServerConfig
+    config: RouterConfig
     engines: Engines
     proxy: Proxy
     metrics: RouterMetrics
@@ -113,16 +112,20 @@ def _engine_routes(state: RouterState) -> APIRouter:
         return {"server_load": sum(engine.num_in_flight for engine in state.engines.all)}
 
     def check_admin(request: Request) -> None:
-        if state.api_keys is not None and owner_of(request) != ADMIN:
-            raise Forbidden(f"Engines are shown to, and changed by, the API key named {ADMIN} alone.")
+        known, sent = state.config.admin_key, sent_key(request.headers)
+        if known is not None:
+            if sent is None or not hmac.compare_digest(sent.encode(), known.encode()):
+                raise InvalidApiKey("Engines are shown to, and changed by, the key of --admin-key alone.")
+        elif not state.config.asks_for_no_admin_key(state.server_config):
+            raise Forbidden("Engines are shown and changed where the router was started with --admin-key.")
 
-    @router.get("/router/engines")
+    @router.get(ADMIN_PATH)
     async def engines(request: Request) -> Json:
         """The engines, and what the router knows of each."""
         check_admin(request)
         return {"object": "list", "data": [_engine_body(state, engine) for engine in state.engines.all]}
 
-    @router.post("/router/engines")
+    @router.post(ADMIN_PATH)
     async def join(request: Request) -> Json:
         """Add the engine whose ``url`` the JSON body names. It gets requests as soon as it is ready."""
         check_admin(request)
@@ -133,7 +136,7 @@ def _engine_routes(state: RouterState) -> APIRouter:
         except EngineRefused as error:
             raise Conflict(str(error)) from None
 
-    @router.delete("/router/engines")
+    @router.delete(ADMIN_PATH)
     async def leave(request: Request, url: str = "") -> Json:
         """Send the engine of the query parameter ``url`` no more requests; those that it has end."""
         check_admin(request)

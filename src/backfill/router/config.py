@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types, internal, secret
+from backfill.http.keys import is_sendable
 from backfill.router.policy import PolicyName
+
+if TYPE_CHECKING:
+    from backfill.http.config import ServerConfig
 
 MAX_REPLICAS = 64
 
@@ -22,7 +27,9 @@ class RouterConfig:
             Others may join later.
         policy: which engine serves an online request. slo: the least predicted TTFT, and the engine that has
             the prompt's prefix in its cache where that costs no objective. The others are baselines.
-        engine_api_key: key that the router sends to engines, instead of its clients' own.
+        engine_api_key: key that the router sends to engines. Beyond loopback clients must send keys too.
+        admin_key: key of whoever lists, adds and removes engines. Without one, programs of this machine may,
+            where the router listens on loopback and asks for no other key.
         poll_interval: seconds between two looks at an engine's state.
         engine_timeout: seconds for an engine to be reached at the start, and to answer a look at its state.
         retry_timeout: seconds that a request waits for an engine where none is up; then HTTP 503.
@@ -32,6 +39,7 @@ class RouterConfig:
     engines: tuple[str, ...] = ()
     policy: PolicyName = "slo"
     engine_api_key: str | None = secret(None)
+    admin_key: str | None = secret(None)
     poll_interval: float = 0.25
     engine_timeout: float = 10.0
     retry_timeout: float = 30.0
@@ -46,6 +54,9 @@ class RouterConfig:
             )
         for url in self.engines:
             engine_url(url)
+        for field in ("engine_api_key", "admin_key"):
+            if not is_sendable(getattr(self, field) or "-"):
+                raise ConfigError("must be printable ASCII without spaces.", field=field)
         for field in ("poll_interval", "engine_timeout"):
             if not (math.isfinite(seconds := getattr(self, field)) and seconds > 0):
                 raise ConfigError(f"must be a finite number above 0, got {seconds:g}.", field=field)
@@ -53,6 +64,20 @@ class RouterConfig:
             raise ConfigError(
                 f"must be a finite number of at least 0, got {self.retry_timeout:g}.", field="retry_timeout"
             )
+
+    def check_door(self, server: ServerConfig) -> None:
+        """Raises: ConfigError where anybody on the network could use the engines' key."""
+        if self.engine_api_key is not None and not (server.asks_for_keys or server.is_on_loopback):
+            raise ConfigError(
+                f"needs --api-key or --api-key-file where the router listens on {server.host}: without them "
+                "anyone would use the engines with it.",
+                field="engine_api_key",
+            )
+
+    def asks_for_no_admin_key(self, server: ServerConfig) -> bool:
+        """Programs of this machine administer the router: they may use all that it guards."""
+        guards_nothing = self.engine_api_key is None and not server.asks_for_keys
+        return self.admin_key is None and guards_nothing and server.is_on_loopback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

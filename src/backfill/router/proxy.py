@@ -46,8 +46,17 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# Of a client, and not for an engine. An engine would refuse the Origin of a page that the router allows.
-_NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"origin", b"expect", OWNER_HEADER.encode()}
+# Of a client, and not for an engine. A key is for who checks it: files and batches would need none that only
+# engines check. An engine would refuse the Origin of a page that the router allows.
+_NOT_FORWARDED = _HOP_BY_HOP | {
+    b"authorization",
+    b"host",
+    b"content-length",
+    b"origin",
+    b"expect",
+    b"x-request-id",
+    OWNER_HEADER.encode(),
+}
 _NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server", b"x-request-id"}
 _LOST_HEADER = LOST_HEADER.encode()
 _DONE = b"data: [DONE]\n\n"
@@ -164,16 +173,13 @@ class Proxy:
 
     def _headers(self, request: Request, owner: str) -> list[tuple[str, str]]:
         """What an engine gets."""
-        replaced = {b"x-request-id"}
         own = {"x-request-id": request.state.response_id, **self.engines.key_headers}
-        if "Authorization" in own:
-            replaced.add(b"authorization")
         if self.checks_keys:
             own[OWNER_HEADER] = owner
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in request.scope["headers"]
-            if name not in _NOT_FORWARDED and name not in replaced
+            if name not in _NOT_FORWARDED
         ]
         return [*headers, *own.items()]
 

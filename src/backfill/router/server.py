@@ -33,7 +33,7 @@ class RouterServer:
 
     Args:
         url: the router's address, shown to a process that finds the data folder locked.
-        api_keys: None passes on clients' keys unchecked.
+        api_keys: None asks clients for no key.
         jobs_config: None switches the Batch API off.
         on_ready: called when the engines have joined.
         on_second_signal: called before the process ends at once.
@@ -96,7 +96,7 @@ class RouterServer:
                 self._config.retry_timeout,
                 checks_keys=self._api_keys is not None,
             )
-            state = RouterState(config, engines, proxy, metrics, clock, bodies, self._api_keys)
+            state = RouterState(config, self._config, engines, proxy, metrics, clock, bodies, self._api_keys)
             if self._jobs_config is not None:
                 state.jobs = await start_jobs(self._jobs_config, engines, metrics, self._url, self._tasks)
             async with serving(create_router_app(state), config, listener, clock, self._api_keys) as http:
