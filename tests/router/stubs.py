@@ -75,6 +75,7 @@ class StubEngine:
         app = web.Application()
         app.router.add_get("/state", self._state)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/{rest:.*}", self._show_path)
         app.router.add_post(COMPLETIONS, self._complete)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
         await self._runner.setup()
@@ -116,6 +117,9 @@ class StubEngine:
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": self.models[0]}]})
+
+    async def _show_path(self, request: web.Request) -> web.Response:
+        return web.json_response({"path": request.raw_path})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

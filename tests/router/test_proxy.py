@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+from yarl import URL
 
 from backfill.router.proxy import NO_ENGINES
 from tests.patience import with_more_time
@@ -241,6 +242,23 @@ async def test_engines_are_shown_and_changed_by_who_administers_the_router(
                 assert response.status == status, key
         assert (other.url in {each.url for each in router.engines.all}) == (200 in statuses.values())
     await other.die()
+
+
+@pytest.mark.parametrize(
+    ("path", "seen"),
+    [
+        ("/v1/models/a/b-1.5", "/v1/models/a/b-1.5"),
+        ("/v1/models/a%3Fb%23c%2525", "/v1/models/a%3Fb%23c%2525"),
+        ("/v1/models/%2e%2e/files", None),
+        ("/v1/models/a/%2E%2E/%2E%2E/files", None),
+        ("/v1/models/..%2ffiles", None),
+        ("/v1/models/./x", None),
+    ],
+)
+async def test_a_forwarded_path_is_the_clients_and_of_a_model(path: str, seen: str | None) -> None:
+    async with routing([StubEngine()]) as router, router.http.get(URL(path, encoded=True)) as response:
+        assert (await response.json()).get("path") == seen
+        assert response.status == (404 if seen is None else 200)
 
 
 async def test_many_streams_at_once_are_complete() -> None:

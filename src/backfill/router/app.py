@@ -32,6 +32,7 @@ from backfill.router.proxy import NO_ENGINES, Proxy
 _GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 _FORWARDED_PATHS = frozenset({"/v1/models", "/tokenize", "/detokenize"})
 _MODEL_PREFIX = "/v1/models/"
+_DOTS = frozenset({".", ".."})  # a client or proxy on the way to the engine would make another path of them
 _MAX_ADMIN_BYTES = 64 << 10
 
 
@@ -72,7 +73,7 @@ class ProxyMiddleware(HttpMiddleware):
         proxy = self.state.proxy
         if path in _GENERATION_PATHS and scope["method"] == "POST":
             handle = proxy.generate
-        elif path in _FORWARDED_PATHS or path.startswith(_MODEL_PREFIX):
+        elif path in _FORWARDED_PATHS or _is_of_model(path):
             handle = proxy.forward
         else:
             await self.app(scope, receive, send)
@@ -81,6 +82,10 @@ class ProxyMiddleware(HttpMiddleware):
             raise Unavailable("The router is shutting down. Please retry.")
         with suppress(ClientDisconnect, OSError):
             await handle(scope, receive, send)
+
+
+def _is_of_model(path: str) -> bool:
+    return path.startswith(_MODEL_PREFIX) and _DOTS.isdisjoint(path.split("/"))
 
 
 def create_router_app(state: RouterState) -> ASGIApp:

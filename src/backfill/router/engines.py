@@ -9,7 +9,7 @@ import ssl
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
@@ -226,11 +226,20 @@ class Engines:
         body: bytes,
         headers: Mapping[str, str] | list[tuple[str, str]],
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """The engine's answer, to be read in the block. Raises: EngineLost; the engine gets no more then."""
+        """The engine's answer, to be read in the block.
+
+        Args:
+            path: not quoted.
+        Raises: EngineLost; the engine gets no more then.
+        """
         try:
             with engine.attempt():
                 async with self.session.request(
-                    method, engine.url + path, data=body or None, headers=headers, allow_redirects=False
+                    method,
+                    engine.url + quote(path),
+                    data=body or None,
+                    headers=headers,
+                    allow_redirects=False,
                 ) as response:
                     yield response
         except EngineLost:
