@@ -90,7 +90,6 @@ def test_fields_out_of_range_are_named(
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"guided_json": {}}, "guided_json"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"bad_words": ["x"]}, "bad_words"),
         ({"best_of": 4}, "best_of"),
     ],
 )

@@ -137,6 +137,20 @@ def test_stop_tokens_bias_and_lengths(client: OpenAI, server: RunningServer) -> 
     assert least.finish_reason == "stop"
 
 
+def test_bad_words_and_allowed_tokens(client: OpenAI, server: RunningServer) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 6}
+    asked["temperature"] = 0
+    plain = client.completions.create(**asked).choices[0].text
+    assert " Paris" in plain
+    without = client.completions.create(**asked, extra_body={"bad_words": ["Paris"]}).choices[0].text
+    assert "Paris" not in without
+    ids = server.http.post("/tokenize", json={"prompt": " Paris London"}).json()["tokens"]
+    allowed = client.completions.create(
+        **{**asked, "temperature": 1, "seed": 3}, extra_body={"allowed_token_ids": ids, "ignore_eos": True}
+    )
+    assert set(allowed.choices[0].text.split()) <= {"Paris", "London", "ParisParis", "LondonLondon"}
+
+
 def test_chat_logprobs(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=QUESTION, max_tokens=3, temperature=0, logprobs=True, top_logprobs=2

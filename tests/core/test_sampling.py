@@ -39,6 +39,14 @@ from backfill.models.generation_config import GenerationDefaults
         ("logit_bias", {"5": 1.0}, "a dict of numbers by token id"),
         ("logit_bias", {5: 101.0}, "between -100 and 100"),
         ("logit_bias", {-1: 1.0}, "between 0"),
+        ("allowed_token_ids", [], "empty"),
+        ("allowed_token_ids", [1, -1], "between 0"),
+        ("allowed_token_ids", "12", "a list of token ids"),
+        ("bad_words", "word", "a list of strings"),
+        ("bad_words", ["a", ""], "empty"),
+        ("bad_words_token_ids", [[1], []], "a list of lists of token ids"),
+        ("bad_words_token_ids", [1], "a list of lists of token ids"),
+        ("bad_words_token_ids", [[1, -2]], "between 0"),
         ("logprobs", 21, "between 0 and 20"),
         ("ignore_eos", 1, "True or False"),
         ("output_kind", "delta", "a RequestOutputKind"),
@@ -72,6 +80,9 @@ EVERY_FIELD = SamplingParams(
     include_stop_str_in_output=True,
     ignore_eos=True,
     logit_bias={0: -100},
+    allowed_token_ids=[5, 49],
+    bad_words=["bad"],
+    bad_words_token_ids=[[7, 8]],
     logprobs=20,
     skip_special_tokens=False,
     output_kind=RequestOutputKind.DELTA,
@@ -79,10 +90,11 @@ EVERY_FIELD = SamplingParams(
 
 
 def test_an_engine_gets_one_for_each_output_with_nothing_left_open() -> None:
-    first, second = choices = EVERY_FIELD.choices(max_tokens=9, seed=77)
+    first, second = choices = EVERY_FIELD.choices(max_tokens=9, seed=77, bad_words=[[9]])
     assert (first.seed, second.seed) == (2**63 - 1, -(2**63)), "seeds wrap around"
     assert (first.n, first.max_tokens, first.top_k, first.stop_strings) == (1, 9, 0, ("a",))
     assert first.logit_bias == {0: -100.0}
+    assert (first.bad_words, first.bad_words_token_ids) == (None, ((7, 8), (9,)))
     sent = msgspec.msgpack.encode(choices)
     assert msgspec.msgpack.decode(sent, type=list[SamplingParams]) == choices
     assert [each.seed for each in SamplingParams(n=2).choices(max_tokens=5, seed=9)] == [9, 10]
@@ -90,7 +102,8 @@ def test_an_engine_gets_one_for_each_output_with_nothing_left_open() -> None:
 
 def test_tokens_outside_the_vocabulary_are_refused() -> None:
     EVERY_FIELD.check_token_ids(vocab_size=50)
-    for field, value in (("stop_token_ids", [50]), ("logit_bias", {50: 1.0})):
+    fields = {"stop_token_ids": [50], "logit_bias": {50: 1.0}, "allowed_token_ids": [3, 50]}
+    for field, value in {**fields, "bad_words_token_ids": [[3], [50, 3]]}.items():
         with pytest.raises(InvalidRequest, match=f"^{field} must name tokens between 0 and 49, got 50"):
             SamplingParams(**{field: value}).check_token_ids(vocab_size=50)
 

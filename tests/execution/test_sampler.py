@@ -5,11 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from backfill.core.plan import AdmittedRequest
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.execution.sampler import RequestState, Sampler, uniform_at
+from backfill.execution.shaping import add_biases, exclude, penalise
 
 VOCAB = 3000  # more than the sampler's candidates, so that whole rows are sorted too
 END = 2
@@ -35,7 +38,7 @@ def sample_ids(logits: torch.Tensor, *states: RequestState) -> list[int]:
 
 def kept_tokens(logits: torch.Tensor, num_draws: int = 400, **sampling: Any) -> set[int]:
     states = [make_state(**sampling, seed=seed) for seed in range(num_draws)]
-    return set(sample_ids(logits.expand(num_draws, -1), *states))
+    return set(sample_ids(logits.repeat(num_draws, 1), *states))
 
 
 def test_greedy_takes_the_most_likely_token() -> None:
@@ -148,7 +151,7 @@ def test_penalties_follow_their_formulas() -> None:
     )
     logits = torch.zeros(1, VOCAB)
     logits[0, [5, 6, 7, 8, 9]] = torch.tensor([4.0, -4.0, 4.0, -1.0, 4.0])
-    Sampler([END])._shape(logits[0], state)
+    penalise(logits, [state])
     expected = [4.0 / 2, -4.0 * 2, 4.0 / 2 - 0.5 - 2 * 0.25, -1.0 * 2 - 0.5 - 0.25, 4.0]
     assert logits[0, [5, 6, 7, 8, 9]].tolist() == expected
 
@@ -160,6 +163,111 @@ def test_end_tokens_are_impossible_before_min_tokens() -> None:
     after = make_state(temperature=0.0, min_tokens=1, stop_token_ids=(9,), outputs=(4,))
     assert sample_ids(logits.clone(), before) == [4]
     assert sample_ids(logits.clone(), after) == [END]
+
+
+def test_only_allowed_tokens_are_drawn() -> None:
+    allowed = [7, 2999, 5, 7]
+    assert kept_tokens(make_logits(scale=0.1), allowed_token_ids=allowed) == {5, 7, 2999}
+    best = int(make_logits().argmax())
+    assert sample_ids(make_logits(), make_state(temperature=0.0, allowed_token_ids=[best, 7])) == [best]
+    assert sample_ids(make_logits(), make_state(temperature=0.0, allowed_token_ids=[7])) == [7]
+
+
+def test_the_last_token_of_a_bad_word_does_not_follow_the_others() -> None:
+    words = {"temperature": 0.0, "bad_words_token_ids": [(9,), (7, 8, 4)]}
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 9], logits[0, 4], logits[0, 3] = 9.0, 4.0, 3.0
+
+    def next_token(**state: Any) -> int:
+        return sample_ids(logits.clone(), make_state(**words, **state))[0]
+
+    assert next_token(outputs=(7, 8)) == 3
+    for outputs in ((), (8,), (7, 8, 8), (8, 7)):
+        assert next_token(outputs=outputs) == 4
+    assert next_token(prompt=(5, 7), outputs=(8,)) == 4, (
+        "a word that begins in the prompt is not the output's"
+    )
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        {"allowed_token_ids": [END], "min_tokens": 1},
+        {"allowed_token_ids": [9], "bad_words_token_ids": [(9,)]},
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_no_token_is_left_the_output_ends(nothing: dict[str, Any], temperature: float) -> None:
+    states = [make_state(temperature=temperature, **nothing), make_state(temperature=0.0)]
+    logits = make_logits(2)
+    assert sample_ids(logits.clone(), *states) == [END, int(logits[1].argmax())]
+
+
+TOKENS = st.integers(0, VOCAB - 1)
+SHAPED = st.fixed_dictionaries(
+    {
+        "outputs": st.lists(st.integers(0, 9), max_size=6).map(tuple),
+        "temperature": st.sampled_from([0.0, 0.7]),
+        "seed": st.integers(0, 2**40),
+    },
+    optional={
+        "logit_bias": st.dictionaries(TOKENS, st.floats(-100, 100, width=32), max_size=4),
+        "repetition_penalty": st.floats(0.5, 2.0),
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "min_tokens": st.integers(0, 4),
+        "stop_token_ids": st.lists(TOKENS, max_size=2),
+        "allowed_token_ids": st.lists(TOKENS, min_size=1, max_size=40),
+        "bad_words_token_ids": st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=3),
+        "min_p": st.floats(0, 0.5),
+        "top_p": st.floats(0.1, 1.0),
+        "logprobs": st.integers(0, 3),
+    },
+)
+
+
+def shaped(row: torch.Tensor, state: RequestState) -> list[float]:
+    """The reference: one row, token by token, in float32 as the sampler."""
+    sampling, tokens = state.sampling, state.tokens(0, state.num_tokens).tolist()
+    outputs = tokens[state.num_prompt_tokens :]
+    logits = [np.float32(value) for value in row.tolist()]
+    for token_id, bias in (sampling.logit_bias or {}).items():
+        logits[token_id] += np.float32(bias)
+    penalty = np.float32(sampling.repetition_penalty)
+    for token_id in set(tokens) if penalty != 1 else ():
+        value = logits[token_id]
+        logits[token_id] = value / penalty if value > 0 else value * penalty
+    for token_id in set(outputs):
+        count = np.float32(outputs.count(token_id))
+        logits[token_id] -= count * np.float32(sampling.frequency_penalty) + np.float32(
+            sampling.presence_penalty
+        )
+    excluded = {END, *(sampling.stop_token_ids or ())} if len(outputs) < sampling.min_tokens else set()
+    for *before, last in sampling.bad_words_token_ids or ():
+        if outputs[len(outputs) - len(before) :] == before:
+            excluded.add(last)
+    if sampling.allowed_token_ids is not None:
+        excluded |= set(range(VOCAB)) - set(sampling.allowed_token_ids)
+    for token_id in excluded:
+        logits[token_id] = np.float32("-inf")
+    if max(logits) == float("-inf"):
+        logits[END] = np.float32(0)
+    return [float(value) for value in logits]
+
+
+@given(st.lists(SHAPED, min_size=1, max_size=5), st.integers(0, 1000))
+@settings(max_examples=40)
+def test_rows_are_shaped_by_their_own_request_alone(rows: list[dict[str, Any]], seed: int) -> None:
+    logits = make_logits(len(rows), seed)
+    states = [make_state(**row) for row in rows]
+    together = logits.clone()
+    for shape in (add_biases, penalise):
+        shape(together, states)
+    exclude(together, states, [END])
+    assert together.tolist() == [shaped(row, state) for row, state in zip(logits, states, strict=True)]
+    sampled = Sampler([END]).sample(logits.clone(), states)
+    alone = [Sampler([END]).sample(logits[i : i + 1].clone(), [states[i]])[0] for i in range(len(rows))]
+    assert sampled == alone
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
@@ -19,7 +19,7 @@ from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.body_check import bounded_max_tokens, has_warning, refuse_unknown_fields, warning_of
 from backfill.protocol.generation import GenerationBody, GenerationEndpoint, parse_generation
-from backfill.protocol.generation_fields import ServiceTier
+from backfill.protocol.generation_fields import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, ServiceTier
 from backfill.protocol.options import MAX_RESPONSE_TOKENS
 from backfill.protocol.preparer import EngineFacts, RequestContext, RequestPreparer, ServedModel
 from tests.builders import make_info
@@ -114,6 +114,9 @@ class TwoTokens:
     def encode(self, text: str, **_: object) -> list[int]:
         return [5, 6]
 
+    def spellings(self, words: Sequence[str]) -> list[list[int]]:
+        return [self.encode(word) for word in words]
+
     def render_chat(self, messages: object, **_: object) -> str:
         return "two tokens"
 
@@ -146,6 +149,12 @@ def refusal_of(work: Callable[[], object]) -> tuple[str, str | None, str | None]
         ({"logit_bias": {"07": 1}}, True),
         ({"logit_bias": {"5000": 1}}, True),
         ({"stop_token_ids": [5000]}, True),
+        ({"allowed_token_ids": [5, 6], "bad_words": ["a", "b"]}, False),
+        ({"allowed_token_ids": [5000]}, True),
+        ({"allowed_token_ids": []}, True),
+        ({"allowed_token_ids": [1] * (MAX_ALLOWED_TOKENS + 1)}, True),
+        ({"bad_words": [""]}, True),
+        ({"bad_words": ["a"] * (MAX_BAD_WORDS + 1)}, True),
         ({"priority": 2**70}, True),
         ({"response_format": {"type": "json_object"}}, True),
         ({"truncate_prompt_tokens": 0}, True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf, nextafter
@@ -33,8 +33,9 @@ class RequestOutputKind(Enum):
 class SamplingParams:
     """Sampling of one prompt, checked by the constructor.
 
-    Applied in this order: logit bias, penalties, suppression of end tokens before ``min_tokens``,
-    temperature, top-k, top-p over what top-k left, min-p relative to the most likely token.
+    Applied in this order: logit bias, penalties, exclusions (``allowed_token_ids``, ``bad_words``, end tokens
+    before ``min_tokens``), temperature, top-k, top-p over what top-k left, min-p relative to the most likely
+    token. Where the exclusions leave no token, the next one is the model's end token.
 
     Attributes:
         n: outputs for each prompt.
@@ -56,6 +57,10 @@ class SamplingParams:
         include_stop_str_in_output: the output's text contains the stop string or the end token's text.
         ignore_eos: the model's end tokens do not end the output.
         logit_bias: added to the logits of these token ids, in [-100, 100].
+        allowed_token_ids: no other token is in the output; at least one.
+        bad_words: strings that are not in the output, at a word's start or within: the last token of each
+            way in which the tokenizer writes one never follows the others.
+        bad_words_token_ids: so for these sequences of tokens. An engine gets ``bad_words`` in this form.
         logprobs: return the log probability of each token and of this many most likely ones, 0 to 20, from
             the logits before any shaping.
         skip_special_tokens: leave special tokens out of the text.
@@ -79,6 +84,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    bad_words_token_ids: Sequence[Sequence[int]] | None = None
     logprobs: int | None = bounded(None, least=0, most=MAX_LOGPROBS)
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -97,16 +105,8 @@ class SamplingParams:
                 raise _wrong(name, "True or False", value)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise _wrong("output_kind", "a RequestOutputKind", self.output_kind)
-        if self.stop is not None:
-            self._set("stop", _checked_stop(self.stop))
-        if self.stop_token_ids is not None:
-            if not _is_list(self.stop_token_ids) or not _are_integers(self.stop_token_ids):
-                raise _wrong("stop_token_ids", "a list of token ids", self.stop_token_ids)
-            self._set("stop_token_ids", tuple(map(int, self.stop_token_ids)) or None)
-        if self.logit_bias is not None:
-            self._set("logit_bias", _checked_biases(self.logit_bias))
-        if self.stop_token_ids or self.logit_bias:
-            self.check_token_ids(_INT32_MAX)  # of any vocabulary
+        self._check_lists()
+        self.check_token_ids(_INT32_MAX)  # of any vocabulary
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -117,18 +117,30 @@ class SamplingParams:
         return self.temperature < _LEAST_TEMPERATURE
 
     @property
-    def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+    def shapes_logits(self) -> bool:
+        """Something changes logits before the temperature does."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.min_tokens
+            or self.allowed_token_ids
+            or self.bad_words_token_ids
+        )
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Raises: InvalidRequest for a token outside the vocabulary."""
-        for name, token_ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
-            for token_id in token_ids or ():
-                if not 0 <= token_id < vocab_size:
-                    allowed = f"must name tokens between 0 and {vocab_size - 1}, got {token_id}."
-                    raise InvalidRequest(f"{name} {allowed}", param=name)
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            token_ids = getattr(self, name)
+            if token_ids:
+                _check_vocabulary(name, token_ids, vocab_size)
+        for each in self.bad_words_token_ids or ():
+            _check_vocabulary("bad_words_token_ids", each, vocab_size)
 
-    def choices(self, max_tokens: int, seed: int) -> list[SamplingParams]:
+    def choices(
+        self, max_tokens: int, seed: int, bad_words: Sequence[Sequence[int]] = ()
+    ) -> list[SamplingParams]:
         """The sampling of each of the ``n`` outputs, complete: an engine gets no other.
 
         Choices differ in their seeds, and the same seed gives them again.
@@ -136,10 +148,34 @@ class SamplingParams:
         Args:
             max_tokens: of each output.
             seed: where this sets none.
+            bad_words: how the tokenizer writes ``bad_words``.
         """
         seed = seed if self.seed is None else self.seed
         seeds = ((seed + choice + 2**63) % 2**64 - 2**63 for choice in range(self.n))
-        return [replace(self, n=1, max_tokens=max_tokens, seed=each) for each in seeds]
+        words = (*(self.bad_words_token_ids or ()), *bad_words) or None
+        complete = replace(self, n=1, max_tokens=max_tokens, bad_words=None, bad_words_token_ids=words)
+        return [replace(complete, seed=each) for each in seeds]
+
+    def _check_lists(self) -> None:
+        if self.stop is not None:
+            strings = (self.stop,) if isinstance(self.stop, str) else self.stop
+            self._set("stop", _checked_strings("stop", strings))
+        if self.stop_token_ids is not None:
+            self._set("stop_token_ids", _checked_tokens("stop_token_ids", self.stop_token_ids) or None)
+        if self.allowed_token_ids is not None:
+            allowed = _checked_tokens("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise InvalidRequest("allowed_token_ids must not be empty.", param="allowed_token_ids")
+            self._set("allowed_token_ids", allowed)
+        if self.logit_bias is not None:
+            self._set("logit_bias", _checked_biases(self.logit_bias))
+        if self.bad_words is not None:
+            self._set("bad_words", _checked_strings("bad_words", self.bad_words))
+        if self.bad_words_token_ids is not None:
+            name, words = "bad_words_token_ids", self.bad_words_token_ids
+            if not _is_list(words) or not all(map(_is_list, words)) or not all(map(len, words)):
+                raise _wrong(name, "a list of lists of token ids", words)
+            self._set(name, tuple(_checked_tokens(name, each) for each in words) or None)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -186,13 +222,28 @@ _numbers_of = attrgetter(*(number.name for number in _NUMBERS))
 _switches_of = attrgetter(*_SWITCHES)
 
 
-def _checked_stop(stop: str | Sequence[str]) -> tuple[str, ...] | None:
-    strings = (stop,) if isinstance(stop, str) else stop
+def _checked_strings(name: str, strings: Sequence[str]) -> tuple[str, ...] | None:
     if not _is_list(strings) or not all(isinstance(each, str) for each in strings):
-        raise _wrong("stop", "a string or a list of strings", stop)
+        raise _wrong(
+            name, "a string or a list of strings" if name == "stop" else "a list of strings", strings
+        )
     if "" in strings:
-        raise InvalidRequest("stop must not hold an empty string.", param="stop")
+        raise InvalidRequest(f"{name} must not hold an empty string.", param=name)
     return tuple(strings) or None
+
+
+def _checked_tokens(name: str, token_ids: Sequence[int]) -> tuple[int, ...]:
+    if not _is_list(token_ids) or not _are_integers(token_ids):
+        raise _wrong(name, "a list of token ids", token_ids)
+    return tuple(map(int, token_ids))
+
+
+def _check_vocabulary(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Raises: InvalidRequest."""
+    for worst in (min(token_ids), max(token_ids)):
+        if not 0 <= worst < vocab_size:
+            allowed = f"must name tokens between 0 and {vocab_size - 1}, got {worst}."
+            raise InvalidRequest(f"{name} {allowed}", param=name)
 
 
 def _checked_biases(biases: Mapping[int, float]) -> dict[int, float]:

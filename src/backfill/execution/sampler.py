@@ -12,6 +12,7 @@ from torch import Tensor
 
 from backfill.core.plan import AdmittedRequest, TokenLogprobs
 from backfill.core.sampling import SamplingParams
+from backfill.execution.shaping import add_biases, exclude, penalise
 
 _MOST_LIKELY_PART = 512
 _NUM_CANDIDATES = 1024  # top-p and min-p rarely keep more; rows that do are sorted whole
@@ -22,7 +23,14 @@ _MASK_64 = (1 << 64) - 1
 class RequestState:
     """A request's tokens, prompt first, in a buffer that never moves, and how to sample the next."""
 
-    __slots__ = ("_tokens", "is_plain_greedy", "num_prompt_tokens", "num_tokens", "sampling")
+    __slots__ = (
+        "_tokens",
+        "allowed_token_ids",
+        "is_plain_greedy",
+        "num_prompt_tokens",
+        "num_tokens",
+        "sampling",
+    )
 
     def __init__(self, admitted: AdmittedRequest) -> None:
         sampling = admitted.sampling
@@ -32,13 +40,9 @@ class RequestState:
         assert sampling.max_tokens is not None
         self._tokens = np.empty(self.num_prompt_tokens + sampling.max_tokens, dtype=np.int64)
         self._tokens[: self.num_tokens] = admitted.prompt_token_ids
-        self.is_plain_greedy = (
-            sampling.is_greedy
-            and not sampling.has_penalties
-            and not sampling.logit_bias
-            and sampling.min_tokens == 0
-            and sampling.logprobs is None
-        )
+        allowed = sampling.allowed_token_ids
+        self.allowed_token_ids = None if allowed is None else np.array(allowed, dtype=np.int64)
+        self.is_plain_greedy = sampling.is_greedy and not sampling.shapes_logits and sampling.logprobs is None
 
     @property
     def num_output_tokens(self) -> int:
@@ -72,8 +76,9 @@ class Sampler:
         logits = logits.float()
         logged = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
         raw_logprobs = dict(zip(logged, logits[logged].log_softmax(-1), strict=True)) if logged else {}
-        for row, state in enumerate(states):
-            self._shape(logits[row], state)
+        add_biases(logits, states)
+        penalise(logits, states)
+        exclude(logits, states, self._end_token_ids)
         token_ids = _most_likely(logits)
         drawn = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
         for start in range(0, len(drawn), _MAX_ROWS_DRAWN):
@@ -87,18 +92,6 @@ class Sampler:
             )
             for row, token_id in enumerate(token_ids)
         ]
-
-    def _shape(self, logits: Tensor, state: RequestState) -> None:
-        """Apply bias, penalties and suppression to one row ``[vocab]`` in place."""
-        sampling = state.sampling
-        if sampling.logit_bias:
-            biases = torch.tensor(list(sampling.logit_bias.values()), device=logits.device)
-            logits[list(sampling.logit_bias)] += biases
-        if sampling.has_penalties:
-            _penalise(logits, state)
-        if state.num_output_tokens < sampling.min_tokens:
-            suppressed = [*self._end_token_ids, *(sampling.stop_token_ids or ())]
-            logits[suppressed] = float("-inf")
 
 
 def _most_likely(logits: Tensor) -> list[int]:
@@ -116,20 +109,6 @@ def _most_likely(logits: Tensor) -> list[int]:
     within = parts[torch.arange(len(best), device=logits.device), best].max(-1).indices
     token_ids: list[int] = (best * part + within).tolist()
     return token_ids
-
-
-def _penalise(logits: Tensor, state: RequestState) -> None:
-    sampling = state.sampling
-    if sampling.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(state.tokens(0, state.num_tokens))).to(logits.device)
-        values = logits[seen]
-        penalty = sampling.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if state.num_output_tokens == 0:
-        return
-    ids, counts = np.unique(state.tokens(state.num_prompt_tokens, state.num_tokens), return_counts=True)
-    frequency = torch.from_numpy(counts).to(logits) * sampling.frequency_penalty
-    logits[torch.from_numpy(ids).to(logits.device)] -= frequency + sampling.presence_penalty
 
 
 def _draw(logits: Tensor, rows: Sequence[int], states: Sequence[RequestState]) -> list[int]:

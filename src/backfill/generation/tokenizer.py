@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,21 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def spellings(self, words: Iterable[str]) -> list[list[int]]:
+        """How the tokenizer writes each of these words: at the start of a text, and after a space.
+
+        As vLLM's ``bad_words``: with the space only if that makes as many tokens and another first one.
+        """
+        found: list[list[int]] = []
+        for word in words:
+            bare, spaced = (
+                self.encode(prefix + word.lstrip(), add_special_tokens=False) for prefix in ("", " ")
+            )
+            found.append(bare)
+            if len(spaced) == len(bare) and spaced[0] != bare[0]:
+                found.append(spaced)
+        return [each for each in found if each]
 
     def render_chat(
         self,

@@ -113,7 +113,8 @@ class Preparer:
         self._check_slo(slo, service_class, len(token_ids))
         left = max(1, self.info.max_model_len - len(token_ids))
         max_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
-        choices = params.choices(max_tokens, seed)
+        bad_words = self.tokenizer.spellings(params.bad_words) if params.bad_words else ()
+        choices = params.choices(max_tokens, seed, bad_words)
         self.info.check_request(token_ids, choices[0])  # the others differ in their seeds alone
         return PreparedRequest(
             request_id=request_id,

@@ -19,6 +19,9 @@ MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 128
 MAX_LOGIT_BIASES = 300  # OpenAI's
+MAX_ALLOWED_TOKENS = 8192
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
 MAX_PRIORITY = 2**31 - 1
 MAX_REQUEST_ID_CHARS = 128
 # All but flex are online.
@@ -26,9 +29,7 @@ ServiceTier = Literal["auto", "default", "fast", "flex", "priority", "scale", "s
 # Not implemented, and they would change the answer, so a request that sets one is refused.
 UNSUPPORTED_FIELDS = frozenset(
     {
-        "allowed_token_ids",
         "audio",
-        "bad_words",
         "chat_template",
         "documents",
         "echo",
@@ -85,6 +86,7 @@ PRIORITY_HEADER = "x-vllm-priority"
 REQUEST_HEADERS = (*SLO_HEADERS.values(), PRIORITY_HEADER)
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
+BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARS)]
 Seconds = Annotated[float, Field(allow_inf_nan=False, gt=0)]
 
 
@@ -153,6 +155,8 @@ class GenerationFields(BaseModel):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
+    allowed_token_ids: Annotated[FailFastList[int], Field(max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: Annotated[FailFastList[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     seed: int | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: int | None = None

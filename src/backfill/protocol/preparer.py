@@ -226,10 +226,11 @@ class RequestPreparer:
         info = self.engine.info
         sampling = body.sampling(self.defaults.recommended)
         samplings = []
+        bad_words = self.tokenizer.spellings(sampling.bad_words) if sampling.bad_words else ()
         for prompt in prompts:
             left = max(1, info.max_model_len - len(prompt))
             max_tokens = bounded_max_tokens(sampling, left, len(prompts), self.max_response_tokens)
-            choices = sampling.choices(max_tokens, seed=random.getrandbits(62))
+            choices = sampling.choices(max_tokens, random.getrandbits(62), bad_words)
             info.check_request(prompt, choices[0])  # the others differ in their seeds alone
             samplings += choices
         return samplings
