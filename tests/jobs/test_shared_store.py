@@ -18,12 +18,14 @@ from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, delete
+from sqlalchemy.exc import OperationalError
 
 from backfill.core.errors import ConfigError, EngineDead
 from backfill.jobs import claims as claims_module
 from backfill.jobs import storage as storage_module
 from backfill.jobs.blobs import GARBAGE_AGE_S
 from backfill.jobs.errors import Busy, Conflict, NotFound, TooMany
+from backfill.jobs.leases import Leases
 from backfill.jobs.lines import LineResult
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchRecord, BatchStatus, LeasedPart
@@ -408,6 +410,48 @@ async def test_servers_on_one_sqlite_database_divide_the_lines_of_a_batch(tmp_pa
     assert set((runners[0].runs + runners[1].runs).values()) == {1}
     assert min(runner.runs.total() for runner in runners) >= 4
     await fleet.stop()
+
+
+@pytest.mark.parametrize("method", ["claim", "release"])
+async def test_leases_whose_claim_or_release_had_no_answer_are_not_orphaned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Though the server that holds them lives, and no other one is there."""
+    fleet = Fleet(tmp_path, f"sqlite:///{tmp_path / 'jobs.db'}")
+    work = getattr(Leases, method)
+    num_answers_lost = 0
+
+    def work_without_answer(self: Leases, *args: Any, **options: Any) -> Any:
+        nonlocal num_answers_lost
+        found = None if method == "release" else work(self, *args, **options)
+        if method == "claim" and (found is None or found.lease.lines is None):
+            return found
+        if num_answers_lost < 3:
+            num_answers_lost += 1
+            raise OperationalError("COMMIT", None, ConnectionError("lost"))
+        return work(self, *args, **options) if method == "release" else found
+
+    monkeypatch.setattr(Leases, method, work_without_answer)
+    runner = InstantRunner()
+    lease_s = LONG_S if method == "claim" else 0.2
+    try:
+        server = await fleet.add(runner, lease_s=lease_s)
+        if method == "release":
+            runner.hold()
+        batch = await submit(server, input_of(20))
+        if method == "release":
+            async with asyncio.timeout(TIMEOUT_S):
+                while not runner.held:
+                    await asyncio.sleep(0.005)
+                server.engine_lost()
+                while not num_answers_lost:
+                    await asyncio.sleep(0.005)
+            runner.release()
+            ready(server)
+        await check_completed(server, await ended(server, batch.id), 20)
+        assert num_answers_lost
+    finally:
+        await fleet.stop()
 
 
 async def test_sqlite_without_a_place_of_files_is_for_one_server(tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ class BatchClaims:
                 takes_over=time.monotonic() >= self._takes_over_from_s,
                 model_names=self._model_names,
                 others_than=[job.batch.id for job in self._jobs.values() if not _may_claim_beside(job)],
+                running=[job.lease for job in self._jobs.values() if job.lease is not None],
                 num_servers=self._num_servers,
                 max_lines=max_lines,
             )

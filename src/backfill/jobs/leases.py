@@ -123,22 +123,32 @@ class Leases:
         takes_over: bool = True,
         model_names: Collection[str] = (),
         others_than: Collection[str] = (),
+        running: Collection[Lease] | None = None,
         num_servers: int = 1,
         max_lines: int = sys.maxsize,
     ) -> Claim | None:
         """Claim the open batch without a holder whose window ends first, or lines of it.
+
+        What this server holds and does not run is free to it at once: the answer to a claim was lost, or a
+        release failed.
 
         Args:
             only_over: only one that needs no engine: it is being cancelled, or its window has ended.
             takes_over: also one whose lease has ended without a release.
             model_names: what the server's model is called. Batches of other models are claimed only to end.
             others_than: batches not to claim.
+            running: leases of what this server runs; None: of all that it holds.
             num_servers: that share the lines of a batch evenly.
             max_lines: about so many lines.
         """
         is_free: ColumnElement[bool] = LeasedPart.holder.is_(None)
         if takes_over:
             is_free = or_(is_free, LeasedPart.expires_at <= self._now_s)
+        is_own = LeasedPart.holder == self.holder
+        if running is not None:
+            is_running = is_own & _is_of(running)
+            is_free = or_(is_free, is_own) & not_(func.coalesce(is_running, False))
+            is_own = is_running
         passed_over = set(others_than)
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
             lock_writes(session.connection())
@@ -149,7 +159,7 @@ class Leases:
                     return None
                 parts = [first]
                 if first.part != WHOLE:
-                    parts = self._share_of(session, first.batch_id, is_free, num_servers, max_lines)
+                    parts = self._share_of(session, first.batch_id, is_free, is_own, num_servers, max_lines)
                 if parts:
                     break
                 passed_over.add(first.batch_id)
@@ -187,12 +197,13 @@ class Leases:
         session: Session,
         batch_id: str,
         is_free: ColumnElement[bool],
+        is_own: ColumnElement[bool],
         num_servers: int,
         max_lines: int,
     ) -> list[LeasedPart]:
         """Free parts of a batch, until this server has its share of the lines; none where it has it."""
         of_batch = (LeasedPart.batch_id == batch_id) & (LeasedPart.part != WHOLE)
-        own_lines = case((LeasedPart.holder == self.holder, LeasedPart.num_lines), else_=0)
+        own_lines = case((is_own, LeasedPart.num_lines), else_=0)
         sums = select(func.sum(LeasedPart.num_lines), func.sum(own_lines)).where(of_batch)
         num_lines, num_own = session.execute(sums).one()
         most = min(max_lines, math.ceil(num_lines / num_servers) - num_own)
@@ -224,11 +235,10 @@ class Leases:
         Args:
             is_ready: lines may run on this server.
         """
-        rows = [(lease.batch_id, part) for lease in held for part in lease.parts]
         columns = (LeasedPart.batch_id, LeasedPart.part, LeasedPart.token)
         statement = (
             update(LeasedPart)
-            .where(LeasedPart.holder == self.holder, tuple_(*columns[:2]).in_(rows))
+            .where(LeasedPart.holder == self.holder, _is_of(held))
             .values(expires_at=self._end_s)
             .returning(*columns)
         )
@@ -321,6 +331,11 @@ def lock_lease(connection: Connection, batch_id: str) -> None:
     """Wait for a write of the holder, whoever it is. Every transaction takes the lease's row first."""
     of_batch = (LeasedPart.batch_id == batch_id) & (LeasedPart.part == WHOLE)
     connection.execute(select(LeasedPart.token).where(of_batch).with_for_update())
+
+
+def _is_of(leases: Collection[Lease]) -> ColumnElement[bool]:
+    rows = [(lease.batch_id, part) for lease in leases for part in lease.parts]
+    return tuple_(LeasedPart.batch_id, LeasedPart.part).in_(rows)
 
 
 def _released() -> Update:

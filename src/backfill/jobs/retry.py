@@ -48,7 +48,7 @@ async def append_with_retries(
 
 
 def reason_of(error: SQLAlchemyError) -> str:
-    return str(getattr(error, "orig", None) or error).splitlines()[0]
+    return next(iter(str(getattr(error, "orig", None) or error).splitlines()), type(error).__name__)
 
 
 def is_temporary(error: SQLAlchemyError) -> bool:
