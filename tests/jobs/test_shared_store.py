@@ -11,17 +11,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, delete
-from sqlalchemy.exc import OperationalError
+from sqlalchemy import create_engine, delete, func, select
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from backfill.core.errors import ConfigError, EngineDead
 from backfill.jobs import claims as claims_module
+from backfill.jobs import database as database_module
 from backfill.jobs import storage as storage_module
 from backfill.jobs.blobs import GARBAGE_AGE_S
 from backfill.jobs.errors import Busy, Conflict, NotFound, TooMany
@@ -29,6 +31,7 @@ from backfill.jobs.leases import Leases
 from backfill.jobs.lines import LineResult
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchRecord, BatchStatus, LeasedPart
+from backfill.jobs.retry import is_temporary
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
 from tests.api.servers import TIMEOUT_S
@@ -99,6 +102,12 @@ async def fleet(tmp_path: Path, database_url: str) -> Any:
 async def until_some_done(manager: JobManager, batch: BatchRecord, num_lines: int = 1) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while (await manager.get_batch(OWNER, batch.id)).request_counts.completed < num_lines:
+            await asyncio.sleep(0.002)
+
+
+async def until_held(runner: InstantRunner) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not runner.held:
             await asyncio.sleep(0.002)
 
 
@@ -375,6 +384,65 @@ async def test_a_database_that_hangs_delays_no_reader_for_long(
         server.close()
 
 
+async def test_a_server_that_hangs_in_a_transaction_freezes_no_other(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    timeouts = {**database_module._SESSION_TIMEOUTS_MS, "idle_in_transaction_session_timeout": 300}
+    monkeypatch.setattr(database_module, "_SESSION_TIMEOUTS_MS", timeouts)
+    runner = InstantRunner()
+    runner.hold()
+    manager = await fleet.add(runner)
+    batch = await submit(manager, input_of(9))
+    await until_held(runner)
+    other = database_module.open_database(fleet.options["batch_database_url"], tmp_path)
+    with other.connect() as hanging:
+        hanging.execute(select(LeasedPart).with_for_update())
+        runner.release()
+        await check_completed(manager, await ended(manager, batch.id), 9)
+        with pytest.raises(DBAPIError) as error:
+            hanging.execute(select(1))
+        assert is_temporary(error.value)
+    other.dispose()
+
+
+async def test_a_session_has_timeouts_unless_the_url_sets_them(fleet: Fleet, tmp_path: Path) -> None:
+    url = fleet.options["batch_database_url"]
+    for given, expected in ("", ["10s", "10s", "1min"]), ("%20-clock_timeout%3D7s", ["10s", "7s", "1min"]):
+        opened = database_module.open_database(url + given, tmp_path)
+        with opened.connect() as connection:
+            names = database_module._SESSION_TIMEOUTS_MS
+            assert [connection.exec_driver_sql(f"SHOW {name}").scalar() for name in names] == expected
+        opened.dispose()
+
+
+async def test_leases_are_renewed_while_all_threads_of_the_database_are_blocked(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'jobs.db'}"
+    fleet, runner = Fleet(tmp_path, url), InstantRunner()
+    runner.hold()
+    manager = await fleet.add(runner)
+    engine, blocked = create_engine(url), threading.Event()
+
+    def renewed_until_s() -> float:
+        with engine.connect() as connection:
+            return connection.execute(select(func.max(LeasedPart.expires_at))).scalar() or 0.0
+
+    try:
+        await submit(manager, input_of(9))
+        await until_held(runner)
+        blocking = [asyncio.ensure_future(manager._threads.database.run(blocked.wait)) for _ in range(4)]
+        await asyncio.sleep(0.1)  # a claim waits for them
+        until_s = renewed_until_s()
+        async with asyncio.timeout(TIMEOUT_S):
+            while renewed_until_s() <= until_s:
+                await asyncio.sleep(0.01)
+    finally:
+        blocked.set()
+        runner.release()
+        await asyncio.gather(*blocking)
+        engine.dispose()
+        await fleet.stop()
+
+
 async def ended_despite_pauses(manager: JobManager, batch_id: str) -> BatchRecord:
     """As ``ended``, where the database may still be slow."""
     async with asyncio.timeout(TIMEOUT_S):
@@ -441,8 +509,7 @@ async def test_leases_whose_claim_or_release_had_no_answer_are_not_orphaned(
         batch = await submit(server, input_of(20))
         if method == "release":
             async with asyncio.timeout(TIMEOUT_S):
-                while not runner.held:
-                    await asyncio.sleep(0.005)
+                await until_held(runner)
                 server.engine_lost()
                 while not num_answers_lost:
                     await asyncio.sleep(0.005)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -60,6 +60,7 @@ class BatchClaims:
         self._woken = asyncio.Event()
         self._takes_over_from_s = 0.0  # on the monotonic clock
         self._had_engine_at_s = time.monotonic()
+        self._renewed_at_s = 0.0
         self._num_servers = 1  # with an engine
 
     def wake(self) -> None:
@@ -68,37 +69,59 @@ class BatchClaims:
 
     async def run(self) -> None:
         """Without end. While the database does not answer, batches that this server runs wait for it."""
+        renewing = asyncio.create_task(self._keep_renewing())
+        try:
+            await self._keep_claiming()
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+
+    async def _keep_renewing(self) -> None:
+        """While a claim, or what it waits for, takes long."""
+        while True:
+            await asyncio.sleep(self._period_s)
+            if time.monotonic() - self._renewed_at_s > 2 * self._period_s:
+                with self._logged_errors():
+                    await self._renew()
+
+    async def _keep_claiming(self) -> None:
         while True:
             self._woken.clear()
-            try:
+            with self._logged_errors():
                 await self._renew()
                 await self._leave_without_engine()
                 await self._claim()
-            except Exception as error:
-                if isinstance(error, SQLAlchemyError) and is_temporary(error):
-                    logger.error("the batch database does not answer: %s", reason_of(error))
-                else:
-                    logger.exception("batches cannot be claimed; trying again")
-                # Leases end meanwhile. Those whose servers live are renewed first when it is back.
-                self._takes_over_from_s = time.monotonic() + 2 * self._period_s
-                await asyncio.sleep(self._period_s)
+            await asyncio.sleep(max(0.0, self._takes_over_from_s - time.monotonic() - self._period_s))
             # Not ``wait_for``: on Python 3.11 it may swallow a cancellation.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._period_s):
                     await self._woken.wait()
 
+    @contextlib.contextmanager
+    def _logged_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, SQLAlchemyError) and is_temporary(error):
+                logger.error("the batch database does not answer: %s", reason_of(error))
+            else:
+                logger.exception("batches cannot be claimed; trying again")
+            # Leases end meanwhile. Those whose servers live are renewed first when it is back.
+            self._takes_over_from_s = time.monotonic() + 2 * self._period_s
+
     async def release_all(self) -> None:
         """Let other servers go on at once. An error is logged: the leases end by themselves."""
         try:
-            await self._storage.threads.database.run(self._leases.release_all)
+            await self._storage.threads.leases.run(self._leases.release_all)
         except SQLAlchemyError as error:
             logger.error("leases cannot be released, and end in %g s: %s", self._lease_s, reason_of(error))
 
     async def _renew(self) -> None:
         held = {job.lease: job for job in self._jobs.values() if job.lease is not None}
-        renewal = await self._storage.threads.database.run(
+        renewal = await self._storage.threads.leases.run(
             self._leases.renew, list(held), is_ready=self._capacity() > 0
         )
+        self._renewed_at_s = time.monotonic()
         self._num_servers = renewal.num_servers
         for lease, job in held.items():
             status = renewal.statuses.get(lease.batch_id)
@@ -120,7 +143,7 @@ class BatchClaims:
             if job.lease is not None and job.task is not None:
                 self._give_up(job, "there is no engine for it here")
                 await asyncio.wait({job.task})
-                await self._storage.threads.database.run(self._leases.release, job.lease)
+                await self._storage.threads.leases.run(self._leases.release, job.lease)
 
     def _give_up(self, job: OpenBatch, reason: str) -> None:
         if job.task is not None and not job.task.done():

@@ -26,6 +26,13 @@ _WAL_RETRY_S = 0.005
 # A server whose host has vanished answers nothing at all.
 _CONNECT_TIMEOUT_S = 5
 _SILENCE_TIMEOUT_MS = 20_000
+# A server that hangs in a transaction holds rows for which others wait with all their threads. So the
+# database ends transactions and waits, well within a lease: nobody is to lose one over it.
+_SESSION_TIMEOUTS_MS = {
+    "idle_in_transaction_session_timeout": 10_000,
+    "lock_timeout": 10_000,
+    "statement_timeout": 60_000,
+}
 # Numbers of PostgreSQL's advisory locks; any that no other program on the database uses.
 _SCHEMA_LOCK, _INPUTS_LOCK = 0x6261636B01, 0x6261636B02
 
@@ -106,6 +113,7 @@ def _engine_of(url: str | None, data_dir: Path) -> Engine:
             # The user's own go first.
             options = {name: value for name, value in options.items() if name not in parsed.query}
             engine = create_engine(parsed, connect_args=options, pool_pre_ping=True)
+            event.listen(engine, "connect", _configure_postgresql)
         case name:
             raise ConfigError(
                 f"must be a URL of SQLite or PostgreSQL, got one of {name}.", field="batch_database_url"
@@ -135,6 +143,9 @@ def _parsed(url: str) -> URL:
 def exclusive_schema(engine: Engine) -> Iterator[Connection]:
     """A transaction during which no other server changes tables, or ties the database to its files."""
     with engine.begin() as connection:
+        if is_postgresql(engine):  # another server's migration, or this one's, may take long
+            for name in ("lock_timeout", "statement_timeout"):
+                connection.execute(select(func.set_config(name, "0", True)))
         _lock(connection, _SCHEMA_LOCK)
         yield connection
 
@@ -197,6 +208,17 @@ def _configure_sqlite(connection: Any, _: object) -> None:
     for setting in ("synchronous=FULL", "foreign_keys=ON"):
         cursor.execute(f"PRAGMA {setting}")
     cursor.close()
+
+
+def _configure_postgresql(connection: Any, _: object) -> None:
+    """What the URL or the database sets goes first."""
+    with connection.cursor() as cursor:
+        for name, value_ms in _SESSION_TIMEOUTS_MS.items():
+            cursor.execute(
+                "SELECT set_config(name, %s, false) FROM pg_settings WHERE name = %s AND setting = '0'",
+                (str(value_ms), name),
+            )
+    connection.commit()
 
 
 def _use_wal(cursor: sqlite3.Cursor) -> None:

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 10.0
+_IDLE_IN_TRANSACTION = "25P03"  # PostgreSQL has ended the transaction of a process that hung
 
 
 class ResultSink(Protocol):
@@ -55,4 +56,6 @@ def is_temporary(error: SQLAlchemyError) -> bool:
     """Whether a retry may help: the connection or a lock failed, not the statement."""
     if isinstance(error, OperationalError | InterfaceError | PoolTimeout):
         return True
-    return isinstance(error, DBAPIError) and error.connection_invalidated
+    if not isinstance(error, DBAPIError):
+        return False
+    return error.connection_invalidated or getattr(error.orig, "sqlstate", None) == _IDLE_IN_TRANSACTION

@@ -84,6 +84,8 @@ class JobThreads:
 
     Attributes:
         database: queries; the database may be on another machine.
+        leases: their renewals, which wait for no other query. SQLAlchemy's pool has a connection for each
+            thread of ``database``, ``leases`` and ``results``.
         results: writes of results, and the end of a batch.
         uploads: writes of uploads.
         downloads: reads for clients, which may be slow.
@@ -91,6 +93,7 @@ class JobThreads:
 
     def __init__(self) -> None:
         self.database = ThreadPool("database", 4)
+        self.leases = ThreadPool("leases", 1)
         self.results = ThreadPool("results", 8)
         self.uploads = ThreadPool("uploads", 4)
         self.downloads = ThreadPool("downloads", 8)
@@ -105,7 +108,7 @@ class JobThreads:
 
     @property
     def _pools(self) -> tuple[ThreadPool, ...]:
-        return self.database, self.results, self.uploads, self.downloads
+        return self.database, self.leases, self.results, self.uploads, self.downloads
 
 
 async def until_done(task: asyncio.Future[Any]) -> None:
