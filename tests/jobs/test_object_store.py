@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,7 +133,7 @@ async def test_an_aborted_upload_leaves_nothing(tmp_path: Path, start: Start, me
     store = ObjectStore(memory, tmp_path)
     assert store.num_bytes() == 3_000_000
     assert await content_of(manager, await manager.files.get(OWNER, kept)) == b"y" * 3_000_000
-    assert store.garbage() == [], "none is a day old"
+    assert store.garbage(time.time()) == [], "none is a day old"
     store.delete_garbage([kept])
     store.delete_garbage([kept])
     assert not store.holds_files()

@@ -451,13 +451,20 @@ async def ended_despite_pauses(manager: JobManager, batch_id: str) -> BatchRecor
                 return await ended(manager, batch_id)
 
 
-async def test_windows_end_by_the_clock_of_the_database(fleet: Fleet) -> None:
-    ahead = await fleet.add(wall=lambda: time.time() + 7200)
-    behind = await fleet.add(wall=lambda: time.time() - 7200, has_engine=False)
-    batch = await submit(ahead, input_of(9))
-    assert batch.expires_at > time.time() + 7200
-    batch = await submit(behind, input_of(9))
-    assert (await ended(behind, batch.id)).status is BatchStatus.EXPIRED
+async def test_the_clock_of_the_database_says_when_windows_end_and_files_expire(tmp_path: Path) -> None:
+    days_s = 31 * 24 * 3600.0
+    fleet = Fleet(tmp_path, f"sqlite:///{tmp_path / 'jobs.db'}")
+    right = await fleet.add()
+    ahead = await fleet.add(wall=lambda: time.time() + days_s)
+    behind = await fleet.add(wall=lambda: time.time() - days_s)
+    file_id = await store_input(right, input_of(9))
+    await ahead.files._delete_expired()
+    for manager in (ahead, behind):
+        batch = await create(manager, file_id, window_s=3600)
+        assert abs(batch.expires_at - time.time() - 3600) < 600
+        await check_completed(right, await ended(right, batch.id), 9)
+        assert abs((await manager.store_snapshot()).oldest_line_s) < 600
+    await fleet.stop()
 
 
 async def test_servers_on_one_sqlite_database_divide_the_lines_of_a_batch(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -154,9 +153,9 @@ class FileStore:
             if entry.name not in kept and entry.is_file(follow_symlinks=False):
                 os.unlink(entry.path)
 
-    def garbage(self) -> list[str]:
+    def garbage(self, now_s: float) -> list[str]:
         """Names of what may be left over: of files, and of unfinished ones, untouched for a day."""
-        names, before_s = [], time.time() - GARBAGE_AGE_S
+        names, before_s = [], now_s - GARBAGE_AGE_S
         for entry in os.scandir(self._folder):
             with contextlib.suppress(FileNotFoundError):
                 if entry.is_file(follow_symlinks=False) and entry.stat().st_mtime < before_s:

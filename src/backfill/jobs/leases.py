@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -115,6 +116,19 @@ class Leases:
         self._engine = engine
         self._duration_s = duration_s
         self._now_s = database_clock(engine) if now_s is None else now_s
+        self._ahead_s = 0.0  # of this process's monotonic clock, as last seen
+
+    def read_clock(self) -> None:
+        """Ask the database for its time, before the first ``now``."""
+        with self._engine.connect() as connection:
+            self._note_time(connection.execute(select(self._now_s)).scalar_one())
+
+    def now(self) -> int:
+        """Unix seconds on the database's clock, which each renewal asks for."""
+        return int(time.monotonic() + self._ahead_s)
+
+    def _note_time(self, now_s: float) -> None:
+        self._ahead_s = now_s - time.monotonic()
 
     def claim(
         self,
@@ -248,8 +262,9 @@ class Leases:
             renewed = {tuple(row) for row in connection.execute(statement)}
             found = connection.execute(select(BatchRecord.id, BatchRecord.status).where(of_held)).all()
             self._note_ready(connection, is_ready)
-            count = select(func.count()).where(ReadyServer.expires_at > self._now_s)
-            num_servers = connection.execute(count).scalar_one()
+            count = select(func.count(), self._now_s).where(ReadyServer.expires_at > self._now_s)
+            num_servers, now_s = connection.execute(count).one()
+        self._note_time(now_s)
         kept = [
             lease
             for lease in held

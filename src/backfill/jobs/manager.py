@@ -61,7 +61,7 @@ class JobManager:
         runner: runs lines; by default on the service of ``engine_ready``.
         results: of a run without a server. It has no data folder: records are in memory. An error ends its
             batch (``OpenBatch.error``).
-        wall: Unix seconds.
+        wall: Unix seconds, where no other server shares the database: else the database's clock counts.
     """
 
     def __init__(
@@ -150,10 +150,13 @@ class JobManager:
 
     async def _open_storage(self) -> JobStorage:
         if self._results is None:
-            return await JobStorage.open(self.config, self._threads, self.now)
+            return await JobStorage.open(self.config, self._threads, self._wall_s)
         return await self._threads.database.run(
-            JobStorage.in_memory, self.config, self._threads, self.now, self._results
+            JobStorage.in_memory, self.config, self._threads, self._wall_s, self._results
         )
+
+    def _wall_s(self) -> int:
+        return int(self._wall())
 
     async def drain(self, timeout_s: float) -> int:
         """Begin no more lines, and wait so long for those that have begun. Returns: as ``Feeder.drain``."""
@@ -227,15 +230,16 @@ class JobManager:
         return self._storage.store_id
 
     def now(self) -> int:
-        return int(self._wall())
+        """Unix seconds, once it has started."""
+        return self._storage.now()
 
     def snapshot(self) -> JobsSnapshot:
-        return JobsSnapshot.of_jobs(list(self._jobs.values()), self._wall())
+        return JobsSnapshot.of_jobs(list(self._jobs.values()), self.now())
 
     async def store_snapshot(self) -> JobsSnapshot:
         """As ``snapshot``, of the batches of all servers that share the database. Raises: Busy."""
         batches = await self._storage.read(self._storage.store.open_batches)
-        return JobsSnapshot.of_batches(batches, self._wall())
+        return JobsSnapshot.of_batches(batches, self.now())
 
     # ---- Batches ----
 

@@ -130,8 +130,8 @@ class ObjectStore(FileStore):
     def num_bytes(self) -> int:
         return sum(int(found["size"] or 0) for found in self._objects().values())
 
-    def garbage(self) -> list[str]:
-        before_s = time.time() - GARBAGE_AGE_S
+    def garbage(self, now_s: float) -> list[str]:
+        before_s = now_s - GARBAGE_AGE_S
         return [name for name, found in self._objects().items() if _changed_at_s(found) < before_s]
 
     def open_folder(self, known: Iterable[str] | None) -> None:

@@ -54,7 +54,7 @@ class JobStorage:
 
     config: JobsConfig
     threads: JobThreads
-    now: Callable[[], int]  # Unix seconds
+    now: Callable[[], int]  # Unix seconds; the database's where servers share it
     store: JobStore
     blobs: FileStore
     results: ResultStore
@@ -67,7 +67,12 @@ class JobStorage:
 
     @classmethod
     async def open(cls, config: JobsConfig, threads: JobThreads, now: Callable[[], int]) -> JobStorage:
-        """Open the folder, the database and the file store, or create them. Raises: ConfigError."""
+        """Open the folder, the database and the file store, or create them.
+
+        Args:
+            now: Unix seconds, for a server that shares nothing.
+        Raises: ConfigError.
+        """
         data_dir = config.data_dir
         try:
             await threads.results.run(make_private, data_dir)
@@ -85,7 +90,7 @@ class JobStorage:
             storage = cls(
                 config,
                 threads,
-                now,
+                now if store.leases is None else store.leases.now,
                 store,
                 blobs,
                 _results_of(engine, blobs, store, data_dir),
@@ -112,7 +117,7 @@ class JobStorage:
 
     async def sweep_garbage(self) -> None:
         """Delete what servers that died left among shared files. Raises: OSError."""
-        names = await self.threads.results.run(self.blobs.garbage)
+        names = await self.threads.results.run(self.blobs.garbage, self.now())
         # Only now: a file that was recorded meanwhile is known.
         known = await self.query_with_retries(self.store.blob_ids)
         left = [name for name in names if name not in known]
@@ -191,6 +196,7 @@ def _leases(engine: Engine, config: JobsConfig) -> Leases:
     path = config.data_dir / _HOLDER_FILE
     last = path.read_text().strip() if path.exists() else ""
     leases = Leases(engine, uuid.uuid4().hex, config.batch_lease_timeout)
+    leases.read_clock()
     write_durably(path, f"{leases.holder}\n".encode())
     if last:
         leases.release_all(last)
