@@ -30,6 +30,7 @@ from backfill.jobs.errors import Busy, Conflict, NotFound, TooMany
 from backfill.jobs.leases import Leases
 from backfill.jobs.lines import LineResult
 from backfill.jobs.manager import JobManager
+from backfill.jobs.open_batch import OpenBatch
 from backfill.jobs.records import BatchRecord, BatchStatus, LeasedPart
 from backfill.jobs.retry import is_temporary
 from backfill.preparation.lines import BatchLine
@@ -526,6 +527,35 @@ async def test_leases_whose_claim_or_release_had_no_answer_are_not_orphaned(
         assert num_answers_lost
     finally:
         await fleet.stop()
+
+
+async def test_servers_that_are_full_of_one_owner_take_lines_of_another(tmp_path: Path) -> None:
+    fleet, runners = Fleet(tmp_path, f"sqlite:///{tmp_path / 'jobs.db'}"), [InstantRunner(), InstantRunner()]
+    for runner in runners:
+        runner.hold()
+        await fleet.add(runner)
+    try:
+        flood = await submit(fleet.managers[0], input_of(400))
+        for runner in runners:
+            await until_held(runner)
+        late = await submit(fleet.managers[1], input_of(10), owner="other", window_s=7200)
+        async with asyncio.timeout(TIMEOUT_S):
+            while sum(job.num_unfinished for job in jobs_of(fleet, "other")) < 10:
+                await asyncio.sleep(0.005)
+        most = 2 * 2 * 4  # ahead, servers, lines in flight
+        assert sum(job.num_unfinished for job in jobs_of(fleet, OWNER)) < 400 / 2 + most
+        for runner in runners:
+            runner.release()
+        assert (await ended(fleet.managers[0], late.id, "other")).request_counts.completed == 10
+        await check_completed(fleet.managers[0], await ended(fleet.managers[0], flood.id), 400)
+    finally:
+        await fleet.stop()
+
+
+def jobs_of(fleet: Fleet, owner: str) -> list[OpenBatch]:
+    """Those of lines."""
+    jobs = [job for manager in fleet.managers for job in manager._jobs.values()]
+    return [job for job in jobs if job.batch.owner == owner and job.lines is not None]
 
 
 async def test_sqlite_without_a_place_of_files_is_for_one_server(tmp_path: Path) -> None:

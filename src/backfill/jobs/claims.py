@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -21,8 +22,9 @@ logger = logging.getLogger(__name__)
 # A cancellation at another server is seen so late.
 _LONGEST_PERIOD_S = 1.0
 _RENEWALS_PER_LEASE = 5
-# A server claims while it has fewer lines than so many times what it may have in flight. The more it has, the
-# better is their order; where others wait for lines, what it has at the end runs while they are idle.
+# A server claims while it has fewer lines than so many times what it may have in flight; with several owners,
+# fewer of each than its share of them. The more it has, the better is their order; where others wait for
+# lines, what it has at the end runs while they are idle.
 _LINES_AHEAD = 16
 _LINES_AHEAD_BESIDE_OTHERS = 2
 
@@ -162,6 +164,7 @@ class BatchClaims:
                 running=[job.lease for job in self._jobs.values() if job.lease is not None],
                 num_servers=self._num_servers,
                 max_lines=max_lines,
+                lines_of=self._lines_of(),
             )
             if claimed is None:
                 return
@@ -172,12 +175,18 @@ class BatchClaims:
             self._begin(claimed)
 
     def _max_lines(self) -> int:
-        """More lines that this server may have."""
-        jobs = self._jobs.values()
-        if any(job.batch.status is BatchStatus.VALIDATING for job in jobs):
+        """Lines that this server may have of one owner, if that is the only one."""
+        if any(job.batch.status is BatchStatus.VALIDATING for job in self._jobs.values()):
             return 0  # it may fill the server: how many lines it has is not known yet
         ahead = _LINES_AHEAD if self._num_servers == 1 else _LINES_AHEAD_BESIDE_OTHERS
-        return ahead * self._capacity() - sum(job.num_unfinished for job in jobs)
+        return ahead * self._capacity()
+
+    def _lines_of(self) -> Counter[str]:
+        """Lines of each owner that this server has."""
+        lines = Counter[str]()
+        for job in self._jobs.values():
+            lines[job.batch.owner] += job.num_unfinished
+        return +lines
 
 
 def _may_claim_beside(job: OpenBatch) -> bool:

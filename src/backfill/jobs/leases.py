@@ -28,6 +28,7 @@ from sqlalchemy import (
     Engine,
     Float,
     Select,
+    Subquery,
     Update,
     case,
     cast,
@@ -52,6 +53,7 @@ from backfill.preparation.line_file import union
 
 _EPOCH_JULIAN_DAY = 2440587.5
 _DAY_S = 86400.0
+_NO_LINES: Mapping[str, int] = {}
 
 
 class LeaseLost(BackfillError):
@@ -140,9 +142,11 @@ class Leases:
         running: Collection[Lease] | None = None,
         num_servers: int = 1,
         max_lines: int = sys.maxsize,
+        lines_of: Mapping[str, int] = _NO_LINES,
     ) -> Claim | None:
-        """Claim the open batch without a holder whose window ends first, or lines of it.
+        """Claim an open batch without a holder, or lines of one.
 
+        First of the owner of whose lines servers have the fewest, then the one whose window ends first.
         What this server holds and does not run is free to it at once: the answer to a claim was lost, or a
         release failed.
 
@@ -153,7 +157,8 @@ class Leases:
             others_than: batches not to claim.
             running: leases of what this server runs; None: of all that it holds.
             num_servers: that share the lines of a batch evenly.
-            max_lines: about so many lines.
+            max_lines: about so many lines may this server have of one owner; of several, each its share.
+            lines_of: of each owner, those that it has.
         """
         is_free: ColumnElement[bool] = LeasedPart.holder.is_(None)
         if takes_over:
@@ -164,47 +169,68 @@ class Leases:
             is_free = or_(is_free, is_own) & not_(func.coalesce(is_running, False))
             is_own = is_running
         passed_over = set(others_than)
+        full_owners = [owner for owner, num in lines_of.items() if num >= max_lines // len(lines_of)]
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
             lock_writes(session.connection())
             while True:
-                query = self._claimable(model_names, only_over=only_over).where(is_free)
-                first = session.scalar(query.where(LeasedPart.batch_id.not_in(passed_over)))
-                if first is None:
+                query = self._claimable(model_names, full_owners, only_over=only_over).where(is_free)
+                found = session.execute(query.where(LeasedPart.batch_id.not_in(passed_over))).first()
+                if found is None:
                     return None
+                first, owner = found
                 parts = [first]
                 if first.part != WHOLE:
-                    parts = self._share_of(session, first.batch_id, is_free, is_own, num_servers, max_lines)
+                    num_owners = len({*lines_of, owner})
+                    most = max(1, max_lines // num_owners - lines_of.get(owner, 0))
+                    parts = self._share_of(session, first.batch_id, is_free, is_own, num_servers, most)
                 if parts:
                     break
                 passed_over.add(first.batch_id)
             lease = self._take(session.connection(), parts)
-            found = select(BatchRecord, self._now_s).where(BatchRecord.id == lease.batch_id)
-            batch, now_s = session.execute(found).one()
+            claimed = select(BatchRecord, self._now_s).where(BatchRecord.id == lease.batch_id)
+            batch, now_s = session.execute(claimed).one()
             return Claim(batch, lease, now_s)
 
-    def _claimable(self, model_names: Collection[str], *, only_over: bool) -> Select[LeasedPart]:
-        """The next row that may be claimed if it is free."""
+    def _claimable(
+        self, model_names: Collection[str], full_owners: Collection[str], *, only_over: bool
+    ) -> Select[LeasedPart, str]:
+        """The next row that may be claimed if it is free, and its owner."""
         other = aliased(LeasedPart)
         lines = (other.batch_id == LeasedPart.batch_id) & (other.part != WHOLE)
         runs = exists().where(lines, other.holder.is_not(None), other.expires_at > self._now_s)
         is_of_lines = LeasedPart.part != WHOLE
         is_in_progress = BatchRecord.status == BatchStatus.IN_PROGRESS
         is_over = or_(BatchRecord.status == BatchStatus.CANCELLING, BatchRecord.expires_at <= self._now_s)
+        held = self._lines_held()
         query = (
-            select(LeasedPart)
+            select(LeasedPart, BatchRecord.owner)
             .join(BatchRecord, BatchRecord.id == LeasedPart.batch_id)
+            .outerjoin(held, held.c.owner == BatchRecord.owner)
             .where(BatchRecord.status.in_(OPEN_STATUSES))
-            .order_by(BatchRecord.expires_at, BatchRecord.sequence, LeasedPart.part)
+            .order_by(
+                func.coalesce(held.c.num_lines, 0),
+                BatchRecord.expires_at,
+                BatchRecord.sequence,
+                LeasedPart.part,
+            )
             .limit(1)
             # Servers that claim at once claim different ones.
             .with_for_update(of=LeasedPart, skip_locked=True)
         )
         if only_over:
             return query.where(is_over, not_(is_of_lines), not_(runs))
-        is_ours = or_(is_over, BatchRecord.model.is_(None), BatchRecord.model.in_(model_names))
+        is_of_model = or_(BatchRecord.model.is_(None), BatchRecord.model.in_(model_names))
+        is_ours = or_(is_over, is_of_model & BatchRecord.owner.not_in(full_owners))
         lines_may_run = is_of_lines & is_in_progress & not_(is_over)
         is_to_end = not_(is_of_lines) & or_(not_(exists().where(lines)), is_over & not_(runs))
         return query.where(is_ours, or_(lines_may_run, is_to_end))
+
+    def _lines_held(self) -> Subquery:
+        """How many lines of each owner servers have."""
+        part, batch = aliased(LeasedPart), aliased(BatchRecord)
+        is_held = (part.part != WHOLE) & part.holder.is_not(None) & (part.expires_at > self._now_s)
+        lines = select(batch.owner.label("owner"), func.sum(part.num_lines).label("num_lines"))
+        return lines.join(part, part.batch_id == batch.id).where(is_held).group_by(batch.owner).subquery()
 
     def _share_of(
         self,
