@@ -5,11 +5,20 @@ from __future__ import annotations
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
 from backfill.parallel import sockets
-from backfill.parallel.sockets import KEY_BYTES, ConnectionRefused, accept, address_of, connect_to, listen
+from backfill.parallel.sockets import (
+    KEY_BYTES,
+    Acceptor,
+    ConnectionRefused,
+    accept,
+    address_of,
+    connect_to,
+    listen,
+)
 
 KEY, OTHER = bytes(KEY_BYTES), bytes([1] * KEY_BYTES)
 
@@ -26,6 +35,19 @@ def test_only_those_who_know_the_secret_are_connected() -> None:
         with connect_to(address, KEY, 60.0) as connected, accepting.result(60.0) as accepted:
             connected.sendall(b"plan")
             assert accepted.recv(4, socket.MSG_WAITALL) == b"plan"
+
+
+def test_strangers_that_say_nothing_keep_nobody_out() -> None:
+    with listen("127.0.0.1") as listener, ThreadPoolExecutor(2) as thread, ExitStack() as strangers:
+        address = address_of(listener)
+        for _ in range(3):
+            strangers.enter_context(socket.create_connection(address))
+        with Acceptor(listener, KEY) as acceptor:
+            ours = [thread.submit(connect_to, address, KEY, 60.0) for _ in range(2)]
+            for _ in ours:
+                strangers.enter_context(acceptor.accept(sockets._HANDSHAKE_S / 2))
+            for each in ours:
+                strangers.enter_context(each.result())
 
 
 def test_a_stranger_cannot_use_the_proof_that_it_gets() -> None:

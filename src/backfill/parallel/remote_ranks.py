@@ -20,7 +20,7 @@ from backfill.parallel.rank import RankContext, RemoteStage, ranks_of_stage
 from backfill.parallel.ranks import Ranks
 from backfill.parallel.shared_memory import create_memory
 from backfill.parallel.shared_state import SharedState
-from backfill.parallel.sockets import accept, listen, receive_exactly
+from backfill.parallel.sockets import Acceptor, listen, receive_exactly
 from backfill.parallel.worker import CLOCK, HELLO, NUM_CLOCK_READINGS, end_ranks, how_it_ended, start_rank
 
 logger = logging.getLogger(__name__)
@@ -66,8 +66,9 @@ class RemoteRanks(Ranks):
         self._checks_at_s = 0.0
         with ExitStack() as on_error:
             on_error.callback(self.close)
-            while len(self._links) < config.num_ranks:
-                self._greet(accept(listener, key, _CONNECT_S, launcher.check))
+            with Acceptor(listener, key) as acceptor:
+                while len(self._links) < config.num_ranks:
+                    self._greet(acceptor.accept(_CONNECT_S, launcher.check))
             on_error.pop_all()
         for stage in range(config.pipeline_parallel_size):
             pids = ", ".join(str(self.pids[rank]) for rank in ranks_of_stage(stage, self._size))

@@ -8,9 +8,11 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 KEY_BYTES = 32
@@ -18,7 +20,9 @@ _DIGEST = "sha256"
 _DIGEST_BYTES = 32
 _NONCE_BYTES = 32
 _HANDSHAKE_S = 10.0  # all of it: a stranger that sends a byte now and then keeps nobody out for longer
+_MAX_HANDSHAKES = 64  # at once
 _POLL_S = 0.2
+_ACCEPT_POLL_S = 0.02
 # A machine that vanishes says nothing: while nothing is on the way to it, its kernel is asked every second,
 # and it is given up after these.
 _MAX_UNANSWERED = 5
@@ -46,27 +50,70 @@ def address_of(listener: socket.socket) -> Address:
 def accept(
     listener: socket.socket, key: bytes, timeout_s: float, check: Callable[[], None] = lambda: None
 ) -> socket.socket:
-    """The next connection of a peer that knows the secret; others are closed.
+    """The only peer. As ``Acceptor.accept``."""
+    with Acceptor(listener, key) as acceptor:
+        return acceptor.accept(timeout_s, check)
 
-    Args:
-        check: called now and then; raises if nobody is going to connect.
-    Raises: ConnectionRefused.
+
+class Acceptor:
+    """Accepts peers that know the secret; others are closed.
+
+    Each proves it in a thread of its own: a stranger that says nothing keeps nobody out. A context manager,
+    which leaves the listener open.
     """
-    until_s = time.monotonic() + timeout_s
-    listener.settimeout(_POLL_S)
-    while time.monotonic() < until_s:
-        check()
+
+    def __init__(self, listener: socket.socket, key: bytes) -> None:
+        self._listener, self._key = listener, key
+        self._proven: SimpleQueue[socket.socket] = SimpleQueue()
+        self._places = threading.BoundedSemaphore(_MAX_HANDSHAKES)
+        self._is_closed = False
+        listener.settimeout(_ACCEPT_POLL_S)
+        self._thread = threading.Thread(target=self._take_in, name="acceptor", daemon=True)
+
+    def __enter__(self) -> Acceptor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_closed = True
+        self._thread.join()
+        with suppress(Empty):
+            while True:
+                self._proven.get_nowait().close()
+
+    def accept(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> socket.socket:
+        """The next peer.
+
+        Args:
+            check: called now and then; raises if nobody is going to connect.
+        Raises: ConnectionRefused.
+        """
+        until_s = time.monotonic() + timeout_s
+        while (left_s := until_s - time.monotonic()) > 0.0:
+            check()
+            with suppress(Empty):
+                return self._proven.get(timeout=min(left_s, _POLL_S))
+        raise ConnectionRefused(f"nobody has connected within {timeout_s:g} s")
+
+    def _take_in(self) -> None:
+        while not self._is_closed:
+            with suppress(TimeoutError, ConnectionError):
+                connection, _ = self._listener.accept()
+                self._places.acquire()
+                threading.Thread(target=self._require, args=(connection,), daemon=True).start()
+
+    def _require(self, connection: socket.socket) -> None:
+        until_s = time.monotonic() + _HANDSHAKE_S
         try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            continue
-        with suppress(OSError):
-            handshake_until_s = time.monotonic() + _HANDSHAKE_S
-            _prove(connection, key, b"accepts", handshake_until_s)
-            _require_proof(connection, key, b"connects", handshake_until_s)
-            return _prepared(connection)
-        connection.close()
-    raise ConnectionRefused(f"nobody has connected within {timeout_s:g} s")
+            _prove(connection, self._key, b"accepts", until_s)
+            _require_proof(connection, self._key, b"connects", until_s)
+            if self._is_closed:
+                raise ConnectionRefused("all peers have connected")
+            self._proven.put(_prepared(connection))
+        except OSError:
+            connection.close()
+        finally:
+            self._places.release()
 
 
 def connect_to(address: Address, key: bytes, timeout_s: float) -> socket.socket:
