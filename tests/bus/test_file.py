@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import struct
 import subprocess
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from backfill.bus import file as bus_file
@@ -117,6 +119,55 @@ def test_engines_see_what_the_others_say(path: Path) -> None:
     first.close()
     assert second.uses() == [BusUse()]
     second.close()
+
+
+@pytest.mark.parametrize("free_at_s", [math.nan, math.inf, 1e9])
+def test_a_transfer_waits_for_no_instant_that_no_engine_can_have_reserved(
+    path: Path, free_at_s: float
+) -> None:
+    bus = BusFile(path, RATE, clock=lambda: 100.0)
+    with path.open("r+b") as file:
+        file.seek(bus_file._FREE_AT_AT)
+        file.write(struct.pack("=d", free_at_s))
+    assert bus.reserve(MIB) == pytest.approx(100.0 - BURST_S + MIB / RATE)
+    assert bus.reserve(MIB) == pytest.approx(100.0 - BURST_S + 2 * MIB / RATE)
+    bus.close()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        {"copied_bytes_per_s": -1e9},
+        {"instance": {"name": "01", "num_layers": 30, "layer_bytes": 1, "step_s": 0.1}},
+        {"instance": {"name": "00", "num_layers": 10**9, "layer_bytes": 1, "step_s": 0.1}},
+        {
+            "instance": {"name": "00", "num_layers": 30, "layer_bytes": 1, "step_s": 0.1},
+            "streamed_interval": 0,
+        },
+    ],
+)
+def test_what_no_engine_says_is_refused(path: Path, use: dict[str, Any]) -> None:
+    bus = BusFile(path, RATE)
+    text = msgspec.json.encode(use)
+    with path.open("r+b") as file:
+        file.seek(bus_file._offset(0))
+        file.write(struct.pack("=I", len(text)) + text)
+    with pytest.raises(msgspec.DecodeError):
+        bus.uses()
+    bus.close()
+
+
+def test_a_file_that_others_can_write_is_no_bus(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.touch()
+    path.chmod(0o620)
+    with pytest.raises(ConfigError, match="must be a file of this user that no other one can write"):
+        BusFile(path, RATE)
+    path.chmod(0o600)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 12345)
+        with pytest.raises(ConfigError, match="must be a file of this user"):
+            BusFile(path, RATE)
+    BusFile(path, RATE).close()
 
 
 def test_engines_of_one_bus_agree_on_its_bandwidth(path: Path) -> None:

@@ -12,6 +12,7 @@ import logging
 import math
 import mmap
 import os
+import stat
 import struct
 import threading
 import time
@@ -43,6 +44,11 @@ _BANDWIDTH_AT, _FREE_AT_AT, _GENERATION_AT, _SLOTS_AT = 32, 40, 48, 64
 _SLOT_BYTES = 1024
 _FILE_BYTES = _SLOTS_AT + MAX_ENGINES * _SLOT_BYTES
 
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_MAX_LAYERS = 4096
+# All engines together reserve less, chunk after chunk.
+_MAX_RESERVED_BYTES = 1 << 30
+
 # Bytes of the file that stand for what is locked; an engine also locks the first byte of its slot.
 _TRANSFERS, _TABLE = 0, 1
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
@@ -67,6 +73,13 @@ class BusUse:
     instance: BusInstance | None = None
     copied_bytes_per_s: float = 0.0
     streamed_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.copied_bytes_per_s < math.inf:
+            raise ValueError(f"copies of some bytes per second are needed, got {self.copied_bytes_per_s}")
+        if self.instance is not None and self.instance.num_layers > _MAX_LAYERS:
+            raise ValueError(f"at most {_MAX_LAYERS} layers, got {self.instance.num_layers}")
+        _ = self.streamed  # an interval that the instance cannot have is refused now
 
     @property
     def streamed(self) -> BusInstance | None:
@@ -110,7 +123,7 @@ class BusFile:
         self._path = path
         while not self._joined():
             pass  # the file was removed after it was opened
-        self.name = f"{self._slot:02}"
+        self.name = _name(self._slot)
         atexit.register(self._remove_if_last)
 
     @property
@@ -134,8 +147,12 @@ class BusFile:
             wrote into the file.
         """
         with self._locked(_TABLE):
-            texts = [self._text(slot) for slot in range(MAX_ENGINES) if self._is_used(slot)]
-        return [msgspec.json.decode(each, type=BusUse) for each in texts]
+            texts = {slot: self._text(slot) for slot in range(MAX_ENGINES) if self._is_used(slot)}
+        uses = {slot: msgspec.json.decode(text, type=BusUse) for slot, text in texts.items()}
+        for slot, use in uses.items():
+            if use.instance is not None and use.instance.name != _name(slot):
+                raise msgspec.DecodeError(f"the engine {_name(slot)} calls itself {use.instance.name!r:.80}")
+        return list(uses.values())
 
     def reserve(self, num_bytes: int, follows_s: float | None = None) -> float:
         """Transfer bytes after all that were reserved before. Returns: the instant at which they are over.
@@ -151,7 +168,11 @@ class BusFile:
         try:
             with self._locked(_TRANSFERS):
                 (free_at_s,) = _FREE_AT.unpack_from(self._memory, _FREE_AT_AT)
-                ready_s = self._clock() - BURST_S if follows_s is None else follows_s
+                now_s = self._clock()
+                ready_s = now_s - BURST_S if follows_s is None else follows_s
+                # Not what something else wrote into the file, NaN included: a transfer would wait for it.
+                if not free_at_s - now_s <= _MAX_RESERVED_BYTES / self.bytes_per_s:
+                    free_at_s = ready_s
                 ends_at_s = max(float(free_at_s), ready_s) + num_bytes / self.bytes_per_s
                 _FREE_AT.pack_into(self._memory, _FREE_AT_AT, ends_at_s)
             return ends_at_s
@@ -201,6 +222,12 @@ class BusFile:
                 os.unlink(self._path)
 
     def _mapped(self, path: Path) -> mmap.mmap:
+        found = os.fstat(self._file)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
+            raise ConfigError(
+                f"{path} must be a file of this user that no other one can write; give another name.",
+                field="offload_bus",
+            )
         begins = os.pread(self._file, len(_KIND), 0)
         if begins not in (b"", _KIND):
             raise ConfigError(f"{path} is there and is not of a bus; give another name.", field="offload_bus")
@@ -277,6 +304,10 @@ class BusFile:
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _offset(slot), 1, 0)
         answer = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, asked)
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+def _name(slot: int) -> str:
+    return f"{slot:02}"
 
 
 def _offset(slot: int) -> int:
