@@ -143,6 +143,52 @@ def test_a_retried_request_may_be_aborted_before_it_runs_again() -> None:
     assert [output.token_id for output in run_to_end(engine)] == sampled("a", 2)
 
 
+class FakeBus:
+    """What the engine tells its bus.
+
+    Attributes:
+        objectives: of each step, whether it has one; empty while the engine is idle.
+    """
+
+    wait_s = share = load = 0.0
+
+    def __init__(self) -> None:
+        self.objectives: list[bool] = []
+
+    def begin_step(self, objective_s: float, *, has_objective: bool) -> None:
+        self.objectives.append(has_objective)
+
+    def end_step(self, computed_s: float, interval: int | None) -> None:
+        pass
+
+    def idle(self) -> None:
+        self.objectives.clear()
+
+
+def test_an_engine_whose_last_step_failed_is_on_no_bus() -> None:
+    engine, executor = make_engine()
+    engine._bus = bus = FakeBus()
+    engine.add(make_request(request_id="a"))
+    for step in range(2):
+        assert engine.has_work
+        executor.fail_at_step = step
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    assert engine.num_failed_steps_in_a_row == 2
+    assert not bus.objectives
+
+
+def test_an_engine_without_online_requests_has_no_objective_on_the_bus() -> None:
+    engine, _ = make_engine()
+    engine._bus = bus = FakeBus()
+    engine.add(make_request(request_id="a", service_class=ServiceClass.OFFLINE, max_tokens=3))
+    engine.step()
+    engine.add(make_request(request_id="b", service_class=ServiceClass.ONLINE, max_tokens=3))
+    engine.step()
+    assert bus.objectives == [False, True]
+
+
 def test_only_a_step_with_slices_resets_the_count_of_failures() -> None:
     engine, executor = make_engine()
     engine.add(make_request(request_id="a", max_tokens=3))

@@ -114,8 +114,8 @@ class BusMember:
         self._computed_s: deque[float] = deque(maxlen=_NUM_STEPS)
         self._published_computed_s = 0.0
         self._published = BusUse()
-        # For a computed time, an objective and a wish.
-        self._needs: tuple[tuple[float, float, LinkWish | None], BusInstance] | None = None
+        # For a computed time, an objective or a pace, and a wish.
+        self._needs: tuple[tuple[float, float, bool, LinkWish | None], BusInstance] | None = None
         self._copied_bytes_per_s = 0.0
         self._copies_since: tuple[float, int] = clock.now_s(), bus.copies.num_bytes
         self._fits = True
@@ -139,12 +139,17 @@ class BusMember:
         self._wish = wish
         return self._grant
 
-    def begin_step(self, objective_s: float) -> None:
-        """Before a step that may take so long: use the interval that the needs of all allow."""
+    def begin_step(self, objective_s: float, *, has_objective: bool = True) -> None:
+        """Before a step that may take so long: use the interval that the needs of all allow.
+
+        Args:
+            has_objective: else this is a pace, which gives way to the objectives of others.
+        """
         with self._may_fail():
             self._count_copies()
             streamed = None if self._wish is None else self._streamed_interval
-            self._publish(BusUse(self._instance(objective_s), self._copied_bytes_per_s, streamed))
+            instance = self._instance(objective_s, has_objective)
+            self._publish(BusUse(instance, self._copied_bytes_per_s, streamed))
             self._follow()
             self._is_failing = False
 
@@ -197,13 +202,15 @@ class BusMember:
                 logger.warning("the bus cannot be used, and the interval stays as it is: %s", error)
             self._is_failing = True
 
-    def _instance(self, objective_s: float) -> BusInstance:
+    def _instance(self, objective_s: float, has_objective: bool) -> BusInstance:
         model = self._model
         computed_s = statistics.median(self._computed_s) if self._computed_s else 0.0
         if abs(computed_s - self._published_computed_s) > _NOTICED * self._published_computed_s:
             self._published_computed_s = computed_s
         wish = self._wish
-        needs_of = self._published_computed_s, objective_s, wish
+        if wish is not None:
+            has_objective = wish.objective_s is not None
+        needs_of = self._published_computed_s, objective_s, has_objective, wish
         if self._needs is not None and self._needs[0] == needs_of:
             return self._needs[1]
         layer_s = self._published_computed_s / model.num_layers
@@ -218,7 +225,7 @@ class BusMember:
             compute_s=layer_s,
             min_interval=model.interval if wish is None else wish.min_interval,
             max_interval=self._max_interval if wish is None else wish.max_interval,
-            has_objective=wish is None or wish.objective_s is not None,
+            has_objective=has_objective,
         )
         self._needs = needs_of, instance
         return instance

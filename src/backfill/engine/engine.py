@@ -98,6 +98,7 @@ class Engine:
         self._bus = bus
         self._record_check = record_check
         self._is_stalled = False
+        self._serves_online = False  # an online request has come; run-batch never has any
         self._arrived: deque[Request] = deque()
         # The oldest first; replaced and not changed, because another thread reads it.
         self._in_flight: tuple[SubmittedStep, ...] = ()
@@ -127,6 +128,7 @@ class Engine:
         except RequestError as error:
             return TokenOutput(request.request_id, None, finish_reason=FinishReason.ERROR, message=str(error))
         self._is_stalled = False
+        self._serves_online |= request.service_class is ServiceClass.ONLINE
         self.scheduler.add(request)
         return None
 
@@ -192,9 +194,10 @@ class Engine:
     def collect_step(self) -> list[TokenOutput]:
         """Collect and commit the oldest step in flight."""
         submitted = self._in_flight[0]
+        failed: list[TokenOutput] | None = None
         try:
             if self._bus is not None and submitted.plan.slices:
-                self._bus.begin_step(self.default_slo.tpot_s)
+                self._bus.begin_step(self.default_slo.tpot_s, has_objective=self._serves_online)
             outcome = self._steps.collect()
         except ExecutorDead:
             raise
@@ -202,9 +205,12 @@ class Engine:
             logger.exception("step %d failed", submitted.plan.step)
             self.num_failed_steps_in_a_row += 1
             self._busy_since_s = None
-            return self._fail(submitted.plan, error)
+            failed = self._fail(submitted.plan, error)
         finally:
             self._in_flight = self._in_flight[1:]
+        if failed is not None:
+            self._leave_bus_if_idle()
+            return failed
         ended_at = time.perf_counter()
         outputs = self._commit(submitted, outcome)
         self.scheduling_s += time.perf_counter() - ended_at
