@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from backfill.cli.startup import bind
 from backfill.core.clock import WallClock
+from backfill.core.errors import ConfigError
 from backfill.router.engines import EngineRefused
 from backfill.router.metrics import RouterMetrics
 from backfill.router.replicas import ReplicaFailed, ReplicaProcess, Replicas
@@ -197,6 +199,18 @@ async def pid_in(path: Path, other_than: int = 0) -> int:
 
 def replicas_writing(path: Path, fails: str = "") -> Replicas:
     return Replicas([ReplicaProcess(0, partial(wait_for_a_signal, str(path), fails))])
+
+
+def test_the_port_of_a_replica_is_its_own(tmp_path: Path) -> None:
+    replica = ReplicaProcess(0, partial(wait_for_a_signal, str(tmp_path), ""))
+    for _ in range(2):  # of two of its processes
+        with pytest.raises(ConfigError, match="in use"):
+            bind("127.0.0.1", replica.port)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", replica.port))
+        with bind("127.0.0.1", replica.port, shares_port=True) as listener:
+            socket.create_connection(("127.0.0.1", replica.port)).close()
+            listener.accept()[0].close()
 
 
 async def test_a_replica_that_ends_is_started_again_and_ends_with_the_others(tmp_path: Path) -> None:

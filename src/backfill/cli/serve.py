@@ -104,7 +104,7 @@ def _run_replica(
     signal.signal(signal.SIGTERM, exit_at_once)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the router says what is served where
     name_replica(place.number)
-    server = dataclasses.replace(server, host=place.host, port=place.port)
+    server = dataclasses.replace(server, host=place.host, port=place.port, shares_port=True)
     jobs = dataclasses.replace(jobs, data_dir=jobs.data_dir / str(place.number))
     try:
         serve(model, server, jobs, ReplicaOptions(is_replica=True), engine)

@@ -190,15 +190,17 @@ def listen(server: ServerConfig) -> Address:
     from backfill.http.keys import ApiKeys
 
     keys = ApiKeys(server.api_key, server.api_key_file) if server.asks_for_keys else None
-    listener = bind(server.host, server.port)
+    listener = bind(server.host, server.port, shares_port=server.shares_port)
     host, port = listener.getsockname()[:2]
     return Address(listener, f"http://{f'[{host}]' if ':' in host else host}:{port}", keys)
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, shares_port: bool = False) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shares_port:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
         # A long backlog: load generators open all connections at once.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from backfill.core.config import at_least
 from backfill.core.errors import ConfigError
-from backfill.core.options import bounded, secret
+from backfill.core.options import bounded, internal, secret
 from backfill.protocol.options import MAX_RESPONSE_TOKENS, RequestOptions
 
 # A browser writes a name in Punycode, so nothing but ASCII can match.
@@ -24,6 +24,7 @@ class ServerConfig(RequestOptions):
     Attributes:
         host: address to listen on.
         port: port to listen on.
+        shares_port: another socket of this user reserves the port.
         api_key: key clients must send, as KEY or NAME=KEY; repeatable. Files and batches belong to NAME,
             which may have several keys, or to the KEY itself. Without a name, a KEY with an '=' within is
             written =KEY.
@@ -51,6 +52,7 @@ class ServerConfig(RequestOptions):
 
     host: str = "127.0.0.1"
     port: int = bounded(8000, least=0, most=65535)
+    shares_port: bool = internal(False)
     api_key: tuple[str, ...] = secret(())
     api_key_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()

@@ -40,6 +40,7 @@ class ReplicaProcess:
         target: serves at a place, in a new process; pickled. If it cannot serve, its last words say why.
         environment: added to this process's.
         host: address on which it listens.
+        port: of its own: no other program can have it, not between two of its processes either.
     """
 
     number: int
@@ -48,9 +49,13 @@ class ReplicaProcess:
     host: str = "127.0.0.1"
     port: int = field(init=False)
     process: PythonProcess = field(init=False)
+    _reserved: socket.socket = field(init=False)  # never listens, so that nobody waits for an answer of it
 
     def __post_init__(self) -> None:
-        self.port = free_port(self.host)
+        self._reserved = socket.socket(_family(self.host))
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._reserved.bind((self.host, 0))
+        self.port = self._reserved.getsockname()[1]
 
     @property
     def url(self) -> str:
@@ -131,7 +136,11 @@ async def until_one_fails(works: Iterable[Coroutine[None, None, None]]) -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    with socket.socket(_family(host)) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
