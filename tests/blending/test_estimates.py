@@ -27,12 +27,14 @@ def estimate(
     limit: list[int] | None = None,
     history: OutputHistory | None = None,
     so_far: list[int] | None = None,
+    weight: list[float] | None = None,
 ) -> Moments:
     lengths = Lengths(
         finished=np.array(observed),
         so_far=np.array(so_far or [0] * 6),
         known=np.array(known or [0] * 6),
         limit=np.array(limit or [10_000] * 6),
+        weight=np.array(weight or [1.0] * 6),
     )
     return output_moments(make_tree(QUESTIONS), lengths, history or OutputHistory())
 
@@ -74,13 +76,25 @@ def test_requests_in_flight_count_with_what_they_have_generated() -> None:
     assert outputs.square[3] > 310**2
 
 
+def test_a_finished_request_may_stand_for_several() -> None:
+    weight = [1.0, 1.0, 3.0, 1.0, 1.0, 1.0]
+    outputs = estimate([0, 0, 10, 0, 0, 0], so_far=[0, 0, 0, 100, 100, 0], weight=weight)
+    assert outputs.mean[0] == pytest.approx((3 * 10 + 200) / 3)
+
+
 def test_exponential_lengths_are_estimated_from_the_first_that_end() -> None:
     """Ten thousand of mean 500 are watched for 100 tokens; those that end by then have a mean of 48."""
     rng = np.random.default_rng(1)
     drawn = np.maximum(rng.exponential(500, 10_000).astype(np.int64), 1)
     tree = make_tree([[1, i] for i in range(len(drawn))])
     ended, zeros = drawn <= 100, np.zeros(len(drawn), np.int64)
-    lengths = Lengths(np.where(ended, drawn, 0), np.where(ended, 0, 100), zeros, np.full(len(drawn), 100_000))
+    lengths = Lengths(
+        np.where(ended, drawn, 0),
+        np.where(ended, 0, 100),
+        zeros,
+        np.full(len(drawn), 100_000),
+        np.ones(len(drawn)),
+    )
     outputs = output_moments(tree, lengths, OutputHistory())
     some = int(np.flatnonzero(ended)[0])
     assert drawn[ended].mean() < 50

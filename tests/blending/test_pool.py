@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import deque
 
 import pytest
 from hypothesis import settings
@@ -334,6 +335,27 @@ def test_a_small_addition_does_not_plan_a_large_pool_again() -> None:
     pool.add([make_request(i, [i]) for i in range(10_000)], lambda done, of: calls.append(of))
     pool.add([make_request(20_000, [1])], lambda done, of: calls.append(of))
     assert set(calls) == {10_000}
+
+
+def test_what_is_remembered_under_a_steady_backlog_is_bounded() -> None:
+    """And estimates are those of all that has finished."""
+    pool, num_waiting = make_pool(), 300
+    rng, ids, running = random.Random(0), itertools.count(), deque[int]()
+
+    def add(num: int) -> None:
+        pool.add([make_request(next(ids), [rng.randrange(4), rng.randrange(1000)], 1000) for _ in range(num)])
+
+    add(num_waiting)
+    for _ in range(60):
+        add(40)
+        running.extend(take(pool).request_id for _ in range(40))
+        for request_id in running:
+            pool.note_progress(request_id, 5)
+        while len(running) > 64:
+            pool.finish(running.popleft(), rng.randrange(50, 150))
+    assert sum(len(run.entries) for run in pool._runs) <= 3 * (num_waiting + len(running))
+    expected = [take(pool).expected_output_tokens for _ in range(pool.num_waiting)]
+    assert sum(expected) / len(expected) == pytest.approx(99.5, rel=0.05)
 
 
 def test_a_cancelled_batch_leaves_no_samples() -> None:

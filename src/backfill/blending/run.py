@@ -20,6 +20,9 @@ from backfill.blending.waiting import Waiting
 FIRST_CORRECTION = 16
 """Observed output lengths after which a run is planned again; then after twice as many, and so on."""
 
+LEAST_KEPT = 256
+"""So many finished requests are kept where those in flight are weighed against them, however few wait."""
+
 KEY_PROMPTS = 32
 """Neighbours in the order over which a density is averaged, to compare the ends of two runs."""
 
@@ -46,6 +49,7 @@ class Entry:
         random_key: uniform in [0, 1), its key in the random order.
         num_output_tokens: what it generated, once it has finished; 0 before.
         num_so_far: what it has generated in flight, as last noted; else 0.
+        weight: of how many finished requests it is the sample.
         run, index: the run that it belongs to and its index there.
         expected: fixed when it is taken; later corrected.
         left: of this, what it has yet to do; valid from when it is taken.
@@ -61,6 +65,7 @@ class Entry:
     random_key: float
     num_output_tokens: int = 0
     num_so_far: int = 0
+    weight: float = 1.0
     state: State = State.WAITING
     run: Run | None = None
     index: int = -1
@@ -127,6 +132,7 @@ class Run:
             so_far=np.zeros(num, np.int64),
             known=np.fromiter((entry.known_output_tokens or 0 for entry in self.entries), np.int64, num),
             limit=limit,
+            weight=np.fromiter((entry.weight for entry in self.entries), np.float64, num),
         )
         for entry in self.entries:
             self.note_so_far(entry)
@@ -205,15 +211,22 @@ class Run:
         """Those that a run which replaces this one needs.
 
         Of the finished ones as many as wait, evenly spread over the tree: more would hardly change the
-        estimates. All where the progress of requests in flight is known, as their number is weighed against
-        these.
+        estimates. Where the progress of requests in flight is known, these are weighed against them: each
+        that is kept stands for those that are not.
         """
         kept = [entry for entry in self.entries if entry.state is not State.ENDED]
         observed = np.flatnonzero(self._lengths.finished)
         is_censored = bool(self._lengths.so_far.any())
-        step = 1.0 if is_censored else max(len(observed) / max(self.waiting.count, 1), 1.0)
-        chosen = observed[np.arange(0, len(observed), step).astype(np.int64)]
-        return kept + [self.entries[index] for index in chosen]
+        most = max(self.waiting.count, LEAST_KEPT if is_censored else 1)
+        step = max(len(observed) / most, 1.0)
+        chosen = [
+            self.entries[index] for index in observed[np.arange(0, len(observed), step).astype(np.int64)]
+        ]
+        if is_censored and chosen:
+            factor = float(self._lengths.weight[observed].sum()) / sum(entry.weight for entry in chosen)
+            for entry in chosen:
+                entry.weight *= factor
+        return kept + chosen
 
     def _codes(self, scope: str | Batch) -> list[int]:
         if isinstance(scope, Batch):
