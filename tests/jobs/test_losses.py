@@ -11,7 +11,14 @@ import pytest
 from backfill.core.errors import EngineDead
 from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import LineResult, completed
-from backfill.jobs.suspects import MAX_LONE_LOSSES, MAX_ONLY_LINE_LOSSES, LossFile, Suspects
+from backfill.jobs.suspects import (
+    MAX_BLAMED_LINES,
+    MAX_LONE_LOSSES,
+    MAX_ONLY_LINE_LOSSES,
+    BatchPoisoned,
+    LossFile,
+    Suspects,
+)
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
 from tests.api.servers import TIMEOUT_S
@@ -78,6 +85,21 @@ async def test_several_fatal_lines_of_several_batches() -> None:
     await asyncio.wait_for(asyncio.gather(*(feed.finished for feed in feeds)), TIMEOUT_S)
     assert [sink.failed() for sink in sinks] == [[3], [90]]
     assert [len(sink.results) for sink in sinks] == [50, 50]
+
+
+async def test_a_batch_of_fatal_lines_fails_before_all_of_them_have_ended_the_engine() -> None:
+    engine, sinks = Engine(fatal=set(range(0, 100, 2))), [Sink(), Sink()]
+    halves = [(line_of(number) for number in range(start, start + 100)) for start in (0, 100)]
+    feeds = [feed_of(half, 100, sink) for half, sink in zip(halves, sinks, strict=True)]
+    engine.start()
+    for feed in feeds:
+        engine.feeder.add(feed)
+    with pytest.raises(BatchPoisoned):
+        await asyncio.wait_for(feeds[0].finished, TIMEOUT_S)
+    await engine.feeder.remove(feeds[0])
+    await asyncio.wait_for(feeds[1].finished, TIMEOUT_S)
+    assert len(sinks[0].failed()) == MAX_BLAMED_LINES and not sinks[1].failed()
+    assert engine.num_failures <= 2 + MAX_BLAMED_LINES * (1 + MAX_LONE_LOSSES)
 
 
 async def test_a_step_that_fails_once_loses_no_line() -> None:

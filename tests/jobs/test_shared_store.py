@@ -21,7 +21,7 @@ import pytest
 from sqlalchemy import create_engine, delete, func, select
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from backfill.core.errors import ConfigError, EngineDead
+from backfill.core.errors import ConfigError, EngineDead, StepFailed
 from backfill.jobs import claims as claims_module
 from backfill.jobs import database as database_module
 from backfill.jobs import storage as storage_module
@@ -33,6 +33,7 @@ from backfill.jobs.manager import JobManager
 from backfill.jobs.open_batch import OpenBatch
 from backfill.jobs.records import BatchRecord, BatchStatus, LeasedPart
 from backfill.jobs.retry import is_temporary
+from backfill.jobs.suspects import MAX_BLAMED_LINES, MAX_LONE_LOSSES
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
 from tests.api.servers import TIMEOUT_S
@@ -556,6 +557,31 @@ def jobs_of(fleet: Fleet, owner: str) -> list[OpenBatch]:
     """Those of lines."""
     jobs = [job for manager in fleet.managers for job in manager._jobs.values()]
     return [job for job in jobs if job.batch.owner == owner and job.lines is not None]
+
+
+class DyingRunner(InstantRunner):
+    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+        self.runs[line.custom_id] += 1
+        raise StepFailed("", num_lost=1, num_others=0)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+async def test_a_batch_of_lines_that_end_engines_fails_with_the_reason(
+    tmp_path: Path, is_shared: bool
+) -> None:
+    fleet, runner = Fleet(tmp_path, f"sqlite:///{tmp_path / 'jobs.db'}"), DyingRunner()
+    if not is_shared:
+        fleet.options.clear()
+    try:
+        manager = await fleet.add(runner)
+        batch = await ended(manager, (await submit(manager, input_of(100))).id)
+        assert batch.status is BatchStatus.FAILED
+        assert [error.code for error in batch.errors] == ["engine_error"]
+        num_leases = 4 if is_shared else 1  # that may run at once
+        assert 1 <= batch.request_counts.failed <= num_leases * MAX_BLAMED_LINES
+        assert len(runner.runs) < 100 and max(runner.runs.values()) <= MAX_LONE_LOSSES
+    finally:
+        await fleet.stop()
 
 
 async def test_sqlite_without_a_place_of_files_is_for_one_server(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from backfill.jobs.feed import Feed, RunningLine
 from backfill.jobs.lines import LineResult, unanswered
 from backfill.jobs.order import FairOrder
 from backfill.jobs.retry import append_with_retries
+from backfill.jobs.suspects import BatchPoisoned
 from backfill.jobs.threads import ThreadPool, until_done
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
@@ -53,7 +54,8 @@ class Feeder:
 
     When the engine dies or a step fails, all its lines are lost, and at most one is to blame. Lost lines run
     again before others. Each loss divides the lines in flight by eight, until a line runs alone. Only losses
-    of a line that ran alone count against it (``Losses.is_to_blame``). ``threads`` write results to the disk.
+    of a line that ran alone count against it (``Losses.is_to_blame``), and a feed with many such lines fails
+    (``Suspects.check``). ``threads`` write results to the disk.
 
     With ``reports_progress``, sources are told every second how many tokens their running lines have.
     """
@@ -354,6 +356,11 @@ class Feeder:
             losses.num_lone,
             losses.num_only_line,
         )
+        feed.suspects.num_blamed += 1
+        try:
+            feed.suspects.check()
+        except BatchPoisoned as poisoned:
+            feed.fail(poisoned)
         return unanswered(line, "engine_error")
 
     async def _save(self, feed: Feed) -> None:

@@ -35,7 +35,7 @@ from backfill.jobs.records import (
 from backfill.jobs.results import ForeignResults, ResultsLost
 from backfill.jobs.retry import append_with_retries, retry_delays_s
 from backfill.jobs.storage import JobStorage
-from backfill.jobs.suspects import Suspects
+from backfill.jobs.suspects import BatchPoisoned, Suspects
 from backfill.preparation.line_file import complement, union
 from backfill.preparation.lines import BadLine, LineError
 from backfill.preparation.messages import InputLimits, InputReport, LineSelection
@@ -214,6 +214,9 @@ class BatchDriver:
             return
         suspects = self._suspects_of(job)
         await self.storage.threads.results.run(suspects.load)
+        if self.ends_at_errors:  # whoever runs it again may have mended what the engine died of
+            suspects.num_blamed = 0
+        suspects.check()
         path = await self._input_path(job)
         with contextlib.closing(self.reader.open_lines(self._unfinished_lines(job, path))) as lines:
             feed = Feed(
@@ -385,6 +388,8 @@ def _final_error(error: Exception, batch: BatchRecord) -> LineError | None:
         case BadLine():
             message = f"The input file was changed after it was checked: {error}"
             return LineError("file_changed", message, error.error.line)
+        case BatchPoisoned():
+            return LineError("engine_error", str(error))
         case ResultsLost() | ForeignResults():
             return LineError("results_lost", str(error))
         case _:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from backfill.core.errors import BackfillError
 from backfill.jobs.private_files import make_folder, write_durably
 from backfill.preparation.line_file import is_marked
 
@@ -20,6 +21,16 @@ MAX_LONE_LOSSES = 3
 # Or after this many with no other line, beside any online requests: on a server that is never idle it would
 # else be retried without end.
 MAX_ONLY_LINE_LOSSES = 20
+
+
+MAX_BLAMED_LINES = 8
+"""A batch with so many lines to blame, of those that run together, fails: each costs three losses of an engine
+that others use too.
+"""
+
+
+class BatchPoisoned(BackfillError):
+    """Too many lines of the batch are to blame for losses."""
 
 
 class Losses(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -37,6 +48,7 @@ class Losses(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 class _Saved(msgspec.Struct):
     name: str
     lines: dict[int, Losses]
+    num_blamed: int = 0
 
 
 class LossStore(Protocol):
@@ -75,10 +87,15 @@ class LossFile:
 
 @dataclass(slots=True, eq=False)
 class Suspects:
-    """The lines of one batch that were lost, by number."""
+    """The lines of one batch that were lost, by number.
+
+    Attributes:
+        num_blamed: lines that were given up, those of other servers as last read.
+    """
 
     store: LossStore | None = None  # None keeps losses in memory only
     name: str = ""  # of the batch; what was saved of another is not read
+    num_blamed: int = field(default=0, init=False)
     _losses: dict[int, Losses] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
@@ -98,9 +115,16 @@ class Suspects:
     def forget(self, number: int) -> None:
         self._losses.pop(number, None)
 
+    def check(self) -> None:
+        """Raises: BatchPoisoned."""
+        if self.num_blamed >= MAX_BLAMED_LINES:
+            raise BatchPoisoned(
+                f"{self.num_blamed} lines were given up since the engine was lost whenever they ran alone."
+            )
+
     def encode(self) -> bytes:
         """The content for ``save``."""
-        return msgspec.json.encode(_Saved(self.name, self._losses))
+        return msgspec.json.encode(_Saved(self.name, self._losses, self.num_blamed))
 
     # ---- Blocking: run in threads ----
 
@@ -115,7 +139,7 @@ class Suspects:
             logger.warning("saved losses of %s cannot be decoded and are ignored: %s", self.name, error)
             return
         if saved.name == self.name:
-            self._losses = saved.lines
+            self._losses, self.num_blamed = saved.lines, saved.num_blamed
 
     def save(self, content: bytes) -> None:
         """Make it durable. Raises: OSError."""
@@ -134,7 +158,8 @@ def merged(saved: bytes | None, content: bytes, lines: bytes) -> bytes:
     before = _Saved(own.name, {}) if saved is None else msgspec.json.decode(saved, type=_Saved)
     others = {number: losses for number, losses in before.lines.items() if not is_marked(lines, number)}
     found = {number: losses for number, losses in own.lines.items() if is_marked(lines, number)}
-    return msgspec.json.encode(_Saved(own.name, others | found))
+    num_blamed = max(before.num_blamed, own.num_blamed)
+    return msgspec.json.encode(_Saved(own.name, others | found, num_blamed))
 
 
 def sweep(folder: Path, names: Collection[str]) -> None:
