@@ -41,7 +41,8 @@ class StubEngine:
         seen: headers and bodies of the requests that came.
         runs: requests that were answered to the end, by prompt.
         num_left: requests that their client left.
-        hangs: it does not show its state.
+        hangs: it does not show its state; num_hanging counts who asked.
+        num_failing_looks: so many times it answers 503 instead.
         status: of the answers to all requests, if it is not 200.
         store: id of the store that it says it shares.
     """
@@ -57,6 +58,8 @@ class StubEngine:
     runs: Counter[str] = field(default_factory=Counter)
     num_left: int = 0
     hangs: bool = False
+    num_hanging: int = 0
+    num_failing_looks: int = 0
     store: str = ""
     instance: int = 0
     port: int = 0
@@ -97,6 +100,10 @@ class StubEngine:
         await runner.cleanup()
 
     async def _state(self, request: web.Request) -> web.Response:
+        if self.num_failing_looks > 0:
+            self.num_failing_looks -= 1
+            return web.Response(status=503)
+        self.num_hanging += self.hangs
         while self.hangs:
             await asyncio.sleep(0.01)
         if self._runner is None and request.transport is not None:

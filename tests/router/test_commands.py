@@ -17,7 +17,7 @@ from aiohttp import web
 from backfill.cli.startup import bind
 from backfill.core.clock import WallClock
 from backfill.core.errors import ConfigError
-from backfill.router.engines import EngineRefused
+from backfill.router.looks import EngineRefused
 from backfill.router.metrics import RouterMetrics
 from backfill.router.replicas import ReplicaFailed, ReplicaProcess, Replicas
 from tests.api.batch_inputs import as_jsonl, completion_line, submit, wait_ended

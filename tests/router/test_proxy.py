@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
 from yarl import URL
 
+from backfill.router.health import RetryBudget
 from backfill.router.proxy import NO_ENGINES
 from tests.patience import with_more_time
 from tests.router.stubs import COMPLETIONS, RunningRouter, StubEngine, event, routing, until
@@ -120,6 +122,63 @@ async def test_a_client_that_leaves_ends_its_request_at_the_engine() -> None:
         await until(lambda: all(each.num_in_flight == 0 for each in router.engines.all))
         replica = next(iter(router.engines.replicas.replicas))
         assert replica.num_online == 0
+
+
+async def test_a_failed_look_or_two_end_no_request_and_three_do() -> None:
+    engine, other = StubEngine(), StubEngine()
+    engine.gate.clear()
+    async with routing([engine]) as router:
+        task = asyncio.create_task(complete(router, "p"))
+        await until(lambda: engine.seen)
+        engine.num_failing_looks = 2
+        await router.until_status(engine, "down")
+        await router.until_status(engine, "up")
+        assert engine.num_failing_looks == 0 and engine.num_left == 0
+        assert router.engines.num_lost == {}
+        await other.start()
+        await router.engines.join(other.url)
+        engine.num_failing_looks = 3
+        assert (await task)[0] == 200
+        assert router.engines.num_lost == {engine.url: 1} and other.runs["p"] == 1
+    await other.die()
+
+
+async def test_a_pause_of_the_router_is_not_an_engines() -> None:
+    engine = StubEngine()
+    engine.gate.clear()
+    async with routing([engine], engine_timeout=1.0) as router:
+        task = asyncio.create_task(complete(router, "p"))
+        await until(lambda: engine.seen)
+        engine.hangs = True
+        await until(lambda: engine.num_hanging)
+        time.sleep(1.5)
+        engine.hangs = False
+        engine.gate.set()
+        assert (await task)[0] == 200
+        assert engine.num_left == 0 and router.engines.num_lost == {}
+
+
+async def test_a_request_ends_at_most_two_engines_and_no_more_than_the_budget_allows() -> None:
+    engines = [StubEngine() for _ in range(3)]
+    for engine in engines:
+        engine.gate.clear()
+    async with routing(engines) as router:
+        for num_losses, message in ((2, "2 engines were lost"), (1, "lost too many requests")):
+            if num_losses == 1:
+                router.engines.retries = RetryBudget(_left=0.0, _at_s=time.monotonic() + 1000.0)
+            task = asyncio.create_task(complete(router, "p"))
+            for _ in range(num_losses):
+                await until(lambda: any(each.seen for each in engines))
+                killed = next(each for each in engines if each.seen)
+                await killed.die()
+                killed.seen.clear()
+            status, answer = await task
+            assert status == 503 and message in answer["error"]["message"]
+            for engine in engines:
+                if engine._runner is None:
+                    await engine.start()
+                await router.until_status(engine, "up")
+            assert not any(each.seen for each in engines)
 
 
 async def test_requests_wait_for_an_engine_and_get_503_where_none_comes() -> None:

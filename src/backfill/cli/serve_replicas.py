@@ -136,7 +136,7 @@ async def _serve(
     routing: RouterServer, replicas: Replicas | RayReplicas, address: Address, started_at_s: float
 ) -> signal.Signals | None:
     """Serve until a signal. Returns: it, if it came before all were ready. Raises: ReplicaFailed."""
-    from backfill.router.engines import EngineRefused
+    from backfill.router.looks import EngineRefused
 
     async def announce_ready() -> None:
         while not (

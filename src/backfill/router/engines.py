@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import ssl
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import quote, urlsplit
 
 import aiohttp
-import msgspec
 
 from backfill.core.clock import Clock
-from backfill.core.errors import BackfillError
 from backfill.engine.tasks import TaskWatch
-from backfill.protocol.replica_state import ReplicaState, parse_state
+from backfill.protocol.replica_state import ReplicaState
 from backfill.router.config import RouterConfig, engine_url
+from backfill.router.health import MAX_FAILED_LOOKS, Health, RetryBudget
+from backfill.router.looks import EngineLost, EngineRefused, ask, reason_of
 from backfill.router.policy import ReplicaSet, create_policy
 from backfill.router.replica import Replica
 
@@ -29,24 +27,6 @@ _CONNECT_S = 5.0
 # Below the 5 s after which an engine closes an idle connection: a request must not be sent as it does.
 _KEEP_ALIVE_S = 3.0
 _RETRY_S = 0.25
-
-
-class EngineLost(Exception):
-    """The connection to an engine, or the engine, ended before its answer did.
-
-    Attributes:
-        was_reached: the engine may have begun the request.
-        had_others: the engine had other requests of this router beside it.
-    """
-
-    def __init__(self, message: str, *, was_reached: bool = True, had_others: bool = True) -> None:
-        super().__init__(message)
-        self.was_reached = was_reached
-        self.had_others = had_others
-
-
-class EngineRefused(BackfillError):
-    """A server that cannot be one of the router's engines."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +47,7 @@ class Engine:
     poll_now: asyncio.Event = field(default_factory=asyncio.Event)
     watcher: asyncio.Task[None] | None = None
     attempts: set[_Attempt] = field(default_factory=set)
+    health: Health = field(default_factory=Health)
 
     @property
     def is_up(self) -> bool:
@@ -94,10 +75,10 @@ class Engine:
             if attempt.is_lost and task.uncancel() == 0:
                 raise EngineLost("it does not answer", had_others=attempt.had_others) from None
             raise
-        except (aiohttp.ClientConnectorError, aiohttp.ClientConnectorDNSError) as error:
-            raise EngineLost(_reason(error), was_reached=False) from error
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise EngineLost(reason_of(error), was_reached=False) from error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise EngineLost(_reason(error), had_others=attempt.had_others) from error
+            raise EngineLost(reason_of(error), had_others=attempt.had_others) from error
         finally:
             self.attempts.discard(attempt)
 
@@ -116,11 +97,13 @@ class Engines:
         replicas: those that are up, for the policy.
         on_change: called when what is up, or its headroom for lines, may have changed.
         num_lost: how often each engine was lost.
+        retries: budget of those of online requests.
         store_id: of the router's job store; empty where it has none.
     """
 
     def __init__(self, config: RouterConfig, clock: Clock, tasks: TaskWatch) -> None:
         self._config = config
+        self._clock = clock
         self._tasks = tasks
         self._engines: dict[str, Engine] = {}
         self._joining = asyncio.Lock()
@@ -136,6 +119,7 @@ class Engines:
         self.replicas = ReplicaSet(create_policy(config.policy), clock)
         self.on_change: Callable[[], None] = lambda: None
         self.num_lost: dict[str, int] = {}
+        self.retries = RetryBudget()
         self.store_id = ""
 
     @property
@@ -242,7 +226,10 @@ class Engines:
                     allow_redirects=False,
                 ) as response:
                     yield response
-        except EngineLost:
+            engine.health.note_answer()
+        except EngineLost as error:
+            if error.was_reached:
+                engine.health.note_loss()
             self.pause(engine)
             raise
 
@@ -275,7 +262,7 @@ class Engines:
         is_first = True
         while True:
             try:
-                return await self._ask(url)
+                return await ask(self.session, url, self.key_headers, self._config.engine_timeout)
             except EngineLost as error:
                 left_s = until_s - loop.time()
                 if left_s <= 0:
@@ -284,28 +271,6 @@ class Engines:
                     logger.info("%s is waited for, up to %.0f s: %s", url, left_s, error)
                 is_first = False
             await asyncio.sleep(_RETRY_S)
-
-    async def _ask(self, url: str) -> ReplicaState:
-        """Raises: EngineLost, EngineRefused."""
-        timeout = aiohttp.ClientTimeout(total=self._config.engine_timeout)
-        try:
-            async with self.session.get(
-                f"{url}/state", headers=self.key_headers, timeout=timeout, allow_redirects=False
-            ) as response:
-                status, body = response.status, await response.content.read(1 << 16)
-        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise EngineLost(_reason(error)) from error
-        if status == 401:
-            raise EngineRefused(f"The engine {url} asks for an API key: give the router --engine-api-key.")
-        if status >= 500:
-            raise EngineLost(f"it answers with status {status}")
-        refusal = f"{url} is not a Backfill server, or one of another version"
-        if status != 200:
-            raise EngineRefused(f"{refusal}: it has no /state.")
-        try:
-            return parse_state(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise EngineRefused(f"{refusal}: its /state is not understood: {error}.") from None
 
     def _check_model(self, url: str, state: ReplicaState) -> None:
         """Raises: EngineRefused for another model than the other engines'."""
@@ -321,11 +286,15 @@ class Engines:
 
     async def _watch(self, engine: Engine) -> None:
         """Look at an engine's state until it has left."""
+        timeout_s = self._config.engine_timeout / MAX_FAILED_LOOKS
         while True:
             try:
-                self._note(engine, await self._ask(engine.url))
+                state = await ask(self.session, engine.url, self.key_headers, timeout_s)
             except (EngineLost, EngineRefused) as error:
-                self._lose(engine, str(error))
+                self._note_failed_look(engine, str(error))
+            else:
+                engine.health.num_failed_looks = 0
+                self._note(engine, state)
             if engine.is_leaving and engine.num_in_flight == 0:
                 break
             engine.poll_now.clear()
@@ -349,7 +318,7 @@ class Engines:
             logger.warning("%s was started again", engine.url)
             self._forget(engine)
         engine.state = state
-        if state.phase == _READY and not engine.is_leaving:
+        if state.phase == _READY and not engine.is_leaving and self._opens(engine):
             if not engine.is_up:
                 logger.info("%s is up", engine.url)
             engine.replica = self.replicas.report(engine.url, state)
@@ -358,6 +327,27 @@ class Engines:
         elif engine.replica is not None:
             engine.replica.is_open = False
         self.on_change()
+
+    def _opens(self, engine: Engine) -> bool:
+        """Whether an engine that is ready gets requests. At most half of the engines are ejected."""
+        now_s = self._clock.now_s()
+        was_ejected = engine.health.is_ejected(now_s)
+        num_ejected = sum(other.health.is_ejected(now_s) for other in self.all)
+        opens = engine.health.opens(now_s, may_eject=2 * (num_ejected + 1) <= len(self.all))
+        if not (opens or was_ejected):
+            logger.error("%s is ejected for a while: it lost requests again and again", engine.url)
+        return opens
+
+    def _note_failed_look(self, engine: Engine, reason: str) -> None:
+        """It gets no more requests; after some in a row it counts as dead."""
+        engine.health.num_failed_looks += 1
+        if engine.health.num_failed_looks >= MAX_FAILED_LOOKS:
+            self._lose(engine, reason)
+        elif engine.is_up:
+            assert engine.replica is not None
+            engine.replica.is_open = False
+            logger.warning("%s gets no requests for now: %s", engine.url, reason)
+            self.on_change()
 
     def _lose(self, engine: Engine, reason: str) -> None:
         """The engine cannot be reached: its requests run elsewhere, and its cache is taken for lost."""
@@ -382,13 +372,3 @@ class Engines:
         for waiting in self._ups:
             if not waiting.done():
                 waiting.set_result(is_up)
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, aiohttp.ClientConnectorError):
-        # Negative: of a name that is not known. Errors of TLS have numbers of their own.
-        number = 0 if isinstance(error.os_error, ssl.SSLError) else error.os_error.errno or 0
-        return os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
-    if isinstance(error, TimeoutError):
-        return "it did not answer in time"
-    return str(error) or type(error).__name__

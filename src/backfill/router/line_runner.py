@@ -24,8 +24,9 @@ from backfill.jobs.lines import LineResult, completed, refused, unanswered
 from backfill.jobs.manager import JobManager
 from backfill.preparation.lines import BatchLine, Refusal
 from backfill.protocol.service import TokenCount
-from backfill.router.engines import EngineLost, Engines
+from backfill.router.engines import Engines
 from backfill.router.line_reader import RoutedLine, RoutedReader
+from backfill.router.looks import EngineLost
 from backfill.router.metrics import RouterMetrics
 from backfill.router.replica import Placement
 

@@ -20,7 +20,8 @@ from backfill.http.errors import LOST_HEADER, Unavailable
 from backfill.http.middleware import OWNER_HEADER
 from backfill.http.streaming import sse_event, while_connected
 from backfill.protocol.responses import error_body
-from backfill.router.engines import Engine, EngineLost, Engines
+from backfill.router.engines import Engine, Engines
+from backfill.router.looks import EngineLost
 from backfill.router.metrics import RouterMetrics
 from backfill.router.policy import RoutedRequest
 from backfill.router.replica import Placement
@@ -29,7 +30,8 @@ from backfill.router.requests import peek
 logger = logging.getLogger(__name__)
 
 # A request that one engine after the other is lost over may be the cause.
-MAX_LOSSES = 5
+MAX_LOSSES = 2
+_FORWARD_ATTEMPTS = 5
 _RETRY_S = 0.1
 # A larger body is sent as it comes.
 _WHOLE_BYTES = 8 << 20
@@ -154,7 +156,7 @@ class Proxy:
             await while_connected(self._forward(scope, headers, body.raw, send), receive)
 
     async def _forward(self, scope: Scope, headers: list[tuple[str, str]], body: bytes, send: Send) -> None:
-        for _ in range(MAX_LOSSES):
+        for _ in range(_FORWARD_ATTEMPTS):
             if not await self.engines.until_up(self.retry_timeout_s):
                 break
             up = [engine for engine in self.engines.all if engine.is_up]
@@ -187,7 +189,8 @@ class Proxy:
         """Run a request on one engine, or on others after it."""
         besides: set[str] = set()
         refusal: _Refusal | None = None
-        num_lost = 0
+        num_lost = num_retried = 0
+        self.engines.retries.note_request()
         give_up_at_s = self.clock.now_s() + self.retry_timeout_s
         while True:
             # A queue that is full is the client's to wait for; an engine that is not there is the router's.
@@ -220,6 +223,10 @@ class Proxy:
                 placement.on_end()
             if num_lost == MAX_LOSSES:
                 raise Unavailable(f"{MAX_LOSSES} engines were lost while they ran this request.")
+            if num_lost > num_retried:
+                num_retried = num_lost
+                if not self.engines.retries.take(self.clock.now_s()):
+                    raise Unavailable("Engines lost too many requests to run them all again. Please retry.")
             besides.add(engine.url)
 
     async def _place(self, routed: RoutedRequest, besides: set[str], wait_until_s: float) -> Placement | None:
