@@ -17,7 +17,7 @@ from backfill.blending.requests import OrderName
 from backfill.jobs.feed import InputChanged
 from backfill.preparation import line_file
 from backfill.preparation.messages import LineSelection
-from backfill.router.line_reader import RoutedLine, RoutedReader
+from backfill.router.line_reader import PlannedBytes, RoutedLine, RoutedLines, RoutedReader
 from tests.api.batch_inputs import completion_line
 from tests.jobs.test_shared_store import start_process
 from tests.router.stubs import COMPLETIONS, TIMEOUT_S, RunningRouter, StubEngine, routing, until
@@ -168,6 +168,18 @@ async def test_what_an_engine_refuses_fails_its_line_alone(tmp_path: Path) -> No
         assert batch["status"] == "failed" and batch["errors"]["data"][0]["line"] == 2
 
 
+async def test_an_engine_that_does_not_know_the_routers_key_gets_no_lines_for_a_while(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty, other = StubEngine(status=401), StubEngine()
+    async with routing([faulty, other], tmp_path) as router:
+        batch, _ = await ended(router, await create_batch(router, lines_of(60)))
+        assert batch["request_counts"] == {"total": 60, "completed": 60, "failed": 0}
+        assert 1 <= len(faulty.seen) <= 2 * faulty.max_num_seqs
+        found = [line for line in caplog.messages if "answers them with status 401" in line]
+        assert len(found) == 1 and faulty.url in found[0]
+
+
 async def test_batches_belong_to_owners_and_engines_are_told(tmp_path: Path) -> None:
     engine = StubEngine()
     keys = ["alice=first", "bob=second"]
@@ -297,6 +309,30 @@ async def test_a_line_is_read_once_and_lines_of_a_shorter_file_are_missed(
     path.write_text(texts[0])
     with pytest.raises(InputChanged):
         await lines.read(60)
+
+
+async def test_leases_plan_so_many_bytes_of_prompts_together(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    prompts = ["b", "a"] * 20
+    path.write_text("".join(json.dumps(line) + "\n" for line in map(line_of, range(40), prompts)))
+    reader = RoutedReader("dfs")
+    reader._planned = PlannedBytes(path.stat().st_size)
+    selection = LineSelection(path=str(path), max_line_bytes=1000)
+
+    async def order_of(lines: RoutedLines) -> list[str]:
+        return [line.custom_id for _, line in await lines.read(40)]
+
+    in_file = [f"c{number}" for number in range(40)]
+    first = reader.open_lines(selection)
+    assert await order_of(first) != in_file
+    second = reader.open_lines(selection)
+    assert await order_of(second) == in_file, "the first has all"
+    first.close()
+    assert await order_of(reader.open_lines(selection)) != in_file
+
+
+def line_of(number: int, prompt: str) -> dict[str, Any]:
+    return completion_line(f"c{number}", prompt * 100, model=None, max_tokens=1)
 
 
 async def test_names_come_in_groups_of_bounded_bytes_without_bodies(

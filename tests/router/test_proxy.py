@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 from yarl import URL
 
 from backfill.router.health import RetryBudget
+from backfill.router.policy import RoutedRequest
 from backfill.router.proxy import NO_ENGINES
+from backfill.router.requests import peek
 from tests.patience import with_more_time
 from tests.router.stubs import COMPLETIONS, RunningRouter, StubEngine, event, routing, until
 
@@ -179,6 +182,21 @@ async def test_a_request_ends_at_most_two_engines_and_no_more_than_the_budget_al
                     await engine.start()
                 await router.until_status(engine, "up")
             assert not any(each.seen for each in engines)
+
+
+async def test_a_large_body_is_read_apart_from_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+
+    def noted(*args: Any) -> RoutedRequest:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return peek(*args)
+
+    monkeypatch.setattr("backfill.router.proxy.peek", noted)
+    engine = StubEngine()
+    async with routing([engine]) as router:
+        for prompt in ("p", "p" * 100_000):
+            assert (await complete(router, prompt))[1]["choices"] == [{"text": prompt}]
+    assert threads == [True, False]
 
 
 async def test_requests_wait_for_an_engine_and_get_503_where_none_comes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -21,8 +22,6 @@ from backfill.preparation.messages import START, InputLimits, InputReport, LineS
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.body_check import BodyCheck
 from backfill.protocol.generation import Generation
-from backfill.router.policy import RoutedRequest
-from backfill.router.requests import peek
 
 # Of an 8B model in bfloat16 on an A100. The order depends on their ratio alone.
 _RESOURCES = ResourceModel(token_s=5.1e-5, prompt_pair_s=1.7e-9, cached_token_s=6.4e-8)
@@ -42,16 +41,37 @@ class RoutedLine(BatchLine, kw_only=True):
     body: bytes = b""
     owner: str = ""
 
-    @property
-    def request(self) -> RoutedRequest:
-        return peek(self.body, {}, self.owner)
-
     def offline_body(self) -> bytes:
         """The body of an offline request. The file's check has refused streams."""
-        body = msgspec.json.decode(self.body)
+        body = msgspec.json.decode(self.body, type=dict[str, msgspec.Raw])
         body.pop("stream", None)
         body.pop("stream_options", None)
         return msgspec.json.encode(body | {"service_tier": "flex"})
+
+
+class PlannedBytes:
+    """Bytes of prompts in the pools of all leases together. Threads may call it."""
+
+    def __init__(self, most: int = MAX_PLANNED_BYTES) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._of: dict[RoutedLines, int] = {}
+
+    def open(self, lines: RoutedLines) -> None:
+        with self._lock:
+            self._of[lines] = 0
+
+    def take(self, lines: RoutedLines, num_bytes: int) -> bool:
+        """Whether ``lines``, unless they are closed, may have so many more."""
+        with self._lock:
+            if lines not in self._of or sum(self._of.values()) + num_bytes > self._most:
+                return False
+            self._of[lines] += num_bytes
+            return True
+
+    def close(self, lines: RoutedLines) -> None:
+        with self._lock:
+            self._of.pop(lines, None)
 
 
 class RoutedReader:
@@ -59,6 +79,7 @@ class RoutedReader:
 
     def __init__(self, order: OrderName) -> None:
         self._order = order
+        self._planned = PlannedBytes()
 
     async def check_input(self, path: str, limits: InputLimits) -> InputReport:
         """Raises: OSError."""
@@ -69,7 +90,7 @@ class RoutedReader:
             return await asyncio.to_thread(lambda: check.report)
 
     def open_lines(self, selection: LineSelection) -> RoutedLines:
-        return RoutedLines(selection, self._order)
+        return RoutedLines(selection, self._order, self._planned)
 
     def open_names(self, selection: LineSelection) -> RoutedNames:
         return RoutedNames(selection)
@@ -89,11 +110,17 @@ class RoutedNames:
 
 
 class RoutedLines:
-    """A ``LineSource``: lines in the order of a pool, or of the file where they are too many to plan."""
+    """A ``LineSource``: lines in the order of a pool, or of the file where they are too many to plan.
 
-    def __init__(self, selection: LineSelection, order: OrderName) -> None:
+    Args:
+        planned: of all leases.
+    """
+
+    def __init__(self, selection: LineSelection, order: OrderName, planned: PlannedBytes) -> None:
         self._selection = selection
         self._order = order
+        self._planned = planned
+        planned.open(self)
         self._offsets: dict[int, int] | None = None  # of the lines that are not read yet
         self._pool = OfflinePool(order, _RESOURCES, kv_tokens=_KV_TOKENS)
 
@@ -120,23 +147,26 @@ class RoutedLines:
 
     def close(self) -> None:
         self._offsets = {}
+        self._planned.close(self)
 
     def _plan(self) -> dict[int, int]:
         """Where the selected lines are. Raises: BadLine, OSError."""
         selection, offsets, requests = self._selection, dict[int, int](), []
-        num_bytes = MAX_PLANNED_BYTES + 1 if self._order == "fcfs" else 0
+        is_planned = self._order != "fcfs"
         with Path(selection.path).open("rb") as file:
             offset = 0
             for number, data in read_lines(file, selection.max_line_bytes):
                 if not is_marked(selection.done, number):
                     offsets[number] = offset
-                    if num_bytes <= MAX_PLANNED_BYTES:
+                    is_planned = is_planned and self._planned.take(self, len(data))
+                    if is_planned:
                         line = parse_line(number, data, selection.max_line_bytes)
                         requests.append(pool_request(line, selection.complete_by_s))
-                        num_bytes += len(data)
                 offset = file.tell()
-        if num_bytes <= MAX_PLANNED_BYTES:
+        if is_planned:
             self._pool.add(requests)
+        else:
+            self._planned.close(self)
         return offsets
 
     def _read(self, chosen: Sequence[tuple[int, int]]) -> list[RoutedLine]:

@@ -8,6 +8,7 @@ runs elsewhere.
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -29,10 +30,15 @@ from backfill.router.line_reader import RoutedLine, RoutedReader
 from backfill.router.looks import EngineLost
 from backfill.router.metrics import RouterMetrics
 from backfill.router.replica import Placement
+from backfill.router.requests import apart, peek
+
+logger = logging.getLogger(__name__)
 
 # Answers to a line itself. Others are of an engine that cannot run it now, or may not for this router.
 _REFUSALS = frozenset({400, 404, 413, 415, 422})
 _REFUSED_S = 0.5  # before an engine that refused a line is tried again
+# Before one that does not know the router's key, or sends it elsewhere; longer each time.
+_FAULT_S, _LONGEST_FAULT_S = 30.0, 600.0
 # From this loss on, a line is said to be lost: one may be the engine's fault, two look like the line's.
 _SUSPICIOUS_LOSSES = 2
 _STORE_PERIOD_S = 1.0  # of the store's figures
@@ -47,6 +53,14 @@ class _Answer:
     num_lost_too: int | None = None
 
 
+@dataclass(slots=True)
+class _Fault:
+    """Of an engine that answers no line, ``until_s`` on the loop's clock."""
+
+    seconds: float
+    until_s: float
+
+
 @dataclass(eq=False, slots=True)
 class EngineRunner:
     """A ``LineRunner`` on engines that do not share the store."""
@@ -55,6 +69,7 @@ class EngineRunner:
     metrics: RouterMetrics
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _faults: dict[str, _Fault] = field(default_factory=dict, init=False)
 
     @property
     def capacity(self) -> int:
@@ -91,6 +106,10 @@ class EngineRunner:
                         num_others=answer.num_lost_too,
                     )
                 continue
+            if answer.status in (401, 403) or 300 <= answer.status < 400:
+                self._note_fault(placement.replica.name, answer.status)
+                continue
+            self._faults.pop(placement.replica.name, None)
             if answer.status == 200:
                 return completed(line, answer.body)
             if answer.status in _REFUSALS:
@@ -103,15 +122,28 @@ class EngineRunner:
 
     async def _place(self, line: RoutedLine) -> Placement:
         """Wait for an engine with headroom; lines that wait get theirs in turn."""
-        request = line.request
+        request = await apart(line.num_bytes, peek, line.body, {}, line.owner)
         async with self._turn:
             while True:
-                sharing = {engine.url for engine in self.engines.all if self.engines.shares_store(engine)}
-                placement = self.engines.replicas.place_line(request, sharing)
+                now_s = asyncio.get_running_loop().time()
+                besides = {url for url, fault in self._faults.items() if now_s < fault.until_s}
+                besides.update(each.url for each in self.engines.all if self.engines.shares_store(each))
+                placement = self.engines.replicas.place_line(request, besides)
                 if placement is not None:
                     return placement
                 self._changed.clear()
                 await self._changed.wait()
+
+    def _note_fault(self, url: str, status: int) -> None:
+        """The engine, and not the line, is at fault: it gets none for a while."""
+        self.metrics.retries["refused"] += 1
+        now_s = asyncio.get_running_loop().time()
+        before = self._faults.get(url)
+        if before is not None and now_s < before.until_s:
+            return  # lines that were there already
+        seconds = _FAULT_S if before is None else min(2 * before.seconds, _LONGEST_FAULT_S)
+        self._faults[url] = _Fault(seconds, now_s + seconds)
+        logger.error("%s gets no lines for %.0f s: it answers them with status %d", url, seconds, status)
 
     async def _attempt(self, line: RoutedLine, url: str) -> _Answer | None:
         """None where the engine was not reached."""
@@ -126,10 +158,9 @@ class EngineRunner:
         }
         if line.owner:
             headers[OWNER_HEADER] = line.owner
+        body = await apart(line.num_bytes, line.offline_body)
         try:
-            async with self.engines.request(
-                engine, "POST", line.path, line.offline_body(), headers
-            ) as response:
+            async with self.engines.request(engine, "POST", line.path, body, headers) as response:
                 content = await response.read()
         except EngineLost as error:
             self.metrics.retries["lost" if error.was_reached else "unreachable"] += 1

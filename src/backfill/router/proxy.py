@@ -25,7 +25,7 @@ from backfill.router.looks import EngineLost
 from backfill.router.metrics import RouterMetrics
 from backfill.router.policy import RoutedRequest
 from backfill.router.replica import Placement
-from backfill.router.requests import peek
+from backfill.router.requests import apart, peek
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Proxy:
         try:
             async with json_body(request, self.bodies, self.max_body_bytes) as body:
                 owner = owner_of(request)
-                routed = peek(body.raw, request.headers, owner)
+                routed = await apart(body.num_bytes, peek, body.raw, request.headers, owner)
                 if routed.is_offline:
                     body.mark_offline()
                 headers = self._headers(request, owner)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import msgspec
 
+from backfill.http.bodies import SMALL_BODY_BYTES
 from backfill.protocol.generation_fields import SLO_HEADERS
 from backfill.router.policy import RoutedRequest
 from backfill.router.prefixes import BYTES_PER_TOKEN, text_keys
+
+Result = TypeVar("Result")
 
 _FLEX = b'"flex"'
 _TTFT_HEADER = SLO_HEADERS["ttft"]
@@ -30,6 +35,13 @@ class _Slo(msgspec.Struct):
 
 _fields_decoder = msgspec.json.Decoder(_Fields)
 _slo_decoder = msgspec.json.Decoder(_Slo)
+
+
+async def apart(num_bytes: int, work: Callable[..., Result], *args: object) -> Result:
+    """Do the work on a body; on a large one in a thread, so that streams do not wait for it."""
+    if num_bytes <= SMALL_BODY_BYTES:
+        return work(*args)
+    return await asyncio.to_thread(work, *args)
 
 
 def peek(raw: bytes, headers: Mapping[str, str], owner: str = "") -> RoutedRequest:
