@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backfill.blending.deadlines import Pace
-from backfill.blending.requests import OrderName, PlannedRequest
+from backfill.blending.deadlines import BatchWork, Deadlines, Pace
+from backfill.blending.requests import Batch, OrderName, PlannedRequest
+from backfill.blending.resources import Cost
 from tests.blending.builders import LLAMA_8B_ON_A100, ORDERS, known, make_pool, take
 from tests.shared import examples
 
@@ -22,6 +23,21 @@ def test_a_deadline_comes_before_the_plan_and_before_a_later_one() -> None:
     assert take(pool, "late", now_s=950.0).request_id == 10
     # Nothing can be done for `soon` any more: the order is that of the plan.
     assert pool.take(now_s=2000.0) == PlannedRequest(1, 0, 100.0)
+
+
+def test_groups_that_share_the_device_are_in_danger_at_their_own_pace() -> None:
+    due, other = Batch("a", 10_000.0), Batch("b", 9000.0)
+    deadlines = Deadlines()
+    deadlines.add(BatchWork(due, 100, Cost(3000.0, 1000.0)))
+    assert deadlines.urgent(0.0, 1.0) == deadlines.urgent(0.0, 1.0, "a") == []
+    for group in "cd":
+        deadlines.add(BatchWork(Batch(group, 1e9), 1, Cost(1.0, 1.0)))
+    assert deadlines.urgent(0.0, 1.0, "a") == [due], "it has a third of the device"
+    deadlines.remove(BatchWork(due, 100, Cost(3000.0, 1000.0)))
+    deadlines.add(BatchWork(due, 100, Cost(300.0, 100.0)))
+    deadlines.add(BatchWork(other, 100, Cost(9000.0, 1000.0)))
+    assert deadlines.urgent(0.0, 1.0) == [other, due]
+    assert deadlines.urgent(0.0, 1.0, "a") == [], "the other's work does not delay it"
 
 
 def test_in_order_of_arrival_the_earliest_deadline_goes_first() -> None:

@@ -98,7 +98,7 @@ class Deadlines:
         """The batches with a deadline, the earliest first."""
         return [Batch(group, complete_by_s) for complete_by_s, group in self._ordered]
 
-    def urgent(self, now_s: float, slowdown: float) -> list[Batch]:
+    def urgent(self, now_s: float, slowdown: float, group: str | None = None) -> list[Batch]:
         """The batches to serve before others, earliest deadline first.
 
         All batches up to a deadline must be done by it, so their work is added up: the greater of compute
@@ -106,15 +106,19 @@ class Deadlines:
         that has passed is no reason to be served first.
 
         Args:
-            slowdown: seconds that a second of work takes.
+            slowdown: seconds that a second of work takes on the whole device.
+            group: whose batches; the device is shared evenly between groups, so each has a part of its pace.
+                None: all batches, whoever's.
         """
+        if group is not None:
+            slowdown *= len({batch.group for batch in self._left})
         in_danger: list[Batch] = []
         passed: list[Batch] = []
         total = Work()
-        for complete_by_s, group in self._ordered:
-            if complete_by_s <= now_s:
+        for complete_by_s, of_group in self._ordered:
+            if complete_by_s <= now_s or group not in (None, of_group):
                 continue
-            batch = Batch(group, complete_by_s)
+            batch = Batch(of_group, complete_by_s)
             work = self._left[batch].work
             total.add(work.compute_s, work.memory_s)
             passed.append(batch)

@@ -169,6 +169,7 @@ class OfflinePool:
         memory-bound: where one does not fit the memory, the other kind can still run.
 
         Args:
+            group: groups have even shares of the device, in turns that the caller decides.
             now_s: on the clock of deadlines.
             most_output_tokens: what fits the device's KV cache. In the blend, memory-bound requests
                 that are expected to generate more are passed over: those put back, and those of the plan if
@@ -336,10 +337,9 @@ class OfflinePool:
 
     def _urgent(self, group: str | None, now_s: float, from_left: bool) -> Entry | None:
         """Of a batch that would miss its deadline. Under ``fcfs`` the earliest deadline always goes first."""
-        is_fcfs = self._order == "fcfs"
-        for batch in (
-            self._deadlines.in_order() if is_fcfs else self._deadlines.urgent(now_s, self._pace.slowdown)
-        ):
+        is_fcfs, deadlines = self._order == "fcfs", self._deadlines
+        urgent = deadlines.in_order() if is_fcfs else deadlines.urgent(now_s, self._pace.slowdown, group)
+        for batch in urgent:
             if group is None or batch.group == group:
                 entry = self._planned(batch, from_left)
                 if entry is not None:
