@@ -541,10 +541,9 @@ async def test_servers_that_are_full_of_one_owner_take_lines_of_another(tmp_path
             await until_held(runner)
         late = await submit(fleet.managers[1], input_of(10), owner="other", window_s=7200)
         async with asyncio.timeout(TIMEOUT_S):
-            while sum(job.num_unfinished for job in jobs_of(fleet, "other")) < 10:
+            while not jobs_of(fleet, "other"):
                 await asyncio.sleep(0.005)
-        most = 2 * 2 * 4  # ahead, servers, lines in flight
-        assert sum(job.num_unfinished for job in jobs_of(fleet, OWNER)) < 400 / 2 + most
+        assert sum(job.num_unfinished for job in jobs_of(fleet, OWNER)) < 400 / 2
         for runner in runners:
             runner.release()
         assert (await ended(fleet.managers[0], late.id, "other")).request_counts.completed == 10
