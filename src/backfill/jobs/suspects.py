@@ -24,8 +24,9 @@ MAX_ONLY_LINE_LOSSES = 20
 
 
 MAX_BLAMED_LINES = 8
-"""A batch with so many lines to blame, of those that run together, fails: each costs three losses of an engine
-that others use too.
+"""A batch with so many lines to blame, of those that run together, fails.
+
+Each costs three losses of an engine that others use too.
 """
 
 
