@@ -13,11 +13,12 @@ import backfill
 from backfill.api import server
 from backfill.cli.run_batch import run_batch
 from backfill.cli.serve import serve
-from backfill.core import request
+from backfill.core import request, structured
 from backfill.core.config import SchedulerConfig
 from backfill.costs import copy_profiler, profiler
 from backfill.costs.hardware import hardware_profile_names, load_hardware_profile
 from backfill.engine import hang, process, supervisor
+from backfill.execution import grammars
 from backfill.generation import tokenizer
 from backfill.http import bodies, connection, errors, multipart
 from backfill.http import server as http_server
@@ -67,6 +68,7 @@ OPERATIONS = [
     ),
     ("choices × `max_tokens`", f"({SERVER.max_response_tokens:,})"),
     ("length of a `cache_salt`", f"{request.MAX_CACHE_SALT_CHARS} characters"),
+    ("a schema, regular", f"{structured.MAX_GRAMMAR_CHARS:,}; 128; {grammars._MAX_COMPILE_S:g} "),
     ("characters of a", f"{tokenizer.MAX_CHARS:,} "),
     ("a step raises", f"After {process._MAX_FAILED_STEPS} failed steps"),
     ("the engine process dies", f"after {supervisor._RESTART_DELAY_S:g} s; "),

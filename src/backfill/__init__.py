@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from backfill.core.errors import BackfillError, EngineDead, InvalidOption, InvalidRequest, RequestLost
     from backfill.core.sampling import RequestOutputKind, SamplingParams
     from backfill.core.slo import SLO
+    from backfill.core.structured import StructuredOutputsParams
     from backfill.llm.async_llm import AsyncLLM
     from backfill.llm.llm import LLM
     from backfill.llm.offload import offload
@@ -32,6 +33,7 @@ _HOMES = {
     "RequestOutputKind": "backfill.core.sampling",
     "SLO": "backfill.core.slo",
     "SamplingParams": "backfill.core.sampling",
+    "StructuredOutputsParams": "backfill.core.structured",
     "offload": "backfill.llm.offload",
 }
 
@@ -50,6 +52,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
     "offload",
 ]

@@ -86,8 +86,6 @@ def test_fields_out_of_range_are_named(
     ("fields", "param"),
     [
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"guided_json": {}}, "guided_json"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"best_of": 4}, "best_of"),

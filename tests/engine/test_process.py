@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from backfill.core.clock import VirtualClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
+from backfill.core.structured import StructuredOutputsParams
 from backfill.engine.engine import Engine
 from backfill.engine.messages import (
     AbortRequests,
@@ -128,6 +130,41 @@ def test_each_step_is_reported_once() -> None:
     assert [num_tokens for num_tokens in reported if num_tokens] == [
         plan.num_tokens for plan in executor.plans if plan.slices
     ]
+
+
+class SlowGrammars:
+    """Compiles when it is told to."""
+
+    def __init__(self) -> None:
+        self.compiling: list[Future[None]] = []
+
+    def compile(self, params: StructuredOutputsParams) -> Future[None]:
+        self.compiling.append(Future())
+        return self.compiling[-1]
+
+
+def test_a_request_arrives_when_its_grammar_is_compiled_and_others_do_not_wait() -> None:
+    engine, grammars = RecordingEngine(), SlowGrammars()
+    engine.grammars = grammars  # type: ignore[assignment]
+
+    def finish_compiling(sent: Sequence[FromEngine]) -> bool:
+        names = [request.request_id for request in engine.added]
+        if names == ["plain"] and not engine.has_unfinished:
+            for future in grammars.compiling:
+                if not future.done():
+                    future.set_result(None)
+        return names == ["plain", "first"] and not engine.has_unfinished
+
+    structured = StructuredOutputsParams(regex="a")
+    channel: Any = ScriptedChannel(
+        add("first", structured_outputs=structured),
+        add("aborted", structured_outputs=structured),
+        AbortRequests([RequestId("aborted")]),
+        add("plain"),
+        until=finish_compiling,
+    )
+    EngineLoop(engine, channel, heartbeat_s=60.0).run()
+    assert [request.request_id for request in engine.added] == ["plain", "first"]
 
 
 @pytest.mark.parametrize("has_unserved", [False, True])

@@ -16,7 +16,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from backfill import LLM, EngineDead, RequestOutput, SamplingParams
+from backfill import (
+    LLM,
+    EngineDead,
+    InvalidRequest,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from tests.api.servers import TIMEOUT_S, wait_until
 from tests.llm.conftest import requests_to
 
@@ -63,6 +70,17 @@ def test_more_prompts_than_fit_a_step_come_back_in_their_order(llm: LLM) -> None
     outputs = generate(llm, prompts, params, priority=list(range(40, 0, -1)))
     assert [output.prompt_token_ids for output in outputs] == prompts
     assert [len(output.outputs[0].token_ids) for output in outputs] == [each.max_tokens for each in params]
+
+
+def test_outputs_are_held_to_a_form(llm: LLM) -> None:
+    answer = StructuredOutputsParams(choice=["yes", "no"])
+    schema = StructuredOutputsParams(json={"type": "integer", "minimum": 10, "maximum": 99})
+    params = [SamplingParams(max_tokens=9, seed=1, structured_outputs=each) for each in (answer, schema)]
+    chosen, number = texts(generate(llm, PROMPTS[:2], params))
+    assert chosen in ("yes", "no") and 10 <= int(number) <= 99
+    wrong = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[a"))
+    with pytest.raises(InvalidRequest, match=r"regular expression.*unclosed"):
+        generate(llm, PROMPTS[0], wrong)
 
 
 def test_chat_is_the_template_written_out(llm: LLM) -> None:

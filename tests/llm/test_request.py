@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestAborted, RequestError
 from backfill.core.request import FinishReason, ServiceClass
 from backfill.core.slo import SLO
+from backfill.execution.grammars import GrammarCompiler
 from backfill.generation.generator import TextDelta
 from backfill.llm.inputs import PromptInput, parse_prompt
 from backfill.llm.request import AbortHandle, PreparedRequest, Preparer, run_request
@@ -21,7 +23,8 @@ from tests.api.test_fields import HI, OK, make_tokenizer
 from tests.builders import make_info
 
 TOKENIZER = make_tokenizer()
-PREPARER = Preparer(TOKENIZER, make_info(), None, SchedulerConfig(), random.Random(0))
+GRAMMARS = GrammarCompiler(Path(), 1000, (2,))
+PREPARER = Preparer(TOKENIZER, make_info(), None, SchedulerConfig(), random.Random(0), GRAMMARS)
 
 
 def prepare(prompt: PromptInput, **params: Any) -> PreparedRequest:
@@ -45,7 +48,7 @@ def test_a_prompt_may_have_a_salt(prompt: dict[str, Any]) -> None:
 
 def test_objectives_below_the_floors_are_refused() -> None:
     floors = SchedulerConfig(min_ttft_slo=0.5, min_tpot_slo=0.05)
-    preparer = Preparer(TOKENIZER, make_info(), None, floors, random.Random(0))
+    preparer = Preparer(TOKENIZER, make_info(), None, floors, random.Random(0), GRAMMARS)
 
     def slo_of(slo: SLO) -> SLO | None:
         params, online = SamplingParams(max_tokens=4), ServiceClass.ONLINE

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
-from backfill.core.config import GIB, EngineConfig
+from backfill.core.clock import WallClock
+from backfill.core.config import GIB, EngineConfig, SchedulerConfig
 from backfill.core.plan import Compute, StepPlan
+from backfill.core.structured import StructuredOutputsParams
+from backfill.engine.engine import Engine
 from backfill.execution.create import create_torch_executor
 from backfill.execution.profile import profile_key
 from backfill.execution.torch_executor import TorchExecutor
@@ -17,6 +21,7 @@ from backfill.parallel import load
 from backfill.parallel.create import create_executor, create_parallel_executor
 from backfill.parallel.executor import ParallelExecutor
 from backfill.parallel.rank import RankContext
+from tests.builders import make_request
 from tests.models.tiny import save_tiny_model
 from tests.parallel.processes import wait_ended
 from tests.parallel.test_rank_tokens import tokens
@@ -76,5 +81,52 @@ def test_tokens_of_processes_that_are_connected_by_gloo(tmp_path: Path) -> None:
     executor = create_parallel_executor(replace(alone, tensor_parallel_size=2), load_over_gloo)
     try:
         assert tokens(executor) == tokens(create_torch_executor(alone))
+    finally:
+        executor.close()
+
+
+def structured_outputs(executor: TorchExecutor | ParallelExecutor) -> list[tuple[list[int], str]]:
+    """Tokens of requests with grammars, and why each has ended; the last one's cannot be compiled."""
+    forms: list[dict[str, Any]] = [
+        {"regex": "([a-f]{2,5}-){4}"},
+        {"choice": ["so", "not so"]},
+        {"regex": "[a"},
+    ]
+    requests = [
+        make_request(
+            9 + 20 * index,
+            max_tokens=24,
+            request_id=f"r{index}",
+            temperature=1.0,
+            seed=index,
+            structured_outputs=StructuredOutputsParams(**form),
+        )
+        for index, form in enumerate(forms)
+    ]
+    requests.append(make_request(12, max_tokens=24, request_id="free", ignore_eos=True))
+    engine = Engine(SchedulerConfig(max_num_batched_tokens=16), executor, WallClock())
+    outputs = [output for request in requests if (output := engine.add(request)) is not None]
+    while engine.has_unfinished:
+        outputs += engine.step()
+    engine.step()
+    ends = {output.request_id: output.message for output in outputs if output.finish_reason is not None}
+    return [(request.output_token_ids, ends[request.request_id]) for request in requests]
+
+
+def test_structured_outputs_of_ranks_are_those_of_one_process(small_model: Path) -> None:
+    common = {
+        "model_dir": str(small_model),
+        "dtype": "float32",
+        "block_size": 8,
+        "device": "cpu",
+        "threads": 2,
+    }
+    alone = EngineConfig(kv_gib=2**22 / GIB, **common)  # type: ignore[arg-type]
+    expected = structured_outputs(create_torch_executor(alone))
+    assert [bool(message) for _, message in expected] == [False, False, True, False]
+    assert not expected[2][0] and all(len(tokens) > 1 for tokens, message in expected if not message)
+    executor = create_parallel_executor(replace(alone, tensor_parallel_size=2, pipeline_parallel_size=2))
+    try:
+        assert structured_outputs(executor) == expected
     finally:
         executor.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -24,7 +25,7 @@ from backfill.http.streaming import while_connected
 from backfill.jobs.manager import JobManager
 from backfill.preparation.client import PreparationClient
 from backfill.protocol.generation import Generation, GenerationEndpoint
-from backfill.protocol.preparer import RequestContext, RequestPreparer, TextEndpoint
+from backfill.protocol.preparer import GrammarNeeded, RequestContext, RequestPreparer, TextEndpoint
 from backfill.protocol.replica_state import ReplicaState
 from backfill.protocol.service import CompletionService
 
@@ -86,14 +87,15 @@ class ServerState:
     ) -> Generation:
         """Check and tokenize a body.
 
-        A large body is prepared in a preparation process, until its client disconnects. The two service
-        classes do not wait for each other there.
+        A body that is large or has a grammar is prepared in a preparation process, until its client
+        disconnects. The two service classes do not wait for each other there.
 
         Raises: BackfillError, Unavailable, ClientDisconnect.
         """
         preparer = self.ready_preparer()
         if len(body) <= _INLINE_BODY_BYTES:
-            return preparer.prepare(endpoint, body, context)
+            with suppress(GrammarNeeded):
+                return preparer.prepare(endpoint, body, context, compiles=False)
         preparing = self.preparation.prepare(endpoint, body, context, service_class)
         return await while_connected(preparing, receive)
 

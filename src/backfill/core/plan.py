@@ -221,6 +221,13 @@ class SampledToken(NamedTuple):
     logprobs: TokenLogprobs | None = None
 
 
+class FailedRequest(NamedTuple):
+    """A request that no step can go on with, and why."""
+
+    request_id: RequestId
+    message: str
+
+
 class WeightTransfers(NamedTuple):
     """Transfers of offloaded layers to the device since the previous outcome.
 
@@ -245,7 +252,8 @@ class StepOutcome:
     """What a step produced.
 
     Attributes:
-        sampled: one token for each slice that samples and was not stopped, in the plan's order.
+        sampled: one token for each slice that samples, but for those that were stopped or have failed, in
+            the plan's order.
         suspended: requests whose slices were stopped at a safepoint and kept. The KV that they wrote does not
             count as computed yet.
         discarded: requests whose slices were stopped at a safepoint and dropped.
@@ -255,6 +263,7 @@ class StepOutcome:
             any order.
         completed_slot_copies: likewise.
         weight_transfers: those of offloaded layers.
+        failed: requests that have to end; their slices count as computed.
     """
 
     sampled: tuple[SampledToken, ...]
@@ -265,6 +274,7 @@ class StepOutcome:
     completed_copies: tuple[BlockCopy, ...] = ()
     completed_slot_copies: tuple[SlotCopy, ...] = ()
     weight_transfers: WeightTransfers = _NO_TRANSFERS
+    failed: tuple[FailedRequest, ...] = ()
 
     @property
     def stopped(self) -> tuple[RequestId, ...]:

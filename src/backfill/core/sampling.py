@@ -13,6 +13,7 @@ from typing import Any
 
 from backfill.core.errors import InvalidRequest
 from backfill.core.options import Bounds, Option, alternatives, bounded, options_of
+from backfill.core.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100
@@ -65,6 +66,10 @@ class SamplingParams:
             the logits before any shaping.
         skip_special_tokens: leave special tokens out of the text.
         output_kind: what a stream of ``AsyncLLM`` yields.
+        structured_outputs: what the text of an output must be. Tokens that would break it are taken out
+            before all else, so log probabilities are those among the others. Where the exclusions leave
+            none of these, it alone decides. An output that ``max_tokens`` or a stop string ends is
+            incomplete.
     Raises: InvalidRequest, a ValueError, naming the first field that is wrong.
     """
 
@@ -90,6 +95,7 @@ class SamplingParams:
     logprobs: int | None = bounded(None, least=0, most=MAX_LOGPROBS)
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if self.top_k == -1:
@@ -100,11 +106,9 @@ class SamplingParams:
                 self._set(number.name, number.checked(value))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _wrong("min_tokens", f"between 0 and {self.max_tokens}", self.min_tokens)
-        for name, value in zip(_SWITCHES, _switches_of(self), strict=True):
-            if value is not True and value is not False:
-                raise _wrong(name, "True or False", value)
-        if not isinstance(self.output_kind, RequestOutputKind):
-            raise _wrong("output_kind", "a RequestOutputKind", self.output_kind)
+        for (name, kind, allowed), value in zip(_KINDS, _kinds_of(self), strict=True):
+            if not isinstance(value, kind):
+                raise _wrong(name, allowed, value)
         self._check_lists()
         self.check_token_ids(_INT32_MAX)  # of any vocabulary
 
@@ -216,10 +220,14 @@ def _number(option: Option, bounds: Bounds) -> _Number:
 
 _OPTIONS = options_of(SamplingParams)
 _NUMBERS = [_number(option, option.bounds) for option in _OPTIONS.values() if option.bounds is not None]
-_SWITCHES = [option.name for option in _OPTIONS.values() if option.kind is bool]
+_KINDS: list[tuple[str, type[Any] | tuple[type[Any], ...], str]] = [
+    *((option.name, bool, "True or False") for option in _OPTIONS.values() if option.kind is bool),
+    ("output_kind", RequestOutputKind, "a RequestOutputKind"),
+    ("structured_outputs", (StructuredOutputsParams, NoneType), "StructuredOutputsParams or None"),
+]
 # The constructor runs several times for each request, here and in other processes.
 _numbers_of = attrgetter(*(number.name for number in _NUMBERS))
-_switches_of = attrgetter(*_SWITCHES)
+_kinds_of = attrgetter(*(name for name, _, _ in _KINDS))
 
 
 def _checked_strings(name: str, strings: Sequence[str]) -> tuple[str, ...] | None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # these import numpy and torch, which the server does not nee
     from backfill.bus.member import BusMember
     from backfill.costs.refine import ProfileRefiner
     from backfill.engine.record_check import RecordCheck
+    from backfill.execution.grammar_masks import GrammarMasks
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Engine:
         policy: makes a policy instead of that of the configuration.
         bus: decides the offloading interval with the other engines on a bus; None without one.
         record_check: compares steps with the performance record; None if no interval was chosen by one.
+        grammars: compiles grammars beside the steps; None if the executor does not, or is elsewhere.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Engine:
         policy: PolicyFactory | None = None,
         bus: BusMember | None = None,
         record_check: RecordCheck | None = None,
+        grammars: GrammarMasks | None = None,
     ) -> None:
         info = executor.info
         cost = profile.cost if profile is not None else None
@@ -65,6 +68,7 @@ class Engine:
         stops_soon = info.can_stop and info.max_steps_in_flight == 1
         self.executor = executor
         self.profile = profile
+        self.grammars = grammars
         self._objectives = ServerObjectives(config, cost)
         self.predictor = None if cost is None else StepPredictor(cost)
         residencies = info.residencies if self.predictor is not None else ()
@@ -249,6 +253,9 @@ class Engine:
         self._weight_stall_s += transfers.stall_s
         interval = self.scheduler.in_flight.interval_s(plan)
         outputs = [_token_output(token) for token in self.scheduler.commit(plan, outcome, now_s)]
+        for request_id, message in outcome.failed:
+            self.scheduler.finish(request_id, FinishReason.ERROR)
+            outputs.append(TokenOutput(request_id, None, finish_reason=FinishReason.ERROR, message=message))
         stop_latency_s = self._stopper.latency_s(plan, outcome)
         if stop_latency_s is not None:
             self.num_stopped_steps += 1

@@ -13,6 +13,7 @@ from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import BackfillError, ExecutorDead
 from backfill.core.heap import freeze_heap
+from backfill.core.request import Request, RequestId
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
@@ -89,6 +90,7 @@ def load_engine(config: EngineConfig) -> Engine:
         refiner,
         bus=member,
         record_check=create_record_check(config) if is_recorded else None,
+        grammars=executor.grammars if isinstance(executor, TorchExecutor) else None,
     )
 
 
@@ -166,7 +168,8 @@ class EngineLoop:
     """Runs steps while there is work, and reports each; an idle engine reports every few seconds.
 
     A second thread receives commands, so that an arrival is known while a step runs: the kernels release the
-    interpreter's lock. It passes requests to ``Engine.arrive``; other commands wait for the end of the step.
+    interpreter's lock. It passes requests to ``Engine.arrive``, once their grammars are compiled; other
+    commands wait for the end of the step.
 
     The loop ends after several failed steps in a row: a device in a broken state recovers only in a new
     process, which the server's supervisor or the library starts.
@@ -177,6 +180,7 @@ class EngineLoop:
         self._heartbeat_s = heartbeat_s
         self._channel = channel
         self._commands: deque[AbortRequests | Stop] = deque()
+        self._compiling: set[RequestId] = set()  # requests that have not arrived
         self._has_news = threading.Event()
 
     def run(self) -> None:
@@ -219,11 +223,31 @@ class EngineLoop:
         try:
             while (command := self._channel.receive()) is not None:
                 if isinstance(command, AddRequest):
-                    self._engine.arrive(command.request)
-                else:
-                    self._commands.append(command)
+                    self._receive(command.request)
+                    continue
+                if isinstance(command, AbortRequests):
+                    self._compiling.difference_update(command.request_ids)
+                self._commands.append(command)
                 self._has_news.set()
         except Exception:
             logger.exception("commands cannot be read")
             self._commands.append(Stop())
             self._has_news.set()
+
+    def _receive(self, request: Request) -> None:
+        structured, grammars = request.sampling.structured_outputs, self._engine.grammars
+        if structured is None or grammars is None:
+            self._arrive(request)
+            return
+        self._compiling.add(request.request_id)
+        grammars.compile(structured).add_done_callback(lambda _: self._arrive_compiled(request))
+
+    def _arrive_compiled(self, request: Request) -> None:
+        """In the thread that compiles. If it could not, the request's first step ends it."""
+        if request.request_id in self._compiling:  # else it was aborted
+            self._compiling.discard(request.request_id)
+            self._arrive(request)
+
+    def _arrive(self, request: Request) -> None:
+        self._engine.arrive(request)
+        self._has_news.set()

@@ -9,9 +9,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-_Call: TypeAlias = tuple[Future[None], Callable[[], object]]
+Result = TypeVar("Result")
+_Call: TypeAlias = tuple[Future[Any], Callable[[], Any]]
 
 
 class BackgroundThread:
@@ -32,9 +33,9 @@ class BackgroundThread:
         self._finalizer = weakref.finalize(self, _end, self._queue, thread, on_end)
         thread.start()
 
-    def submit(self, call: Callable[..., object], *arguments: Any) -> Future[None]:
-        """Queue a call. Its result is not kept."""
-        future: Future[None] = Future()
+    def submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        """Queue a call."""
+        future: Future[Result] = Future()
         self._queue.put((future, partial(call, *arguments)))
         return future
 
@@ -48,11 +49,9 @@ def _run_all(queue: SimpleQueue[_Call | None]) -> None:
         future, call = queued
         if future.set_running_or_notify_cancel():
             try:
-                call()
+                future.set_result(call())
             except Exception as error:
                 future.set_exception(error)
-            else:
-                future.set_result(None)
         del queued, future, call  # while it waits, the thread keeps nothing alive
 
 

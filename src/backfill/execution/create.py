@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -13,6 +14,8 @@ from backfill.core.errors import ConfigError
 from backfill.core.heap import trim_heap
 from backfill.execution.copies import BlockCopier, create_copier
 from backfill.execution.executor import ExecutorInfo, warm_up
+from backfill.execution.grammar_masks import GrammarMasks
+from backfill.execution.grammars import GrammarCompiler
 from backfill.execution.host_memory import ReservedMemory, allocating
 from backfill.execution.machine import available_processors, check_threads
 from backfill.execution.memory import MemoryPlan
@@ -105,7 +108,9 @@ def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None 
             throttle = None if bus is None else bus.copies
             copier = create_copier(kv_pool, info.num_host_blocks, throttle)
         logger.info("KV pool in host memory: %d blocks, %.2f GiB", info.num_host_blocks, host_bytes / GIB)
-    return TorchExecutor(model, kv_pool, info, streams, copier, streamer, pool_memory, stage)
+    compiler = GrammarCompiler(Path(config.model_dir), info.vocab_size, info.end_token_ids)
+    grammars = GrammarMasks(compiler, config.threads or available_processors())
+    return TorchExecutor(model, kv_pool, info, streams, copier, streamer, pool_memory, stage, grammars)
 
 
 def _executor_info(target: Target, plan: RankPlan) -> ExecutorInfo:

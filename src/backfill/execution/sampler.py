@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from backfill.core.plan import AdmittedRequest, TokenLogprobs
 from backfill.core.sampling import SamplingParams
+from backfill.execution.grammar_masks import OutputGrammar
 from backfill.execution.shaping import add_biases, exclude, penalise
 
 _MOST_LIKELY_PART = 512
@@ -21,20 +22,26 @@ _MASK_64 = (1 << 64) - 1
 
 
 class RequestState:
-    """A request's tokens, prompt first, in a buffer that never moves, and how to sample the next."""
+    """A request's tokens, prompt first, in a buffer that never moves, and how to sample the next.
+
+    Args:
+        grammar: of its output, on the rank that samples; None without one.
+    """
 
     __slots__ = (
         "_tokens",
         "allowed_token_ids",
+        "grammar",
         "is_plain_greedy",
         "num_prompt_tokens",
         "num_tokens",
         "sampling",
     )
 
-    def __init__(self, admitted: AdmittedRequest) -> None:
+    def __init__(self, admitted: AdmittedRequest, grammar: OutputGrammar | None = None) -> None:
         sampling = admitted.sampling
         self.sampling: SamplingParams = sampling
+        self.grammar = grammar
         self.num_prompt_tokens = len(admitted.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens
         assert sampling.max_tokens is not None
@@ -56,6 +63,8 @@ class RequestState:
     def append(self, token_id: int) -> None:
         self._tokens[self.num_tokens] = token_id
         self.num_tokens += 1
+        if self.grammar is not None:
+            self.grammar.append(token_id)
 
 
 class Sampler:
@@ -68,9 +77,15 @@ class Sampler:
         self._end_token_ids = tuple(end_token_ids)
 
     def sample(
-        self, logits: Tensor, states: Sequence[RequestState]
+        self, logits: Tensor, states: Sequence[RequestState], forbidden: Mapping[int, Tensor] | None = None
     ) -> list[tuple[int, TokenLogprobs | None]]:
-        """One (token id, log probabilities if asked for) for each row of ``logits [N, vocab]``."""
+        """One (token id, log probabilities if asked for) for each row of ``logits [N, vocab]``.
+
+        Args:
+            forbidden: by row, the tokens that its grammar does not allow, bool ``[vocab]``.
+        """
+        for row, mask in (forbidden or {}).items():
+            logits[row].masked_fill_(mask, -math.inf)
         if all(state.is_plain_greedy for state in states):
             return [(token_id, None) for token_id in _most_likely(logits)]
         logits = logits.float()
@@ -79,6 +94,11 @@ class Sampler:
         add_biases(logits, states)
         penalise(logits, states)
         exclude(logits, states, self._end_token_ids)
+        for row, mask in (forbidden or {}).items():
+            if states[row].sampling.shapes_logits:  # which may have left nothing, and then an end token
+                logits[row].masked_fill_(mask, -math.inf)
+                if bool(logits[row].amax() == -math.inf):
+                    logits[row] = torch.where(mask, -math.inf, 0.0)
         token_ids = _most_likely(logits)
         drawn = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
         for start in range(0, len(drawn), _MAX_ROWS_DRAWN):
@@ -225,6 +245,6 @@ def _token_logprobs(logprobs: Tensor, token_id: int, state: RequestState) -> Tok
     num_logprobs = state.sampling.logprobs
     assert num_logprobs is not None
     values, ids = logprobs.topk(num_logprobs)
-    return TokenLogprobs(
-        logprob=float(logprobs[token_id]), top=tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    )
+    possible = values > -math.inf  # a grammar may allow fewer
+    top = zip(ids[possible].tolist(), values[possible].tolist(), strict=True)
+    return TokenLogprobs(logprob=float(logprobs[token_id]), top=tuple(top))

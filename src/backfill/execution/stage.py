@@ -152,6 +152,11 @@ class Stage:
         self._outgoing.send(header, done.state)
         self._outgoing = None
 
+    @property
+    def samples(self) -> bool:
+        """The first rank of the last stage does."""
+        return self.shard.is_last and self.shard.group.rank == 0
+
     def safepoints(self, first: int, points: Safepoints | None) -> range:
         """Layers before which a pass that begins before layer ``first`` may be stopped."""
         num_layers = self.shard.num_layers

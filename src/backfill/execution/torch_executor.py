@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence, Set
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
 from backfill.core.clock import WallClock
 from backfill.core.plan import (
+    AdmittedRequest,
     Compute,
+    FailedRequest,
     Resume,
     SampledToken,
     ScheduledSlice,
@@ -23,6 +26,7 @@ from backfill.core.request import RequestId
 from backfill.execution.batch import FlatBatch, build_batch
 from backfill.execution.copies import BlockCopier
 from backfill.execution.executor import ExecutorInfo, stopped_outcome
+from backfill.execution.grammar_masks import GrammarMasks, TokenMasks
 from backfill.execution.host_memory import ReservedMemory
 from backfill.execution.layer_pass import LayerPass, MicroBatch, rows_of, sampled_rows
 from backfill.execution.micro_batches import MicroBatchStreams, split_step
@@ -56,6 +60,7 @@ class TorchExecutor:
         streamer: fetches the weights of offloaded layers; None if the model has all layers.
         pool_memory: of the KV pool, if the number of its blocks may change.
         stage: the rank's place among others; None: it is alone.
+        grammars: of structured outputs; None if no request has any.
     """
 
     def __init__(
@@ -68,8 +73,10 @@ class TorchExecutor:
         streamer: LayerStreamer | None = None,
         pool_memory: ReservedMemory | None = None,
         stage: Stage | None = None,
+        grammars: GrammarMasks | None = None,
     ) -> None:
         self.info = info
+        self.grammars = grammars
         self._clock = WallClock()
         self._model = model
         self._stage = Stage.whole(model.num_layers) if stage is None else stage
@@ -121,7 +128,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Leave the other ranks, and end copies and transfers. No other call may follow."""
-        for each in (self._stage, self._copier, self._streamer):
+        for each in (self._stage, self._copier, self._streamer, self.grammars):
             if each is not None:
                 each.close()
 
@@ -135,6 +142,7 @@ class TorchExecutor:
             case Compute(slices=()):
                 return self._outcome(())
             case work:
+                masks = self._begin_masks(plan)
                 received = self._stage.receive()  # whose rows are kept until both streams have read them
                 with self._streams.forked():
                     running, last = self._begun(work, received)
@@ -142,7 +150,7 @@ class TorchExecutor:
                 if not self._stage.shard.is_last:
                     self._stage.hand_on(Handover(last, stop, running.state))
                 # Completed copies are taken last: if the step failed after this, they would not be reported.
-                outcome = self._outcome(self._sample(running, plan))
+                outcome = self._outcome(*self._sample(running, plan, masks))
                 return outcome if stop is None else stopped_outcome(outcome, plan, *stop)
 
     def _prepare(self, plan: StepPlan) -> None:
@@ -158,7 +166,25 @@ class TorchExecutor:
         else:
             assert not plan.copies, "there is no host pool to copy to and from"
         for admitted in plan.admitted:
-            self._states[admitted.request_id] = RequestState(admitted)
+            self._states[admitted.request_id] = self._new_state(admitted)
+
+    def _new_state(self, admitted: AdmittedRequest) -> RequestState:
+        structured = admitted.sampling.structured_outputs
+        if structured is None or not self._stage.samples:
+            return RequestState(admitted)
+        assert self.grammars is not None, "this executor was made without grammars"
+        return RequestState(admitted, self.grammars.output(structured))
+
+    def _begin_masks(self, plan: StepPlan) -> Future[TokenMasks] | None:
+        """Find, beside the pass, which tokens the slices with grammars may sample."""
+        if self.grammars is None:
+            return None
+        outputs = {
+            each.request_id: grammar
+            for each in plan.slices
+            if each.samples and (grammar := self._states[each.request_id].grammar) is not None
+        }
+        return self.grammars.begin(outputs) if outputs else None
 
     def _drop_suspended(self, dropped: Set[RequestId]) -> None:
         for step, suspended in list(self._suspended.items()):
@@ -202,7 +228,9 @@ class TorchExecutor:
             self._pool_memory.release(num_blocks * block_bytes, self._num_blocks * block_bytes)
         self._num_blocks = num_blocks
 
-    def _outcome(self, sampled: tuple[SampledToken, ...]) -> StepOutcome:
+    def _outcome(
+        self, sampled: tuple[SampledToken, ...], failed: tuple[FailedRequest, ...] = ()
+    ) -> StepOutcome:
         """Of a step without stopped slices, with the copies that have completed."""
         completed = CompletedCopies() if self._copier is None else self._copier.take_completed()
         return StepOutcome(
@@ -210,6 +238,7 @@ class TorchExecutor:
             completed_copies=completed.blocks,
             completed_slot_copies=completed.slots,
             weight_transfers=WeightTransfers() if self._streamer is None else self._streamer.take_transfers(),
+            failed=failed,
         )
 
     def _begun(self, work: Compute | Resume, received: Handover) -> tuple[LayerPass, int]:
@@ -295,24 +324,39 @@ class TorchExecutor:
     def _only(self, kept: Set[RequestId], of: LayerPass) -> LayerPass:
         return of.with_only(kept, self._batch_of, self._streams)
 
-    def _sample(self, running: LayerPass, plan: StepPlan) -> tuple[SampledToken, ...]:
-        """Tokens on the first rank of the last stage."""
+    def _sample(
+        self, running: LayerPass, plan: StepPlan, masks: Future[TokenMasks] | None
+    ) -> tuple[tuple[SampledToken, ...], tuple[FailedRequest, ...]]:
+        """Tokens, and requests that cannot have one, on the first rank of the last stage."""
         samples = self._stage.shard.is_last and any(scheduled.samples for scheduled in running.slices)
         logits = self._model.logits(*sampled_rows(running.micro_batches)) if samples else None
         if logits is None:
             self._streams.synchronize()  # nothing was read from the device, so it may still compute
-            return ()
-        return self._drawn(logits, running, plan)
+            return (), ()
+        tokens = self._drawn(logits, running, None if masks is None else masks.result())
+        errors = {} if masks is None else masks.result().errors
+        failed = tuple(FailedRequest(each, errors[each]) for each in tokens if each in errors)
+        in_order = (tokens[each.request_id] for each in plan.slices if each.request_id in tokens)
+        return tuple(each for each in in_order if each.request_id not in errors), failed
 
-    def _drawn(self, logits: Tensor, running: LayerPass, plan: StepPlan) -> tuple[SampledToken, ...]:
-        """A token for each row of ``logits``, in the plan's order."""
+    def _drawn(
+        self, logits: Tensor, running: LayerPass, masks: TokenMasks | None
+    ) -> dict[RequestId, SampledToken]:
+        """A token for each row of ``logits``."""
         sampling = [scheduled.request_id for scheduled in running.slices if scheduled.samples]
-        drawn = self._sampler.sample(logits, [self._states[request_id] for request_id in sampling])
-        tokens = {
+        forbidden: dict[int, Tensor] = {}
+        if masks is not None:
+            on_device = torch.from_numpy(masks.forbidden).to(logits.device)
+            forbidden = {
+                row: on_device[masks.rows[request_id]]
+                for row, request_id in enumerate(sampling)
+                if request_id in masks.rows
+            }
+        drawn = self._sampler.sample(logits, [self._states[each] for each in sampling], forbidden)
+        return {
             request_id: SampledToken(request_id, token_id, logprobs)
             for request_id, (token_id, logprobs) in zip(sampling, drawn, strict=True)
         }
-        return tuple(tokens[each.request_id] for each in plan.slices if each.request_id in tokens)
 
     def _batch_of(self, slices: Sequence[ScheduledSlice]) -> FlatBatch:
         tokens = [

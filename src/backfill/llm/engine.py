@@ -19,6 +19,7 @@ from backfill.costs.profile import CostProfile
 from backfill.engine.client import EngineClient
 from backfill.engine.options import check_profile
 from backfill.execution.executor import ExecutorInfo
+from backfill.execution.grammars import GrammarCompiler
 from backfill.generation.generator import TextGenerator
 from backfill.generation.timeline import Observer
 from backfill.generation.tokenizer import Tokenizer
@@ -143,7 +144,10 @@ class LocalEngine:
             await client.stop()
             raise
         tokenizer, seeds = self.generator.tokenizer, random.Random(self.config.seed)
-        self.preparer = Preparer(tokenizer, ready.info, ready.profile, client.config.scheduler, seeds)
+        info = ready.info
+        grammars = GrammarCompiler(Path(client.config.model_dir), info.vocab_size, info.end_token_ids)
+        scheduler = client.config.scheduler
+        self.preparer = Preparer(tokenizer, info, ready.profile, scheduler, seeds, grammars)
         self._was_ready = True
 
     def _on_profile(self, profile: CostProfile) -> None:

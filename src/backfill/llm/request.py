@@ -17,6 +17,7 @@ from backfill.core.sampling import RequestOutputKind, SamplingParams
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
 from backfill.execution.executor import ExecutorInfo
+from backfill.execution.grammars import GrammarCompiler
 from backfill.generation.generator import GenerationRequest, TextDelta, TextGenerator
 from backfill.generation.tokenizer import Tokenizer
 from backfill.llm.inputs import PromptInput
@@ -53,6 +54,7 @@ class Preparer:
     profile: CostProfile | None  # predicts step times, as the engine does now; None if unknown
     scheduler: SchedulerConfig
     seeds: random.Random
+    grammars: GrammarCompiler
 
     def next_seed(self) -> int:
         """A seed for the next request. Called in the order of the requests; ``prepare`` may not be."""
@@ -116,6 +118,8 @@ class Preparer:
         bad_words = self.tokenizer.spellings(params.bad_words) if params.bad_words else ()
         choices = params.choices(max_tokens, seed, bad_words)
         self.info.check_request(token_ids, choices[0])  # the others differ in their seeds alone
+        if params.structured_outputs is not None:
+            self.grammars.matcher(params.structured_outputs)
         return PreparedRequest(
             request_id=request_id,
             prompt=prompt.text,

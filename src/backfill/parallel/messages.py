@@ -97,7 +97,7 @@ def step_done(step: int, outcome: StepOutcome) -> StepDone:
     return StepDone(
         step,
         token_ids,
-        request_ids if outcome.stopped else None,
+        request_ids if outcome.stopped or outcome.failed else None,
         logprobs if any(logprobs) else None,
         others,
     )

@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
-from backfill.core.errors import RequestError
+from backfill.core.errors import InvalidRequest, RequestError
 from backfill.core.request import ServiceClass, check_cache_salt
 from backfill.core.sampling import SamplingParams
+from backfill.core.structured import StructuredOutputsParams
 from backfill.protocol.parsing import FailFastList, StrictModel
 
 MAX_CHOICES = 128
@@ -48,7 +49,6 @@ UNSUPPORTED_FIELDS = frozenset(
         "reasoning_effort",
         "return_tokens_as_token_ids",
         "structural_tag",
-        "structured_outputs",
         "suffix",
         "tools",
         "use_beam_search",
@@ -134,9 +134,42 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class JsonSchema(BaseModel):
+    """OpenAI's ``strict`` changes nothing: the output always follows the schema."""
+
     model_config = StrictModel
-    type: str
+    name: str
+    strict: bool | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def structured(self) -> StructuredOutputsParams | None:
+        """Raises: RequestError."""
+        try:
+            match self.type:
+                case "json_object":
+                    return StructuredOutputsParams(json_object=True)
+                case "structural_tag":
+                    return StructuredOutputsParams(structural_tag=self.model_extra or {})
+                case "json_schema":
+                    if self.json_schema is None:
+                        raise RequestError(
+                            "Missing required parameter: 'response_format.json_schema'.",
+                            param="response_format",
+                            code="missing_required_parameter",
+                        )
+                    return StructuredOutputsParams(json=self.json_schema.schema_ or {})
+        except InvalidRequest as error:
+            raise RequestError(
+                str(error).replace("structured_outputs", "response_format"), param="response_format"
+            ) from None
+        return None
 
 
 class GenerationFields(BaseModel):
@@ -170,6 +203,7 @@ class GenerationFields(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
     service_tier: ServiceTier | None = None
     priority: int | None = None
     slo: SloFields | None = None
@@ -215,6 +249,26 @@ class GenerationFields(BaseModel):
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """``SamplingParams.logprobs``."""
+
+    @property
+    def structured(self) -> StructuredOutputsParams | None:
+        """What the output must be. Raises: RequestError."""
+        in_format = None if self.response_format is None else self.response_format.structured
+        fields = {name: value for name, value in (self.structured_outputs or {}).items() if value is not None}
+        if not fields:
+            return in_format
+        if in_format is not None:
+            raise RequestError(
+                "Send either response_format or structured_outputs.", param="structured_outputs"
+            )
+        known = StructuredOutputsParams.__dataclass_fields__
+        unknown = next((name for name in fields if name not in known), None)
+        if unknown is not None:
+            raise RequestError(
+                f"structured_outputs may have {', '.join(known)}, got {unknown[:40]!r}.",
+                param="structured_outputs",
+            )
+        return StructuredOutputsParams(**fields)
 
     @property
     def service_class(self) -> ServiceClass:
@@ -272,8 +326,6 @@ class GenerationFields(BaseModel):
             check_cache_salt(self.cache_salt)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
-        if self.response_format is not None and self.response_format.type != "text":
-            refuse_unsupported("response_format")
         if self.priority is not None and abs(self.priority) > MAX_PRIORITY:
             raise RequestError(
                 f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {self.priority}.",
@@ -297,6 +349,7 @@ class GenerationFields(BaseModel):
                 "max_tokens": self.requested_max_tokens,
                 "logprobs": self.num_logprobs,
                 "logit_bias": _token_biases(self.logit_bias),
+                "structured_outputs": self.structured,
             }
         )
 

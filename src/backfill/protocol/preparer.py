@@ -17,9 +17,11 @@ from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
+from backfill.core.structured import StructuredOutputsParams
 from backfill.costs.profile import CostProfile
 from backfill.engine.messages import Ready
 from backfill.execution.executor import ExecutorInfo
+from backfill.execution.grammars import GrammarCompiler
 from backfill.generation.generator import GenerationRequest
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
@@ -92,6 +94,10 @@ class RequestContext:
     owner: str = field(default="", repr=False)
 
 
+class GrammarNeeded(Exception):
+    """The body has a grammar, which takes too long to compile for who called."""
+
+
 @dataclass(eq=False)
 class RequestPreparer:
     """Turns bodies into generations.
@@ -110,6 +116,7 @@ class RequestPreparer:
     max_response_tokens: int = MAX_RESPONSE_TOKENS
     is_strict: bool = False
     facts: EngineFacts | None = None
+    _compiler: GrammarCompiler | None = field(default=None, init=False)
 
     @property
     def line_check(self) -> BodyCheck:
@@ -120,8 +127,13 @@ class RequestPreparer:
             info=None if self.facts is None else self.facts.info,
         )
 
-    def prepare(self, endpoint: GenerationEndpoint, raw: bytes, context: RequestContext) -> Generation:
-        """Parse, check and tokenize a body. Raises: RequestError."""
+    def prepare(
+        self, endpoint: GenerationEndpoint, raw: bytes, context: RequestContext, *, compiles: bool = True
+    ) -> Generation:
+        """Parse, check and tokenize a body.
+
+        Raises: RequestError; GrammarNeeded for a body with a grammar, unless it ``compiles`` it.
+        """
         body = parse_generation(endpoint, raw)
         self.check_model(body.model)
         if context.is_batch_line:
@@ -130,6 +142,12 @@ class RequestPreparer:
         body.check()
         if self.is_strict:
             refuse_unknown_fields(body)
+        if (structured := body.structured) is not None:
+            if not compiles:
+                raise GrammarNeeded
+            self._check_grammar(
+                structured, "response_format" if body.response_format else "structured_outputs"
+            )
         # A prompt that is known to be too long is not tokenized to its end.
         is_cut = body.truncate_prompt_tokens is not None
         prompts = self._tokenized(body, most_tokens=None if is_cut else self.engine.info.max_model_len)
@@ -234,6 +252,16 @@ class RequestPreparer:
             info.check_request(prompt, choices[0])  # the others differ in their seeds alone
             samplings += choices
         return samplings
+
+    def _check_grammar(self, structured: StructuredOutputsParams, field: str) -> None:
+        """Raises: RequestError naming the field if its grammar cannot be used."""
+        if self._compiler is None:
+            info = self.engine.info
+            self._compiler = GrammarCompiler(self.model.folder, info.vocab_size, info.end_token_ids)
+        try:
+            self._compiler.matcher(structured)
+        except RequestError as error:
+            raise RequestError(str(error), param=field) from None
 
     def _echoed(self, body: GenerationBody, prompts: list[list[int]]) -> list[str]:
         """Text that precedes the output, one a prompt."""

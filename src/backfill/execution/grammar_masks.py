@@ -1,0 +1,134 @@
+"""Which tokens the grammars of a step's requests allow next, found beside its forward pass."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backfill.core.errors import RequestError
+from backfill.core.request import RequestId
+from backfill.core.structured import StructuredOutputsParams
+from backfill.execution.background_thread import BackgroundThread
+from backfill.execution.grammars import GrammarCompiler
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+
+class OutputGrammar:
+    """Where the output of one request is in its grammar: behind the tokens that were committed."""
+
+    def __init__(
+        self, params: StructuredOutputsParams, compiling: Future[None], compiler: GrammarCompiler
+    ) -> None:
+        self._params = params
+        self._compiling = compiling
+        self._compiler = compiler
+        self._matcher: LLMatcher | None = None
+        self.pending: deque[int] = deque()  # tokens that the matcher has not seen
+
+    def append(self, token_id: int) -> None:
+        """A token of the output was committed."""
+        self.pending.append(token_id)
+
+    def matcher(self) -> LLMatcher:
+        """Waits until the grammar is compiled. Raises: RequestError."""
+        if self._matcher is None:
+            self._compiling.result()
+            self._matcher = self._compiler.matcher(self._params)
+        return self._matcher
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Of the rows of a step whose outputs have grammars.
+
+    Attributes:
+        rows: of ``forbidden``, by request.
+        forbidden: bool ``[rows, vocab]``; end tokens are allowed where an output is complete.
+        errors: why a request cannot go on; its row means nothing.
+    """
+
+    rows: Mapping[RequestId, int]
+    forbidden: NDArray[np.bool_]
+    errors: Mapping[RequestId, str]
+
+
+class GrammarMasks:
+    """Compiles grammars and fills masks, each in a thread beside the steps.
+
+    Args:
+        num_threads: that fill masks: those of the model's kernels, so that no more processors are used.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, num_threads: int) -> None:
+        self._compiler = compiler
+        self._num_threads = num_threads
+        self._compiling: BackgroundThread | None = None
+        self._filling: BackgroundThread | None = None
+        self._executor: LLExecutor | None = None
+
+    def compile(self, params: StructuredOutputsParams) -> Future[None]:
+        """Done when the grammar is compiled, or cannot be; at once if it is cached. From any thread."""
+        if self._compiler.has(params):
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+        if self._compiling is None:
+            self._compiling = BackgroundThread("grammar-compiler")
+        return self._compiling.submit(self._try_compile, params)
+
+    def output(self, params: StructuredOutputsParams) -> OutputGrammar:
+        """Of a new request."""
+        return OutputGrammar(params, self.compile(params), self._compiler)
+
+    def begin(self, outputs: Mapping[RequestId, OutputGrammar]) -> Future[TokenMasks]:
+        """Fill the masks for the next token of each output."""
+        if self._filling is None:
+            self._filling = BackgroundThread("grammar-masks")
+        return self._filling.submit(self._masks, outputs)
+
+    def _masks(self, outputs: Mapping[RequestId, OutputGrammar]) -> TokenMasks:
+        from llguidance import LLExecutor
+        from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
+        if self._executor is None:
+            self._executor = LLExecutor(self._num_threads)
+        executor, errors, matchers = self._executor, {}, {}
+        for request_id, output in outputs.items():
+            try:
+                matchers[request_id] = output.matcher()
+            except RequestError as error:
+                errors[request_id] = str(error)
+        pending = {request_id: outputs[request_id].pending for request_id in matchers}
+        while behind := [(matchers[name], tokens.popleft()) for name, tokens in pending.items() if tokens]:
+            executor.consume_token_par(behind)
+        bits = allocate_token_bitmask(len(outputs), self._compiler.num_tokens)
+        rows = {request_id: row for row, request_id in enumerate(outputs)}
+        filled = [(matcher, rows[request_id]) for request_id, matcher in matchers.items()]
+        fill_next_token_bitmask_par(executor, filled, bits)
+        for request_id, matcher in matchers.items():
+            if matcher.is_error():
+                reason = matcher.get_error().partition("\n")[0]
+                errors[request_id] = f"The output cannot go on within its grammar: {reason:.200}"
+        forbidden = np.unpackbits(
+            (~bits).view(np.uint8), axis=1, count=self._compiler.vocab_size, bitorder="little"
+        )
+        return TokenMasks(rows, forbidden.view(np.bool_), errors)
+
+    def close(self) -> None:
+        for thread in (self._compiling, self._filling):
+            if thread is not None:
+                thread.close()
+
+    def _try_compile(self, params: StructuredOutputsParams) -> None:
+        try:
+            self._compiler.matcher(params)
+        except RequestError:
+            return  # the compiler keeps the error, which is the request's own

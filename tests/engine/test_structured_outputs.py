@@ -1,0 +1,194 @@
+"""Outputs follow their grammars, whatever else is served, preempted or failing beside them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from backfill.core.clock import WallClock
+from backfill.core.config import EngineConfig, SchedulerConfig
+from backfill.core.request import FinishReason, Request, RequestId
+from backfill.core.structured import StructuredOutputsParams
+from backfill.engine.engine import Engine
+from backfill.engine.messages import TokenOutput
+from backfill.execution.create import create_torch_executor
+from backfill.execution.torch_executor import TorchExecutor
+from backfill.generation.tokenizer import Tokenizer
+from tests.builders import make_request
+from tests.engine.schemas import random_schema
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 120}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+class WithBlocks:
+    """The same executor, with part of its pool."""
+
+    def __init__(self, executor: TorchExecutor, num_blocks: int) -> None:
+        self.info = replace(executor.info, num_blocks=num_blocks)
+        self.run = executor.run
+
+
+class Run:
+    """Requests on one engine with a random model."""
+
+    def __init__(self, executor: TorchExecutor, tokenizer: Tokenizer, **limits: Any) -> None:
+        self.tokenizer = tokenizer
+        num_blocks = limits.pop("num_blocks", executor.info.num_blocks)
+        self.engine = Engine(SchedulerConfig(**limits), WithBlocks(executor, num_blocks), WallClock())
+        self.outputs: dict[RequestId, list[TokenOutput]] = {}
+
+    def text(self, structured: dict[str, Any], **sampling: Any) -> str:
+        request = make_request(structured_outputs=StructuredOutputsParams(**structured), **sampling)
+        return self.texts([request])[0]
+
+    def texts(self, requests: Sequence[Request]) -> list[str]:
+        for request in requests:
+            assert self.engine.add(request) is None
+        while self.engine.has_unfinished:
+            for output in self.engine.step():
+                self.outputs.setdefault(output.request_id, []).append(output)
+            self.engine.scheduler.check_integrity()
+        self.engine.step()
+        return [
+            self.tokenizer.decode(
+                [each.token_id for each in self.outputs[request.request_id] if each.token_id is not None],
+                skip_special_tokens=True,
+            )
+            for request in requests
+        ]
+
+
+@pytest.fixture(scope="module")
+def executor(small_model: Path) -> Iterator[TorchExecutor]:
+    limits: dict[str, Any] = {"block_size": 8, "kv_gib": 1 / 128, "max_model_len": 512, "threads": 1}
+    executor = create_torch_executor(EngineConfig(model_dir=str(small_model), dtype="float32", **limits))
+    yield executor
+    executor.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(small_model: Path) -> Tokenizer:
+    return Tokenizer.from_folder(small_model)
+
+
+@pytest.fixture
+def run(executor: TorchExecutor, tokenizer: Tokenizer) -> Run:
+    return Run(executor, tokenizer)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.9, "top_k": 40}])
+def test_an_output_is_what_was_asked_for(run: Run, sampling: dict[str, Any]) -> None:
+    sampling["max_tokens"] = 60
+    person = json.loads(run.text({"json": PERSON}, **{**sampling, "max_tokens": 300}))
+    jsonschema.validate(person, PERSON)
+    compact = run.text({"json": PERSON, "disable_any_whitespace": True}, **sampling)
+    assert compact == json.dumps(json.loads(compact), separators=(",", ":"), ensure_ascii=False)
+    assert re.fullmatch("[a-c]{3,5}-[0-9]+", run.text({"regex": "[a-c]{3,5}-[0-9]{1,4}"}, **sampling))
+    choices = ["yes", "no", 'perhaps "é😀"\n']
+    assert run.text({"choice": choices}, **sampling) in choices
+    assert run.text({"grammar": 'start: "<" ("a" | "b")+ ">" "!"'}, **sampling)[0] == "<"
+    tag = {"triggers": ["<f"], "structures": [{"begin": "<f=1>", "schema": PERSON, "end": "</f>"}]}
+    for number in re.findall("<f=1>(.*?)</f>", run.text({"structural_tag": tag}, **sampling), re.DOTALL):
+        jsonschema.validate(json.loads(number), PERSON)
+
+
+@pytest.mark.parametrize("num_schemas", [48, pytest.param(1000, marks=pytest.mark.slow)])
+def test_finished_outputs_of_random_schemas_are_valid(run: Run, num_schemas: int) -> None:
+    rng = random.Random(0)
+    schemas = [random_schema(rng) for _ in range(num_schemas)]
+    requests = [
+        make_request(
+            structured_outputs=StructuredOutputsParams(json=schema, disable_any_whitespace=index % 2 == 0),
+            temperature=1.0,
+            seed=index,
+            max_tokens=120,
+        )
+        for index, schema in enumerate(schemas)
+    ]
+    ends: Counter[FinishReason | None] = Counter()
+    for schema, request, text in zip(schemas, requests, run.texts(requests), strict=True):
+        ends[request.finish_reason] += 1
+        if request.finish_reason is FinishReason.STOP:
+            jsonschema.validate(json.loads(text), schema)
+    assert ends[FinishReason.ERROR] <= 0.05 * num_schemas, "refused: nothing satisfies them"
+    assert ends[FinishReason.STOP] >= 0.6 * num_schemas, ends
+
+
+def mixed_requests() -> list[Request]:
+    json_of, words = StructuredOutputsParams(json=PERSON), StructuredOutputsParams(regex="([a-z]{4,9} ){4}")
+    fields: list[dict[str, Any]] = [
+        {"structured_outputs": json_of, "temperature": 1.0, "seed": 5},
+        {},
+        {"structured_outputs": json_of},
+        {"structured_outputs": words, "temperature": 1.0, "seed": 1},
+        {"temperature": 1.0, "seed": 9},
+        {"structured_outputs": StructuredOutputsParams(json_object=True), "seed": 2, "logprobs": 3},
+    ]
+    named = [{"request_id": f"mixed{index}", **each} for index, each in enumerate(fields)]
+    return [make_request(24, max_tokens=30, **each) for each in named]
+
+
+def test_an_output_depends_on_its_request_alone(executor: TorchExecutor, tokenizer: Tokenizer) -> None:
+    together = Run(executor, tokenizer).texts(mixed_requests())
+    alone = [Run(executor, tokenizer).texts([request])[0] for request in mixed_requests()]
+    crowded = Run(executor, tokenizer, num_blocks=16, prefix_caching=False)
+    preempted = mixed_requests()
+    assert together == alone == crowded.texts(preempted)
+    assert any(request.num_preemptions for request in preempted if request.sampling.structured_outputs)
+
+
+def test_a_complete_output_can_only_end(run: Run) -> None:
+    structured = StructuredOutputsParams(choice=["yes"])
+    early = make_request(structured_outputs=structured, min_tokens=20, max_tokens=40)
+    endless = make_request(structured_outputs=structured, ignore_eos=True, max_tokens=6)
+    assert run.texts([early, endless]) == ["yes", "yes"]
+    assert early.finish_reason is FinishReason.STOP
+    assert len(early.output_token_ids) == 20  # end tokens, where nothing else is allowed
+    assert endless.finish_reason is FinishReason.LENGTH
+
+
+def test_a_stop_token_and_max_tokens_end_an_output_before_it_is_complete(run: Run) -> None:
+    structured = StructuredOutputsParams(regex="[ab]{40}")
+    (a_id,) = run.tokenizer.encode("a", add_special_tokens=False)
+    short = make_request(structured_outputs=structured, max_tokens=2)
+    to_stop: dict[str, Any] = {"allowed_token_ids": [a_id], "stop_token_ids": [a_id]}
+    stopped = make_request(structured_outputs=structured, max_tokens=60, **to_stop)
+    run.texts([short, stopped])
+    assert (short.finish_reason, stopped.finish_reason) == (FinishReason.LENGTH, FinishReason.STOP)
+    assert stopped.output_token_ids == [a_id]
+
+
+def test_log_probabilities_are_those_among_what_is_allowed(run: Run) -> None:
+    structured = StructuredOutputsParams(regex="[ab]")
+    request = make_request(structured_outputs=structured, logprobs=5, temperature=1.0)
+    text = run.texts([request])[0]
+    first, end = [each.logprobs for each in run.outputs[request.request_id]]
+    assert first is not None and end is not None
+    assert {run.tokenizer.decode([token_id]) for token_id, _ in first.top} == {"a", "b"}
+    assert sum(2.718281828**value for _, value in first.top) == pytest.approx(1.0)
+    assert text in ("a", "b")
+    assert end.logprob <= 0.0 and all(value <= 0.0 for _, value in end.top)
+
+
+def test_who_has_a_grammar_that_cannot_be_used_fails_alone(run: Run) -> None:
+    wrong = make_request(structured_outputs=StructuredOutputsParams(regex="[a"))
+    right = make_request(structured_outputs=StructuredOutputsParams(regex="[a]"))
+    assert run.texts([wrong, right])[1] == "a"
+    (failure,) = run.outputs[wrong.request_id]
+    assert failure.finish_reason is FinishReason.ERROR and failure.token_id is None
+    assert "regular expression" in failure.message
+    assert right.finish_reason is FinishReason.STOP

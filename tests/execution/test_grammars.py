@@ -1,0 +1,168 @@
+"""Grammars are compiled for a tokenizer, cached, and refused with their place. See also tests/engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backfill.core.errors import RequestError
+from backfill.core.request import RequestId
+from backfill.core.structured import MAX_GRAMMAR_CHARS, StructuredOutputsParams
+from backfill.execution import grammars
+from backfill.execution.grammar_masks import GrammarMasks
+from backfill.execution.grammars import GrammarCompiler
+from backfill.generation.tokenizer import Tokenizer
+
+VOCAB_SIZE, END_TOKEN_IDS = 49152, (2, 0)
+
+
+@pytest.fixture(scope="module")
+def compiler(default_model: Path) -> GrammarCompiler:
+    return GrammarCompiler(default_model, VOCAB_SIZE, END_TOKEN_IDS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"json": {"properties": {"a": {"items": {"not": {}}}}}}, r"\(#/properties/a/items\): .*not"),
+        ({"json": {"properties": {"a": {"type": "strin"}}}}, r"\(#/properties/a\): .*strin"),
+        ({"json": {"anyOf": [{"type": "null"}, {"pattern": "(?=a)"}]}}, r"\(#/anyOf/1\): .*look-ahead"),
+        (
+            {"json": {"$ref": "#/$defs/b", "$defs": {"b": {"items": {"format": "x"}}}}},
+            r"\(#/\$defs/b/items\)",
+        ),
+        ({"json": {"$ref": "https://example.org/schema"}}, "example.org"),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "JSON schema"),
+        ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "nothing satisfies it"),
+        ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, "not"),
+        ({"json": "{"}, "JSON schema"),
+        ({"json": "[]"}, "JSON schema"),
+        ({"json": "[" * 60_000}, "JSON schema"),
+        ({"json": '{"items": ' * 3000 + "{}" + "}" * 3000}, "recursion limit"),
+        ({"regex": "[a"}, "regular expression .* unclosed"),
+        ({"grammar": 'start: "a" b'}, r"The grammar .* at 1\(8\)"),
+        ({"structural_tag": {"structures": []}}, "structural tag .* no 'triggers'"),
+        ({"structural_tag": {"triggers": ["<"], "structures": []}}, "must not be empty"),
+        (
+            {"structural_tag": {"triggers": ["<"], "structures": [{"begin": "a", "schema": {}, "end": ""}]}},
+            "no trigger begins 'a'",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_its_place(
+    compiler: GrammarCompiler, fields: dict[str, Any], expected: str
+) -> None:
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(RequestError, match=expected) as raised:
+            compiler.matcher(StructuredOutputsParams(**fields))
+        assert len(str(raised.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"choice": ["a", 'é😀"\n']}, 'é😀"\n'),
+        ({"grammar": 'root ::= "x" [0-9]+'}, "x12"),
+        ({"grammar": "start: WORD\nWORD: /[a-z]+/"}, "word"),
+        ({"json": True}, None),
+        ({"json": {}}, '{"a": [1, "b"]}'),
+        ({"json": {"type": "array"}, "disable_any_whitespace": True}, '[1,"b"]'),
+        ({"json_object": True}, '{"a":\n    1}'),
+        ({"regex": "^(a|b)+$"}, "abba"),
+        (
+            {
+                "structural_tag": {
+                    "triggers": ["<|im_start|>"],
+                    "structures": [{"begin": "<|im_start|>x", "schema": {"type": "integer"}, "end": "!"}],
+                }
+            },
+            "so <|im_start|>x17! done",
+        ),
+    ],
+)
+def test_what_follows_a_grammar_is_accepted(
+    compiler: GrammarCompiler, default_model: Path, fields: dict[str, Any], text: str | None
+) -> None:
+    if text is None:
+        with pytest.raises(RequestError):
+            StructuredOutputsParams(**fields)
+        return
+    token_ids = Tokenizer.from_folder(default_model).encode(text, add_special_tokens=False)
+    matcher = compiler.matcher(StructuredOutputsParams(**fields))
+    assert matcher.consume_tokens(token_ids) and matcher.is_accepting()
+    other = compiler.matcher(StructuredOutputsParams(**fields))  # it begins at the start
+    assert other.consume_tokens(token_ids) and other.is_accepting()
+
+
+def test_the_largest_grammars_take_seconds_at_most_and_the_cache_is_bounded(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "_MAX_CACHED", 4)
+    patterns = [f"^[a-z]{{3,{index % 50 + 4}}}$" for index in range(900)]
+    choices = [{"anyOf": [{"properties": {f"a{i}": {"const": j}}} for j in range(6)]} for i in range(8)]
+    hostile: list[dict[str, Any]] = [
+        {"json": {"properties": {f"p{index}": {"pattern": each} for index, each in enumerate(patterns)}}},
+        {"json": {"enum": [f"value {index}" for index in range(3500)]}},
+        {"json": {"allOf": choices}},
+        {"regex": "(((a{1,100}){1,100}){1,100}){1,100}"},
+        {"regex": ".*a.{1000}" * 20},
+        {"grammar": "start: " + "(" * 2000 + '"a"' + ")" * 2000},
+    ]
+    began = time.monotonic()
+    for fields in hostile:
+        params = StructuredOutputsParams(**fields)
+        assert len(params.text) <= MAX_GRAMMAR_CHARS
+        try:
+            compiler.matcher(params)
+        except RequestError:
+            continue
+    assert time.monotonic() - began < 30
+    assert len(compiler._compiled) == 4
+
+
+def test_masks_wait_for_a_grammar_that_is_compiled_beside_the_steps(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_compile = threading.Event()
+    compile_now = GrammarCompiler._compile
+
+    def compile_later(self: GrammarCompiler, params: StructuredOutputsParams) -> Any:
+        assert may_compile.wait(30)
+        return compile_now(self, params)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", compile_later)
+    masks = GrammarMasks(compiler, 1)
+    params = StructuredOutputsParams(choice=["so", "a slow one"])
+    compiling = masks.compile(params)
+    output, name = masks.output(params), RequestId("r")
+    filling = masks.begin({name: output})
+    assert not compiling.done() and not filling.done()
+    may_compile.set()
+    first = filling.result(30)
+    assert compiling.done() and masks.compile(params).done()
+    allowed = np.flatnonzero(~first.forbidden[first.rows[name]])
+    assert not first.errors and 1 < len(allowed) < 20
+    for token_id in (*_encoded(compiler, "so"), 2):
+        assert not masks.begin({name: output}).result(30).forbidden[0, token_id]
+        output.append(token_id)
+    ended = masks.begin({name: output}).result(30)
+    assert set(np.flatnonzero(~ended.forbidden[0])) == set(END_TOKEN_IDS)
+    output.append(1234)
+    assert "grammar" in masks.begin({name: output}).result(30).errors[name]
+    masks.close()
+
+
+def _encoded(compiler: GrammarCompiler, text: str) -> list[int]:
+    assert compiler._tokenizer is not None
+    return compiler._tokenizer.tokenize_str(text)
+
+
+def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(RequestError, match="tokenizer"):
+        GrammarCompiler(tmp_path, 100, (2,)).matcher(StructuredOutputsParams(regex="a"))
