@@ -15,6 +15,7 @@ from backfill.core.plan import (
     BlockCopies,
     Compute,
     CopyDirections,
+    ForcedTokens,
     Resume,
     SampledToken,
     ScheduledSlice,
@@ -121,12 +122,15 @@ class ScriptedExecutor:
 
     Attributes:
         next_token: the token that every request samples; None for tokens of its own.
+        max_forced: tokens at most that follow a sampled one as if a grammar had forced them.
         fail_at_step: this step raises, after ``num_admitted_by_failure`` of its requests were admitted.
     """
 
     def __init__(self, info: ExecutorInfo, next_token: int | None = None) -> None:
         self.info = info
         self.next_token = next_token
+        self.max_forced = 0
+        self._most_tokens: dict[RequestId, int] = {}
         self.plans: list[StepPlan] = []
         self.num_tokens: dict[RequestId, int] = {}
         self.fail_at_step: int | None = None
@@ -142,7 +146,8 @@ class ScriptedExecutor:
             self._perhaps_known.discard(request_id)
         for admitted in plan.admitted[: self.num_admitted_by_failure if fails else None]:
             assert admitted.request_id not in self.num_tokens
-            self.num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
+            self.num_tokens[admitted.request_id] = num_tokens = len(admitted.prompt_token_ids)
+            self._most_tokens[admitted.request_id] = num_tokens + (admitted.sampling.max_tokens or 0)
         if fails:
             self._perhaps_known |= {admitted.request_id for admitted in plan.admitted}
             raise RuntimeError("scripted failure")
@@ -151,7 +156,7 @@ class ScriptedExecutor:
             for ref in self._written(scheduled):
                 assert in_tables[ref] == 1, "a slice writes a block of another request's table"
                 assert in_tables[BlockRef(ref ^ 1)] <= 1, "two requests read what a slice may write"
-        sampled = []
+        sampled, forced = [], []
         for scheduled in plan.slices:
             end = scheduled.start + scheduled.num_tokens
             assert scheduled.num_tokens > 0
@@ -160,7 +165,16 @@ class ScriptedExecutor:
             if scheduled.samples:
                 self.num_tokens[scheduled.request_id] += 1
                 sampled.append(SampledToken(scheduled.request_id, self._sampled(scheduled.request_id, end)))
-        return StepOutcome(tuple(sampled))
+                if self.max_forced:
+                    forced.append(self._forced(scheduled.request_id, end + 1))
+        return StepOutcome(tuple(sampled), forced=tuple(forced))
+
+    def _forced(self, request_id: RequestId, position: int) -> ForcedTokens:
+        room = min(self.max_forced, self._most_tokens[request_id] - position)
+        num_tokens = zlib.crc32(f"{request_id} {position}".encode()) % (room + 1)
+        self.num_tokens[request_id] += num_tokens
+        positions = range(position, position + num_tokens)
+        return ForcedTokens(request_id, tuple(self._sampled(request_id, each) for each in positions))
 
     def _written(self, scheduled: ScheduledSlice) -> Sequence[BlockRef]:
         """The blocks to which the slice writes."""

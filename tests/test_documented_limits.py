@@ -119,6 +119,7 @@ PROSE = [
     ("coserving.md", f"`--max-stop-s` ({1000 * SchedulerConfig().max_stop_s:g} ms)"),
     ("kv-cache.md", f"(weight {protection._WEIGHT:g})"),
     ("kv-cache.md", f"from {protection._LEAST_S:g} to {protection._MOST_S:g} s"),
+    ("api.md", f"up to {request.MAX_FORCED_TOKENS} follow"),
     ("batch.md", f"lost {suspects.MAX_LONE_LOSSES} times with no other request"),
     ("batch.md", f"or {suspects.MAX_ONLY_LINE_LOSSES} times as the only line"),
     ("batch.md", f"waits for it {manager.STOP_TIMEOUT_S:g} s"),

@@ -20,6 +20,7 @@ from backfill.core.request import FinishReason, Request, RequestId
 from backfill.core.structured import StructuredOutputsParams
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
+from backfill.execution import grammar_masks
 from backfill.execution.create import create_torch_executor
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.generation.tokenizer import Tokenizer
@@ -50,6 +51,7 @@ class Run:
         num_blocks = limits.pop("num_blocks", executor.info.num_blocks)
         self.engine = Engine(SchedulerConfig(**limits), WithBlocks(executor, num_blocks), WallClock())
         self.outputs: dict[RequestId, list[TokenOutput]] = {}
+        self.num_steps = 0
 
     def text(self, structured: dict[str, Any], **sampling: Any) -> str:
         request = make_request(structured_outputs=StructuredOutputsParams(**structured), **sampling)
@@ -59,6 +61,7 @@ class Run:
         for request in requests:
             assert self.engine.add(request) is None
         while self.engine.has_unfinished:
+            self.num_steps += 1
             for output in self.engine.step():
                 self.outputs.setdefault(output.request_id, []).append(output)
             self.engine.scheduler.check_integrity()
@@ -149,6 +152,45 @@ def test_an_output_depends_on_its_request_alone(executor: TorchExecutor, tokeniz
     preempted = mixed_requests()
     assert together == alone == crowded.texts(preempted)
     assert any(request.num_preemptions for request in preempted if request.sampling.structured_outputs)
+
+
+FORM = "customer identification number: [0-9]{3}, date of the last purchase: [0-9]{2}"
+
+
+def test_what_a_grammar_forces_needs_no_steps_of_its_own(
+    executor: TorchExecutor, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling: dict[str, Any] = {"structured_outputs": StructuredOutputsParams(regex=FORM), "temperature": 1.0}
+
+    def run_all() -> tuple[list[str], list[TokenOutput], int]:
+        run = Run(executor, tokenizer, num_blocks=16)
+        requests = [
+            make_request(9, most, request_id=f"r{seed}", seed=seed, **sampling)
+            for seed, most in enumerate((60, 60, 7))
+        ]
+        texts = run.texts(requests)
+        outputs = run.outputs[requests[0].request_id]
+        return texts, outputs, run.num_steps
+
+    texts, outputs, num_steps = run_all()
+    monkeypatch.setattr(grammar_masks, "MAX_FORCED_TOKENS", 0)
+    expected, _, most_steps = run_all()
+    assert texts == expected and re.fullmatch(FORM, texts[0])
+    assert num_steps < 0.7 * most_steps
+    assert outputs[0].first_scheduled_at_s is not None
+    assert [each.finish_reason for each in outputs[:-1]] == [None] * (len(outputs) - 1)
+    assert outputs[-1].finish_reason is FinishReason.STOP
+
+
+def test_forced_tokens_end_at_stop_tokens_and_have_log_probabilities_if_asked(run: Run) -> None:
+    token_ids = run.tokenizer.encode("customer identification number", add_special_tokens=False)
+    structured = StructuredOutputsParams(regex=FORM)
+    stopped = make_request(structured_outputs=structured, stop_token_ids=[token_ids[2]], max_tokens=60)
+    logged = make_request(structured_outputs=structured, logprobs=1, max_tokens=60)
+    run.texts([stopped, logged])
+    assert stopped.output_token_ids == token_ids[:3]
+    assert run.outputs[stopped.request_id][-1].stop_token_id == token_ids[2]
+    assert all(each.logprobs is not None for each in run.outputs[logged.request_id])
 
 
 def test_a_complete_output_can_only_end(run: Run) -> None:

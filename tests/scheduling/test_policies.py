@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from backfill.core.config import EngineConfig, PolicyName, SchedulerConfig
 from backfill.core.errors import ConfigError
-from backfill.core.request import Request, RequestStatus, ServiceClass
+from backfill.core.request import MAX_FORCED_TOKENS, Request, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.scheduling.policies.baselines import (
     FcfsPolicy,
@@ -125,11 +125,13 @@ def test_whom_an_online_request_preempts(
     workload=policy_workloads(),
     name=st.sampled_from(sorted(MAKERS)),
     max_num_seqs=st.integers(1, 6),
+    max_forced=st.sampled_from((0, 0, 3, MAX_FORCED_TOKENS)),
 )
 def test_under_every_policy_all_requests_end_and_no_block_is_lost(
-    workload: Sequence[tuple[int, Request]], name: str, max_num_seqs: int
+    workload: Sequence[tuple[int, Request]], name: str, max_num_seqs: int, max_forced: int
 ) -> None:
     bench = Bench(MAKERS[name], num_blocks=12, max_num_seqs=max_num_seqs)
+    bench.executor.max_forced = max_forced
     num_steps = 0
     while num_steps <= 12 or bench.scheduler.has_unfinished:
         plan = bench.step(*(request for arrives_at, request in workload if arrives_at == num_steps))
@@ -140,6 +142,36 @@ def test_under_every_policy_all_requests_end_and_no_block_is_lost(
     assert bench.scheduler.kv.counts.referenced == 0
     for _, request in workload:
         assert request.status is RequestStatus.FINISHED
+        assert request.output_token_ids == alone(request), "not the tokens that it has alone, one in a step"
+
+
+def alone(request: Request) -> list[int]:
+    bench = Bench(FcfsPolicy())
+    copied = make_request(
+        prompt_token_ids=request.prompt_token_ids,
+        max_tokens=request.max_tokens,
+        request_id=request.request_id,
+    )
+    bench.add(copied)
+    while bench.scheduler.has_unfinished:
+        bench.step()
+    return copied.output_token_ids
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_forced_tokens_are_computed_with_the_token_before_them(name: str) -> None:
+    bench = Bench(MAKERS[name])
+    bench.executor.max_forced = MAX_FORCED_TOKENS
+    chat, job = make_request(8, 60, request_id="chat"), offline(8, 60, request_id="job")
+    bench.add(chat, job)
+    num_steps = 0
+    while bench.scheduler.has_unfinished:
+        plan = bench.step()
+        num_steps += bool(plan.slices)
+        for scheduled in plan.slices:
+            assert scheduled.samples and (scheduled.num_tokens <= 1 + MAX_FORCED_TOKENS)
+    assert num_steps < (60 if name == "round-robin" else 30)
+    assert chat.output_token_ids == alone(chat) and job.output_token_ids == alone(job)
 
 
 def served_beside_chats(bench: Bench, jobs: Sequence[Request], end_s: float) -> Sequence[Request]:

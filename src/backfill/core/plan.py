@@ -221,6 +221,13 @@ class SampledToken(NamedTuple):
     logprobs: TokenLogprobs | None = None
 
 
+class ForcedTokens(NamedTuple):
+    """What the output of a request goes on with after its sampled token: its grammar leaves no choice."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+
+
 class FailedRequest(NamedTuple):
     """A request that no step can go on with, and why."""
 
@@ -264,6 +271,7 @@ class StepOutcome:
         completed_slot_copies: likewise.
         weight_transfers: those of offloaded layers.
         failed: requests that have to end; their slices count as computed.
+        forced: of requests with a sampled token; at most as many as their ``max_tokens`` allow.
     """
 
     sampled: tuple[SampledToken, ...]
@@ -275,6 +283,13 @@ class StepOutcome:
     completed_slot_copies: tuple[SlotCopy, ...] = ()
     weight_transfers: WeightTransfers = _NO_TRANSFERS
     failed: tuple[FailedRequest, ...] = ()
+    forced: tuple[ForcedTokens, ...] = ()
+
+    @property
+    def tokens(self) -> list[tuple[RequestId, int]]:
+        """All tokens of outputs, each request's in their order."""
+        sampled = [(each.request_id, each.token_id) for each in self.sampled]
+        return sampled + [(each.request_id, token) for each in self.forced for token in each.token_ids]
 
     @property
     def stopped(self) -> tuple[RequestId, ...]:

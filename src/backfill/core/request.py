@@ -14,6 +14,7 @@ from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 
 MAX_CACHE_SALT_CHARS = 256
+MAX_FORCED_TOKENS = 15  # with one sampled token; a step of more would be that of a prompt
 
 RequestId = NewType("RequestId", str)
 OrderKey: TypeAlias = tuple[int, float, int]
@@ -165,8 +166,12 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """One step of one token yields the next output token."""
-        return self.num_tokens - self.num_computed_tokens == 1 and self.num_computed_tokens > 0
+        """A step of its last token yields the next one; of its last few, if a grammar forced some."""
+        pending = self.num_tokens - self.num_computed_tokens
+        if pending == 1:
+            return self.num_computed_tokens > 0
+        behind = max(self.num_prompt_tokens, self.num_ever_computed_tokens)  # else it computes lost KV again
+        return pending <= 1 + MAX_FORCED_TOKENS and self.num_computed_tokens >= behind
 
     def move_to(self, status: RequestStatus) -> None:
         assert status in _LEGAL_MOVES[self.status], f"{self.request_id}: {self.status} -> {status}"

@@ -391,14 +391,13 @@ def _residency(choices: Sequence[Residency], num_layers: int, bus: BusMember | N
 
 def _token_output(committed: CommittedToken) -> TokenOutput:
     request, sampled = committed.request, committed.sampled
-    is_first = len(request.output_token_ids) == 1
-    if request.finish_reason is None and not is_first:
+    if committed.finish_reason is None and committed.number > 1:
         return TokenOutput(request.request_id, sampled.token_id, sampled.logprobs)
     return TokenOutput(
         request.request_id,
         sampled.token_id,
         sampled.logprobs,
-        finish_reason=request.finish_reason,
+        finish_reason=committed.finish_reason,
         stop_token_id=committed.stop_token_id,
         first_scheduled_at_s=request.first_scheduled_at_s,
         num_preemptions=request.num_preemptions,

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backfill.core.errors import RequestError
-from backfill.core.request import RequestId
+from backfill.core.request import MAX_FORCED_TOKENS, RequestId
 from backfill.core.structured import StructuredOutputsParams
 from backfill.execution.background_thread import BackgroundThread
 from backfill.execution.grammars import GrammarCompiler
@@ -52,11 +52,13 @@ class TokenMasks:
     Attributes:
         rows: of ``forbidden``, by request.
         forbidden: bool ``[rows, vocab]``; end tokens are allowed where an output is complete.
+        forced: tokens that follow the next one, if that is the only one that is allowed.
         errors: why a request cannot go on; its row means nothing.
     """
 
     rows: Mapping[RequestId, int]
     forbidden: NDArray[np.bool_]
+    forced: Mapping[RequestId, tuple[int, ...]]
     errors: Mapping[RequestId, str]
 
 
@@ -113,14 +115,20 @@ class GrammarMasks:
         rows = {request_id: row for row, request_id in enumerate(outputs)}
         filled = [(matcher, rows[request_id]) for request_id, matcher in matchers.items()]
         fill_next_token_bitmask_par(executor, filled, bits)
+        num_words = np.count_nonzero(bits, axis=1)
+        forced = {}
         for request_id, matcher in matchers.items():
             if matcher.is_error():
                 reason = matcher.get_error().partition("\n")[0]
                 errors[request_id] = f"The output cannot go on within its grammar: {reason:.200}"
+            elif num_words[rows[request_id]] == 1:  # few tokens are allowed, perhaps one
+                following = matcher.compute_ff_tokens()[1 : 1 + MAX_FORCED_TOKENS]
+                if following:
+                    forced[request_id] = tuple(following)
         forbidden = np.unpackbits(
             (~bits).view(np.uint8), axis=1, count=self._compiler.vocab_size, bitorder="little"
         )
-        return TokenMasks(rows, forbidden.view(np.bool_), errors)
+        return TokenMasks(rows, forbidden.view(np.bool_), forced, errors)
 
     def close(self) -> None:
         for thread in (self._compiling, self._filling):

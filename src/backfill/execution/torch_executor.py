@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence, Set
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from backfill.core.plan import (
     AdmittedRequest,
     Compute,
     FailedRequest,
+    ForcedTokens,
     Resume,
     SampledToken,
     ScheduledSlice,
@@ -89,7 +91,7 @@ class TorchExecutor:
         self._streams = streams
         self._sampler = Sampler(info.end_token_ids)
         self._states: dict[RequestId, RequestState] = {}
-        self._sampled: tuple[SampledToken, ...] = ()  # in the last step, and not yet in the states
+        self._sampled: Sequence[tuple[RequestId, int]] = ()  # in the last step, and not yet in the states
         self._suspended: dict[int, LayerPass] = {}  # by the plan's step; several may be in flight
 
     @property
@@ -114,16 +116,16 @@ class TorchExecutor:
         """
         self._stage.begin_step(plan)
         try:
-            for token in self._sampled if sampled is None else sampled:
-                state = self._states.get(token[0])
+            for request_id, token_id in self._sampled if sampled is None else sampled:
+                state = self._states.get(request_id)
                 if state is not None:  # else it was released
-                    state.append(token[1])
+                    state.append(token_id)
             self._sampled = ()
             outcome = self._run(plan)
         except BaseException:
             self._stage.fail_step()
             raise
-        self._sampled = outcome.sampled
+        self._sampled = outcome.tokens
         return outcome
 
     def close(self) -> None:
@@ -150,7 +152,9 @@ class TorchExecutor:
                 if not self._stage.shard.is_last:
                     self._stage.hand_on(Handover(last, stop, running.state))
                 # Completed copies are taken last: if the step failed after this, they would not be reported.
-                outcome = self._outcome(*self._sample(running, plan, masks))
+                outcome = self._outcome(self._sample(running, plan, masks))
+                if masks is not None and outcome.sampled:
+                    outcome = self._within_grammars(outcome, masks.result())
                 return outcome if stop is None else stopped_outcome(outcome, plan, *stop)
 
     def _prepare(self, plan: StepPlan) -> None:
@@ -228,9 +232,7 @@ class TorchExecutor:
             self._pool_memory.release(num_blocks * block_bytes, self._num_blocks * block_bytes)
         self._num_blocks = num_blocks
 
-    def _outcome(
-        self, sampled: tuple[SampledToken, ...], failed: tuple[FailedRequest, ...] = ()
-    ) -> StepOutcome:
+    def _outcome(self, sampled: tuple[SampledToken, ...]) -> StepOutcome:
         """Of a step without stopped slices, with the copies that have completed."""
         completed = CompletedCopies() if self._copier is None else self._copier.take_completed()
         return StepOutcome(
@@ -238,8 +240,22 @@ class TorchExecutor:
             completed_copies=completed.blocks,
             completed_slot_copies=completed.slots,
             weight_transfers=WeightTransfers() if self._streamer is None else self._streamer.take_transfers(),
-            failed=failed,
         )
+
+    def _within_grammars(self, outcome: StepOutcome, masks: TokenMasks) -> StepOutcome:
+        """Without tokens of requests that have failed, and with those that are forced after the others."""
+        sampled, failed, forced = [], [], []
+        for token in outcome.sampled:
+            request_id = token.request_id
+            if request_id in masks.errors:
+                failed.append(FailedRequest(request_id, masks.errors[request_id]))
+                continue
+            sampled.append(token)
+            state = self._states[request_id]
+            room = (state.sampling.max_tokens or 0) - state.num_output_tokens - 1
+            if request_id in masks.forced and room > 0 and state.sampling.logprobs is None:
+                forced.append(ForcedTokens(request_id, masks.forced[request_id][:room]))
+        return replace(outcome, sampled=tuple(sampled), failed=tuple(failed), forced=tuple(forced))
 
     def _begun(self, work: Compute | Resume, received: Handover) -> tuple[LayerPass, int]:
         """The pass before its first layer here, and the layer before which its preemptible slices end."""
@@ -326,23 +342,19 @@ class TorchExecutor:
 
     def _sample(
         self, running: LayerPass, plan: StepPlan, masks: Future[TokenMasks] | None
-    ) -> tuple[tuple[SampledToken, ...], tuple[FailedRequest, ...]]:
-        """Tokens, and requests that cannot have one, on the first rank of the last stage."""
+    ) -> tuple[SampledToken, ...]:
+        """Tokens on the first rank of the last stage."""
         samples = self._stage.shard.is_last and any(scheduled.samples for scheduled in running.slices)
         logits = self._model.logits(*sampled_rows(running.micro_batches)) if samples else None
         if logits is None:
             self._streams.synchronize()  # nothing was read from the device, so it may still compute
-            return (), ()
-        tokens = self._drawn(logits, running, None if masks is None else masks.result())
-        errors = {} if masks is None else masks.result().errors
-        failed = tuple(FailedRequest(each, errors[each]) for each in tokens if each in errors)
-        in_order = (tokens[each.request_id] for each in plan.slices if each.request_id in tokens)
-        return tuple(each for each in in_order if each.request_id not in errors), failed
+            return ()
+        return self._drawn(logits, running, plan, None if masks is None else masks.result())
 
     def _drawn(
-        self, logits: Tensor, running: LayerPass, masks: TokenMasks | None
-    ) -> dict[RequestId, SampledToken]:
-        """A token for each row of ``logits``."""
+        self, logits: Tensor, running: LayerPass, plan: StepPlan, masks: TokenMasks | None
+    ) -> tuple[SampledToken, ...]:
+        """A token for each row of ``logits``, in the plan's order."""
         sampling = [scheduled.request_id for scheduled in running.slices if scheduled.samples]
         forbidden: dict[int, Tensor] = {}
         if masks is not None:
@@ -353,10 +365,11 @@ class TorchExecutor:
                 if request_id in masks.rows
             }
         drawn = self._sampler.sample(logits, [self._states[each] for each in sampling], forbidden)
-        return {
+        tokens = {
             request_id: SampledToken(request_id, token_id, logprobs)
             for request_id, (token_id, logprobs) in zip(sampling, drawn, strict=True)
         }
+        return tuple(tokens[each.request_id] for each in plan.slices if each.request_id in tokens)
 
     def _batch_of(self, slices: Sequence[ScheduledSlice]) -> FlatBatch:
         tokens = [

@@ -157,8 +157,11 @@ class ParallelExecutor:
             raise RankFailed("; ".join(failed))
         report = done[self._output_rank]
         sampled = sampled_of(report, oldest.sampling_ids)
-        self._sampled = Sampled(*map(add, self._sampled, sampled))
         outcome = outcome_of(report, sampled)
+        if outcome.forced:
+            request_ids, token_ids = zip(*outcome.tokens, strict=True)
+            sampled = Sampled(request_ids, token_ids)
+        self._sampled = Sampled(*map(add, self._sampled, sampled))
         # A step that failed may have left some.
         has_more = others or self._completed.has_some or self._transfers
         return self._with_all_ranks(outcome) if has_more else outcome

@@ -54,7 +54,7 @@ class Batch:
         self.members[request.request_id] = (request, num_tokens)
         self.num_tokens_left -= num_tokens
         pending = request.num_tokens - request.num_computed_tokens
-        if pending > 1:
+        if not request.is_decoding:
             self.num_prefill_tokens += num_tokens
         self.has_headroom = self.num_tokens_left > 0 and len(self.members) < self._max_num_seqs
         self.load.put(request.num_computed_tokens, num_tokens, num_tokens == pending)
@@ -73,6 +73,6 @@ class Batch:
             num_tokens, pending = member[1], request.num_pending_tokens
             self.num_tokens_left += num_tokens
             self.has_headroom = True
-            if pending > 1:
+            if not request.is_decoding:
                 self.num_prefill_tokens -= num_tokens
             self.load.take(request.num_computed_tokens, num_tokens, num_tokens == pending)

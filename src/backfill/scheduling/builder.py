@@ -83,21 +83,27 @@ class StepBuilder:
         num_fitting = min(self._num_fitting(requests, max_step_s), batch.num_seqs_left, batch.num_tokens_left)
         requests = requests[:num_fitting]
         # Those whose last block has a free slot need no allocation: they follow together.
-        together = [each for each in requests if each.num_computed_tokens % size]
+        together = [
+            each for each in requests if each.num_computed_tokens % size and each.num_pending_tokens == 1
+        ]
         if self.kv.sharing.blocks:
             together = [each for each in together if each.request_id not in self.kv.sharing.blocks]
         if len(together) < len(requests):
             names = {each.request_id for each in together}
-            self._grow_decodes([each for each in requests if each.request_id not in names])
+            others = [each for each in requests if each.request_id not in names]
+            self._grow_decodes(others, batch.num_tokens_left - len(requests))
         if batch.has_preempted:  # perhaps for a block of another one
             together = [each for each in together if each.status is RequestStatus.RUNNING]
         batch.add_decodes(together)
         return num_fitting
 
-    def _grow_decodes(self, requests: Sequence[Request]) -> None:
+    def _grow_decodes(self, requests: Sequence[Request], num_spare_tokens: int) -> None:
+        """Args: num_spare_tokens: beside one of each, for those that have several."""
         for request in requests:
             if request.status is RequestStatus.RUNNING and self.batch.has_headroom:
-                self._grow(request, 1)
+                num_more = min(request.num_pending_tokens - 1, num_spare_tokens)
+                num_spare_tokens -= num_more
+                self._grow(request, 1 + num_more)
 
     def try_add(self, request: Request, limits: ChunkLimits = NO_LIMITS) -> int:
         if request.status is not RequestStatus.RUNNING or not self.batch.has_headroom:
@@ -282,6 +288,8 @@ class StepBuilder:
     def _most_tokens(self, request: Request) -> int:
         pending = request.num_pending_tokens
         most = min(pending, self.config.max_prefill_chunk_tokens, self.batch.num_tokens_left)
+        if request.is_decoding:
+            return most
         return min(most, self._max_prefill_tokens - self.batch.num_prefill_tokens) if pending > 1 else most
 
     def _chunk(self, request: Request, limits: ChunkLimits) -> int:

@@ -24,11 +24,19 @@ from backfill.scheduling.suspension import Suspension
 
 
 class CommittedToken(NamedTuple):
-    """One output token that now belongs to its request."""
+    """One output token that now belongs to its request.
+
+    Attributes:
+        number: of the output's tokens, from 1.
+        stop_token_id: the requested stop token that ended the output, if one did.
+        finish_reason: why the output has ended with this token; None if it has not.
+    """
 
     request: Request
     sampled: SampledToken
-    stop_token_id: int | None  # the requested stop token that ended the output, if one did
+    number: int
+    stop_token_id: int | None
+    finish_reason: FinishReason | None
 
 
 class Scheduler:
@@ -303,12 +311,12 @@ class Scheduler:
 
         The predictor learns how many online requests that are in time have kept their gap.
         """
-        by_id, end_token_ids, predictor = self.requests.by_id, self._end_token_ids, self.predictor
+        by_id, predictor = self.requests.by_id, self.predictor
         online = PriorityLevel.ONLINE
         num_gaps = num_kept = 0
         committed = []
         for sampled in outcome.sampled:
-            request_id, token_id, _ = sampled
+            request_id = sampled.request_id
             request = by_id.get(request_id)
             if request is None or request_id in lost:
                 continue  # it was aborted while its step ran, or an earlier chunk has failed
@@ -318,21 +326,35 @@ class Scheduler:
             elif request.priority_level is online and predictor is not None and request.slo is not None:
                 num_gaps += 1
                 num_kept += predictor.keeps(now_s - last_at_s, request.slo.tpot_s)
-            request.append(token_id)
-            sampling, stop_token_id = request.sampling, None
-            if (
-                len(request.output_token_ids) >= request.max_tokens
-                or token_id in end_token_ids
-                or token_id in (sampling.stop_token_ids or ())
-            ):
-                reason, stop_token_id = self._finish_reason(request, token_id)
-                if reason is not None:
-                    self._end(request, reason)
-            # As the class itself would make it, in half the time.
-            committed.append(tuple.__new__(CommittedToken, (request, sampled, stop_token_id)))
+            committed.append(self._append(request, sampled))
+        for request_id, token_ids in outcome.forced:
+            request = by_id.get(request_id)
+            if request is None or request_id in lost:
+                continue  # as above, or the sampled token has ended it
+            for token_id in token_ids:
+                committed.append(self._append(request, SampledToken(request_id, token_id)))
+                if request.finish_reason is not None:
+                    break
         if predictor is not None:
             predictor.observe_gaps(num_kept, num_gaps)
         return committed
+
+    def _append(self, request: Request, sampled: SampledToken) -> CommittedToken:
+        """Give the request a token, and end it if that is the last one."""
+        token_id = sampled.token_id
+        request.append(token_id)
+        number, stop_token_id = len(request.output_token_ids), None
+        if (
+            number >= request.max_tokens
+            or token_id in self._end_token_ids
+            or token_id in (request.sampling.stop_token_ids or ())
+        ):
+            reason, stop_token_id = self._finish_reason(request, token_id)
+            if reason is not None:
+                self._end(request, reason)
+        # As the class itself would make it, in half the time.
+        fields = (request, sampled, number, stop_token_id, request.finish_reason)
+        return tuple.__new__(CommittedToken, fields)
 
     def _count_discarded(self, request_id: RequestId, num_tokens: float) -> None:
         self.counters[self.requests.by_id[request_id].service_class].num_discarded_tokens += num_tokens
