@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -67,6 +68,32 @@ class RequestState:
             self.grammar.append(token_id)
 
 
+@dataclass(frozen=True, slots=True)
+class ForbiddenTokens:
+    """What grammars do not allow.
+
+    Attributes:
+        rows: of the logits, ascending: those whose requests have a grammar.
+        tokens: of these rows, bool ``[len(rows), vocab]``; some token of each is allowed.
+    """
+
+    rows: Sequence[int]
+    tokens: Tensor
+
+    def exclude(self, logits: Tensor) -> None:
+        """Make them impossible, in place."""
+        if len(self.rows) == len(logits):
+            logits.masked_fill_(self.tokens, -math.inf)
+        else:
+            logits[self.rows] = logits[self.rows].masked_fill_(self.tokens, -math.inf)
+
+    def restore_empty(self, logits: Tensor) -> None:
+        """In rows that have no possible token, make all that are allowed equally likely."""
+        for index, row in enumerate(self.rows):
+            if bool(logits[row].amax() == -math.inf):
+                logits[row].masked_fill_(~self.tokens[index], 0.0)
+
+
 class Sampler:
     """Stateless: a token depends on its logits and its request alone, never on the rest of the batch.
 
@@ -77,15 +104,11 @@ class Sampler:
         self._end_token_ids = tuple(end_token_ids)
 
     def sample(
-        self, logits: Tensor, states: Sequence[RequestState], forbidden: Mapping[int, Tensor] | None = None
+        self, logits: Tensor, states: Sequence[RequestState], forbidden: ForbiddenTokens | None = None
     ) -> list[tuple[int, TokenLogprobs | None]]:
-        """One (token id, log probabilities if asked for) for each row of ``logits [N, vocab]``.
-
-        Args:
-            forbidden: by row, the tokens that its grammar does not allow, bool ``[vocab]``.
-        """
-        for row, mask in (forbidden or {}).items():
-            logits[row].masked_fill_(mask, -math.inf)
+        """One (token id, log probabilities if asked for) for each row of ``logits [N, vocab]``."""
+        if forbidden is not None:
+            forbidden.exclude(logits)
         if all(state.is_plain_greedy for state in states):
             return [(token_id, None) for token_id in _most_likely(logits)]
         logits = logits.float()
@@ -94,11 +117,9 @@ class Sampler:
         add_biases(logits, states)
         penalise(logits, states)
         exclude(logits, states, self._end_token_ids)
-        for row, mask in (forbidden or {}).items():
-            if states[row].sampling.shapes_logits:  # which may have left nothing, and then an end token
-                logits[row].masked_fill_(mask, -math.inf)
-                if bool(logits[row].amax() == -math.inf):
-                    logits[row] = torch.where(mask, -math.inf, 0.0)
+        if forbidden is not None and any(states[row].sampling.shapes_logits for row in forbidden.rows):
+            forbidden.exclude(logits)  # a shaped row of which nothing was left has an end token
+            forbidden.restore_empty(logits)
         token_ids = _most_likely(logits)
         drawn = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
         for start in range(0, len(drawn), _MAX_ROWS_DRAWN):

@@ -34,7 +34,7 @@ from backfill.execution.layer_pass import LayerPass, MicroBatch, rows_of, sample
 from backfill.execution.micro_batches import MicroBatchStreams, split_step
 from backfill.execution.offloading import LayerStreamer
 from backfill.execution.pool_pair import CompletedCopies
-from backfill.execution.sampler import RequestState, Sampler
+from backfill.execution.sampler import ForbiddenTokens, RequestState, Sampler
 from backfill.execution.stage import Handover, Stage, Stop
 from backfill.models.decoder import DecoderModel
 
@@ -356,14 +356,12 @@ class TorchExecutor:
     ) -> tuple[SampledToken, ...]:
         """A token for each row of ``logits``, in the plan's order."""
         sampling = [scheduled.request_id for scheduled in running.slices if scheduled.samples]
-        forbidden: dict[int, Tensor] = {}
-        if masks is not None:
-            on_device = torch.from_numpy(masks.forbidden).to(logits.device)
-            forbidden = {
-                row: on_device[masks.rows[request_id]]
-                for row, request_id in enumerate(sampling)
-                if request_id in masks.rows
-            }
+        forbidden: ForbiddenTokens | None = None
+        known = {} if masks is None else masks.rows
+        rows = {row: known[each] for row, each in enumerate(sampling) if each in known}
+        if masks is not None and rows:
+            of_rows = masks.forbidden[list(rows.values())]
+            forbidden = ForbiddenTokens(list(rows), torch.from_numpy(of_rows).to(logits.device))
         drawn = self._sampler.sample(logits, [self._states[each] for each in sampling], forbidden)
         tokens = {
             request_id: SampledToken(request_id, token_id, logprobs)
