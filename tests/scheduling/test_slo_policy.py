@@ -101,6 +101,21 @@ def test_of_a_burst_as_many_chats_as_possible_meet_both_objectives() -> None:
     assert ours[2] <= 1.1 * fcfs[2], "the others lose no throughput"
 
 
+def test_late_answers_without_room_take_the_blocks_of_those_they_preempt() -> None:
+    def served(policy: Policy | None) -> tuple[float, int]:
+        """Seconds for 20 late requests of which the pool holds 8, and preemptions."""
+        bench = Bench(policy, num_blocks=200, step_s=0.02)
+        late = [make_request(20, 80, request_id=f"late{i}", arrived_at_s=-10.0) for i in range(20)]
+        bench.add(*late)
+        while bench.scheduler.has_unfinished:
+            bench.step()
+        return bench.clock.now_s(), sum(each.num_preemptions for each in late)
+
+    (ours_s, num_ours), (fcfs_s, num_fcfs) = served(None), served(FcfsPolicy())
+    assert ours_s <= 1.05 * fcfs_s
+    assert num_ours <= num_fcfs
+
+
 def test_a_short_prompt_with_a_tight_objective_goes_before_an_earlier_long_one() -> None:
     bench = Bench(num_blocks=2000)
     long = make_request(900, 2, request_id="long", slo=SLO(60.0, 1.0))

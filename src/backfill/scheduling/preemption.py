@@ -76,7 +76,7 @@ class Preemption:
         Returns: None if the request has to wait for copies or a step in flight, or was preempted itself.
         """
         kv, protects = self.kv, self.policy.protects_online_cache
-        is_online = request.priority_level is PriorityLevel.ONLINE
+        is_online = request.service_class is ServiceClass.ONLINE
         while (lack := kv.growth_shortage(request, num_tokens, Evictable.LOSING_NOTHING)) > 0:
             if not is_online and lack <= kv.counts.becoming_available:
                 return None
@@ -89,7 +89,7 @@ class Preemption:
             victim = max(holders, key=self.key)
             # Alone, it would be preempted for a cache that is of use to nobody until more requests arrive.
             is_last = victim is request and len(holders) == 1
-            if may_take_all and (is_last or (is_online and victim.priority_level is PriorityLevel.ONLINE)):
+            if may_take_all and (is_last or (is_online and victim.service_class is ServiceClass.ONLINE)):
                 return Evictable.ALL
             if victim.request_id in self.in_flight.slices:
                 self.in_flight.blocked.add(request.request_id)
@@ -133,7 +133,13 @@ class Preemption:
                     return None
             victims.sort(key=self.key)
             while victims:
-                self.preempt(victims.pop(), batch)
+                victim = victims.pop()
+                if (
+                    victim.service_class is ServiceClass.ONLINE
+                    and kv.shortage(request, match, num_reserved, last_limit) <= 0
+                ):
+                    return match, last_limit  # its KV would be no easier to take than what is cached
+                self.preempt(victim, batch)
                 match = kv.match(request)  # a preemption may evict host copies
                 if kv.shortage(request, match, num_reserved, limit) <= 0:
                     return match, limit
@@ -169,7 +175,7 @@ class Preemption:
         """What a waiting request may evict before requests are preempted for it, and after."""
         if not self.policy.protects_online_cache:
             return Evictable.ALL, Evictable.ALL
-        if request.priority_level is PriorityLevel.ONLINE:
+        if request.service_class is ServiceClass.ONLINE:
             return Evictable.OFFLINE, Evictable.ALL
         if not self.block_holders:  # else nothing would run until the protection ends
             return Evictable.ALL, Evictable.ALL
