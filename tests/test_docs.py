@@ -195,7 +195,7 @@ def test_options_in_documents_exist() -> None:
     known = {option for root in (app, studies) for name in commands(root) for option in options(name, root)}
     known |= {"--help", *(f"--no-{option[2:]}" for option in known)}
     known |= {"--scheduling-policy"}  # vLLM's
-    known |= {"--burstiness", "--request-rate-series", "--workers-max"}  # of load generators
+    known |= {"--burstiness", "--goodput", "--request-rate-series", "--workers-max"}  # of load generators
     known |= {"--head", "--address"}  # of `ray start`
     scripts = "".join(script.read_text() for script in (ROOT / "benchmarks").glob("*.py"))
     for document in DOCUMENTS:

@@ -226,3 +226,14 @@ def test_efficient_steps_end_where_more_rows_gain_little(
 ) -> None:
     model = replace(MODEL, rows_s=PiecewiseLinear(x, y))
     assert model.efficient_step_sizes(fraction, at_most) == sizes
+
+
+def test_prompts_are_computed_efficiently_in_the_smallest_step_that_decodes_leave_enough_of() -> None:
+    model = replace(MODEL, rows_s=PiecewiseLinear((1.0, 10.0, 100.0, 1000.0), (1.0, 2.0, 11.0, 101.0)))
+    model = replace(model, request_s=0.0, prefill_pair_s=0.0, prefill_context_s=0.0, decode_context_s=0.0)
+    nothing, decodes = StepLoad(), StepLoad.of([(5, 1, False)] * 50)
+    assert model.efficient_prefill_s(nothing, 0.9, 1000) == 11.0
+    assert model.efficient_prefill_s(nothing, 1.0, 1000) == 101.0
+    assert model.efficient_prefill_s(decodes, 0.9, 1000) == 101.0, "the decodes are half of 100 tokens"
+    assert model.efficient_prefill_s(decodes, 0.4, 1000) == 11.0
+    assert model.efficient_prefill_s(decodes, 0.9, 50) == model.step_time_s(decodes), "no token is left"

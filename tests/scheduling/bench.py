@@ -51,9 +51,10 @@ class Bench:
         step_s: float = 1e-6,
         bidirectional: bool = False,
         next_token: int | None = None,
+        cost: CostModel | None = None,
         **limits: int,
     ) -> None:
-        self.cost = linear_cost(step_s=step_s)
+        self.cost = cost or linear_cost(step_s=step_s)
         self.predictor = StepPredictor(self.cost)
         self.clock = VirtualClock()
         self.executor = ScriptedExecutor(make_info(num_blocks=num_blocks, block_size=BLOCK_SIZE), next_token)

@@ -6,6 +6,7 @@ import pytest
 
 from backfill.core.config import PolicyName, SchedulerConfig
 from backfill.core.errors import ConfigError
+from backfill.core.request import Request
 from backfill.core.slo import SLO
 from backfill.costs.profile import FitError, Quality
 from backfill.scheduling.objectives import (
@@ -18,8 +19,9 @@ from backfill.scheduling.objectives import (
     least_tpot_slo,
     objectives_below_floor,
     server_slo,
+    share_in_time,
 )
-from tests.builders import flat_cost, linear_cost, make_profile
+from tests.builders import flat_cost, linear_cost, make_profile, make_request
 
 # A tenth of a second for each step, certain to 70 %.
 PROFILE = replace(make_profile(flat_cost(0.1)), error=FitError(0.01, 0.05, 40))
@@ -187,3 +189,26 @@ def test_the_next_engine_of_a_server_begins_with_the_objectives_of_the_last() ->
     config = SchedulerConfig(kept_slo=SLO(2.0, 0.3))
     assert ServerObjectives(config, flat_cost(1.0)).slo == SLO(2.0, 0.3)
     assert slo_after(config, 0.01, 0.01, 0.01)[-1] == DEFAULT_SLO
+
+
+def answering(arrived_at_s: float, mean_gap_s: float = 0.1) -> Request:
+    """With an objective of 0.1 s between two tokens, and four of them."""
+    request = make_request(4, 20, request_id=f"{arrived_at_s} {mean_gap_s}", arrived_at_s=arrived_at_s)
+    request.slo = SLO(1.0, 0.1)
+    request.first_token_at_s = arrived_at_s + 0.5
+    request.output_token_ids.extend([1] * 4)
+    request.last_token_at_s = request.first_token_at_s + 3 * mean_gap_s
+    return request
+
+
+def test_the_share_in_time_is_that_of_requests_that_came_together() -> None:
+    late = [make_request(4, 4, request_id=f"late{i}", arrived_at_s=10.0) for i in range(6)]
+    burst = [answering(10.0), answering(10.0, 0.05)]
+    assert share_in_time(burst, late) == 2 / 8
+    assert share_in_time([*burst, answering(10.0, 0.2), answering(10.0, 0.2)], late) == 2 / 10
+    assert share_in_time(burst, []) == 1.0
+    assert share_in_time([], late) == 0.0
+    # Those that came after an overload are not held to be late with what it left.
+    assert share_in_time([answering(20.0), answering(30.0)], late) == 1.0
+    # Of those in time the later half counts: one old answer does not take the backlog for a burst.
+    assert share_in_time([answering(0.0), answering(20.0), answering(30.0)], late) == 1.0

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from backfill.core.request import PriorityLevel, Request, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
+from backfill.costs.model import PiecewiseLinear
 from backfill.scheduling.policies.baselines import FcfsPolicy
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
@@ -114,6 +115,25 @@ def test_late_answers_without_room_take_the_blocks_of_those_they_preempt() -> No
     (ours_s, num_ours), (fcfs_s, num_fcfs) = served(None), served(FcfsPolicy())
     assert ours_s <= 1.05 * fcfs_s
     assert num_ours <= num_fcfs
+
+
+def test_a_burst_that_is_nearly_all_late_is_served_as_fast_as_without_objectives() -> None:
+    # A step of the objective's length computes a third as many tokens a second as a large one.
+    rows_s = PiecewiseLinear((1, 10, 100, 1000), (0.06, 0.08, 0.3, 2.0))
+
+    def served(policy: type[FcfsPolicy] | None) -> tuple[float, float]:
+        """When half of the chats have their first token, and when all have ended."""
+        bench = Bench(policy and policy(), cost=replace(linear_cost(), rows_s=rows_s))
+        chats = [make_request(40, 20, request_id=f"chat{i}") for i in range(60)]
+        bench.add(*chats)
+        while bench.scheduler.has_unfinished:
+            bench.step()
+        firsts_s = sorted(each.first_token_at_s or math.inf for each in chats)
+        return firsts_s[30], max(each.last_token_at_s or math.inf for each in chats)
+
+    (first_s, last_s), (fcfs_first_s, fcfs_last_s) = served(None), served(FcfsPolicy)
+    assert first_s <= 1.15 * fcfs_first_s
+    assert last_s <= 1.05 * fcfs_last_s
 
 
 def test_a_short_prompt_with_a_tight_objective_goes_before_an_earlier_long_one() -> None:

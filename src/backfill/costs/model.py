@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated
 
 import msgspec
@@ -165,6 +166,7 @@ class CostModel:
             start += chunk
         return total
 
+    @lru_cache(maxsize=16)  # noqa: B019 - a process has a few models, and a policy asks in every step
     def efficient_step_sizes(self, fraction: float, at_most: int) -> tuple[int, ...]:
         """Step sizes in tokens, ascending, whose cost per token is at most ``1 / fraction`` times the least.
 
@@ -176,3 +178,19 @@ class CostModel:
         cost = {int(x): self.rows_s(x) / x for x in candidates}
         least = min(cost.values())
         return tuple(sorted(x for x, each in cost.items() if each <= least / fraction))
+
+    def efficient_prefill_s(self, decodes: StepLoad, fraction: float, at_most: int) -> float:
+        """Seconds of the smallest step with prompts beside ``decodes`` at ``fraction`` of the best rate.
+
+        Candidates are the knots of ``rows_s`` and ``at_most`` tokens. The decodes alone if they leave none.
+        """
+        sizes = sorted({*(int(x) for x in self.rows_s.x if decodes.num_tokens < x <= at_most), at_most})
+        steps = [
+            (num_tokens / seconds, seconds)
+            for num_tokens in (size - decodes.num_tokens for size in sizes)
+            if num_tokens > 0 and (seconds := self.time_with_s(decodes, 0, num_tokens, False)) > 0.0
+        ]
+        if not steps:
+            return self.step_time_s(decodes)
+        best = max(rate for rate, _ in steps)
+        return next(seconds for rate, seconds in steps if rate >= fraction * best)

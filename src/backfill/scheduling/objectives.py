@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ConfigError
@@ -12,6 +13,7 @@ from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile
+from backfill.scheduling.policy import RequestView
 
 DEFAULT_SLO = SLO(ttft_s=1.0, tpot_s=0.15)
 # The prompt by which the default TTFT objective is widened: a chat of a few turns, or a question about a page
@@ -163,6 +165,28 @@ def check_server_slo(config: SchedulerConfig, profile: CostProfile | None) -> li
             raise ConfigError(f"{needs} on this device; give at least that.")
         warnings.append(f"{needs}, by a {profile.quality} cost profile; it may often be missed")
     return warnings
+
+
+def share_in_time(served: Iterable[RequestView], late: Iterable[RequestView]) -> float:
+    """Of the online requests that came together, the share that meets its objectives so far.
+
+    Late ones count that came no earlier than the middle one of those in time. So a burst counts whole, and
+    what has been waiting since an earlier time of overload does not.
+
+    Args:
+        served: prompts that can be in time, and decodes, which are late if their mean gap is too long.
+        late: the others.
+    Returns: 0 if all are late.
+    """
+    banked = [(each.arrived_at_s, each.banked_s >= 0.0) for each in served]
+    in_time = sorted(arrived_at_s for arrived_at_s, is_in_time in banked if is_in_time)
+    if not in_time:
+        return 0.0
+    since_s = in_time[len(in_time) // 2]
+    num_in_time = len(in_time) - bisect_left(in_time, since_s)
+    num_late = sum(each.arrived_at_s >= since_s for each in late)
+    num_late += sum(arrived_at_s >= since_s for arrived_at_s, is_in_time in banked if not is_in_time)
+    return num_in_time / (num_in_time + num_late)
 
 
 def _by_name(slo: SLO) -> dict[str, float]:

@@ -111,6 +111,18 @@ class Snapshot(Generic[R_co]):
             return running
         return [*running, *(each for each in self.restoring if each.priority_level is level)]
 
+    def delayed(self, level: PriorityLevel) -> Sequence[RequestView]:
+        """Requests of a level whose next tokens the step delays: holders of blocks, and those in other steps.
+
+        Those that are late and still being restored are left out: no step that begins now brings their token.
+        """
+        others, holders = self.in_other_steps.get(level, ()), self.holders(level)
+        if not (others or self.restoring):
+            return holders
+        late = {each.request_id for each in self.restoring if each.next_token_by_s <= self.now_s}
+        delayed: list[RequestView] = [*holders, *others]
+        return [each for each in delayed if each.request_id not in late]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkLimits:

@@ -11,8 +11,7 @@ from backfill.core.config import VictimOrder
 from backfill.core.request import PriorityLevel, RequestId, order_key
 from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
-from backfill.costs.model import CostModel
-from backfill.scheduling.objectives import least_tpot_slo
+from backfill.scheduling.objectives import least_tpot_slo, share_in_time
 from backfill.scheduling.policy import (
     MIN_PREFILL_CHUNK_TOKENS,
     Admission,
@@ -34,6 +33,10 @@ from backfill.scheduling.prediction import StepPredictor
 _PROMPT_STEP_SHARE = 0.5
 # Part of what the decodes have banked that one step may take.
 _BANK_SHARE = 0.5
+# Of the online requests that came together, those whose objectives bound steps where it is at least so many.
+_LEAST_SHARE_IN_TIME = 0.25
+# Part of the best rate of prompts that steps have where it is fewer.
+_LATE_EFFICIENCY = 0.9
 # Prompts that are weighed against each other; those behind them wait.
 _MAX_WEIGHED = 512
 # Time by which offline decodes may lengthen a step that computes an online prompt.
@@ -94,7 +97,6 @@ class SloPolicy(Policy):
         self._victims = victims
         self._step_efficiency = step_efficiency
         self._offline_efficiency = offline_efficiency
-        self._sizes: dict[float, tuple[CostModel, Sequence[int]]] = {}  # by efficiency
         self._peak_blocks = 0.0
         self._peak_at_s: float | None = None
 
@@ -126,11 +128,11 @@ class SloPolicy(Policy):
         decodes_s = builder.batch.predicted_s
         delayed: Sequence[RequestView] = decodes
         if view.restoring or view.in_other_steps:
-            delayed = [each for each in _delayed(view, PriorityLevel.ONLINE) if each.is_decoding]
+            delayed = [each for each in view.delayed(PriorityLevel.ONLINE) if each.is_decoding]
         limit_s = self._limit_s(delayed, view.now_s, decodes_s)
         waiting = view.waiting[PriorityLevel.ONLINE]
         if not prefills and not waiting:
-            return limit_s
+            return max(limit_s, self._least_limit_s(view, builder.batch.load, decodes, ()))
         prompts = list(itertools.islice(merge(prefills, waiting, key=order_key), _MAX_WEIGHED))
         load = _decode_load(decodes)
         in_time = self._in_time(prompts, load, view.now_s, limit_s)
@@ -142,9 +144,22 @@ class SloPolicy(Policy):
         chosen = [each for each in prompts if each.request_id in in_time]
         chosen.sort(key=_is_new)  # those in the middle of their answers first
         late = [each for each in prompts if each.request_id not in in_time]
-        limit_s = self._add_prompts(view, builder, chosen, limit_s)
-        self._add_prompts(view, builder, late, limit_s)
-        return limit_s
+        least_s = self._least_limit_s(view, load, [*decodes, *chosen], late)
+        limit_s = self._add_prompts(view, builder, chosen, max(limit_s, least_s), least_s)
+        return self._add_prompts(view, builder, late, max(limit_s, least_s), least_s)
+
+    def _least_limit_s(
+        self, view: Snapshot[R], decodes: StepLoad, served: Sequence[R], late: Sequence[R]
+    ) -> float:
+        """Where nearly all online requests are late, objectives make steps no shorter than throughput wants.
+
+        Else the small steps of the few in time would cost all others, who wait behind them.
+        """
+        relegated = PriorityLevel.RELEGATED
+        late = [*late, *view.running[relegated], *view.waiting[relegated]]
+        if not late or share_in_time(served, late) >= _LEAST_SHARE_IN_TIME:
+            return 0.0
+        return self._predictor.cost.efficient_prefill_s(decodes, _LATE_EFFICIENCY, self._max_step_tokens)
 
     def _limit_s(
         self, decodes: Sequence[RequestView], now_s: float, decodes_s: float, bank_share: float = 0.0
@@ -198,12 +213,17 @@ class SloPolicy(Policy):
         return in_time
 
     def _add_prompts(
-        self, view: Snapshot[R], builder: BatchBuilder[R], prompts: Iterable[R], limit_s: float
+        self,
+        view: Snapshot[R],
+        builder: BatchBuilder[R],
+        prompts: Iterable[R],
+        limit_s: float,
+        least_s: float,
     ) -> float:
         """Add chunks of prompts in this order. Returns: the limit, lowered to the deadlines of those it ends.
 
         A waiting prompt is admitted only while a step of all decodes, its own among them, keeps to the
-        server's TPOT objective.
+        server's TPOT objective, or to ``least_s``.
         """
         predictor, batch = self._predictor, builder.batch
         holders = view.holders(PriorityLevel.ONLINE)
@@ -217,9 +237,8 @@ class SloPolicy(Policy):
                 builder.try_add(request, limits)
             elif may_admit:
                 load.put(request.num_prompt_tokens, 1, True)
-                keeps_gaps = (
-                    predictor.cost.step_time_s(load) <= self.default_slo.tpot_s * predictor.usable_share
-                )
+                gap_s = max(self.default_slo.tpot_s * predictor.usable_share, least_s)
+                keeps_gaps = predictor.cost.step_time_s(load) <= gap_s
                 may_admit = keeps_gaps or load.num_requests == 1
                 if may_admit:
                     admission = builder.try_admit(request, limits, may_preempt=_BELOW_ONLINE)
@@ -277,7 +296,7 @@ class SloPolicy(Policy):
         free_share = 1.0 - view.online_blocks / view.num_blocks
         headroom = min(1.0, _HEADROOM_FACTOR * free_share) ** 2
         lowered_s = min(tightest_s * headroom * self._predictor.usable_share, bound_s)
-        sizes = self._step_sizes(self._step_efficiency)
+        sizes = self._predictor.cost.efficient_step_sizes(self._step_efficiency, self._max_step_tokens)
         promoted = ChunkLimits(max_step_s=bound_s, step_sizes=sizes)
         serve(view, builder, _PROMOTED, promoted, may_preempt=_OFFLINE)
         limits = ChunkLimits(max_step_s=lowered_s, step_sizes=sizes)
@@ -288,7 +307,9 @@ class SloPolicy(Policy):
         unstoppable_s = UNSTOPPABLE_TTFT_SHARE * self.default_slo.ttft_s
         limits = ChunkLimits(
             max_step_s=math.inf if self._can_stop else unstoppable_s * self._predictor.usable_share,
-            step_sizes=self._step_sizes(self._offline_efficiency),
+            step_sizes=self._predictor.cost.efficient_step_sizes(
+                self._offline_efficiency, self._max_step_tokens
+            ),
         )
         serve(view, builder, _PROMOTED, limits, may_preempt=_OFFLINE)
         serve(view, builder, _OFFLINE, limits, reserved_blocks=reserved)
@@ -305,13 +326,6 @@ class SloPolicy(Policy):
         wanted = min(int(self._peak_blocks) - view.online_blocks, view.num_blocks // 2)
         return max(0, wanted - view.reclaimable_blocks)
 
-    def _step_sizes(self, efficiency: float) -> Sequence[int]:
-        cost, known = self._predictor.cost, self._sizes.get(efficiency)
-        if known is None or known[0] is not cost:
-            known = cost, cost.efficient_step_sizes(efficiency, self._max_step_tokens)
-            self._sizes[efficiency] = known
-        return known[1]
-
     # What else the engine asks.
 
     def resume_s(self, view: Snapshot[RequestView]) -> float:
@@ -319,7 +333,7 @@ class SloPolicy(Policy):
 
         Relegated requests do not count: the blocks that they wait for may be those of the suspended slices.
         """
-        online = _delayed(view, PriorityLevel.ONLINE)
+        online = view.delayed(PriorityLevel.ONLINE)
         if view.waiting[PriorityLevel.ONLINE] or any(map(_is_new, online)):
             return 0.0
         if not online:
@@ -373,21 +387,9 @@ def _is_new(request: RequestView) -> bool:
     return request.last_token_at_s is None
 
 
-def _delayed(view: Snapshot[RequestView], level: PriorityLevel) -> Sequence[RequestView]:
-    """Requests of a level whose next tokens the step delays: holders of blocks, and those in other steps.
-
-    Those that are late and still being restored are left out: no step that begins now brings their token.
-    """
-    others, holders = view.in_other_steps.get(level, ()), view.holders(level)
-    if not (others or view.restoring):
-        return holders
-    late = {each.request_id for each in view.restoring if each.next_token_by_s <= view.now_s}
-    return [each for each in (*holders, *others) if each.request_id not in late]
-
-
 def _delayed_online(view: Snapshot[RequestView]) -> Sequence[RequestView]:
     """Those of both levels of online requests."""
-    return [*_delayed(view, PriorityLevel.ONLINE), *_delayed(view, PriorityLevel.RELEGATED)]
+    return [*view.delayed(PriorityLevel.ONLINE), *view.delayed(PriorityLevel.RELEGATED)]
 
 
 def _decode_load(requests: Iterable[RequestView]) -> StepLoad:
