@@ -6,13 +6,14 @@ import itertools
 import math
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from backfill.blending.pool import OfflinePool
+from backfill.blending.pool import LONG_RUN_VALUES, OfflinePool
 from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
 from backfill.blending.resources import OnlineUse
 from backfill.core.errors import ConfigError, RequestError
@@ -282,6 +283,30 @@ def test_progress_moves_what_is_left() -> None:
     pool.put_back(0)
     pool.put_back(1)
     assert pool.density == pytest.approx(before)
+
+
+def test_every_choice_of_a_prompt_is_work() -> None:
+    """The prompt is computed once; each of 3 outputs of 4,000 tokens has its own tokens and reads."""
+    pool, model = make_pool(), LLAMA_8B_ON_A100
+    pool.add([replace(known(0, 100, 4000), num_choices=3)])
+    compute_s = model.compute_s(100, 3 * 4000)
+    assert pool.density == pytest.approx(compute_s / (3 * model.memory_s(100, 4000)))
+    take(pool)
+    pool.note_progress(0, 1000)
+    left_s = 3 * model.token_s * 3000
+    assert pool.density == pytest.approx(left_s / (3 * model.memory_s(1100, 3000)))
+    pool.finish(0, 4000)
+    assert pool.density == 0.0
+
+
+def test_the_long_run_use_of_online_traffic_is_the_mean_of_an_hour() -> None:
+    pool = make_pool()
+    pool.add([known(0, 100, 4000), known(1, 4000, 100)])
+    for index in range(LONG_RUN_VALUES):  # a burst of a minute in an hour
+        pool.online = OnlineUse(0.6 * (index < 60), 0.3 * (index < 60))
+    use = OnlineUse(0.6 * 60 / LONG_RUN_VALUES, 0.3 * 60 / LONG_RUN_VALUES)
+    assert pool._online_long_run.compute_frac == pytest.approx(use.compute_frac)
+    assert pool._online_long_run.memory_frac == pytest.approx(use.memory_frac)
 
 
 @pytest.mark.parametrize("merges", [False, True])

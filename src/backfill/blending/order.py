@@ -53,17 +53,26 @@ class Forecast:
 
 
 def forecast(
-    tree: PrefixTree, resources: ResourceModel, is_waiting: NDArray[np.bool_], outputs: Moments
+    tree: PrefixTree,
+    resources: ResourceModel,
+    is_waiting: NDArray[np.bool_],
+    outputs: Moments,
+    num_choices: Floats | float = 1.0,
 ) -> Forecast:
+    """
+    Args:
+        outputs: of each choice of a prompt.
+        num_choices: outputs of each prompt.
+    """
     num_sharing = tree.counts(is_waiting)
     start, end = tree.parent_depth.astype(np.float64), tree.depth.astype(np.float64)
     own_start = end[tree.leaf_parent]
     num_tokens = tree.num_tokens.astype(np.float64)
     prefix_s = tree.shares(resources.prefill_s(start, end), num_sharing)
     prefix_tokens = tree.shares(end - start, num_sharing)
-    own_s = resources.prefill_s(own_start, num_tokens) + resources.token_s * outputs.mean
+    own_s = resources.prefill_s(own_start, num_tokens) + resources.token_s * num_choices * outputs.mean
     unique_tokens = prefix_tokens + num_tokens - own_start
-    memory_s = resources.expected_memory_s(num_tokens, outputs.mean, outputs.square)
+    memory_s = num_choices * resources.expected_memory_s(num_tokens, outputs.mean, outputs.square)
     return Forecast(
         is_waiting,
         outputs,

@@ -21,8 +21,8 @@ from backfill.core.errors import ConfigError, RequestError
 MERGE_FACTOR = 2
 """Added requests are planned together with a run of at most so many times their number."""
 
-LONG_RUN_WEIGHT = 0.01
-"""Weight of each new value of ``OfflinePool.online`` in its long-run mean."""
+LONG_RUN_VALUES = 3600
+"""Values of ``OfflinePool.online`` in its long-run mean: the server sets one a second, so an hour's."""
 
 
 class OfflinePool:
@@ -77,6 +77,7 @@ class OfflinePool:
         self._pace = Pace()
         self._online: OnlineUse | None = None
         self._online_long_run = OnlineUse()
+        self._num_online_values = 0
 
     @property
     def num_waiting(self) -> int:
@@ -104,9 +105,9 @@ class OfflinePool:
 
     @online.setter
     def online(self, use: OnlineUse) -> None:
-        weight = 1.0 if self._online is None else LONG_RUN_WEIGHT
         self._online = use
-        self._online_long_run = self._online_long_run.moved_towards(use, weight)
+        self._num_online_values = min(self._num_online_values + 1, LONG_RUN_VALUES)
+        self._online_long_run = self._online_long_run.moved_towards(use, 1 / self._num_online_values)
 
     def add(
         self,
@@ -216,7 +217,7 @@ class OfflinePool:
         self._returned.add(entry)
 
     def note_progress(self, request_id: int, num_output_tokens: int) -> None:
-        """A taken request has generated so many tokens and runs on. An id no longer known is ignored."""
+        """A taken request has generated so many tokens a choice and runs on. An unknown id is ignored."""
         entry = self._in_flight(request_id)
         if entry is not None:
             self._set_so_far(entry, num_output_tokens)
@@ -230,7 +231,7 @@ class OfflinePool:
         return None if entry is None else entry.expected.output_tokens
 
     def finish(self, request_id: int, num_output_tokens: int) -> None:
-        """A taken request ended after so many output tokens. An id no longer known is ignored.
+        """A taken request ended after so many output tokens a choice. An id no longer known is ignored.
 
         Its length corrects the estimates of requests like it. They are planned again when the number of
         lengths observed has doubled.
@@ -286,8 +287,9 @@ class OfflinePool:
     def _expect(self, entry: Entry, mean: float, mean_square: float) -> None:
         """Correct what a request in flight is expected to generate in all."""
         old = entry.expected
-        compute_s = old.cost.compute_s + self.resources.token_s * (mean - old.output_tokens)
-        memory_s = self.resources.expected_memory_s(float(entry.num_prompt_tokens), mean, mean_square)
+        num, resources = entry.num_choices, self.resources
+        compute_s = old.cost.compute_s + num * resources.token_s * (mean - old.output_tokens)
+        memory_s = num * resources.expected_memory_s(float(entry.num_prompt_tokens), mean, mean_square)
         self._blend.remove(old)
         entry.expected = Expected(mean, Cost(compute_s, memory_s))
         self._blend.add(entry.expected)
@@ -315,11 +317,11 @@ class OfflinePool:
 
     def _left_of(self, entry: Entry) -> Cost:
         """What a request in flight is expected to do after what it has generated: a token at least."""
-        resources, so_far = self.resources, entry.num_so_far
-        done_s = resources.memory_s(entry.num_prompt_tokens, so_far)
-        least_s = resources.cached_token_s * (entry.num_prompt_tokens + so_far)
+        resources, so_far, num = self.resources, entry.num_so_far, entry.num_choices
+        done_s = num * resources.memory_s(entry.num_prompt_tokens, so_far)
+        least_s = num * resources.cached_token_s * (entry.num_prompt_tokens + so_far)
         return Cost(
-            resources.token_s * max(entry.expected.output_tokens - so_far, 1.0),
+            num * resources.token_s * max(entry.expected.output_tokens - so_far, 1.0),
             max(entry.expected.cost.memory_s - done_s, least_s),
         )
 

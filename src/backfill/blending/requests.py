@@ -33,6 +33,7 @@ class PoolRequest:
         known_output_tokens: how many it will generate, where that is known (``ignore_eos``, a preset length).
         group: whose request it is; ``take`` can be limited to a group.
         complete_by_s: deadline on the clock of ``OfflinePool.take``.
+        num_choices: outputs of the prompt, which is computed once; lengths are of each.
     """
 
     request_id: int
@@ -41,6 +42,7 @@ class PoolRequest:
     known_output_tokens: int | None = None
     group: str = ""
     complete_by_s: float | None = None
+    num_choices: int = 1
 
 
 class PlannedRequest(NamedTuple):
@@ -78,6 +80,11 @@ def prompt_bytes(request: PoolRequest) -> bytes:
 
 def _check_lengths(request: PoolRequest) -> None:
     limit, known, deadline = request.max_output_tokens, request.known_output_tokens, request.complete_by_s
+    if request.num_choices < 1:
+        raise RequestError(
+            f"request {request.request_id}: at least 1 choice is needed, got {request.num_choices}",
+            param="num_choices",
+        )
     if limit < 1:
         raise RequestError(
             f"request {request.request_id}: at least 1 output token is needed, got {limit}",

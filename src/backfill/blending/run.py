@@ -47,8 +47,8 @@ class Entry:
         prompt: token ids, as bytes of uint32.
         sequence: its number in the order of arrival.
         random_key: uniform in [0, 1), its key in the random order.
-        num_output_tokens: what it generated, once it has finished; 0 before.
-        num_so_far: what it has generated in flight, as last noted; else 0.
+        num_output_tokens: what each of its choices generated, once it has finished; 0 before.
+        num_so_far: what each has generated in flight, as last noted; else 0.
         weight: of how many finished requests it is the sample.
         run, index: the run that it belongs to and its index there.
         expected: fixed when it is taken; later corrected.
@@ -63,6 +63,7 @@ class Entry:
     known_output_tokens: int | None
     sequence: int
     random_key: float
+    num_choices: int = 1
     num_output_tokens: int = 0
     num_so_far: int = 0
     weight: float = 1.0
@@ -84,6 +85,7 @@ class Entry:
             known_output_tokens=request.known_output_tokens,
             sequence=sequence,
             random_key=random_key,
+            num_choices=request.num_choices,
         )
 
     @property
@@ -136,6 +138,7 @@ class Run:
         )
         for entry in self.entries:
             self.note_so_far(entry)
+        self._num_choices = np.fromiter((entry.num_choices for entry in self.entries), np.float64, num)
         self._num_finished = int((self._lengths.finished > 0).sum())
         self._corrected_at = max(2 * self._num_finished, FIRST_CORRECTION)
         codes: dict[Batch, int] = {}
@@ -148,7 +151,7 @@ class Run:
         """Estimate and order what waits."""
         is_waiting = self.waiting.mask
         outputs = self._estimate(self.tree, self._lengths, history)
-        self.costs = forecast(self.tree, resources, is_waiting, outputs)
+        self.costs = forecast(self.tree, resources, is_waiting, outputs, self._num_choices)
         self._is_compute_bound = self.costs.is_compute_bound
         self.compute_bound_memory_s = float(self.costs.memory_s[self._is_compute_bound].sum())
         self.sequence, self._keys = self._ordered(order)

@@ -312,6 +312,7 @@ class LinePool:
             known_output_tokens=sampling.max_tokens if is_known else None,
             group=selection.owner,
             complete_by_s=selection.complete_by_s,
+            num_choices=line.num_choices,
         )
 
     def _plan(self, *, merges_all: bool = False) -> None:
@@ -386,8 +387,6 @@ class LinePool:
         if read.generation is not None:
             read.generation = as_taken(read.generation, line.num_reused_tokens)
         return read
-
-    # ---- Counting ----
 
     def _taken(self, reader_id: int, number: int) -> _Line | None:
         reader = self._readers.get(reader_id)
