@@ -72,8 +72,8 @@ class GrammarMasks:
     def __init__(self, compiler: GrammarCompiler, num_threads: int) -> None:
         self._compiler = compiler
         self._num_threads = num_threads
-        self._compiling: BackgroundThread | None = None
-        self._filling: BackgroundThread | None = None
+        self._compiling = BackgroundThread("grammar-compiler")
+        self._filling = BackgroundThread("grammar-masks")
         self._executor: LLExecutor | None = None
 
     def compile(self, params: StructuredOutputsParams) -> Future[None]:
@@ -82,8 +82,6 @@ class GrammarMasks:
             done: Future[None] = Future()
             done.set_result(None)
             return done
-        if self._compiling is None:
-            self._compiling = BackgroundThread("grammar-compiler")
         return self._compiling.submit(self._try_compile, params)
 
     def output(self, params: StructuredOutputsParams) -> OutputGrammar:
@@ -92,8 +90,6 @@ class GrammarMasks:
 
     def begin(self, outputs: Mapping[RequestId, OutputGrammar]) -> Future[TokenMasks]:
         """Fill the masks for the next token of each output."""
-        if self._filling is None:
-            self._filling = BackgroundThread("grammar-masks")
         return self._filling.submit(self._masks, outputs)
 
     def _masks(self, outputs: Mapping[RequestId, OutputGrammar]) -> TokenMasks:
@@ -121,7 +117,7 @@ class GrammarMasks:
             if matcher.is_error():
                 reason = matcher.get_error().partition("\n")[0]
                 errors[request_id] = f"The output cannot go on within its grammar: {reason:.200}"
-            elif num_words[rows[request_id]] == 1:  # few tokens are allowed, perhaps one
+            elif num_words[rows[request_id]] == 1 and _has_one_bit(bits[rows[request_id]]):
                 following = matcher.compute_ff_tokens()[1 : 1 + MAX_FORCED_TOKENS]
                 if following:
                     forced[request_id] = tuple(following)
@@ -131,12 +127,17 @@ class GrammarMasks:
         return TokenMasks(rows, forbidden.view(np.bool_), forced, errors)
 
     def close(self) -> None:
-        for thread in (self._compiling, self._filling):
-            if thread is not None:
-                thread.close()
+        self._compiling.close()
+        self._filling.close()
 
     def _try_compile(self, params: StructuredOutputsParams) -> None:
         try:
             self._compiler.matcher(params)
         except RequestError:
             return  # the compiler keeps the error, which is the request's own
+
+
+def _has_one_bit(words: NDArray[np.int32]) -> bool:
+    """Of words of which one is not 0."""
+    word = int(words.view(np.uint32).max())
+    return word & (word - 1) == 0
