@@ -71,6 +71,8 @@ def assert_refused(
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"cache_salt": ""}, "cache_salt"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"cache_salt": ["s"]}, "cache_salt"),
     ],
 )
@@ -87,7 +89,6 @@ def test_fields_out_of_range_are_named(
     [
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"guided_json": {}}, "guided_json"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"best_of": 4}, "best_of"),
     ],
 )

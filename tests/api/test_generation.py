@@ -191,6 +191,64 @@ def test_echo_repeats_the_prompt(client: OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in streamed) == "Blue is" + plain
 
 
+def test_echo_with_logprobs_scores_the_prompt(client: OpenAI, server: RunningServer) -> None:
+    prompt = "Grüße: the sun is a star"
+    num_prompt = server.http.post("/tokenize", json={"prompt": prompt}).json()["count"]
+    asked: dict[str, Any] = {"model": MODEL, "prompt": prompt, "temperature": 0, "echo": True, "logprobs": 2}
+    (whole,) = client.completions.create(**asked, max_tokens=3).choices
+    logprobs = whole.logprobs
+    assert logprobs is not None and logprobs.text_offset is not None
+    assert logprobs.tokens is not None and logprobs.token_logprobs is not None
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == num_prompt + 3
+    assert whole.text.startswith(prompt) and logprobs.text_offset[0] == 0
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert whole.text[offset:].startswith(token) or "\ufffd" in token
+    first, *others = logprobs.token_logprobs
+    assert first is None and all(each <= 0 for each in others)
+    assert logprobs.top_logprobs is not None and logprobs.top_logprobs[0] is None
+    assert all(len(top) in (1, 2) for top in logprobs.top_logprobs[1:])
+    # The prompt alone, which is cached by now; and as a stream.
+    only = client.completions.create(**asked, max_tokens=0)
+    (alone,) = only.choices
+    assert (alone.text, alone.finish_reason) == (prompt, "length")
+    assert only.usage is not None and only.usage.completion_tokens == 0
+    assert alone.logprobs is not None
+    assert alone.logprobs.token_logprobs == logprobs.token_logprobs[:num_prompt]
+    assert alone.logprobs.text_offset == logprobs.text_offset[:num_prompt]
+    for max_tokens, expected in ((3, whole), (0, alone)):
+        chunks = client.completions.create(**asked, max_tokens=max_tokens, stream=True)
+        parts = [chunk.choices[0] for chunk in chunks]
+        assert "".join(part.text for part in parts) == expected.text
+        assert parts[-1].finish_reason == "length"
+        found: list[Any] = []
+        for part in parts:
+            found += (part.logprobs.token_logprobs or []) if part.logprobs is not None else []
+        assert expected.logprobs is not None and found == expected.logprobs.token_logprobs
+
+
+def test_prompt_logprobs_have_vllms_shape(client: OpenAI, server: RunningServer) -> None:
+    body = {"prompt": ["The sun", "A moon"], "max_tokens": 1, "n": 2, "prompt_logprobs": 1, "temperature": 0}
+    answer = server.http.post("/v1/completions", json=body).json()
+    scores = [choice["prompt_logprobs"] for choice in answer["choices"]]
+    assert scores[0] == scores[1] and scores[2] == scores[3]
+    ids = server.http.post("/tokenize", json={"prompt": "The sun"}).json()["tokens"]
+    first, entries = scores[0]
+    assert first is None and str(ids[1]) in entries and len(entries) in (1, 2)
+    assert entries[str(ids[1])]["decoded_token"] == " sun"
+    assert min(entry["rank"] for entry in entries.values()) == 1
+    echoed = client.completions.create(model=MODEL, prompt="The sun", max_tokens=0, echo=True, logprobs=0)
+    assert echoed.choices[0].logprobs is not None
+    assert echoed.choices[0].logprobs.token_logprobs == [None, entries[str(ids[1])]["logprob"]]
+    assert echoed.choices[0].logprobs.top_logprobs == [None, {}]
+    chat = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=1, extra_body={"prompt_logprobs": 0}
+    )
+    assert chat.usage is not None and chat.model_extra is not None
+    of_chat = chat.model_extra["prompt_logprobs"]
+    assert len(of_chat) == chat.usage.prompt_tokens and of_chat[0] is None
+    assert all(len(each) == 1 for each in of_chat[1:])
+
+
 def test_a_conversation_of_parts_and_roles(client: OpenAI) -> None:
     messages: list[Any] = [
         {"role": "developer", "content": "Be brief."},

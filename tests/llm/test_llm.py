@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -43,7 +44,8 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 @torch.inference_mode()
 def test_greedy_tokens_equal_transformers(default_model: Path) -> None:
     with LLM(str(default_model), dtype="float32", kv_gib=0.1, max_model_len=256) as llm:
-        answers, tokenizer = generate(llm, PROMPTS, GREEDY), llm.get_tokenizer()
+        params = replace(GREEDY, prompt_logprobs=2)
+        answers, tokenizer = generate(llm, PROMPTS, params), llm.get_tokenizer()
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         (output,) = answer.outputs
@@ -51,8 +53,20 @@ def test_greedy_tokens_equal_transformers(default_model: Path) -> None:
         assert answer.prompt_token_ids == tokenizer(prompt).input_ids
         assert output.text == tokenizer.decode(output.token_ids)
         ids = torch.tensor([answer.prompt_token_ids + output.token_ids[:-1]])
-        expected = model(ids).logits[0, len(answer.prompt_token_ids) - 1 :].argmax(-1)
-        assert output.token_ids == expected.tolist()
+        logits = model(ids).logits[0]
+        assert output.token_ids == logits[len(answer.prompt_token_ids) - 1 :].argmax(-1).tolist()
+        assert answer.prompt_logprobs is not None and answer.prompt_logprobs[0] is None
+        rows = logits.log_softmax(-1)
+        assert len(answer.prompt_logprobs) == len(answer.prompt_token_ids)
+        for row, token_id, entries in zip(
+            rows, answer.prompt_token_ids[1:], answer.prompt_logprobs[1:], strict=False
+        ):
+            assert entries is not None and next(iter(entries)) == token_id
+            assert set(entries) == {token_id, *row.topk(2).indices.tolist()}
+            assert entries[token_id].rank == int((row > row[token_id]).sum()) + 1
+            for each, entry in entries.items():
+                assert entry.logprob == pytest.approx(float(row[each]), abs=1e-4)
+                assert entry.decoded_token == tokenizer.decode([each])
 
 
 def test_all_forms_of_a_prompt_give_the_same(llm: LLM) -> None:
@@ -141,6 +155,18 @@ def test_logprobs_are_those_of_each_token(llm: LLM) -> None:
     assert output.cumulative_logprob == pytest.approx(total)
     (without,) = generate(llm, PROMPTS[0], GREEDY)
     assert (without.outputs[0].logprobs, without.outputs[0].cumulative_logprob) == (None, None)
+
+
+def test_prompts_are_scored_whatever_is_cached(llm: LLM) -> None:
+    prompt = [1000 + number for number in range(100)]
+    generate(llm, prompt, GREEDY)  # and now it is cached
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, n=2)
+    first, second = (generate(llm, prompt, params)[0] for _ in range(2))
+    assert first.prompt_logprobs is not None and len(first.prompt_logprobs) == 100
+    assert first.prompt_logprobs == second.prompt_logprobs and first.num_cached_tokens == 0
+    assert all(entries and len(entries) == 1 for entries in first.prompt_logprobs[1:])
+    assert generate(llm, [7], params)[0].prompt_logprobs == [None]
+    assert generate(llm, prompt, GREEDY)[0].prompt_logprobs is None
 
 
 def test_metrics_are_in_order(llm: LLM) -> None:

@@ -165,6 +165,8 @@ def refusal_of(work: Callable[[], object]) -> tuple[str, str | None, str | None]
         ({"structured_outputs": {"choice": []}}, True),
         ({"structured_outputs": {"grammar": "a" * 2**17}}, True),
         ({"truncate_prompt_tokens": 0}, True),
+        ({"prompt_logprobs": 5}, False),
+        ({"prompt_logprobs": 21}, True),
         ({"cache_salt": "s" * 256}, False),
         ({"cache_salt": "s" * 257}, True),
         ({"cache_salt": 5}, True),
@@ -200,6 +202,27 @@ def test_max_tokens_are_bounded_by_the_size_of_the_response(
 ) -> None:
     params = SamplingParams(**sampling)
     assert bounded_max_tokens(params, 8192, num_prompts, MAX_RESPONSE_TOKENS) == max_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_logprobs": 20}, None),
+        ({"prompt_logprobs": 11, "n": 2}, "prompt_logprobs"),
+        ({"prompt": ["a", "b", "c"], "echo": True, "logprobs": 6}, None),
+        ({"prompt": ["a", "b", "c"], "echo": True, "logprobs": 7}, "logprobs"),
+    ],
+)
+def test_what_is_returned_of_prompts_is_bounded(fields: dict[str, Any], param: str | None) -> None:
+    model = ServedModel(names=("m",), root="m", folder=Path(), created=0)
+    tokenizer = cast(Tokenizer, TwoTokens())
+    preparer = RequestPreparer(model, tokenizer, GenerationDefaults(), max_response_tokens=42)
+    preparer.facts = EngineFacts(
+        info=make_info(), default_slo=SLO(1.0, 0.1), profile=None, scheduler=SchedulerConfig()
+    )
+    raw = json.dumps({**PROMPT, "max_tokens": 1, **fields}).encode()
+    refused = refusal_of(lambda: preparer.prepare("/v1/completions", raw, RequestContext()))
+    assert (refused and refused[1]) == param
 
 
 def test_a_response_that_would_be_too_large_is_refused_with_what_is_allowed() -> None:

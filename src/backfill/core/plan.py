@@ -206,13 +206,23 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities at one output position, from the logits before any shaping.
+    """Natural-log probabilities at one position, from the logits before any shaping.
 
-    ``top`` holds (token id, log probability) pairs, most likely first.
+    ``top`` holds (token id, log probability) pairs, most likely first. ``rank`` of the token is 1 for the
+    most likely one; None where it was not counted.
     """
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+    rank: int | None = None
+
+
+class PromptLogprobs(NamedTuple):
+    """Of the prompt tokens at positions from ``start`` on. The first token of a prompt has none."""
+
+    request_id: RequestId
+    start: int
+    tokens: tuple[TokenLogprobs, ...]
 
 
 class SampledToken(NamedTuple):
@@ -272,6 +282,7 @@ class StepOutcome:
         weight_transfers: those of offloaded layers.
         failed: requests that have to end; their slices count as computed.
         forced: of requests with a sampled token; at most as many as their ``max_tokens`` allow.
+        prompt_logprobs: of prompt tokens that this step has scored, of slices that were not stopped.
     """
 
     sampled: tuple[SampledToken, ...]
@@ -284,6 +295,7 @@ class StepOutcome:
     weight_transfers: WeightTransfers = _NO_TRANSFERS
     failed: tuple[FailedRequest, ...] = ()
     forced: tuple[ForcedTokens, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
     @property
     def tokens(self) -> list[tuple[RequestId, int]]:

@@ -147,6 +147,25 @@ class Request:
         return self.num_tokens - self.num_computed_tokens
 
     @property
+    def num_matchable_tokens(self) -> int:
+        """Leading tokens whose KV it may take from the cache instead of computing them.
+
+        Not the last one, whose logits are needed, nor those of a prompt token that is still to be scored.
+        """
+        if self.sampling.prompt_logprobs is not None:
+            return min(self.num_ever_computed_tokens, self.num_tokens - 1)
+        return self.num_tokens - 1
+
+    def num_logits_rows(self, num_tokens: int) -> int:
+        """Of the next ``num_tokens`` tokens, those that need logits: to score or to sample the next one."""
+        start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
+        samples = end == self.num_tokens
+        if self.sampling.prompt_logprobs is None:
+            return samples
+        first, last = max(start, self.num_ever_computed_tokens), min(end, self.num_prompt_tokens - 1)
+        return max(0, last - first) + samples
+
+    @property
     def next_token_by_s(self) -> float:
         """The deadline of the next token, on the engine's clock: of the first one by TTFT, then by TPOT."""
         slo = self.slo

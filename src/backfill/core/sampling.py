@@ -64,6 +64,8 @@ class SamplingParams:
         bad_words_token_ids: so for these sequences of tokens. An engine gets ``bad_words`` in this form.
         logprobs: return the log probability of each token and of this many most likely ones, 0 to 20, from
             the logits before any shaping.
+        prompt_logprobs: return them of each prompt token but the first, and of this many most likely ones, 0
+            to 20. The whole prompt is computed for it, whatever the prefix cache has.
         skip_special_tokens: leave special tokens out of the text.
         output_kind: what a stream of ``AsyncLLM`` yields.
         structured_outputs: what the text of an output must be. Tokens that would break it are taken out
@@ -93,6 +95,7 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     bad_words_token_ids: Sequence[Sequence[int]] | None = None
     logprobs: int | None = bounded(None, least=0, most=MAX_LOGPROBS)
+    prompt_logprobs: int | None = bounded(None, least=0, most=MAX_LOGPROBS)
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | None = None

@@ -31,14 +31,15 @@ class StepLoad:
     prefill_context_tokens: int = 0
     decode_context_tokens: int = 0
 
-    def put(self, start: int, num_tokens: int, samples: bool) -> None:
+    def put(self, start: int, num_tokens: int, num_sampled: int) -> None:
+        """Put in a slice; ``num_sampled`` of its rows have logits."""
         if num_tokens == 1 and start > 0:  # the common case: every decode of every step
             self.num_tokens += 1
             self.num_requests += 1
-            self.num_sampled += samples
+            self.num_sampled += num_sampled
             self.decode_context_tokens += start
         else:
-            self._add(start, num_tokens, samples, 1)
+            self._add(start, num_tokens, num_sampled, 1)
 
     def put_decodes(self, starts: Sequence[int]) -> None:
         """``put`` of one token after each of these numbers of cached ones, at least one."""
@@ -47,14 +48,14 @@ class StepLoad:
         self.num_sampled += len(starts)
         self.decode_context_tokens += sum(starts)
 
-    def take(self, start: int, num_tokens: int, samples: bool) -> None:
+    def take(self, start: int, num_tokens: int, num_sampled: int) -> None:
         """Undo a ``put`` of the same arguments."""
-        self._add(start, num_tokens, samples, -1)
+        self._add(start, num_tokens, num_sampled, -1)
 
-    def become(self, other: StepLoad, start: int, num_tokens: int, samples: bool) -> None:
+    def become(self, other: StepLoad, start: int, num_tokens: int, num_sampled: int) -> None:
         """Be the load of another step with one more slice."""
         self.num_tokens = other.num_tokens + num_tokens
-        self.num_sampled = other.num_sampled + samples
+        self.num_sampled = other.num_sampled + num_sampled
         self.num_requests = other.num_requests + 1
         if num_tokens == 1 and start > 0:
             self.prefill_pairs = other.prefill_pairs
@@ -100,11 +101,10 @@ class StepLoad:
         load.decode_context_tokens += context_tokens
         return load
 
-    def _add(self, start: int, num_tokens: int, samples: bool, sign: int) -> None:
+    def _add(self, start: int, num_tokens: int, num_sampled: int, sign: int) -> None:
         self.num_tokens += sign * num_tokens
         self.num_requests += sign
-        if samples:
-            self.num_sampled += sign
+        self.num_sampled += sign * num_sampled
         if num_tokens == 1 and start > 0:
             self.decode_context_tokens += sign * start
         else:

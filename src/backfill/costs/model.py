@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated
@@ -106,15 +107,21 @@ class CostModel:
             factor * self.decode_context_s,
         )
 
-    def time_with_s(self, load: StepLoad, start: int, num_tokens: int, samples: bool) -> float:
+    def time_with_s(self, load: StepLoad, start: int, num_tokens: int, num_sampled: int) -> float:
         """Seconds of the step with one more slice; ``load`` is unchanged."""
-        load.put(start, num_tokens, samples)
+        load.put(start, num_tokens, num_sampled)
         seconds = self.step_time_s(load)
-        load.take(start, num_tokens, samples)
+        load.take(start, num_tokens, num_sampled)
         return seconds
 
     def max_tokens(
-        self, load: StepLoad, start: int, num_pending: int, limit_s: float, at_most: int | None = None
+        self,
+        load: StepLoad,
+        start: int,
+        num_pending: int,
+        limit_s: float,
+        at_most: int | None = None,
+        num_sampled: Callable[[int], int] | None = None,
     ) -> int:
         """Most tokens that one request can add to a step of at most ``limit_s``; 0 when none fits.
 
@@ -122,12 +129,14 @@ class CostModel:
             start: cached tokens of the request.
             num_pending: tokens it has left to compute; the last one samples.
             at_most: a further bound on the tokens; default ``num_pending``.
+            num_sampled: rows with logits among so many tokens; default that of the last pending one.
         """
 
         trial = StepLoad()
 
         def fits(num_tokens: int) -> bool:
-            trial.become(load, start, num_tokens, num_tokens == num_pending)
+            sampled = num_tokens == num_pending if num_sampled is None else num_sampled(num_tokens)
+            trial.become(load, start, num_tokens, sampled)
             return self.step_time_s(trial) <= limit_s
 
         high = num_pending if at_most is None else min(at_most, num_pending)

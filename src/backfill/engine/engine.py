@@ -265,7 +265,8 @@ class Engine:
                 since_s, predicted_s = interval
                 began_s = submitted.planned_at_s if self._busy_since_s is None else self._busy_since_s
                 self.predictor.observe(predicted_s, now_s - max(since_s, started_at_s), now_s - began_s)
-            is_alone = submitted.is_alone and not self._in_flight
+            # A plan does not say which rows of prompts have logits.
+            is_alone = submitted.is_alone and not self._in_flight and not outcome.prompt_logprobs
             is_profiled = transfers.interval == self.executor.info.offload_interval
             if self._refiner is not None and is_profiled and is_alone:
                 self._refiner.observe(plan, now_s - started_at_s)
@@ -402,4 +403,5 @@ def _token_output(committed: CommittedToken) -> TokenOutput:
         first_scheduled_at_s=request.first_scheduled_at_s,
         num_preemptions=request.num_preemptions,
         num_cached_tokens=request.num_cached_tokens,
+        prompt_logprobs=committed.prompt_logprobs,
     )

@@ -75,6 +75,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
         message: why the request failed.
         first_scheduled_at_s, num_preemptions, num_cached_tokens: set on the first and the last output only.
         num_lost: requests in the failed step that ended this one; 0 without one.
+        prompt_logprobs: of all prompt tokens but the first, on the first output; None if not asked for.
     """
 
     request_id: RequestId
@@ -87,6 +88,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     num_preemptions: int = 0
     num_lost: int = 0
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class ClassStats(msgspec.Struct, frozen=True, array_like=True):

@@ -35,6 +35,7 @@ class RequestState:
         "grammar",
         "is_plain_greedy",
         "num_prompt_tokens",
+        "num_scored_rows",
         "num_tokens",
         "sampling",
     )
@@ -45,6 +46,7 @@ class RequestState:
         self.grammar = grammar
         self.num_prompt_tokens = len(admitted.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens
+        self.num_scored_rows = 0  # leading ones
         assert sampling.max_tokens is not None
         self._tokens = np.empty(self.num_prompt_tokens + sampling.max_tokens, dtype=np.int64)
         self._tokens[: self.num_tokens] = admitted.prompt_token_ids
@@ -60,6 +62,14 @@ class RequestState:
         """A view of the tokens at positions ``[start, end)``."""
         assert end <= self.num_tokens, f"tokens up to {end} asked for, {self.num_tokens} known"
         return self._tokens[start:end]
+
+    def take_unscored(self, start: int, end: int) -> range:
+        """Positions in ``[start, end)`` before prompt tokens to score. They count as scored from now on."""
+        if self.sampling.prompt_logprobs is None:
+            return range(0)
+        positions = range(max(start, self.num_scored_rows), min(end, self.num_prompt_tokens - 1))
+        self.num_scored_rows = max(self.num_scored_rows, positions.stop)
+        return positions
 
     def append(self, token_id: int) -> None:
         self._tokens[self.num_tokens] = token_id

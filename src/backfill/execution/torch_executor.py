@@ -16,6 +16,7 @@ from backfill.core.plan import (
     Compute,
     FailedRequest,
     ForcedTokens,
+    PromptLogprobs,
     Resume,
     SampledToken,
     ScheduledSlice,
@@ -34,6 +35,7 @@ from backfill.execution.layer_pass import LayerPass, MicroBatch, rows_of, sample
 from backfill.execution.micro_batches import MicroBatchStreams, split_step
 from backfill.execution.offloading import LayerStreamer
 from backfill.execution.pool_pair import CompletedCopies
+from backfill.execution.prompt_scoring import score_prompts
 from backfill.execution.sampler import ForbiddenTokens, RequestState, Sampler
 from backfill.execution.stage import Handover, Stage, Stop
 from backfill.models.decoder import DecoderModel
@@ -152,7 +154,10 @@ class TorchExecutor:
                 if not self._stage.shard.is_last:
                     self._stage.hand_on(Handover(last, stop, running.state))
                 # Completed copies are taken last: if the step failed after this, they would not be reported.
+                scored = self._score(running)
                 outcome = self._outcome(self._sample(running, plan, masks))
+                if scored:
+                    outcome = replace(outcome, prompt_logprobs=scored)
                 if masks is not None and outcome.sampled:
                     outcome = self._within_grammars(outcome, masks.result())
                 return outcome if stop is None else stopped_outcome(outcome, plan, *stop)
@@ -339,6 +344,11 @@ class TorchExecutor:
 
     def _only(self, kept: Set[RequestId], of: LayerPass) -> LayerPass:
         return of.with_only(kept, self._batch_of, self._streams)
+
+    def _score(self, running: LayerPass) -> tuple[PromptLogprobs, ...]:
+        if not self._stage.shard.is_last:
+            return ()
+        return score_prompts(self._model, running.micro_batches, self._states)
 
     def _sample(
         self, running: LayerPass, plan: StepPlan, masks: Future[TokenMasks] | None

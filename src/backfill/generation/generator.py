@@ -70,7 +70,8 @@ class TextDelta:
     ``text`` is empty while a character or a stop string is incomplete. ``waited_s`` is the time since the
     previous token, and for the first token since the request's arrival, up to now; with ``Deliveries``, which
     measure it later, it is 0. ``num_cached_tokens`` counts the request's prompt tokens that were found in the
-    prefix cache, as the engine last reported it.
+    prefix cache, as the engine last reported it. ``prompt_logprobs`` are of all prompt tokens but the first,
+    with the first output token, where the request asks for them.
     """
 
     text: str
@@ -80,6 +81,7 @@ class TextDelta:
     stop_reason: int | str | None = None  # the stop token or stop string that ended the output
     waited_s: float = 0.0
     num_cached_tokens: int = 0
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
 
 
 class ChoiceListener(Protocol):
@@ -213,6 +215,7 @@ def _delta(
         stop_reason,
         waited_s,
         timeline.record.num_cached_tokens,
+        output.prompt_logprobs,
     )
 
 

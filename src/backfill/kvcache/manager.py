@@ -357,7 +357,7 @@ class KVCacheManager:
         """Content of the request's blocks from this one on, as far as it exists and can be matched."""
         found: list[Content] = []
         keys, get = table.keys, self._store.by_key.get
-        most = (request.num_tokens - 1) // self.block_size
+        most = request.num_matchable_tokens // self.block_size
         for index in range(first, most):
             if index >= len(keys):  # not all at once: most prompts have nothing cached
                 self._keys.extend(keys, table.root, request, min(most, index + _KEYS_AT_ONCE))

@@ -11,6 +11,7 @@ class Logprob:
 
     Attributes:
         rank: 1 for the most likely token; None for a sampled token outside the most likely ones returned.
+            Known of every prompt token.
     """
 
     logprob: float
@@ -72,6 +73,8 @@ class RequestOutput:
         prompt: the prompt's text; None if token ids were given.
         finished: this is the request's last output.
         num_cached_tokens: prompt tokens that were found in the prefix cache; None before the first token.
+        prompt_logprobs: for each prompt token, it and the most likely ones by token id; None for the first
+            one. None if not requested, and before the first output token.
     """
 
     request_id: str
@@ -81,3 +84,4 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -221,6 +221,7 @@ class OutputsSoFar:
         ]
         self._metrics = RequestMetrics(arrival_time=request.arrived_at_s)
         self._num_cached_tokens: dict[int, int] = {}  # by index, of outputs that have a token
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def add(self, index: int, delta: TextDelta, tokenizer: Tokenizer) -> None:
         output, metrics = self._outputs[index], self._metrics
@@ -236,6 +237,10 @@ class OutputsSoFar:
             metrics.first_token_time = metrics.arrival_time + delta.waited_s
         if index in self._num_cached_tokens:
             metrics.max_token_gap = max(metrics.max_token_gap or 0.0, delta.waited_s)
+        generation = self._request.generation
+        if self._prompt_logprobs is None and generation.samplings[0].prompt_logprobs is not None:
+            scored = zip(generation.prompts[0][1:], delta.prompt_logprobs or (), strict=True)
+            self._prompt_logprobs = [None, *(_logprobs_by_token(*each, tokenizer) for each in scored)]
         self._num_cached_tokens[index] = delta.num_cached_tokens
 
     def abort(self) -> None:
@@ -271,11 +276,13 @@ class OutputsSoFar:
             # The least of all outputs: others may find what one of them computed.
             num_cached_tokens=min(self._num_cached_tokens.values(), default=None),
             metrics=replace(self._metrics),
+            prompt_logprobs=self._prompt_logprobs,
         )
 
 
 def _logprobs_by_token(token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
     """Log probabilities by token id: the sampled token, then the most likely ones."""
-    ranks = {other: rank for rank, (other, _) in enumerate(logprobs.top, start=1)}
+    ranks: dict[int, int | None] = {other: rank for rank, (other, _) in enumerate(logprobs.top, start=1)}
     entries = [(token_id, logprobs.logprob), *logprobs.top]
+    ranks.setdefault(token_id, logprobs.rank)
     return {each: Logprob(logprob, ranks.get(each), tokenizer.token_text(each)) for each, logprob in entries}

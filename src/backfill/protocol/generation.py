@@ -28,12 +28,29 @@ class CompletionRequest(GenerationFields):
     add_special_tokens: bool = True
 
     @property
+    def echoes_only(self) -> bool:
+        """The prompt is all that is asked for. The engine makes a token nevertheless."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
     def requested_max_tokens(self) -> int:
+        if self.echoes_only:
+            return 1
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        if not self.echoes_logprobs or self.logprobs is None:
+            return self.prompt_logprobs
+        return max(self.logprobs, self.prompt_logprobs or 0)
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -64,10 +81,8 @@ class CompletionRequest(GenerationFields):
                 f"Prompts times n must be at most {MAX_CHOICES}, got {len(self.prompts) * self.num_choices}.",
                 param="prompt",
             )
-        if self.echo and self.logprobs is not None:
-            raise RequestError(
-                "echo together with logprobs is not supported.", param="echo", code="unsupported_parameter"
-            )
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens must be at least 1 without echo, got 0.", param="max_tokens")
 
 
 GenerationBody = ChatCompletionRequest | CompletionRequest
@@ -86,6 +101,9 @@ class Generation(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     Attributes:
         model, service_tier: as the response names them.
         echoed: text that precedes the output, one a prompt.
+        echoes_only: the output's one token is not part of the response.
+        echoes_logprobs: the prompt's log probabilities precede the output's.
+        returns_prompt_logprobs: the response has them in a field of their own.
         reported_slo: objectives whose attainment the response reports; None where the client set none.
         warning: fields of the body that have no effect, in printable ASCII; None if there are none.
     """
@@ -97,6 +115,9 @@ class Generation(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     model: str
     service_tier: str
     echoed: list[str]
+    echoes_only: bool = False
+    echoes_logprobs: bool = False
+    returns_prompt_logprobs: bool = False
     returns_token_ids: bool = False
     streams: bool = False
     includes_usage: bool = False

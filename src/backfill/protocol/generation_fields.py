@@ -45,7 +45,6 @@ UNSUPPORTED_FIELDS = frozenset(
         "moderation",
         "prediction",
         "prompt_embeds",
-        "prompt_logprobs",
         "reasoning_effort",
         "return_tokens_as_token_ids",
         "structural_tag",
@@ -197,6 +196,7 @@ class GenerationFields(BaseModel):
     stop_token_ids: Annotated[FailFastList[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     return_token_ids: bool | None = None
@@ -271,6 +271,11 @@ class GenerationFields(BaseModel):
         return StructuredOutputsParams(**fields)
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """``SamplingParams.prompt_logprobs``."""
+        return self.prompt_logprobs
+
+    @property
     def service_class(self) -> ServiceClass:
         return ServiceClass.OFFLINE if self.service_tier == "flex" else ServiceClass.ONLINE
 
@@ -326,6 +331,8 @@ class GenerationFields(BaseModel):
             check_cache_salt(self.cache_salt)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs is not available in a stream.", param="prompt_logprobs")
         if self.priority is not None and abs(self.priority) > MAX_PRIORITY:
             raise RequestError(
                 f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {self.priority}.",
@@ -348,6 +355,7 @@ class GenerationFields(BaseModel):
                 **{name: value for name, value in given.items() if value is not None},
                 "max_tokens": self.requested_max_tokens,
                 "logprobs": self.num_logprobs,
+                "prompt_logprobs": self.num_prompt_logprobs,
                 "logit_bias": _token_biases(self.logit_bias),
                 "structured_outputs": self.structured,
             }

@@ -33,7 +33,13 @@ from backfill.protocol.chat import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from backfill.protocol.generation import Generation, GenerationBody, GenerationEndpoint, parse_generation
+from backfill.protocol.generation import (
+    CompletionRequest,
+    Generation,
+    GenerationBody,
+    GenerationEndpoint,
+    parse_generation,
+)
 from backfill.protocol.generation_fields import Objective
 from backfill.protocol.options import MAX_RESPONSE_TOKENS
 from backfill.protocol.parsing import parse_body
@@ -157,6 +163,7 @@ class RequestPreparer:
         slo = self._slo(body.service_class, objectives)
         prefix = "chatcmpl" if endpoint == "/v1/chat/completions" else "cmpl"
         options = body.stream_options
+        completion = body if isinstance(body, CompletionRequest) else None
         return Generation(
             request=GenerationRequest(
                 prompts=prompts,
@@ -174,6 +181,9 @@ class RequestPreparer:
             model=self.model.names[0],
             service_tier="flex" if body.service_tier == "flex" else "default",
             echoed=self._echoed(body, prompts),
+            echoes_only=completion is not None and completion.echoes_only,
+            echoes_logprobs=completion is not None and completion.echoes_logprobs,
+            returns_prompt_logprobs=body.prompt_logprobs is not None,
             returns_token_ids=bool(body.return_token_ids),
             streams=bool(body.stream),
             includes_usage=options is not None and bool(options.include_usage),
@@ -243,6 +253,7 @@ class RequestPreparer:
         """The sampling of every choice. Raises: RequestError for a request the engine can never serve."""
         info = self.engine.info
         sampling = body.sampling(self.defaults.recommended)
+        self._check_prompt_logprobs(body, sampling, prompts)
         samplings = []
         bad_words = self.tokenizer.spellings(sampling.bad_words) if sampling.bad_words else ()
         for prompt in prompts:
@@ -262,6 +273,22 @@ class RequestPreparer:
             self._compiler.matcher(structured)
         except RequestError as error:
             raise RequestError(str(error), param=field) from None
+
+    def _check_prompt_logprobs(
+        self, body: GenerationBody, sampling: SamplingParams, prompts: list[list[int]]
+    ) -> None:
+        """Raise RequestError for more than a response may hold."""
+        if sampling.prompt_logprobs is None:
+            return
+        most, num_entries = self.max_response_tokens, sampling.n * (1 + sampling.prompt_logprobs)
+        num_tokens = sum(map(len, prompts))
+        if num_tokens * num_entries > most:
+            name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+            raise RequestError(
+                f"The response would be too large: prompt tokens x n x (1 + {name}) may be at most {most}, "
+                f"got {num_tokens} prompt tokens, n {sampling.n} and {name} {sampling.prompt_logprobs}.",
+                param=name,
+            )
 
     def _echoed(self, body: GenerationBody, prompts: list[list[int]]) -> list[str]:
         """Text that precedes the output, one a prompt."""

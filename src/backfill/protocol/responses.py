@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from backfill.core.errors import BackfillError, EngineDead, NotReady, RequestError
 from backfill.core.plan import TokenLogprobs
 from backfill.core.request import FinishReason
 from backfill.core.slo import SLO
+from backfill.generation.detokenizer import IncrementalDetokenizer
 from backfill.generation.generator import TextDelta
 from backfill.generation.timeline import Wait
 from backfill.generation.tokenizer import Tokenizer
@@ -93,7 +96,8 @@ class _Choice:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: dict[str, EncodedList] = field(default_factory=dict)
-    num_chars: int = 0
+    prompt_logprobs: EncodedList | None = None
+    num_chars: int = 0  # with what is echoed
     num_cached_tokens: int | None = None  # None before the first token
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -104,6 +108,7 @@ class ResponseShape(ABC):
 
     object: str
     chunk_object: str
+    has_one_prompt: bool
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -122,7 +127,21 @@ class ResponseShape(ABC):
 
     @abstractmethod
     def logprobs(self, token_id: int, logprobs: TokenLogprobs, num_chars: int) -> Json:
-        """One token's log probabilities. ``num_chars``: length of its choice's output before it."""
+        """One token's log probabilities. ``num_chars``: length of its choice's text before it."""
+
+    def prompt_logprobs(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs]) -> list[Json | None]:
+        """vLLM's field: for each prompt token but the first, it and the most likely ones by token id."""
+        text = self._tokenizer.token_text
+        entries: list[Json | None] = [None]
+        for token_id, each in zip(token_ids[1:], logprobs, strict=True):
+            ranked = [(other, logprob, rank) for rank, (other, logprob) in enumerate(each.top, start=1)]
+            entries.append(
+                {
+                    str(other): {"logprob": logprob, "rank": rank, "decoded_token": text(other)}
+                    for other, logprob, rank in [(token_id, each.logprob, each.rank), *ranked]
+                }
+            )
+        return entries
 
 
 class ChatShape(ResponseShape):
@@ -130,6 +149,7 @@ class ChatShape(ResponseShape):
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    has_one_prompt = True
 
     def delta(self, text: str) -> Json:
         return {"delta": {"content": text}}
@@ -154,6 +174,7 @@ class CompletionShape(ResponseShape):
 
     object = "text_completion"
     chunk_object = "text_completion"
+    has_one_prompt = False
 
     def delta(self, text: str) -> Json:
         return {"text": text}
@@ -165,13 +186,33 @@ class CompletionShape(ResponseShape):
         return {"text": text}
 
     def logprobs(self, token_id: int, logprobs: TokenLogprobs, num_chars: int) -> Json:
-        text = self._tokenizer.token_text
         return {
-            "tokens": [text(token_id)],
+            "tokens": [self._tokenizer.token_text(token_id)],
             "token_logprobs": [logprobs.logprob],
-            "top_logprobs": [{text(other): logprob for other, logprob in logprobs.top}],
+            "top_logprobs": [self._top(logprobs.top)],
             "text_offset": [num_chars],
         }
+
+    def echoed_logprobs(
+        self, echoed: str, token_ids: list[int], logprobs: Sequence[TokenLogprobs], num_top: int
+    ) -> Json:
+        """Those of a prompt that is echoed, with ``num_top`` of the most likely tokens each."""
+        detokenizer = IncrementalDetokenizer(self._tokenizer, (), skip_special_tokens=False)
+        lens = [len(detokenizer.push(token_id)) for token_id in token_ids]
+        # Special tokens that the tokenizer adds at the start are not in the text.
+        num_added = sum(lens) + len(detokenizer.flush()) - len(echoed)
+        return {
+            "tokens": [self._tokenizer.token_text(token_id) for token_id in token_ids],
+            "token_logprobs": [None, *(each.logprob for each in logprobs)],
+            "top_logprobs": [None, *(self._top(each.top[:num_top]) for each in logprobs)],
+            "text_offset": [
+                max(0, end - num - num_added) for end, num in zip(accumulate(lens), lens, strict=True)
+            ],
+        }
+
+    def _top(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """By text; of several tokens with one text, the most likely one."""
+        return {self._tokenizer.token_text(token_id): logprob for token_id, logprob in reversed(top)}
 
 
 class Response:
@@ -180,7 +221,10 @@ class Response:
     def __init__(self, generation: Generation, shape: ResponseShape) -> None:
         self._generation = generation
         self._shape = shape
-        self._choices = [_Choice() for _ in generation.request.samplings]
+        self._choices = [
+            _Choice(num_chars=len(generation.echo_of(index)))
+            for index in range(generation.request.num_choices)
+        ]
         self._num_open = len(self._choices)
         self._usage = Usage(generation.request.num_prompt_tokens)
         slo = generation.reported_slo
@@ -189,9 +233,17 @@ class Response:
     def add(self, index: int, delta: TextDelta) -> None:
         """Add a choice's next token to the whole body."""
         choice = self._choices[index]
-        self.count_wait(Wait(delta.waited_s, is_first=not choice.token_ids))
-        for name, entries in (self._logprobs(choice, delta) or {}).items():
-            choice.logprobs.setdefault(name, EncodedList()).extend(entries)
+        is_first = choice.num_cached_tokens is None
+        self.count_wait(Wait(delta.waited_s, is_first))
+        echoed = self._echoed_logprobs(index, delta) if is_first else None
+        delta = self._shown(delta)
+        for logprobs in (echoed, self._logprobs(choice, delta)):
+            for name, entries in (logprobs or {}).items():
+                choice.logprobs.setdefault(name, EncodedList()).extend(entries)
+        if is_first and self._generation.returns_prompt_logprobs:
+            prompt = self._generation.request.prompt_of(index)
+            choice.prompt_logprobs = EncodedList()
+            choice.prompt_logprobs.extend(self._shape.prompt_logprobs(prompt, delta.prompt_logprobs or ()))
         choice.text.append(delta.text)
         choice.finish_reason = delta.finish_reason
         choice.stop_reason = delta.stop_reason
@@ -209,16 +261,23 @@ class Response:
                 token_ids=state.token_ids,
                 prompt_token_ids=self._generation.request.prompt_of(index),
             )
-            choices.append(_ended(choice, state.finish_reason, state.stop_reason))
+            choice = _ended(choice, state.finish_reason, state.stop_reason)
+            if state.prompt_logprobs is not None and not self._shape.has_one_prompt:
+                choice["prompt_logprobs"] = state.prompt_logprobs
+            choices.append(choice)
         body = self._body(self._shape.object, choices, self._usage, self._attainment)
-        return {**body, "system_fingerprint": None}
+        body["system_fingerprint"] = None
+        if self._shape.has_one_prompt and self._choices[0].prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._choices[0].prompt_logprobs
+        return body
 
     def chunks(self, index: int, delta: TextDelta) -> list[Json]:
         """The chunks of a choice's next token. A choice's first token is preceded by its opening."""
         kind = self._shape.chunk_object
         choice = self._choices[index]
+        opening = self._opening(index, delta) if choice.num_cached_tokens is None else None
+        delta = self._shown(delta)
         part = self._part(index, delta, self._logprobs(choice, delta))
-        opening = None if choice.token_ids else self._opening(index)
         self._count(choice, delta)
         self._num_open -= delta.finish_reason is not None
         is_last = self._num_open == 0 and not self._generation.includes_usage
@@ -237,8 +296,9 @@ class Response:
 
     def _count(self, choice: _Choice, delta: TextDelta) -> None:
         choice.num_chars += len(delta.text)
-        choice.token_ids.append(delta.token_id)
-        self._usage.num_output_tokens += 1
+        if not self._generation.echoes_only:
+            choice.token_ids.append(delta.token_id)
+            self._usage.num_output_tokens += 1
         if choice.num_cached_tokens != delta.num_cached_tokens:
             choice.num_cached_tokens = delta.num_cached_tokens
             self._usage.num_cached_tokens = self._num_cached_tokens()
@@ -260,15 +320,38 @@ class Response:
 
     def _part(self, index: int, delta: TextDelta, logprobs: Json | None) -> Json:
         """A choice's part of a chunk."""
-        part = self._choice(index, self._shape.delta(delta.text), logprobs, token_ids=[delta.token_id])
+        token_ids = [] if self._generation.echoes_only else [delta.token_id]
+        part = self._choice(index, self._shape.delta(delta.text), logprobs, token_ids=token_ids)
         return part if delta.finish_reason is None else _ended(part, delta.finish_reason, delta.stop_reason)
 
-    def _opening(self, index: int) -> Json | None:
+    def _shown(self, delta: TextDelta) -> TextDelta:
+        """What the response has of it."""
+        if not self._generation.echoes_only:
+            return delta
+        return replace(delta, text="", logprobs=None, finish_reason=FinishReason.LENGTH, stop_reason=None)
+
+    def _echoed_logprobs(self, index: int, delta: TextDelta) -> Json | None:
+        """Of a choice's prompt, with its first token; None if the request wants none."""
+        generation = self._generation
+        if not generation.echoes_logprobs:
+            return None
+        assert isinstance(self._shape, CompletionShape), "a chat echoes nothing"
+        num_top = generation.request.samplings[index].logprobs or 0
+        return self._shape.echoed_logprobs(
+            generation.echo_of(index),
+            generation.request.prompt_of(index),
+            delta.prompt_logprobs or (),
+            num_top,
+        )
+
+    def _opening(self, index: int, delta: TextDelta) -> Json | None:
         """What precedes a choice's first token: the chat role, or the echoed prompt."""
         opening = self._shape.opening(self._generation.echo_of(index))
         if opening is None:
             return None
-        return self._choice(index, opening, None, prompt_token_ids=self._generation.request.prompt_of(index))
+        prompt = self._generation.request.prompt_of(index)
+        logprobs = self._echoed_logprobs(index, delta)
+        return self._choice(index, opening, logprobs, prompt_token_ids=prompt)
 
     def _choice(self, index: int, content: Json, logprobs: Json | None, **token_ids: list[int]) -> Json:
         choice: Json = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}

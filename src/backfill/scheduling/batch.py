@@ -26,6 +26,7 @@ class Batch:
         self.members: dict[RequestId, tuple[Request, int]] = {}
         self.load = StepLoad()
         self.num_prefill_tokens = 0
+        self.num_scored_tokens = 0  # of prompts whose tokens are scored
         self.has_headroom = True
         self.has_preempted = False
         self.paused_levels: Collection[PriorityLevel] = ()
@@ -53,11 +54,12 @@ class Batch:
     def add(self, request: Request, num_tokens: int) -> None:
         self.members[request.request_id] = (request, num_tokens)
         self.num_tokens_left -= num_tokens
-        pending = request.num_tokens - request.num_computed_tokens
         if not request.is_decoding:
             self.num_prefill_tokens += num_tokens
+            if request.sampling.prompt_logprobs is not None:
+                self.num_scored_tokens += num_tokens
         self.has_headroom = self.num_tokens_left > 0 and len(self.members) < self._max_num_seqs
-        self.load.put(request.num_computed_tokens, num_tokens, num_tokens == pending)
+        self.load.put(request.num_computed_tokens, num_tokens, request.num_logits_rows(num_tokens))
 
     def add_decodes(self, requests: Sequence[Request]) -> None:
         """``add`` of one token of each request. They decode, and the batch has headroom for all of them."""
@@ -70,9 +72,11 @@ class Batch:
         """Undo ``add``; nothing if the request is not in the batch."""
         member = self.members.pop(request.request_id, None)
         if member is not None:
-            num_tokens, pending = member[1], request.num_pending_tokens
+            num_tokens = member[1]
             self.num_tokens_left += num_tokens
             self.has_headroom = True
             if not request.is_decoding:
                 self.num_prefill_tokens -= num_tokens
-            self.load.take(request.num_computed_tokens, num_tokens, num_tokens == pending)
+                if request.sampling.prompt_logprobs is not None:
+                    self.num_scored_tokens -= num_tokens
+            self.load.take(request.num_computed_tokens, num_tokens, request.num_logits_rows(num_tokens))

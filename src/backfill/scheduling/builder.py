@@ -23,6 +23,8 @@ from backfill.scheduling.queues import UnfinishedRequests
 _MAX_LOOKED_UP = 64
 # Steps that a request waits in vain for others to compute its next blocks, before it computes them too.
 _MAX_PREFIX_WAITS = 32
+# Of prompts to score, in a step: it cannot be stopped while it computes their logits.
+_MAX_SCORED_TOKENS = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -66,8 +68,8 @@ class StepBuilder:
         if self.cost is None:
             return 0.0
         num_tokens = self._most_tokens(request)
-        samples = num_tokens == request.num_pending_tokens
-        return self.cost.time_with_s(self.batch.load, request.num_computed_tokens, num_tokens, samples)
+        num_rows = request.num_logits_rows(num_tokens)
+        return self.cost.time_with_s(self.batch.load, request.num_computed_tokens, num_tokens, num_rows)
 
     def num_absent_blocks(self, request: Request) -> int:
         contents = self.kv.match(request).contents
@@ -247,6 +249,8 @@ class StepBuilder:
         A later step then finds the block. A request never waits for one that is less urgent. It waits a
         bounded number of steps beyond those that found it a block: the other request may be stopped.
         """
+        if index * self.kv.block_size >= request.num_matchable_tokens:
+            return False
         key = self.kv.key_of(request.request_id, index)
         other = None if key is None else self._computing.get(key)
         if other is None or other.priority_level.value > request.priority_level.value:
@@ -290,6 +294,8 @@ class StepBuilder:
         most = min(pending, self.config.max_prefill_chunk_tokens, self.batch.num_tokens_left)
         if request.is_decoding:
             return most
+        if request.sampling.prompt_logprobs is not None:
+            most = min(most, _MAX_SCORED_TOKENS - self.batch.num_scored_tokens)
         return min(most, self._max_prefill_tokens - self.batch.num_prefill_tokens) if pending > 1 else most
 
     def _chunk(self, request: Request, limits: ChunkLimits) -> int:
@@ -306,7 +312,12 @@ class StepBuilder:
         if limits.max_step_s < math.inf:
             assert self.cost is not None
             most = self.cost.max_tokens(
-                batch.load, request.num_computed_tokens, pending, limits.max_step_s, most
+                batch.load,
+                request.num_computed_tokens,
+                pending,
+                limits.max_step_s,
+                most,
+                request.num_logits_rows,
             )
         if most >= least:
             # Behind another prompt, a chunk ends with a block: the next one can then begin with what the

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
-from backfill.core.plan import SampledToken, StepOutcome, StepPlan
+from backfill.core.plan import SampledToken, StepOutcome, StepPlan, TokenLogprobs
 from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.kvcache.manager import KVCacheManager
@@ -19,6 +19,7 @@ from backfill.scheduling.planner import StepPlanner
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.preemption import Preemption
+from backfill.scheduling.prompt_scores import PromptScores
 from backfill.scheduling.queues import LevelRule, UnfinishedRequests
 from backfill.scheduling.suspension import Suspension
 
@@ -30,6 +31,7 @@ class CommittedToken(NamedTuple):
         number: of the output's tokens, from 1.
         stop_token_id: the requested stop token that ended the output, if one did.
         finish_reason: why the output has ended with this token; None if it has not.
+        prompt_logprobs: see ``PromptScores``; with the first token.
     """
 
     request: Request
@@ -37,6 +39,7 @@ class CommittedToken(NamedTuple):
     number: int
     stop_token_id: int | None
     finish_reason: FinishReason | None
+    prompt_logprobs: list[TokenLogprobs] | None
 
 
 class Scheduler:
@@ -91,6 +94,7 @@ class Scheduler:
         self.counters: Mapping[ServiceClass, ClassCounters] = kv.counters
         self._default_slo = default_slo
         self._end_token_ids = frozenset(end_token_ids)
+        self.prompt_scores = PromptScores()
         self._suspension = Suspension(
             config,
             predictor if policy.stops_steps and num_layers is not None else None,
@@ -212,6 +216,8 @@ class Scheduler:
         for request_id in lost - self.in_flight.slices.keys():
             if request_id in self.requests.by_id:  # it was not aborted
                 self._run_once_more(self.requests.by_id[request_id])
+        if outcome.prompt_logprobs:
+            self.prompt_scores.add(outcome.prompt_logprobs, self.requests.by_id.keys() - lost)
         return self._commit_sampled(outcome, lost, now_s)
 
     def fail(self, plan: StepPlan) -> list[Request]:
@@ -344,6 +350,7 @@ class Scheduler:
         token_id = sampled.token_id
         request.append(token_id)
         number, stop_token_id = len(request.output_token_ids), None
+        prompt_logprobs = self.prompt_scores.take(request.request_id) if number == 1 else None
         if (
             number >= request.max_tokens
             or token_id in self._end_token_ids
@@ -353,7 +360,7 @@ class Scheduler:
             if reason is not None:
                 self._end(request, reason)
         # As the class itself would make it, in half the time.
-        fields = (request, sampled, number, stop_token_id, request.finish_reason)
+        fields = (request, sampled, number, stop_token_id, request.finish_reason, prompt_logprobs)
         return tuple.__new__(CommittedToken, fields)
 
     def _count_discarded(self, request_id: RequestId, num_tokens: float) -> None:
@@ -373,6 +380,7 @@ class Scheduler:
         request_id = request.request_id
         self.in_flight.forget(request_id)
         self._suspension.discard(request_id)
+        self.prompt_scores.take(request_id)
         self.kv.free(request)
         self.requests.remove(request)
         self._planner.release(request_id)
