@@ -18,6 +18,9 @@ from backfill.http.metrics import JobMetrics
 from backfill.jobs.open_batch import JobsSnapshot
 from backfill.preparation.client import PreparationClient
 from backfill.preparation.messages import PreparationSetup
+from backfill.protocol.chat import ChatCompletionRequest
+from backfill.protocol.generation import CompletionRequest
+from backfill.protocol.generation_fields import IGNORED_FIELDS, UNSUPPORTED_FIELDS
 from backfill.protocol.preparer import ServedModel
 from experiments.__main__ import app as studies
 from tests.builders import make_info, make_profile
@@ -149,6 +152,21 @@ def test_every_option_and_figure_of_coserving_is_documented() -> None:
         assert f"`{option}`" in section, option
     for figure in policy_json([CoserveFigures()] * 2, {}):
         assert f"`{figure}`" in section, figure
+
+
+def test_every_field_of_requests_is_documented_as_what_it_is() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    fields = {*CompletionRequest.known_fields(), *ChatCompletionRequest.known_fields()}
+    no_effect = {*IGNORED_FIELDS, "user"}
+    expected = {
+        "Supported": {name for name in fields if "." not in name} - no_effect,
+        "Ignored": no_effect,
+        "Refused": UNSUPPORTED_FIELDS,
+    }
+    for title, names in expected.items():
+        section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+        rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+        assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == names, title
 
 
 DOCUMENTS = (
