@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -23,7 +24,7 @@ from sqlalchemy.exc import OperationalError
 
 from backfill.jobs.database import open_database
 from backfill.jobs.database_results import DatabaseResults
-from backfill.jobs.leases import Lease, LeaseLost, Leases, database_clock
+from backfill.jobs.leases import Lease, LeaseLost, Leases, add_lease, database_clock
 from backfill.jobs.lines import completed
 from backfill.jobs.object_store import open_file_store
 from backfill.jobs.records import (
@@ -55,10 +56,12 @@ class Server:
         self.held: dict[str, Lease] = {}  # as it believes
         self.all: list[Lease] = []  # ever claimed
 
-    def claim(self, **options: object) -> str | None:
+    def claim(self, *, has_answer: bool = True, **options: object) -> str | None:
         claimed = self.leases.claim(model_names=["m"], **options)
         if claimed is None:
             return None
+        if not has_answer:
+            return claimed.batch.id
         lease, batch = claimed.lease, claimed.batch
         assert lease.batch_id == batch.id
         self.held[batch.id] = lease
@@ -155,7 +158,8 @@ def servers(engine: Engine, folder: Path, num_servers: int = 2) -> list[Server]:
 class LeaseMachine(RuleBasedStateMachine):
     """Servers claim, renew, write, release, and die, in any order, as time goes by.
 
-    The model knows for each batch who claimed it last, and until when nobody else may.
+    The model knows for each batch who claimed it last, and until when nobody else may. Answers to claims are
+    lost: what a server does not know that it holds, it may claim again at once.
     """
 
     engine: Engine
@@ -180,21 +184,28 @@ class LeaseMachine(RuleBasedStateMachine):
         self.now_s += seconds
         set_clock(self.engine, self.now_s)
 
-    @rule(number=st.integers(0, 2), takes_over=st.sampled_from([True, True, True, False]))
-    def claim(self, number: int, takes_over: bool) -> None:
+    @rule(
+        number=st.integers(0, 2),
+        takes_over=st.sampled_from([True, True, True, False]),
+        has_answer=st.sampled_from([True, True, False]),
+    )
+    def claim(self, number: int, takes_over: bool, has_answer: bool) -> None:
         server = self.servers[number]
-        mine = [batch for batch, holder in self.holder.items() if holder is server]
-        claimed = server.claim(takes_over=takes_over, others_than=mine)
+        running = [batch for batch in self.batches if self.runs(server, batch)]
+        claimed = server.claim(
+            has_answer=has_answer, takes_over=takes_over, running=list(server.held.values())
+        )
         free = [
             batch
             for batch in self.batches
-            if batch not in mine
-            and (self.holder[batch] is None or (takes_over and self.ends_at_s[batch] <= self.now_s))
+            if batch not in running
+            and (self.holder[batch] in (None, server) or (takes_over and self.ends_at_s[batch] <= self.now_s))
         ]
         assert claimed == (free[0] if free else None), "whose window ends first"
         if claimed is not None:
-            assert server.held[claimed].token > self.tokens[claimed], "tokens rise"
-            self.tokens[claimed] = server.held[claimed].token
+            if has_answer:
+                assert server.held[claimed].token == self.tokens[claimed] + 1, "tokens rise"
+            self.tokens[claimed] += 1
             self.holder[claimed] = server
             self.ends_at_s[claimed] = self.now_s + DURATION_S
 
@@ -202,14 +213,14 @@ class LeaseMachine(RuleBasedStateMachine):
     def renew(self, number: int) -> None:
         server = self.servers[number]
         renewal = server.leases.renew(list(server.held.values()))
-        mine = {batch for batch, holder in self.holder.items() if holder is server}
+        mine = {batch for batch in self.batches if self.runs(server, batch)}
         assert {lease.batch_id: lease.token for lease in renewal.held} == {
             batch: self.tokens[batch] for batch in mine
         }
         for batch in mine:
             self.ends_at_s[batch] = self.now_s + DURATION_S
 
-    @precondition(lambda self: any(self.tokens.values()))
+    @precondition(lambda self: any(server.all for server in self.servers))
     @rule(data=st.data())
     def write(self, data: st.DataObject) -> None:
         server, lease = self.any_claim(data)
@@ -219,7 +230,7 @@ class LeaseMachine(RuleBasedStateMachine):
             self.recorded[lease.batch_id] += 1
             self.ends_at_s[lease.batch_id] = self.now_s + DURATION_S
 
-    @precondition(lambda self: any(self.tokens.values()))
+    @precondition(lambda self: any(server.all for server in self.servers))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         server, lease = self.any_claim(data)
@@ -232,6 +243,11 @@ class LeaseMachine(RuleBasedStateMachine):
         return data.draw(
             st.sampled_from([(server, lease) for server in self.servers for lease in server.all])
         )
+
+    def runs(self, server: Server, batch: str) -> bool:
+        """The server holds it, and knows it."""
+        lease = server.held.get(batch)
+        return lease is not None and self.is_held(server, lease)
 
     def is_held(self, server: Server, lease: Lease) -> bool:
         return self.holder[lease.batch_id] is server and self.tokens[lease.batch_id] == lease.token
@@ -258,6 +274,51 @@ def test_at_most_one_server_holds_a_batch_and_only_it_records(engine: Engine, tm
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    num_parts=st.lists(st.integers(1, 8), min_size=2, max_size=4),
+    turns=st.lists(st.integers(0, 1), min_size=4, max_size=16),
+    max_lines=st.integers(2, 12),
+)
+def test_each_owner_gets_lines_and_none_more_than_its_share(
+    tmp_path_factory: pytest.TempPathFactory, num_parts: list[int], turns: list[int], max_lines: int
+) -> None:
+    """Servers claim in any order, of owners with parts of two lines; the first owner is the most urgent."""
+    folder = tmp_path_factory.mktemp("leases")
+    engine = with_clock(open_database(f"sqlite:///{folder / 'jobs.db'}", folder))
+    batches = [add_batch(engine, number) for number in range(len(num_parts))]
+    with engine.begin() as connection:
+        for owner, (batch, count) in enumerate(zip(batches, num_parts, strict=True)):
+            connection.execute(update(BatchRecord).where(BatchRecord.id == batch).values(owner=f"{owner}"))
+            parts = [(3 << 2 * part).to_bytes(2, "little") for part in range(count)]
+            add_lease(connection, batch, parts, first=1)
+    left = {f"{owner}": count for owner, count in enumerate(num_parts)}
+    of_server = [Counter[str](), Counter[str]()]
+    both = servers(engine, folder)
+    for number in turns:
+        mine, held = of_server[number], of_server[0] + of_server[1]
+        claimed = both[number].leases.claim(
+            model_names=["m"], max_lines=max_lines, lines_of=mine, num_servers=2
+        )
+        full = {owner for owner, num in mine.items() if num >= max_lines // len(mine)}
+        may = [
+            owner
+            for owner, count in zip(left, num_parts, strict=True)
+            if left[owner] and mine[owner] < count and owner not in full
+        ]
+        if not may:
+            assert claimed is None
+            continue
+        assert claimed is not None
+        owner = claimed.batch.owner
+        assert owner == min(may, key=lambda each: held[each])
+        num_lines = int.from_bytes(claimed.lease.lines or b"", "little").bit_count()
+        assert mine[owner] + num_lines <= max(max_lines // len({*mine, owner}), mine[owner] + 1) + 1
+        left[owner] -= num_lines // 2
+        mine[owner] += num_lines
+    engine.dispose()
 
 
 def test_claims_at_the_same_time_take_different_batches(shared: Engine, tmp_path: Path) -> None:

@@ -375,8 +375,8 @@ def lock_lease(connection: Connection, batch_id: str) -> None:
 
 
 def _is_of(leases: Collection[Lease]) -> ColumnElement[bool]:
-    rows = [(lease.batch_id, part) for lease in leases for part in lease.parts]
-    return tuple_(LeasedPart.batch_id, LeasedPart.part).in_(rows)
+    rows = [(lease.batch_id, part, lease.token) for lease in leases for part in lease.parts]
+    return tuple_(LeasedPart.batch_id, LeasedPart.part, LeasedPart.token).in_(rows)
 
 
 def _released() -> Update:
