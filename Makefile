@@ -55,7 +55,7 @@ test: $(TESTABLE)
 
 # And what starts a database, an object store or a cluster, what is slow, and more examples.
 test-all: $(TESTABLE)
-	$(BIN)/python -m pytest -n $(WORKERS) $(IN_PARALLEL) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(IN_PARALLEL) --hypothesis-profile=long $(ARGS)
 
 # As other machines run them: BACKFILL_CPU_ISA limits our kernels and the libraries beside them.
 test-variants: $(TESTABLE)

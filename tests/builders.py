@@ -6,7 +6,7 @@ import itertools
 import random
 import zlib
 from collections import Counter, deque
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 from backfill.core.block import BlockCopy, BlockRef, SlotCopy
@@ -374,10 +374,11 @@ class TwoTierExecutor(ScriptedExecutor):
         self, scheduled: ScheduledSlice, reading: Set[tuple[int, int]], writing: Set[tuple[int, int]]
     ) -> None:
         blocks, expected = [ref >> 1 for ref in scheduled.blocks], self._hashes[scheduled.request_id]
-        slots = self._slots_of(scheduled)
         assert max(blocks) < self._num_blocks, "a block without memory"
-        for (block, slot), hashed in zip(slots[: scheduled.start], expected, strict=False):
-            assert self._device[block][slot] == hashed, f"{scheduled.request_id} in block {block}: other KV"
+        for block, slots, positions in self._spans(scheduled, 0, scheduled.start):
+            assert self._device[block][slots] == expected[positions], (
+                f"{scheduled.request_id} in block {block}: other KV"
+            )
         whole = {
             each.copy.device
             for each in self.in_flight
@@ -385,21 +386,39 @@ class TwoTierExecutor(ScriptedExecutor):
         }
         assert whole.isdisjoint(blocks), "a slice uses a block that is being copied to"
         end = scheduled.start + scheduled.num_tokens
-        assert writing.isdisjoint(slots[:end]), "a slice uses a slot that is being copied to"
-        assert reading.isdisjoint(slots[scheduled.start : end]), "a slice writes a slot that is being copied"
+        assert writing.isdisjoint(self._slots_of(scheduled, 0, end, among=writing)), (
+            "a slice uses a slot that is being copied to"
+        )
+        assert reading.isdisjoint(self._slots_of(scheduled, scheduled.start, end, among=reading)), (
+            "a slice writes a slot that is being copied"
+        )
 
     def _write(self, scheduled: ScheduledSlice, is_undefined: bool) -> None:
-        hashes, slots = self._hashes[scheduled.request_id], self._slots_of(scheduled)
-        for position in range(scheduled.start, scheduled.start + scheduled.num_tokens):
-            block, slot = slots[position]
-            self._device[block][slot] = None if is_undefined else hashes[position]
+        hashes, end = self._hashes[scheduled.request_id], scheduled.start + scheduled.num_tokens
+        for block, slots, positions in self._spans(scheduled, scheduled.start, end):
+            written = hashes[positions]
+            self._device[block][slots] = [None] * len(written) if is_undefined else written
 
-    def _slots_of(self, scheduled: ScheduledSlice) -> list[tuple[int, int]]:
-        """Block and slot of each token that the slice's blocks can hold."""
-        size = range(self.info.block_size)
-        return [
-            (ref >> 1, slot) for ref in scheduled.blocks for slot in (reversed(size) if ref & 1 else size)
-        ]
+    def _spans(self, scheduled: ScheduledSlice, start: int, end: int) -> Iterator[tuple[int, slice, slice]]:
+        """Where the tokens ``[start, end)`` are: blocks, the slots in each, and the positions in those."""
+        size = self.info.block_size
+        for index in range(start // size, -(-end // size)):
+            ref = scheduled.blocks[index]
+            first, stop = max(start - index * size, 0), min(end - index * size, size)
+            slots = slice(first, stop)
+            if ref & 1:
+                slots = slice(size - 1 - first, size - 1 - stop if stop < size else None, -1)
+            yield ref >> 1, slots, slice(index * size + first, index * size + stop)
+
+    def _slots_of(
+        self, scheduled: ScheduledSlice, start: int, end: int, among: Set[tuple[int, int]]
+    ) -> Iterator[tuple[int, int]]:
+        """Block and slot of these tokens, in the blocks of ``among`` alone."""
+        blocks = {block for block, _ in among}
+        size = self.info.block_size
+        for block, slots, _ in self._spans(scheduled, start, end) if blocks else ():
+            if block in blocks:
+                yield from ((block, slot) for slot in range(size)[slots])
 
     def _stopped(self, plan: StepPlan) -> tuple[Sequence[RequestId], int]:
         """Requests stopped in this step, and the layers that they have passed."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backfill.engine.environment import engine_environment
-from tests.shared import LONG, RUN_FOLDER_VARIABLE, made_once
+from tests.shared import LONG, RUN_FOLDER_VARIABLE, SHORT, made_once
 
 # Before torch loads the libraries that read it.
 os.environ.update(engine_environment(os.environ))
@@ -28,9 +28,9 @@ from hypothesis import HealthCheck, settings
 _REPEATABLE = settings(
     derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile("short", _REPEATABLE)
+settings.register_profile(SHORT, _REPEATABLE)
 settings.register_profile(LONG, _REPEATABLE)
-settings.load_profile("short")
+settings.load_profile(SHORT)
 
 # Likewise the next run finds the modules of tests, which pytest takes longer to compile than to import.
 sys.dont_write_bytecode = False

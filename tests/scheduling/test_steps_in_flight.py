@@ -178,7 +178,8 @@ def crowded_flight(rng: random.Random, **setting: Any) -> Flight:
 @pytest.mark.parametrize("policy", ["slo", "conserve", "bros", "priority", "fcfs", "round-robin"])
 def test_crowded_schedules_compute_every_token_from_its_own_context(policy: PolicyName) -> None:
     num_beside = num_preempted = num_restored = num_followed = 0
-    for seed in range(examples(8)):
+    num_seeds = examples(8)
+    for seed in range(num_seeds):
         rng = random.Random(f"{policy} {seed}")
         flight = crowded_flight(
             rng,
@@ -197,8 +198,8 @@ def test_crowded_schedules_compute_every_token_from_its_own_context(policy: Poli
         num_preempted += sum(each.num_preemptions for each in flight.requests)
         num_restored += flight.inner.num_copies["restore"]
         num_followed += flight.executor.num_followed
-    assert num_followed > 10
-    assert num_beside > 100 and num_preempted > 20 and num_restored > 10
+    assert num_followed > 1.25 * num_seeds and num_restored > 1.25 * num_seeds
+    assert num_beside > 12.5 * num_seeds and num_preempted > 2.5 * num_seeds
 
 
 @pytest.mark.parametrize("preemption", get_args(PreemptionMode))

@@ -136,7 +136,7 @@ class Run:
                     self.scheduler.add(arrival.request)
                 elif arrival.aborted_at_step == len(self.plans):
                     self.scheduler.finish(arrival.request.request_id, FinishReason.ABORT)
-            self.scheduler.check_integrity()
+                    self.scheduler.check_integrity()
             plan = self.step()
             assert not (plan.does_nothing and self.scheduler.has_unfinished), (
                 "it stopped with unfinished requests"
