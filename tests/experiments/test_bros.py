@@ -42,10 +42,6 @@ def test_an_experiment_has_every_policy_at_every_point(tiny: list[BrosPoint]) ->
     assert compare(tiny, "slo", "fcfs").latency_reduction > 0.2
 
 
-def test_figures_do_not_depend_on_the_number_of_processes(tiny: list[BrosPoint]) -> None:
-    assert run_study(TINY, num_processes=2) == tiny
-
-
 def figures(latency_s: float, ttft: float, tpot: float, offline_rps: float) -> dict[str, float]:
     return {
         "normalized_latency_s": latency_s,

@@ -21,6 +21,9 @@ from backfill.workloads.arrivals import Phase
 from experiments.__main__ import app
 from experiments.conserve.figures import (
     STUDIES,
+    Fig5,
+    Fig6,
+    Fig7,
     Fig8,
     Figure,
     Slow1,
@@ -100,12 +103,13 @@ def test_a_trace_that_is_missing_says_where_it_is_published(option: str, file: s
     assert f"{file} of https://github.com/microsoft/vidur/" in done.stderr
 
 
-@pytest.mark.parametrize("kind", STUDIES)
-def test_no_figure_of_a_scenario_comes_from_the_prefix_cache(kind: type[Figure]) -> None:
-    """Under every policy, with the cache on: ``Simulation.replay`` asserts that there is no hit."""
-    slowness = kind().scenario_of(TUNING_SEED).hardware.slowness
-    study = shortened(kind, 6.0 * slowness, last_point=True)(policies=",".join(VARIANTS))
-    (point,) = run_study(study, (TUNING_SEED,))
+@pytest.mark.parametrize(
+    ("kind", "policies"),
+    [(Fig5, ",".join(VARIANTS)), *((kind, kind().policies) for kind in (Fig6, Fig7, Fig8, Slow1))],
+)
+def test_no_figure_of_a_scenario_comes_from_the_prefix_cache(kind: type[Figure], policies: str) -> None:
+    """With the cache on: ``Simulation.replay`` asserts that there is no hit."""
+    (point,) = run_study(shortened(kind, 6.0, last_point=True)(policies=policies), (TUNING_SEED,))
     for policy, (run,) in point.runs.items():
         assert VARIANTS[policy].prefix_caching
         assert sum(each.num_computed_tokens for each in run.replay.counters.values()) > 5_000
@@ -113,7 +117,7 @@ def test_no_figure_of_a_scenario_comes_from_the_prefix_cache(kind: type[Figure])
 
 def test_figure_8_has_an_entry_for_each_step_and_all_on_reaches_the_paper() -> None:
     """On the first part of its ten minutes."""
-    (point,) = run_study(shortened(Fig8, 100.0)(), (TUNING_SEED,))
+    (point,) = run_study(shortened(Fig8, 80.0)(), (TUNING_SEED,))
     policies = {policy: run.metrics for policy, (run,) in point.runs.items()}
     assert list(policies) == ["online-only", "priority", "slo-swap", "slo-checkpoint", "slo"]
     offline = [policies[name].offline_tok_s for name in ("slo-swap", "slo-checkpoint", "slo")]
@@ -123,7 +127,9 @@ def test_figure_8_has_an_entry_for_each_step_and_all_on_reaches_the_paper() -> N
     assert policies["slo"].recomputed_token_share < 0.01
 
 
-@pytest.mark.parametrize("kind", [Slow1, Slow10, Slow100])
+@pytest.mark.parametrize(
+    "kind", [Slow10, *(pytest.param(each, marks=pytest.mark.slow) for each in (Slow1, Slow100))]
+)
 def test_the_default_keeps_up_with_no_safepoints(kind: type[Slow1]) -> None:
     """A P99 of 150 chats is the second slowest: it moves by a tenth from seed to seed (docs/coserving.md)."""
     points = run_study(kind())

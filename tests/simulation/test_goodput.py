@@ -14,7 +14,7 @@ from backfill.simulation.goodput_figures import FIGURES, GoodputPoint, Pair, Pan
 from backfill.simulation.replay import Arrival, Lengths, Workload
 from backfill.simulation.study import run_study
 from backfill.simulation.variants import Simulation, figures_of
-from tests.cli.running import run_cli, run_cli_here
+from tests.cli.running import run_cli_here
 
 TINY = Goodput(
     workloads="code",
@@ -147,9 +147,9 @@ def test_a_summary_has_the_worst_ratios_and_the_stability(
 
 def test_simulate_goodput_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
     plot = tmp_path / "goodput.png"
-    done = run_cli(
+    done = run_cli_here(
         "simulate", "goodput", "--workloads", "code", "--loads", "0.5", "--cvs", "1", "--num-requests",
-        "20", "--policies", "online-only,priority", "--jobs", "2", "--json", "--plot", str(plot),
+        "20", "--policies", "online-only,priority", "--jobs", "1", "--json", "--plot", str(plot),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout.splitlines()[-1])
