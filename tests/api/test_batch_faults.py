@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.api.batch_inputs import as_jsonl, check_accounts, completion_line, submit, wait_ended
 from tests.api.servers import RunningServer, launch_small, wait_until
@@ -23,6 +24,7 @@ VICTIMS = ("engine", "server", "starting server")
 OPTIONS = ("--max-num-seqs", "2")
 
 
+@pytest.mark.slow  # tests/cli/test_run_batch.py and tests/jobs kill as well
 def test_no_line_is_lost_or_answered_twice(small_model: Path, tmp_path: Path) -> None:
     rng = random.Random(20)
     custom_ids = [f"line-{number}" for number in range(NUM_LINES)]

@@ -262,29 +262,28 @@ def num_completed(client: OpenAI, batch_id: str) -> int:
     return counts.completed
 
 
-def test_other_keys_files_and_batches_do_not_exist(small_model: Path, tmp_path: Path) -> None:
-    keys = ("--api-key", "mine", "--api-key", "yours")
-    with small_server(small_model, *keys, data_dir=tmp_path) as server:
-        mine, yours = server.client("mine"), server.client("yours")
-        batch = wait_ended(mine, submit(mine, as_jsonl([chat_line("a")])).id)
-        assert batch.output_file_id is not None
-        for file_id in (batch.input_file_id, batch.output_file_id):
-            for call in (yours.files.retrieve, yours.files.content, yours.files.delete):
-                with pytest.raises(openai.NotFoundError):
-                    call(file_id)
-        for ask in (yours.batches.retrieve, yours.batches.cancel):
+def test_other_keys_files_and_batches_do_not_exist(keyed_server: RunningServer) -> None:
+    server = keyed_server
+    mine, yours = server.client("key-of-carol"), server.client("key-of-dave")
+    batch = wait_ended(mine, submit(mine, as_jsonl([chat_line("a")])).id)
+    assert batch.output_file_id is not None
+    for file_id in (batch.input_file_id, batch.output_file_id):
+        for call in (yours.files.retrieve, yours.files.content, yours.files.delete):
             with pytest.raises(openai.NotFoundError):
-                ask(batch.id)
-        with pytest.raises(openai.APIStatusError):
-            yours.batches.create(
-                input_file_id=batch.input_file_id, endpoint="/v1/chat/completions", completion_window="24h"
-            )
-        assert not yours.files.list().data and not yours.batches.list().data
-        assert len(mine.files.list().data) == 2
-        for path in ("/v1/files", "/v1/batches"):
-            assert server.http.get(path).status_code == 401
-        stored = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-        assert b"mine" not in stored, "keys are not stored"
+                call(file_id)
+    for ask in (yours.batches.retrieve, yours.batches.cancel):
+        with pytest.raises(openai.NotFoundError):
+            ask(batch.id)
+    with pytest.raises(openai.APIStatusError):
+        yours.batches.create(
+            input_file_id=batch.input_file_id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+    assert not yours.files.list().data and not yours.batches.list().data
+    assert len(mine.files.list().data) == 2
+    for path in ("/v1/files", "/v1/batches"):
+        assert server.http.get(path).status_code == 401
+    stored = b"".join(path.read_bytes() for path in server.data_dir.rglob("*") if path.is_file())
+    assert b"key-of-carol" not in stored, "keys are not stored"
 
 
 def test_a_second_server_on_the_data_folder_is_refused(server: RunningServer) -> None:
@@ -301,7 +300,7 @@ def test_a_second_server_on_the_data_folder_is_refused(server: RunningServer) ->
 def test_a_batch_sent_while_the_model_loads_is_cut_by_a_shutdown_and_ends_after_the_next_start(
     small_model: Path, tmp_path: Path
 ) -> None:
-    lengths = [1, *[300] * 11]
+    lengths = [1, *[300] * 5]
     lines = [chat_line(f"line-{n}", max_tokens=each, ignore_eos=True) for n, each in enumerate(lengths)]
     few = ("--max-num-seqs", "4")
     with ending(launch_small(small_model, *few, data_dir=tmp_path)) as server:

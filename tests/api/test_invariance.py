@@ -10,8 +10,8 @@ from typing import Any
 from tests.api.servers import RunningServer
 
 # Lengths on both sides of blocks, of chunks of keys (128), and of rows that a kernel computes together.
-PROMPTS = [[(1009 * index + 31 * at) % 40000 + 100 for at in range(11 + 41 * index)] for index in range(8)]
-NUM_TOKENS = 24
+PROMPTS = [[(1009 * index + 31 * at) % 40000 + 100 for at in range(11 + 59 * index)] for index in range(5)]
+NUM_TOKENS = 12
 NUM_FLOODING = 8
 _salts = itertools.count()
 

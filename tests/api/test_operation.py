@@ -79,31 +79,6 @@ def test_a_client_that_disconnects_has_its_request_aborted(server: RunningServer
     assert server.metric("backfill:request_success_total", finished_reason="abort") == aborted + 2
 
 
-def test_keys_are_required(small_model: Path, tmp_path: Path) -> None:
-    key_file = tmp_path / "keys"
-    key_file.write_text("alice=sekret-of-alice\n")
-    keys = ("--api-key", "sekret", "--api-key", "bob=other", "--api-key-file", str(key_file))
-    with small_server(small_model, *keys, "--served-model-name", "mine", data_dir=tmp_path) as server:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sekret"}):
-            response = server.http.get("/v1/models", headers=headers)
-            assert response.status_code == 401
-            assert response.json()["error"]["code"] == "invalid_api_key"
-        for key in ("sekret", "other", "sekret-of-alice"):
-            assert server.client(key).models.list().data[0].id == "mine"
-        assert server.http.get("/health").status_code == 200
-        assert server.http.get("/metrics").status_code == 200
-
-        def is_known(key: str) -> bool:
-            headers = {"Authorization": f"Bearer {key}"}
-            return server.http.get("/v1/models", headers=headers).status_code == 200
-
-        key_file.write_text("alice=sekret-of-alice-renewed\n")
-        wait_until(lambda: is_known("sekret-of-alice-renewed"), "the key file to be read again")
-        assert not is_known("sekret-of-alice") and is_known("sekret")
-        assert "sekret" not in (tmp_path / "config.json").read_text()
-        assert "sekret" not in "".join(server.output)
-
-
 @pytest.fixture(scope="module")
 def own_server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server of this module with room for four requests, whose engine tests may kill."""
@@ -117,7 +92,7 @@ def test_a_full_queue_answers_429_with_retry_after(own_server: RunningServer) ->
     before = server.metric(refused, reason="queue_full")
     with ThreadPoolExecutor(4) as pool, server.paused_engine():
         for _ in range(4):
-            pool.submit(server.http.post, "/v1/completions", json={**LONG, "max_tokens": 500})
+            pool.submit(server.http.post, "/v1/completions", json={**LONG, "max_tokens": 20})
         wait_until(lambda: server.http.get("/load").json()["server_load"] == 4, "a full queue")
         response = server.http.post("/v1/completions", json={"prompt": "hi"})
         assert response.status_code == 429
@@ -172,14 +147,14 @@ def test_shutdown_lets_online_requests_end_and_stops_offline_ones(small_model: P
         flex = pool.submit(server.http.post, "/v1/completions", json={**LONGER, "service_tier": "flex"})
         # The offline request starts first and keeps its blocks: behind a late online one it would not start.
         wait_until(lambda: server.metric("backfill:num_requests_running") == 1, "the first to run")
-        online = pool.submit(server.http.post, "/v1/completions", json={**LONG, "max_tokens": 1500})
+        online = pool.submit(server.http.post, "/v1/completions", json={**LONG, "max_tokens": 400})
         wait_until(lambda: server.metric("backfill:num_requests_running") == 2, "both to run")
         with server.paused_engine() as engine:
             for pid in (engine, server.process.pid):
                 os.kill(pid, signal.SIGTERM)
             wait_until(lambda: server.http.get("/health").status_code == 503, "draining")
             assert server.http.post("/v1/completions", json={"prompt": "hi"}).status_code == 503
-        assert online.result().json()["usage"]["completion_tokens"] == 1500
+        assert online.result().json()["usage"]["completion_tokens"] == 400
         assert flex.result().status_code == 503
         assert server.process.wait(TIMEOUT_S) == 0
         assert not Path(f"/proc/{engine}").exists()
@@ -196,11 +171,15 @@ def test_a_second_signal_ends_at_once(small_model: Path, tmp_path: Path) -> None
             assert server.process.wait(TIMEOUT_S) != 0
 
 
-def test_health_is_503_while_loading_and_the_engine_ends_with_its_server(
+def test_health_is_503_while_loading_keys_are_required_and_the_engine_ends_with_its_server(
     small_model: Path, tmp_path: Path
 ) -> None:
     """Without the batch API, whose routes do not exist then."""
-    with ending(launch_small(small_model, "--no-batch-api", data_dir=tmp_path)) as server:
+    key_file = tmp_path / "keys"
+    key_file.write_text("alice=sekret-of-alice\n")
+    options = ("--api-key", "sekret", "--api-key", "bob=other", "--api-key-file", str(key_file))
+    options += ("--served-model-name", "mine", "--no-batch-api")
+    with ending(launch_small(small_model, *options, data_dir=tmp_path)) as server:
         statuses: list[int] = []
 
         def loading_seen() -> bool:
@@ -213,15 +192,38 @@ def test_health_is_503_while_loading_and_the_engine_ends_with_its_server(
         wait_until(loading_seen, "the server")
         assert statuses[0] == 503
         assert set(statuses) == {200, 503}
-        # Another thread reads the output.
-        wait_until(lambda: any("curl http" in line for line in server.output), "a line to try")
+        server.logged("curl http")
+        check_keys(server, key_file)
+        assert "sekret" not in (tmp_path / "config.json").read_text()
+        assert "sekret" not in "".join(server.output)
         for path in ("/v1/files", "/v1/batches"):
-            assert server.http.get(path).status_code == 404
+            assert server.http.get(path, headers=bearer("sekret")).status_code == 404
         assert "batch_jobs" not in server.http.get("/metrics").text
         assert not (tmp_path / "server.lock").exists()
         engine = server.engine_pid()
         server.process.kill()
         wait_until(lambda: not Path(f"/proc/{engine}").exists(), "the engine to end")
+
+
+def check_keys(server: RunningServer, key_file: Path) -> None:
+    for headers in ({}, bearer("wrong"), {"Authorization": "sekret"}):
+        response = server.http.get("/v1/models", headers=headers)
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+    for key in ("sekret", "other", "sekret-of-alice"):
+        assert server.client(key).models.list().data[0].id == "mine"
+    assert server.http.get("/metrics").status_code == 200
+
+    def is_known(key: str) -> bool:
+        return server.http.get("/v1/models", headers=bearer(key)).status_code == 200
+
+    key_file.write_text("alice=sekret-of-alice-renewed\n")
+    wait_until(lambda: is_known("sekret-of-alice-renewed"), "the key file to be read again")
+    assert not is_known("sekret-of-alice") and is_known("sekret")
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
 def test_the_exit_status_shows_a_signal_while_the_model_loads(small_model: Path, tmp_path: Path) -> None:

@@ -1,32 +1,28 @@
-"""Prefix caching through real HTTP: what is found again, by whom, and where it is reported."""
+"""Prefix caching through real HTTP: what is found again, by whom, and where it is reported.
+
+Its options: tests/scheduling/test_prefix_caching.py.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.api.batch_inputs import as_jsonl, completion_line, result_lines, submit, wait_ended
-from tests.api.servers import RunningServer, chunks_of, small_server, wait_until
+from tests.api.servers import RunningServer, chunks_of, wait_until
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 100
 NUM_CACHEABLE = 96  # whole blocks before the last token, which is always computed
-KEYS = ("--api-key", "alice=one", "--api-key", "alice=two", "--api-key", "bob=three")
-OPTIONS = (*KEYS, "--block-size", str(BLOCK_SIZE), "--vllm-metrics")
-
 _first_tokens = itertools.count(1000)
 
 
-@pytest.fixture(scope="module")
-def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    options = (*OPTIONS, "--max-model-len", "2048")
-    with small_server(small_model, *options, data_dir=tmp_path_factory.mktemp("data")) as server:
-        yield server
+@pytest.fixture
+def server(keyed_server: RunningServer) -> RunningServer:
+    return keyed_server
 
 
 def new_prompt() -> list[int]:
@@ -124,18 +120,3 @@ def test_metrics_count_hits(server: RunningServer) -> None:
     states = ("cached", "cached_with_copy", "protected")
     num_cached = [server.metric("backfill:kv_blocks", state=state) for state in states]
     assert sum(num_cached) >= NUM_CACHEABLE // BLOCK_SIZE
-
-
-def test_with_the_global_scope_owners_share(small_model: Path, tmp_path: Path) -> None:
-    with small_server(small_model, *OPTIONS, "--prefix-cache-scope", "global", data_dir=tmp_path) as server:
-        prompt = new_prompt()
-        assert cached(usage_of(server, prompt, "one")) == 0
-        assert cached(usage_of(server, prompt, "three")) == NUM_CACHEABLE
-        assert cached(usage_of(server, prompt, "three", cache_salt="salt-a")) == 0
-
-
-def test_without_caching_nothing_is_found(small_model: Path, tmp_path: Path) -> None:
-    with small_server(small_model, *OPTIONS, "--no-prefix-caching", data_dir=tmp_path) as server:
-        prompt = new_prompt()
-        assert [cached(usage_of(server, prompt)) for _ in range(2)] == [0, 0]
-        assert server.metric("backfill:prefix_cache_hits_total") == 0

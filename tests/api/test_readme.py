@@ -27,6 +27,7 @@ def test_the_first_snippet_prints_an_answer(
     assert len(capsys.readouterr().out) > 20
 
 
+@pytest.mark.slow
 def test_the_batch_prints_its_answers_and_the_command_after_it_runs_on_the_file_it_left(
     server: RunningServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 from tests.api.servers import RunningServer, small_server, wait_until
 
-# 60 blocks of 16 KiB hold 960 tokens; the offline requests below need 2,100.
+# 60 blocks of 16 KiB hold 960 tokens; the offline requests below need 1,500.
 POOL = ("--kv-gib", "0.00092", "--host-kv-gib", "0.01")
 OFFLINE = [list(range(100 + 7 * index, 200 + 9 * index)) for index in range(6)]
 ONLINE = [list(range(5000 + 11 * index, 5060 + 11 * index)) for index in range(6)]
-NUM_OFFLINE_TOKENS = 250
+NUM_OFFLINE_TOKENS = 150
 _salts = itertools.count()
 
 

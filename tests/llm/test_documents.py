@@ -19,6 +19,7 @@ def snippets(text: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_snippets_of_the_library_run_one_after_another(capfd: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     printed = []
@@ -32,6 +33,7 @@ def test_the_snippets_of_the_library_run_one_after_another(capfd: pytest.Capture
     assert offloaded == "cpu, the same tokens: True\n"
 
 
+@pytest.mark.slow
 def test_the_readme_shows_the_library_first(capfd: pytest.CaptureFixture[str]) -> None:
     (snippet,) = (each for each in snippets((ROOT / "README.md").read_text()) if "import LLM" in each)
     names: dict[str, Any] = {}

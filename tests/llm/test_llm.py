@@ -1,4 +1,4 @@
-"""LLM: the real default model's tokens, and all else on a small one."""
+"""LLM on a small model; the real one's tokens: tests/engine/test_generation_equality.py."""
 
 from __future__ import annotations
 
@@ -42,11 +42,10 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 
 
 @torch.inference_mode()
-def test_greedy_tokens_equal_transformers(default_model: Path) -> None:
-    with LLM(str(default_model), dtype="float32", kv_gib=0.1, max_model_len=256) as llm:
-        params = replace(GREEDY, prompt_logprobs=2)
-        answers, tokenizer = generate(llm, PROMPTS, params), llm.get_tokenizer()
-    model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
+def test_greedy_tokens_equal_transformers(llm: LLM, small_model: Path) -> None:
+    params = replace(GREEDY, prompt_logprobs=2)
+    answers, tokenizer = generate(llm, PROMPTS, params), llm.get_tokenizer()
+    model = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32).eval()
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         (output,) = answer.outputs
         assert (answer.prompt, answer.finished, output.finish_reason) == (prompt, True, "length")
