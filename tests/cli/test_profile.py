@@ -1,4 +1,4 @@
-"""``backfill profile`` as a process, with a tiny model."""
+"""``backfill profile`` with a tiny model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile
 from backfill.offloading.record import PerformanceRecord
-from tests.cli.running import run_cli, run_cli_here
+from tests.cli.running import run_cli_here
 from tests.models.tiny import save_tiny_llama_config
 
 SMALL = ("--load-format", "dummy", "--device", "cpu", "--dtype", "float32", "--kv-gib", "0.01")
@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> str:
 
 def test_a_profile_is_measured_written_and_printed(model: str, cache: Path, tmp_path: Path) -> None:
     out = tmp_path / "folder" / "profile.json"
-    done = run_cli("profile", model, *SMALL, "--quick", "--json", "--out", str(out), "--threads", "1")
+    done = run_cli_here("profile", model, *SMALL, "--quick", "--json", "--out", str(out), "--threads", "1")
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout.splitlines()[-1])
     assert content["path"] == str(out)
@@ -49,7 +49,7 @@ def test_a_profile_is_measured_written_and_printed(model: str, cache: Path, tmp_
 
 def test_without_a_file_it_goes_where_serve_looks(model: str, cache: Path, tmp_path: Path) -> None:
     bus = ("--offload-interval", "1", "--offload-bus", str(tmp_path / "bus"), "--offload-bus-gib-per-s", "1")
-    done = run_cli("profile", model, *SMALL, *bus, "--quick")
+    done = run_cli_here("profile", model, *SMALL, *bus, "--quick")
     assert done.returncode == 0, done.stderr
     (path,) = (cache / "profiles").glob("*.json")
     key = CostProfile.load(path).key
@@ -61,7 +61,7 @@ def test_without_a_file_it_goes_where_serve_looks(model: str, cache: Path, tmp_p
 
 def test_a_performance_record_is_measured_written_and_printed(model: str, cache: Path) -> None:
     """The table is as wide as 80 columns allow, and nothing in it is cut."""
-    done = run_cli("profile", model, *SMALL, "--offload", "--quick", "--json", "--tpot-slo", "1000")
+    done = run_cli_here("profile", model, *SMALL, "--offload", "--quick", "--json", "--tpot-slo", "1000")
     assert done.returncode == 0, done.stderr
     (path,) = (cache / "profiles").glob("*.offload.json")
     record = PerformanceRecord.load(path)

@@ -30,6 +30,7 @@ from backfill.preparation.serving import ServingProcesses
 from tests.api.batch_inputs import as_jsonl, chat_line, completion_line, parse_jsonl
 from tests.api.servers import MODEL, SMALL_MODEL, TIMEOUT_S, wait_until
 from tests.cli.running import run_cli_here, signal_handlers_kept
+from tests.shared import examples
 
 # Of the run that a signal ends: more than it has computed by then, also if this process is stalled.
 NUM_LINES = 100
@@ -105,25 +106,20 @@ def test_every_line_is_answered_and_a_second_run_has_nothing_to_do(folder: Folde
     assert "3 completed, 0 failed (3 of them in an earlier run);" in again.stderr
 
 
-def test_the_pool_learns_how_far_lines_are(
+def test_failed_lines_go_into_their_own_file_and_the_pool_learns_how_far_lines_are(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(feeder, "PROGRESS_PERIOD_S", 0.002)  # this run takes less than a second
-    lines = [completion_line(f"r{n}", max_tokens=60, ignore_eos=True) for n in range(8)]
-    folder.input.write_bytes(as_jsonl(lines))
-    run = folder.run_here("--log-level", "debug")
-    assert run.returncode == 0, run.stderr
-    reports = re.findall(r"preparation of files: (\d+) of (\d+) running lines", capfd.readouterr().err)
-    assert any(0 < int(num_known) == int(num_lines) for num_known, num_lines in reports)
-
-
-def test_failed_lines_go_into_their_own_file_where_one_is_named(folder: Folder) -> None:
-    folder.input.write_bytes(as_jsonl([chat_line("good"), chat_line("long", "x " * 500)]))
-    few = ("--max-model-len", "256")
-    assert folder.run_here("--error-file", str(folder.errors), *few).returncode == 3
-    assert [line["custom_id"] for line in parse_jsonl(folder.output.read_bytes())] == ["good"]
+    good = [completion_line(f"r{n}", max_tokens=60, ignore_eos=True) for n in range(8)]
+    folder.input.write_bytes(as_jsonl([*good, chat_line("long", "x " * 500)]))
+    options = ("--error-file", str(folder.errors), "--max-model-len", "256", "--log-level", "debug")
+    assert folder.run_here(*options).returncode == 3
+    output = parse_jsonl(folder.output.read_bytes())
+    assert {line["custom_id"] for line in output} == {line["custom_id"] for line in good}
     (failed,) = parse_jsonl(folder.errors.read_bytes())
     assert failed["response"]["body"]["error"]["code"] == "context_length_exceeded"
+    reports = re.findall(r"preparation of files: (\d+) of (\d+) running lines", capfd.readouterr().err)
+    assert any(0 < int(num_known) == int(num_lines) for num_known, num_lines in reports)
 
 
 def test_a_bad_input_is_listed_and_nothing_runs(folder: Folder) -> None:
@@ -198,29 +194,7 @@ def test_a_run_whose_engine_cannot_start_says_why_in_a_line(
     assert not folder.output.exists()
 
 
-def test_killed_at_any_moment_it_goes_on_where_it_was(folder: Folder) -> None:
-    custom_ids = [f"line-{number}" for number in range(60)]
-    folder.input.write_bytes(
-        as_jsonl(completion_line(custom_id, max_tokens=80, ignore_eos=True) for custom_id in custom_ids)
-    )
-    rng = random.Random(6)
-    few = ("--max-num-seqs", "2")
-    for least in sorted(rng.sample(range(1, 30), 2)):
-        process = folder.start(*few)
-        wait_until(lambda at=least: folder.num_results() >= at, f"{least} results")
-        time.sleep(rng.uniform(0.0, 0.05))
-        process.kill()
-        process.communicate()
-    with folder.output.open("ab") as output:
-        output.write(parse_head(folder.output))  # as if killed within a line
-    result = folder.run("--json")
-    assert result.returncode == 0, result.stderr
-    assert summary(result)["resumed"] < len(custom_ids)
-    lines = parse_jsonl(folder.output.read_bytes())
-    assert sorted(line["custom_id"] for line in lines) == sorted(custom_ids)
-
-
-def test_shards_share_the_lines_and_go_on_where_they_were(
+def test_a_shard_has_its_lines_and_goes_on_where_it_was(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     custom_ids = [f"line-{number}" for number in range(20)]
@@ -230,14 +204,10 @@ def test_shards_share_the_lines_and_go_on_where_they_were(
             for number, custom_id in enumerate(custom_ids)
         )
     )
-    outputs = []
-    for shard in range(2):
-        folder.output = folder.input.with_name(f"out-{shard}.jsonl")
-        result = folder.run_here("--json", "--shards", "2", "--shard", str(shard), "--order", "blend")
-        assert result.returncode == 0, result.stderr
-        outputs.append([line["custom_id"] for line in parse_jsonl(folder.output.read_bytes())])
-        assert summary(result)["total"] == len(outputs[-1]) > 4
-    assert sorted(outputs[0] + outputs[1]) == sorted(custom_ids)
+    result = folder.run_here("--json", "--shards", "2", "--shard", "1", "--order", "blend")
+    assert result.returncode == 0, result.stderr
+    found = {line["custom_id"] for line in parse_jsonl(folder.output.read_bytes())}
+    assert found < set(custom_ids) and summary(result)["total"] == len(found) > 4
     kept = folder.output.read_bytes().splitlines(keepends=True)
     folder.output.write_bytes(b"".join(kept[:3]))
     again = folder.run_here("--json", "--shards", "2", "--shard", "1")
@@ -256,12 +226,8 @@ def test_shards_share_the_lines_and_go_on_where_they_were(
     assert "another -o, or delete it" in refused.stderr
 
 
-def parse_head(path: Path) -> bytes:
-    """The beginning of a result line."""
-    return path.read_bytes()[:60]
-
-
-def test_a_signal_keeps_what_is_done_and_a_killed_engine_is_started_again(folder: Folder) -> None:
+def test_a_run_that_was_stopped_or_killed_goes_on_where_it_was(folder: Folder) -> None:
+    """Its engine is killed, too, and started again."""
     folder.input.write_bytes(
         as_jsonl(  # lines that run side by side do not end together
             completion_line(str(number), max_tokens=80 + 37 * number % 60, ignore_eos=True)
@@ -284,10 +250,23 @@ def test_a_signal_keeps_what_is_done_and_a_killed_engine_is_started_again(folder
     assert "Interrupted: all lines that had begun have ended. The same command goes on from here." in stderr
     num_done = folder.num_results()
     assert 0 < num_done < NUM_LINES
+    rng = random.Random(6)
+    for _ in range(examples(2)):
+        num_done = folder.num_results()
+        process = folder.start(*few)
+        least = num_done + rng.randint(1, 5)
+        wait_until(lambda at=least: folder.num_results() >= at, "results")
+        time.sleep(rng.uniform(0.0, 0.05))
+        process.kill()
+        process.communicate()
+    num_done = folder.num_results()
+    with folder.output.open("ab") as output:
+        output.write(folder.output.read_bytes()[:60])  # as if killed within a line
     result = folder.run("--json")
-    assert result.returncode == 0
-    assert summary(result)["resumed"] == num_done
-    assert len({line["id"] for line in parse_jsonl(folder.output.read_bytes())}) == NUM_LINES
+    assert result.returncode == 0, result.stderr
+    assert summary(result)["resumed"] == num_done < NUM_LINES
+    lines = parse_jsonl(folder.output.read_bytes())
+    assert sorted(int(line["custom_id"]) for line in lines) == list(range(NUM_LINES))
 
 
 class SignalledRun:
