@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -22,7 +23,9 @@ def with_more_time(attempt: Callable[[float], None]) -> None:
     for factor in first:
         try:
             attempt(factor)
-        except (Exception, pytest.fail.Exception):
+        except (Exception, pytest.fail.Exception) as error:
+            # For the run's summary: a failure that has nothing to do with time is not to pass unseen.
+            warnings.warn(f"tried again with more time than {factor:g}: {error!r}", stacklevel=2)
             continue
         return
     attempt(last)
