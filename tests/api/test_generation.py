@@ -105,6 +105,21 @@ def test_choices_differ_a_seed_repeats_them_and_a_stream_has_them_by_index(clien
     assert joined == texts
 
 
+def test_best_of_is_the_likeliest_of_the_outputs_that_n_would_give(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 5, "seed": 4, "temperature": 1.2}
+    everything = client.completions.create(**asked, n=4, logprobs=0)
+    best = client.completions.create(**asked, n=2, best_of=4)
+
+    def mean(choice: Any) -> float:
+        logprobs: list[float] = choice.logprobs.token_logprobs
+        return sum(logprobs) / len(logprobs)
+
+    ranked = sorted(everything.choices, key=mean, reverse=True)
+    assert [choice.text for choice in best.choices] == [choice.text for choice in ranked[:2]]
+    assert [choice.index for choice in best.choices] == [0, 1]
+    assert all(choice.logprobs is None for choice in best.choices)
+
+
 def test_stop_strings_end_the_text(client: OpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL, "prompt": "1, 2, 3, 4, 5,", "max_tokens": 30, "temperature": 0}
     free = client.completions.create(**asked).choices[0].text

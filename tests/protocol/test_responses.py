@@ -99,6 +99,23 @@ def test_every_prompt_counts_once_with_the_choice_that_found_least() -> None:
     assert (cached(usage), usage["prompt_tokens"], usage["completion_tokens"]) == (16 + 48, 4, 4)
 
 
+def test_the_best_outputs_are_those_whose_tokens_are_most_likely_in_the_mean() -> None:
+    generation = make_generation(num_choices=6, prompts=[[5, 6], [7, 8]])
+    generation = msgspec.structs.replace(generation, num_best=2, returns_logprobs=False)
+    response = Response(generation, CompletionShape(TOKENIZER))
+    outputs = [[("a", -1.0)], [("b", -0.5), ("b", -0.9)], [("c", -3.0)]]
+    outputs += [[("d", -2.0)], [("e", -4.0)], [("f", -1.5), ("f", -1.5), ("f", -1.5)]]
+    for index, output in enumerate(outputs):
+        for text, logprob in output:
+            response.add(index, TextDelta(text, 97, TokenLogprobs(logprob, ()), FinishReason.STOP))
+    body = response.whole()
+    assert [(each["index"], each["text"]) for each in body["choices"]] == list(
+        enumerate(["bb", "a", "fff", "d"])
+    )
+    assert all(each["logprobs"] is None for each in body["choices"])
+    assert body["usage"]["completion_tokens"] == 9, "the others were made too"
+
+
 def test_running_usage_has_the_cached_tokens_from_the_first_chunk_on() -> None:
     generation = msgspec.structs.replace(GENERATION, usage_on_every_chunk=True)
     response = Response(generation, ChatShape(TOKENIZER))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import ClassVar, Literal, cast
 
 import msgspec
 
@@ -23,6 +23,7 @@ class CompletionRequest(GenerationFields):
     """Body of ``POST /v1/completions``."""
 
     prompt: str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]]
+    has_best_of: ClassVar[bool] = True
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool = True
@@ -44,7 +45,7 @@ class CompletionRequest(GenerationFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        return self.logprobs
+        return 0 if self.logprobs is None and self.num_candidates > self.num_choices else self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -76,11 +77,18 @@ class CompletionRequest(GenerationFields):
         super().check()
         if not self.prompts or any(len(prompt) == 0 for prompt in self.prompts):
             raise RequestError("prompt must not be empty.", param="prompt")
-        if len(self.prompts) * self.num_choices > MAX_CHOICES:
+        name, count = ("n", self.n) if self.num_candidates == self.num_choices else ("best_of", self.best_of)
+        if len(self.prompts) * self.num_candidates > MAX_CHOICES:
             raise RequestError(
-                f"Prompts times n must be at most {MAX_CHOICES}, got {len(self.prompts) * self.num_choices}.",
+                f"Prompts times {name} must be at most {MAX_CHOICES}, got {len(self.prompts)} times {count}.",
                 param="prompt",
             )
+        if self.best_of is not None and not (self.best_of == 1 or self.best_of >= self.num_choices):
+            raise RequestError(
+                f"best_of must be at least n ({self.num_choices}), got {self.best_of}.", param="best_of"
+            )
+        if self.stream and self.num_candidates > self.num_choices:
+            raise RequestError("best_of above n is not available in a stream.", param="best_of")
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("max_tokens must be at least 1 without echo, got 0.", param="max_tokens")
 
@@ -103,6 +111,9 @@ class Generation(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         echoed: text that precedes the output, one a prompt.
         echoes_only: the output's one token is not part of the response.
         echoes_logprobs: the prompt's log probabilities precede the output's.
+        num_best: outputs of each prompt that the response has: those whose tokens are most likely in the
+            mean. None: all.
+        returns_logprobs: the response has those of output tokens, if the engine gives them.
         returns_prompt_logprobs: the response has them in a field of their own.
         reported_slo: objectives whose attainment the response reports; None where the client set none.
         warning: fields of the body that have no effect, in printable ASCII; None if there are none.
@@ -117,6 +128,8 @@ class Generation(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     echoed: list[str]
     echoes_only: bool = False
     echoes_logprobs: bool = False
+    num_best: int | None = None
+    returns_logprobs: bool = True
     returns_prompt_logprobs: bool = False
     returns_token_ids: bool = False
     streams: bool = False

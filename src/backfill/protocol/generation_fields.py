@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
@@ -211,6 +211,7 @@ class GenerationFields(BaseModel):
     cache_salt: str | None = None
     user: str | None = None
 
+    has_best_of: ClassVar[bool] = False  # the endpoint does
     _header_objectives: dict[str, Objective] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
@@ -239,6 +240,11 @@ class GenerationFields(BaseModel):
     @property
     def num_choices(self) -> int:
         return 1 if self.n is None else self.n
+
+    @property
+    def num_candidates(self) -> int:
+        """Outputs made for each prompt; the best ``num_choices`` of them are returned."""
+        return max(self.num_choices, self.best_of or 1)
 
     @property
     @abstractmethod
@@ -308,10 +314,8 @@ class GenerationFields(BaseModel):
 
     def check(self) -> None:
         """Raise RequestError for the first field, or combination of fields, that cannot be served."""
-        if self.best_of not in (None, 1) and self.best_of != self.num_choices:
-            raise RequestError(
-                "best_of other than 1 is not supported.", param="best_of", code="unsupported_parameter"
-            )
+        if self.best_of not in (None, 1, self.num_choices) and not self.has_best_of:
+            refuse_unsupported("best_of")
         objective = next(iter(self.objectives.values()), None)
         if self.service_class is ServiceClass.OFFLINE and objective is not None:
             name = objective.name.partition(".")[0]
@@ -353,6 +357,7 @@ class GenerationFields(BaseModel):
             **{
                 **recommended,
                 **{name: value for name, value in given.items() if value is not None},
+                "n": self.num_candidates,
                 "max_tokens": self.requested_max_tokens,
                 "logprobs": self.num_logprobs,
                 "prompt_logprobs": self.num_prompt_logprobs,

@@ -183,6 +183,8 @@ class RequestPreparer:
             echoed=self._echoed(body, prompts),
             echoes_only=completion is not None and completion.echoes_only,
             echoes_logprobs=completion is not None and completion.echoes_logprobs,
+            num_best=body.num_choices if body.num_candidates > body.num_choices else None,
+            returns_logprobs=body.logprobs is not None,
             returns_prompt_logprobs=body.prompt_logprobs is not None,
             returns_token_ids=bool(body.return_token_ids),
             streams=bool(body.stream),

@@ -98,6 +98,7 @@ class _Choice:
     logprobs: dict[str, EncodedList] = field(default_factory=dict)
     prompt_logprobs: EncodedList | None = None
     num_chars: int = 0  # with what is echoed
+    sum_of_logprobs: float = 0.0
     num_cached_tokens: int | None = None  # None before the first token
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -252,10 +253,11 @@ class Response:
     def whole(self) -> Json:
         """The whole body, for ``EncodedBody``, once every choice has ended."""
         choices = []
-        for index, state in enumerate(self._choices):
+        for position, index in enumerate(self._best()):
+            state = self._choices[index]
             assert state.finish_reason is not None
             choice = self._choice(
-                index,
+                position,
                 self._shape.whole(self._generation.echo_of(index) + "".join(state.text)),
                 state.logprobs or None,
                 token_ids=state.token_ids,
@@ -296,6 +298,7 @@ class Response:
 
     def _count(self, choice: _Choice, delta: TextDelta) -> None:
         choice.num_chars += len(delta.text)
+        choice.sum_of_logprobs += 0.0 if delta.logprobs is None else delta.logprobs.logprob
         if not self._generation.echoes_only:
             choice.token_ids.append(delta.token_id)
             self._usage.num_output_tokens += 1
@@ -312,9 +315,23 @@ class Response:
                 least[prompt] = min(choice.num_cached_tokens, least.get(prompt, choice.num_cached_tokens))
         return sum(least.values())
 
+    def _best(self) -> Sequence[int]:
+        """The choices that the response has: of each prompt the best ones, the best first."""
+        num_best, num_choices = self._generation.num_best, len(self._choices)
+        if num_best is None:
+            return range(num_choices)
+
+        def mean(index: int) -> float:
+            choice = self._choices[index]
+            return choice.sum_of_logprobs / max(1, len(choice.token_ids))
+
+        each = num_choices // len(self._generation.request.prompts)
+        groups = (range(first, first + each) for first in range(0, num_choices, each))
+        return [index for group in groups for index in sorted(group, key=mean, reverse=True)[:num_best]]
+
     def _logprobs(self, choice: _Choice, delta: TextDelta) -> Json | None:
         """None if the request wants none."""
-        if delta.logprobs is None:
+        if delta.logprobs is None or not self._generation.returns_logprobs:
             return None
         return self._shape.logprobs(delta.token_id, delta.logprobs, choice.num_chars)
 
