@@ -16,15 +16,24 @@ import pytest
 
 from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig, SchedulerConfig
-from backfill.core.request import FinishReason, Request, RequestId
+from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.core.structured import StructuredOutputsParams
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
 from backfill.execution import grammar_masks
 from backfill.execution.create import create_torch_executor
+from backfill.execution.stage import Stage
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.generation.tokenizer import Tokenizer
 from tests.builders import make_request
+from tests.engine.interruptions import (
+    Interruptions,
+    before_layers,
+    drain,
+    stopping_engine,
+    tokens_of,
+    undisturbed,
+)
 from tests.engine.schemas import random_schema
 
 PERSON = {
@@ -152,6 +161,32 @@ def test_an_output_depends_on_its_request_alone(executor: TorchExecutor, tokeniz
     preempted = mixed_requests()
     assert together == alone == crowded.texts(preempted)
     assert any(request.num_preemptions for request in preempted if request.sampling.structured_outputs)
+
+
+def test_suspended_slices_change_no_output(executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "_model", Interruptions(executor._model))
+
+    def jobs() -> list[Request]:
+        return [replace(each, service_class=ServiceClass.OFFLINE) for each in mixed_requests()]
+
+    expected = undisturbed(executor, served := jobs())
+    monkeypatch.setattr(executor, "_stage", Stage.whole(executor.info.num_layers))
+    engine, interrupted = stopping_engine(executor), jobs()
+    chats = [make_request(9, 3, request_id=f"chat{number}") for number in range(5)]
+
+    def arrive(_: int, step: int, layer: int) -> None:
+        if layer == 2 and step % 4 == 3 and step // 4 < len(chats):
+            engine.arrive(chats[step // 4])
+
+    before_layers(executor, arrive)
+    for request in interrupted:
+        assert engine.add(request) is None
+    for _ in range(40):
+        engine.step()
+    before_layers(executor, None)
+    drain(engine, executor)
+    assert tokens_of(interrupted) == expected == tokens_of(served)
+    assert engine.num_stopped_steps > 1
 
 
 FORM = "customer identification number: [0-9]{3}, date of the last purchase: [0-9]{2}"
