@@ -2,8 +2,8 @@
 
 Without a schema, with one, and with one each, in turns in one run. Schemas are compiled before.
 
-Usage: structured.py MODEL_DIR [--num-requests 64] [--output-len 96] [--rounds 3] [--threads N]. The last line
-of output is a JSON object.
+Usage: structured.py MODEL_DIR [--num-requests 64] [--output-len 96] [--rounds 3] [--compact] [--threads N].
+--compact: without whitespace, so that more tokens are forced. The last line of output is a JSON object.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--compact", action="store_true")
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
     restart_in_engine_environment()
     executor = create_torch_executor(EngineConfig(model_dir=args.model_dir, kv_gib=1.0, threads=args.threads))
-    print(json.dumps(throughput(executor, args.num_requests, args.output_len, args.rounds)))
+    print(json.dumps(throughput(executor, args.num_requests, args.output_len, args.rounds, args.compact)))
 
 
 def throughput(
-    executor: TorchExecutor, num_requests: int, output_len: int, num_rounds: int
+    executor: TorchExecutor, num_requests: int, output_len: int, num_rounds: int, compact: bool
 ) -> dict[str, float]:
     """Medians over the rounds: tokens/s without schemas, and with them as a share of that of the round."""
     forms: dict[str, list[StructuredOutputsParams | None]] = {
         "unconstrained": [None] * num_requests,
-        "one schema": [StructuredOutputsParams(json=record_schema(0))] * num_requests,
-        "a schema each": [StructuredOutputsParams(json=record_schema(i)) for i in range(num_requests)],
+        "one schema": [form_of(0, compact)] * num_requests,
+        "a schema each": [form_of(number, compact) for number in range(num_requests)],
     }
     assert executor.grammars is not None
     for form in set(forms["a schema each"]):
@@ -76,6 +77,10 @@ def throughput(
         if name != "unconstrained"
     }
     return {"unconstrained": statistics.median(each["unconstrained"] for each in measured), **shares}
+
+
+def form_of(number: int, compact: bool) -> StructuredOutputsParams:
+    return StructuredOutputsParams(json=record_schema(number), disable_any_whitespace=compact)
 
 
 def record_schema(number: int) -> dict[str, Any]:
