@@ -73,7 +73,13 @@ def test_estimates_differ_in_what_they_know() -> None:
     prompts = sorted(np.array(ids, np.uint32).tobytes() for ids in ([1, 5], [1, 6], [1, 7], [2, 5], [2, 6]))
     tree = PrefixTree.build(prompts)
     nothing = np.zeros(5, np.int64)
-    lengths = Lengths(np.array([10, 30, 0, 0, 0]), np.array([0, 0, 0, 50, 0]), nothing, np.full(5, 1000))
+    lengths = Lengths(
+        finished=np.array([10, 30, 0, 0, 0]),
+        so_far=np.array([0, 0, 0, 50, 0]),
+        known=nothing,
+        limit=np.full(5, 1000),
+        weight=np.ones(5),
+    )
     arguments = tree, lengths, OutputHistory(4, 400.0, 80_000.0)
     assert output_moments(*arguments).mean[2] == point_estimate(*arguments).mean[2] == 20
     assert output_moments(*arguments).square[2] == 500
