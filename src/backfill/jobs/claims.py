@@ -175,7 +175,7 @@ class BatchClaims:
             self._begin(claimed)
 
     def _max_lines(self) -> int:
-        """Lines that this server may have of one owner, if that is the only one."""
+        """Lines that this server may have."""
         if any(job.batch.status is BatchStatus.VALIDATING for job in self._jobs.values()):
             return 0  # it may fill the server: how many lines it has is not known yet
         ahead = _LINES_AHEAD if self._num_servers == 1 else _LINES_AHEAD_BESIDE_OTHERS

@@ -157,7 +157,8 @@ class Leases:
             others_than: batches not to claim.
             running: leases of what this server runs; None: of all that it holds.
             num_servers: that share the lines of a batch evenly.
-            max_lines: about so many lines may this server have of one owner; of several, each its share.
+            max_lines: about so many lines may this server have. Of several owners each has its share, and
+                what the others leave of theirs.
             lines_of: of each owner, those that it has.
         """
         is_free: ColumnElement[bool] = LeasedPart.holder.is_(None)
@@ -169,7 +170,11 @@ class Leases:
             is_free = or_(is_free, is_own) & not_(func.coalesce(is_running, False))
             is_own = is_running
         passed_over = set(others_than)
-        full_owners = [owner for owner, num in lines_of.items() if num >= max_lines // len(lines_of)]
+        num_left = max_lines - sum(lines_of.values())
+        shares_out = num_left <= 0  # else an owner may have what the others leave
+        full_owners = [
+            owner for owner, num in lines_of.items() if shares_out and num >= max_lines // len(lines_of)
+        ]
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
             lock_writes(session.connection())
             while True:
@@ -181,7 +186,7 @@ class Leases:
                 parts = [first]
                 if first.part != WHOLE:
                     num_owners = len({*lines_of, owner})
-                    most = max(1, max_lines // num_owners - lines_of.get(owner, 0))
+                    most = max(1, max_lines // num_owners - lines_of.get(owner, 0), num_left)
                     parts = self._share_of(session, first.batch_id, is_free, is_own, num_servers, most)
                 if parts:
                     break
