@@ -187,6 +187,7 @@ async def routing(
     engines: Sequence[StubEngine],
     data_dir: Path | None = None,
     api_keys: Sequence[str] = (),
+    allowed_hosts: Sequence[str] = (),
     **options: Any,
 ) -> AsyncIterator[RunningRouter]:
     """A router in front of engines, which are started and ended.
@@ -203,7 +204,7 @@ async def routing(
     ready: asyncio.Future[Engines] = asyncio.get_running_loop().create_future()
     values: dict[str, Any] = {"poll_interval": 0.02, "engine_timeout": TIMEOUT_S, **options}
     server = RouterServer(
-        ServerConfig(shutdown_timeout=0.0, api_key=tuple(api_keys)),
+        ServerConfig(shutdown_timeout=0.0, api_key=tuple(api_keys), allowed_hosts=tuple(allowed_hosts)),
         RouterConfig(engines=tuple(engine.url for engine in engines), **values),
         url=url,
         api_keys=ApiKeys(api_keys) if api_keys else None,

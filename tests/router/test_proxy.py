@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from yarl import URL
 
+from backfill.http.errors import LOST_HEADER
 from backfill.router.health import RetryBudget
 from backfill.router.policy import RoutedRequest
 from backfill.router.proxy import NO_ENGINES
 from backfill.router.requests import peek
 from tests.patience import with_more_time
-from tests.router.stubs import COMPLETIONS, RunningRouter, StubEngine, event, routing, until
+from tests.router.stubs import COMPLETIONS, TIMEOUT_S, RunningRouter, StubEngine, event, routing, until
 
 pytestmark = pytest.mark.anyio
 
@@ -293,12 +294,35 @@ async def test_keys_are_checked_by_the_router_and_engines_are_told_the_owner() -
         assert seen["x-backfill-owner"] == "alice"
 
 
+@pytest.mark.parametrize("others", [1, 0])
+async def test_an_engine_that_answers_and_loses_requests_is_ejected_where_another_is_left(
+    others: int,
+) -> None:
+    broken = StubEngine(status=503, headers={LOST_HEADER: "0"})
+    engines = [broken, *(StubEngine() for _ in range(others))]
+    async with routing(engines, retry_timeout=0.0, policy="round-robin") as router:
+        engine = router.engines.get(broken.url)
+        assert engine is not None
+
+        def is_ejected() -> bool:
+            return engine.health.is_ejected(time.monotonic())
+
+        async with asyncio.timeout(TIMEOUT_S):
+            while not is_ejected() and len(broken.seen) < 20:
+                await complete(router, f"p {len(broken.seen)}")
+                async with router.http.get("/v1/models") as response:
+                    await response.read()  # no sign that it computes
+                await until(lambda: engine.is_up or is_ejected())
+        assert is_ejected() == bool(others)
+
+
 @pytest.mark.parametrize(
     ("options", "statuses"),
     [
         ({}, {None: 200, "first": 200}),
         ({"api_keys": ["admin=first"]}, {None: 403, "first": 403}),
         ({"engine_api_key": "secret"}, {None: 403, "secret": 403}),
+        ({"allowed_hosts": ["router.example.com"]}, {None: 403}),
         ({"api_keys": ["alice=first"], "admin_key": "own"}, {None: 401, "first": 401, "own": 200}),
         ({"admin_key": "own"}, {None: 401, "owner": 401, "own": 200}),
     ],

@@ -67,7 +67,7 @@ class RouterConfig:
 
     def check_door(self, server: ServerConfig) -> None:
         """Raises: ConfigError where anybody on the network could use the engines' key."""
-        if self.engine_api_key is not None and not (server.asks_for_keys or server.is_on_loopback):
+        if self.engine_api_key is not None and not (server.asks_for_keys or _is_of_this_machine(server)):
             raise ConfigError(
                 f"needs --api-key or --api-key-file where the router listens on {server.host}: without them "
                 "anyone would use the engines with it.",
@@ -77,7 +77,12 @@ class RouterConfig:
     def asks_for_no_admin_key(self, server: ServerConfig) -> bool:
         """Programs of this machine administer the router: they may use all that it guards."""
         guards_nothing = self.engine_api_key is None and not server.asks_for_keys
-        return self.admin_key is None and guards_nothing and server.is_on_loopback
+        return self.admin_key is None and guards_nothing and _is_of_this_machine(server)
+
+
+def _is_of_this_machine(server: ServerConfig) -> bool:
+    """Only programs of this machine reach it: further hosts are named for a proxy, which lets others in."""
+    return server.is_on_loopback and not server.allowed_hosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,14 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from urllib.parse import quote, urlsplit
 
 import aiohttp
 
 from backfill.core.clock import Clock
 from backfill.engine.tasks import TaskWatch
+from backfill.http.errors import LOST_HEADER
 from backfill.protocol.replica_state import ReplicaState
 from backfill.router.config import RouterConfig, engine_url
 from backfill.router.health import MAX_FAILED_LOOKS, Health, RetryBudget
@@ -225,8 +227,11 @@ class Engines:
                     headers=headers,
                     allow_redirects=False,
                 ) as response:
+                    if LOST_HEADER in response.headers:
+                        engine.health.note_loss()
                     yield response
-            engine.health.note_answer()
+            if method == "POST" and response.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                engine.health.note_answer()
         except EngineLost as error:
             if error.was_reached:
                 engine.health.note_loss()
@@ -329,11 +334,12 @@ class Engines:
         self.on_change()
 
     def _opens(self, engine: Engine) -> bool:
-        """Whether an engine that is ready gets requests. At most half of the engines are ejected."""
+        """Whether an engine that is ready gets requests. No more are ejected than are left to serve."""
         now_s = self._clock.now_s()
         was_ejected = engine.health.is_ejected(now_s)
         num_ejected = sum(other.health.is_ejected(now_s) for other in self.all)
-        opens = engine.health.opens(now_s, may_eject=2 * (num_ejected + 1) <= len(self.all))
+        num_others_up = sum(other.is_up for other in self.all if other is not engine)
+        opens = engine.health.opens(now_s, may_eject=num_ejected < num_others_up)
         if not (opens or was_ejected):
             logger.error("%s is ejected for a while: it lost requests again and again", engine.url)
         return opens

@@ -60,7 +60,7 @@ async def ask(
 
 
 async def within(timeout_s: float, work: Coroutine[Any, Any, Result]) -> Result:
-    """As ``asyncio.wait_for``, but pauses of this process do not count: what came meanwhile is read first.
+    """As ``asyncio.wait_for``, but a pause of this process counts little: what came meanwhile is read first.
 
     Raises: TimeoutError.
     """
@@ -71,7 +71,7 @@ async def within(timeout_s: float, work: Coroutine[Any, Any, Result]) -> Result:
             since_s = loop.time()
             await asyncio.wait({task}, timeout=tick_s)
             took_s = loop.time() - since_s
-            left_s -= took_s if took_s < 2 * tick_s else 0.0
+            left_s -= min(took_s, tick_s)
         if not task.done():
             raise TimeoutError
         return task.result()
