@@ -14,6 +14,7 @@ from backfill.core.errors import RequestError
 from backfill.core.request import RequestId
 from backfill.core.structured import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from backfill.execution import grammars
+from backfill.execution.background_thread import BackgroundThread
 from backfill.execution.grammar_masks import GrammarMasks
 from backfill.execution.grammars import GrammarCompiler
 from backfill.generation.tokenizer import Tokenizer
@@ -160,6 +161,20 @@ def test_masks_wait_for_a_grammar_that_is_compiled_beside_the_steps(
 def _encoded(compiler: GrammarCompiler, text: str) -> list[int]:
     assert compiler._tokenizer is not None
     return compiler._tokenizer.tokenize_str(text)
+
+
+def test_a_panic_in_the_library_reaches_who_waits_and_ends_no_thread() -> None:
+    class Panic(BaseException):
+        """As Rust's panics come: no Exception."""
+
+    def panics() -> None:
+        raise Panic
+
+    thread = BackgroundThread("test")
+    with pytest.raises(Panic):
+        thread.submit(panics).result(timeout=10.0)
+    assert thread.submit(lambda: 1).result(timeout=10.0) == 1
+    thread.close()
 
 
 def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ class Engine:
         try:
             self.executor.info.check_request(request.prompt_token_ids, request.sampling)
         except RequestError as error:
-            return TokenOutput(request.request_id, None, finish_reason=FinishReason.ERROR, message=str(error))
+            return _failed(request.request_id, str(error))
         self._is_stalled = False
         self._serves_online |= request.service_class is ServiceClass.ONLINE
         self.scheduler.add(request)
@@ -198,7 +198,6 @@ class Engine:
     def collect_step(self) -> list[TokenOutput]:
         """Collect and commit the oldest step in flight."""
         submitted = self._in_flight[0]
-        failed: list[TokenOutput] | None = None
         try:
             if self._bus is not None and submitted.plan.slices:
                 self._bus.begin_step(self.default_slo.tpot_s, has_objective=self._serves_online)
@@ -209,12 +208,10 @@ class Engine:
             logger.exception("step %d failed", submitted.plan.step)
             self.num_failed_steps_in_a_row += 1
             self._busy_since_s = None
-            failed = self._fail(submitted.plan, error)
+            return self._fail(submitted.plan, error)
         finally:
             self._in_flight = self._in_flight[1:]
-        if failed is not None:
-            self._leave_bus_if_idle()
-            return failed
+            self._leave_bus_if_idle()  # where a step that failed was the last
         ended_at = time.perf_counter()
         outputs = self._commit(submitted, outcome)
         self.scheduling_s += time.perf_counter() - ended_at
@@ -255,7 +252,7 @@ class Engine:
         outputs = [_token_output(token) for token in self.scheduler.commit(plan, outcome, now_s)]
         for request_id, message in outcome.failed:
             self.scheduler.finish(request_id, FinishReason.ERROR)
-            outputs.append(TokenOutput(request_id, None, finish_reason=FinishReason.ERROR, message=message))
+            outputs.append(_failed(request_id, message))
         stop_latency_s = self._stopper.latency_s(plan, outcome)
         if stop_latency_s is not None:
             self.num_stopped_steps += 1
@@ -374,20 +371,16 @@ class Engine:
         message = f"The step failed: {type(error).__name__}."
         request_ids = tuple(scheduled.request_id for scheduled in plan.slices)
         self._last_step = StepStats("none", 0, 0.0, 0.0, failed_request_ids=request_ids)
-        return [
-            TokenOutput(
-                request.request_id,
-                None,
-                finish_reason=FinishReason.ERROR,
-                message=message,
-                num_lost=len(plan.slices),
-            )
-            for request in self.scheduler.fail(plan)
-        ]
+        num_lost = len(plan.slices)
+        return [_failed(request.request_id, message, num_lost) for request in self.scheduler.fail(plan)]
 
 
 def _residency(choices: Sequence[Residency], num_layers: int, bus: BusMember | None) -> ResidencyPolicy:
     return ResidencyPolicy(choices, num_layers) if bus is None else SharedLinkPolicy(choices, num_layers, bus)
+
+
+def _failed(request_id: RequestId, message: str, num_lost: int = 0) -> TokenOutput:
+    return TokenOutput(request_id, None, finish_reason=FinishReason.ERROR, message=message, num_lost=num_lost)
 
 
 def _token_output(committed: CommittedToken) -> TokenOutput:

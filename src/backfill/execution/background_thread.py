@@ -50,7 +50,7 @@ def _run_all(queue: SimpleQueue[_Call | None]) -> None:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(call())
-            except Exception as error:
+            except BaseException as error:  # a panic in Rust too: else its caller would wait for ever
                 future.set_exception(error)
         del queued, future, call  # while it waits, the thread keeps nothing alive
 

@@ -144,7 +144,7 @@ def exclusive_schema(engine: Engine) -> Iterator[Connection]:
     """A transaction during which no other server changes tables, or ties the database to its files."""
     with engine.begin() as connection:
         if is_postgresql(engine):  # another server's migration, or this one's, may take long
-            for name in ("lock_timeout", "statement_timeout"):
+            for name in _SESSION_TIMEOUTS_MS:
                 connection.execute(select(func.set_config(name, "0", True)))
         _lock(connection, _SCHEMA_LOCK)
         yield connection

@@ -170,11 +170,9 @@ class Leases:
             is_free = or_(is_free, is_own) & not_(func.coalesce(is_running, False))
             is_own = is_running
         passed_over = set(others_than)
-        num_left = max_lines - sum(lines_of.values())
-        shares_out = num_left <= 0  # else an owner may have what the others leave
-        full_owners = [
-            owner for owner, num in lines_of.items() if shares_out and num >= max_lines // len(lines_of)
-        ]
+        num_left = max_lines - sum(lines_of.values())  # an owner may have what the others leave
+        share = max_lines // max(1, len(lines_of))
+        full_owners = [owner for owner, num in lines_of.items() if num_left <= 0 and num >= share]
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
             lock_writes(session.connection())
             while True:
