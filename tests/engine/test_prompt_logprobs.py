@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from backfill.core.clock import VirtualClock
-from backfill.core.config import GIB, CheckpointingName, EngineConfig, SchedulerConfig
+from backfill.core.config import GIB, CheckpointingName, SchedulerConfig
 from backfill.core.plan import TokenLogprobs
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.engine.engine import Engine
@@ -19,7 +20,7 @@ from backfill.execution import prompt_scoring
 from backfill.execution.create import create_torch_executor
 from backfill.execution.executor import Executor
 from tests.builders import make_profile, make_request
-from tests.execution.tiny import BLOCK_BYTES
+from tests.execution.tiny import BLOCK_BYTES, two_tier_config
 from tests.models.tiny import save_tiny_model
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
 
@@ -38,16 +39,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def executor_of(model_dir: Path, num_blocks: int = ROOM, **changes: Any) -> Executor:
-    config = EngineConfig(
-        model_dir=str(model_dir),
-        device="cpu",
-        dtype="float32",
-        threads=1,
-        block_size=8,
+    config = replace(
+        two_tier_config(model_dir, host_kv_gib=0.0),
         kv_gib=num_blocks * BLOCK_BYTES / GIB,
-        **changes,
+        scheduler=SchedulerConfig(),
+        threads=1,
     )
-    return create_torch_executor(config)
+    return create_torch_executor(replace(config, **changes))
 
 
 def requests(service_class: ServiceClass = ServiceClass.OFFLINE) -> list[Request]:
