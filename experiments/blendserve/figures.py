@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -79,9 +80,9 @@ class Pools(Study[BlendPoint]):
 
     tells_progress: ClassVar[bool] = True
 
+    @abstractmethod
     def targets(self) -> list[Target]:
         """Raises: ConfigError."""
-        raise NotImplementedError
 
     @property
     def all_orders(self) -> tuple[OrderName, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -173,9 +174,9 @@ class Bros(Study[Point]):
     def all_policies(self) -> tuple[str, ...]:
         return names_of(self.policies)
 
+    @abstractmethod
     def simulate(self) -> Callable[[Simulation], Any]:
         """What gives the outcome of a simulation."""
-        raise NotImplementedError
 
     def runs(self, seeds: Sequence[int]) -> list[Run]:
         sources = dict(WORKLOADS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,9 +78,9 @@ class Figure(PolicyStudy):
         super().validate()
         check_trace("offline_lengths", self.offline_lengths, _SUMMARIES)
 
+    @abstractmethod
     def workloads(self, max_len: int, seed: int) -> dict[Setting, Workload]:
         """Raises: ConfigError for a trace that cannot be used."""
-        raise NotImplementedError
 
     def scenario_of(self, seed: int) -> Scenario:
         hardware = load_hardware_profile(_HARDWARE)

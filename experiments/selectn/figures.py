@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -69,9 +70,9 @@ class Selectn(Study[list[Row]]):
         super().validate()
         self.units()
 
+    @abstractmethod
     def units(self) -> Sequence[Unit]:
         """Raises: ConfigError."""
-        raise NotImplementedError
 
     def runs(self, seeds: Sequence[int]) -> list[Run]:
         """The simulated devices have seeds of their own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -109,9 +110,9 @@ class PolicyStudy(Study[PolicyPoint]):
     figures: ClassVar[str]
     paper: ClassVar[Mapping[str, Any]] = {}
 
+    @abstractmethod
     def scenario_of(self, seed: int) -> Scenario:
         """Raises: ConfigError."""
-        raise NotImplementedError
 
     def validate(self) -> None:
         """Raises: ConfigError."""

@@ -6,6 +6,7 @@ A study is a frozen dataclass: its fields are the options of its command and its
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,7 +61,7 @@ class PointStore(Generic[Point]):
         """A point has been run."""
 
 
-class Study(Generic[Point]):
+class Study(ABC, Generic[Point]):
     """Systems compared at some settings. A subclass is a frozen dataclass.
 
     Attributes:
@@ -87,13 +88,13 @@ class Study(Generic[Point]):
         """The title, and lines on what the options say. Args: seed: the first one."""
         return [self.title]
 
+    @abstractmethod
     def runs(self, seeds: Sequence[int]) -> list[Run]:
         """Raises: ConfigError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def point(self, setting: Any, outcomes: Outcomes) -> Point:
         """Figures of a setting whose runs have ended."""
-        raise NotImplementedError
 
     @contextmanager
     def store(self, console: Console, num_seeds: int) -> Iterator[PointStore[Point]]:
@@ -104,16 +105,16 @@ class Study(Generic[Point]):
         """A line for a run that has ended; empty for none."""
         return f"{run.point}: {run.system} done"
 
+    @abstractmethod
     def report(self, console: Console, points: Sequence[Point]) -> None:
         """Print tables."""
-        raise NotImplementedError
 
+    @abstractmethod
     def as_json(self, points: Sequence[Point]) -> dict[str, Any]:
-        raise NotImplementedError
+        """The figures, to be written as JSON."""
 
     def draw(self, figure: Figure, points: Sequence[Point]) -> None:
-        """Draw into a figure whose size it sets."""
-        raise NotImplementedError
+        """Draw into a figure whose size it sets. Studies that write a plot do."""
 
     def cannot_draw(self, points: Sequence[Point]) -> str | None:
         """Why there is nothing to draw."""
