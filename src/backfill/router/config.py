@@ -29,7 +29,7 @@ class RouterConfig:
             the prompt's prefix in its cache where that costs no objective. The others are baselines.
         engine_api_key: key that the router sends to engines. Beyond loopback clients must send keys too.
         admin_key: key of whoever lists, adds and removes engines. Without one, programs of this machine may,
-            where the router listens on loopback and asks for no other key.
+            where the router listens on loopback, for no further hosts, and has no other key.
         poll_interval: seconds between two looks at an engine's state.
         engine_timeout: seconds for an engine to be reached at the start, and until a silent one is dead.
         retry_timeout: seconds that a request waits for an engine where none is up; then HTTP 503.
