@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CACHE_MODEL, CACHE_RATE_PER_S = "opt-30b", 10.0  # section 7.4.1
-CACHE_POLICIES = ("bros-recompute-late", "bros-recompute", "bros-swap", "bros", "bros-bidirectional")
-BIDIRECTIONAL = "bros-bidirectional"
+CACHE_POLICIES = ("bros-recompute-late", "bros-recompute", "bros-swap", "bros-checkpoint", "bros")
+BIDIRECTIONAL = "bros"
 # The paper's is "simply recomputation for requests failing to acquire cache blocks". Whether a waiting online
 # request then still preempts offline ones is not said: the first one does not.
 BASELINES = ("bros-recompute-late", "bros-recompute")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 OVERHEAD_MODELS = ("opt-13b", "opt-30b")  # section 7.4.2
 OVERHEAD_RATES_PER_S = (5.0, 10.0)
 OVERHEAD_DURATION_S = 60.0
-OVERHEAD_POLICIES = ("bros", "bros-bidirectional")
+OVERHEAD_POLICIES = ("bros-checkpoint", "bros")
 # Least and most share of an iteration that scheduling takes.
 PAPER_SHARES: Mapping[str, tuple[float, float]] = {"opt-13b": (0.0912, 0.0952), "opt-30b": (0.0756, 0.0842)}
 # Steps are grouped by the requests that hold blocks: up to the first of these, up to the second, ...

@@ -34,7 +34,10 @@ from backfill.core.options import with_options
         ({"max_prefill_chunk_tokens": 0}, "^`max_prefill_chunk_tokens` must be at least 1"),
         ({"host_kv_gib": 0, "checkpointing": "eager"}, "^`checkpointing` eager needs a pool"),
         ({"host_kv_gib": 0, "checkpointing": "a:B"}, "^`checkpointing` a:B needs a pool"),
-        ({"checkpointing": "lazy"}, "^`checkpointing` must be adaptive, eager, swap, none or module:Class"),
+        (
+            {"checkpointing": "late"},
+            "^`checkpointing` must be adaptive, eager, swap, lazy, none or module:Class",
+        ),
         ({"checkpointing": "../a:B"}, "^`checkpointing` must be"),
         ({"checkpointing": "a:B()"}, "^`checkpointing` must be"),
         ({"checkpoint_from": -0.1}, "^`checkpoint_from` must be at least 0 and below 1, got -0.1"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from backfill.core.config import SchedulerConfig
+from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.scheduling.policies.bros import BrosPolicy
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
@@ -33,7 +33,7 @@ def test_ratios_are_over_the_baselines_share_of_requests() -> None:
     point.policies[BIDIRECTIONAL] = {"ttft_attainment": 0.5, "tpot_attainment": 1.0}
     assert point.over(BIDIRECTIONAL, BASELINES[1]) == {"ttft_attainment": pytest.approx(1.25)}
     assert point.over(BASELINES[1], BASELINES[1]) == {}
-    assert point.over(BIDIRECTIONAL, "bros") == {}
+    assert point.over(BIDIRECTIONAL, "bros-checkpoint") == {}
 
 
 def test_the_policies_differ_in_the_kv_cache_alone() -> None:
@@ -43,8 +43,10 @@ def test_the_policies_differ_in_the_kv_cache_alone() -> None:
     configs = {policy: VARIANTS[policy] for policy in CACHE_POLICIES}
     assert {config.policy for config in configs.values()} == {"bros"}
     assert configs[without].checkpointing == "none"
-    assert [name for name, each in configs.items() if each.kv_layout == "bidirectional"] == [BIDIRECTIONAL]
-    assert configs[BIDIRECTIONAL].checkpointing == configs["bros"].checkpointing == "adaptive"
+    assert [name for name, each in configs.items() if each.shares_blocks] == [BIDIRECTIONAL]
+    shipped = EngineConfig(scheduler=SchedulerConfig(policy="bros")).with_checkpointing().scheduler
+    assert configs[BIDIRECTIONAL].checkpointing == shipped.checkpointing == "lazy"
+    assert shipped.shares_blocks
 
 
 def test_a_variant_with_a_policy_of_its_own_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +78,6 @@ def test_cache_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
     shared = point["policies"][BIDIRECTIONAL]
     assert set(shared[f"over {BASELINES[1]}"]) == set(PAPER_RATIOS)
     assert_fits(done.stdout)
-    assert f"attainments over those of {BASELINES[1]}" in done.stdout
+    assert f"attainments over those of {BASELINES[1]}" in " ".join(done.stdout.split())
     assert "(paper)" in done.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")

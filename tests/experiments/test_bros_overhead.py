@@ -56,7 +56,7 @@ def test_overhead_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout.splitlines()[-1])
     (point,) = content["points"]
-    assert set(point["policies"]) == {"bros", "bros-bidirectional"}
+    assert set(point["policies"]) == {"bros", "bros-checkpoint"}
     assert 0 < point["policies"]["bros"]["share"] < 1
     assert content["paper"]["opt-30b"]["share"] == [0.0756, 0.0842]
     assert "9.12% to 9.52%" in done.stdout

@@ -91,6 +91,32 @@ def test_swapping_copies_all_of_a_victim_at_once() -> None:
     model.check()
 
 
+def test_lazy_checkpoints_are_made_of_what_an_allocation_takes_and_no_more() -> None:
+    model = make_cache(8, 8, "lazy", CopyDirections.CHECKPOINT)
+    each = run(model, A[:16])
+    model.preempt(each)
+    assert copy_all(model) == 0, "nobody has taken its blocks"
+    take(model, 6)  # 4 were empty
+    copies = model.take_copies()
+    assert len(copies.checkpoint) == 2
+    assert model.cache.match(each.request).num_tokens == 16, "nothing was lost"
+    assert model.cache.num_copies_in_flight == 0, "the step waits for them"
+
+
+def test_a_lazy_checkpoint_does_not_evict_what_the_same_allocation_restores() -> None:
+    model = make_cache(8, 2, "lazy", CopyDirections.CHECKPOINT)
+    first = run(model, A[:8])
+    model.preempt(first)
+    take(model, 8)
+    model.take_copies()
+    assert model.cache.match(first.request).num_tokens == 8, "in host memory alone"
+    second = run(model, B[:16])
+    third = run(model, C[:16], ONLINE)
+    model.preempt(second)
+    model.preempt(third)
+    assert admit(model, first) == 8
+
+
 @pytest.mark.parametrize("policy", ["none", "swap"])
 def test_what_is_not_saved_at_preemption_is_not_saved_later(policy: str) -> None:
     blocking = CopyDirections.CHECKPOINT if policy == "swap" else CopyDirections.NONE

@@ -148,6 +148,21 @@ def test_only_the_next_slot_is_copied_a_step_before_it_is_overwritten() -> None:
     assert model.cache.match(offline.request).num_tokens == 2, "the host has all of it"
 
 
+def test_lazy_checkpoints_copy_a_slot_in_the_step_that_overwrites_it() -> None:
+    model = make_shared_cache(2, 2, "lazy", CopyDirections.CHECKPOINT)
+    online, offline = meet(model)
+    index = last_block(model, online)
+    assert not model.take_copies()
+    end = online.request.num_tokens
+    assert model.cache.sharing.reserve_slots(online.request, end), "it does not wait"
+    copies = model.take_copies()
+    assert [(copy.device, copy.first, copy.num) for copy in copies.slot_checkpoint] == [(index, 2, 1)]
+    model.check()
+    assert decode(model, online)
+    assert decode(model, online), "the block is full"
+    assert model.cache.match(offline.request).num_tokens == 2, "the host has all of it"
+
+
 def test_what_was_overwritten_comes_back_into_the_same_block_if_it_is_free_again() -> None:
     model = make_shared_cache(2, 2, "eager")
     online, offline = meet(model)

@@ -4,10 +4,14 @@ import math
 
 import pytest
 
+from backfill.core.config import SchedulerConfig
 from backfill.core.request import Request, RequestStatus
 from backfill.core.slo import SLO
+from backfill.kvcache.create import create_kv_cache
+from backfill.scheduling.batch import Batch
 from backfill.scheduling.policies.conserve import MARGIN
 from backfill.scheduling.prediction import StepPredictor
+from backfill.scheduling.scheduler import Scheduler
 from tests.builders import linear_cost, make_request
 from tests.scheduling.bench import SLO_100_MS, Bench, conserve_policy, offline, sizes, view_of
 
@@ -108,3 +112,21 @@ def test_copies_are_bounded_by_the_objective_of_the_step() -> None:
     assert policy.step_limit_s(view_of(5.0, waiting=[prompt])) == pytest.approx(0.9 * 0.7)
     beside = view_of(5.0, waiting=[prompt], running=[decoding(slo)])
     assert policy.step_limit_s(beside) == pytest.approx(0.9 * 0.2)
+
+
+def test_only_steps_of_offline_requests_alone_have_safepoints_and_they_discard() -> None:
+    policy = conserve_policy(StepPredictor(linear_cost()))
+    config = SchedulerConfig(policy="conserve")
+    scheduler = Scheduler(
+        config, create_kv_cache(config, 100, 4), policy, predictor=StepPredictor(linear_cost()), num_layers=8
+    )
+    scheduler.add(offline(20, 9, request_id="job"))
+    points = scheduler.plan_step(0.0).safepoints
+    assert points is not None and not points.suspends, "what is stopped is discarded"
+    suspension, batch = scheduler._suspension, Batch(8, 100, None)
+    batch.add(offline(4, request_id="other"), 4)
+    assert suspension.safepoints(batch, 0.1) is not None
+    batch.add(make_request(4, 8), 4)
+    assert suspension.safepoints(batch, 0.1) is None
+    suspension.stops_online_steps = True
+    assert suspension.safepoints(batch, 0.1) is not None, "as under slo"

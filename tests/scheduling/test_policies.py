@@ -88,7 +88,17 @@ def test_policies_with_objectives_need_a_profile(name: PolicyName) -> None:
 @pytest.mark.parametrize("name", ["slo", "conserve", "bros"])
 def test_policies_with_objectives_checkpoint_by_default(name: PolicyName) -> None:
     config = EngineConfig(scheduler=SchedulerConfig(policy=name)).with_checkpointing()
-    assert config.scheduler.checkpointing == "adaptive"
+    assert config.scheduler.checkpointing == ("lazy" if name == "bros" else "adaptive")
+
+
+def test_a_papers_policy_sets_the_defaults_of_its_system_and_a_user_may_still_choose() -> None:
+    shared = {name: SchedulerConfig(policy=name) for name in ("slo", "conserve", "bros", "priority")}  # type: ignore[arg-type]
+    assert [name for name, each in shared.items() if each.shares_blocks] == ["slo", "bros"]
+    assert [name for name, each in shared.items() if not each.suspends] == ["conserve"]
+    assert SchedulerConfig(policy="conserve", preemption="suspend").suspends
+    assert not SchedulerConfig(policy="bros", kv_layout="unidirectional").shares_blocks
+    chosen = EngineConfig(scheduler=SchedulerConfig(policy="bros", checkpointing="eager"))
+    assert chosen.with_checkpointing() == chosen
 
 
 MAKERS: dict[str, Callable[[StepPredictor], Policy]] = {

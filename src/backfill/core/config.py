@@ -15,7 +15,7 @@ DType = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 PreemptionMode = Literal["suspend", "discard"]
-CheckpointingName = Literal["adaptive", "eager", "swap", "none"]
+CheckpointingName = Literal["adaptive", "eager", "swap", "lazy", "none"]
 RestoreMode = Literal["background", "blocking"]
 VictimOrder = Literal["least-lost", "latest"]
 PrefixCacheScope = Literal["owner", "global"]
@@ -41,7 +41,8 @@ class SchedulerConfig:
         max_prefill_chunk_tokens: tokens of one prompt computed in one step. Bounds how long a long prompt
             delays the decodes it shares a step with.
         policy: which requests are served when. slo keeps online requests' objectives and serves offline
-            requests in the slack; conserve and bros are the policies of these two papers. The three need a
+            requests in the slack; conserve and bros are these two papers' systems: they also set the defaults
+            of ``preemption``, ``checkpointing`` and ``kv_layout`` to what the paper has. The three need a
             cost profile. The others are baselines.
         ttft_slo: seconds to the first token of online requests that bring no objective of their own. Default:
             1, 4 times what one request alone needs, or ``min_ttft_slo``, whichever is most.
@@ -52,17 +53,19 @@ class SchedulerConfig:
         min_tpot_slo: least TPOT objective in seconds that a request may bring. Default: any that is possible.
         promote_before: seconds before the end of its completion window at which an offline request goes
             before other offline requests; 0 is never. Only with ``policy`` slo.
-        safepoints: an online request that arrives may stop the offline part of a running step. Only with
-            ``policy`` slo or conserve.
+        safepoints: an online request that arrives may stop the offline part of a running step, with
+            ``policy`` conserve only of one without online requests. Only with ``policy`` slo or conserve.
         preemption: what becomes of offline work that an arrival stops inside a step. suspend: it resumes at
-            its layer; discard: it is computed again. Only with ``safepoints``.
+            its layer; discard: it is computed again. Only with ``safepoints``. Default: discard with
+            ``policy`` conserve, else suspend.
         max_stop_s: seconds, as predicted, that a running step takes at most to its next safepoint; a layer
             that takes longer has one before it. Only with ``safepoints``.
         kept_slo: objectives of the engine before this one of the same server; None for the first one.
         checkpointing: when KV is copied to host memory. adaptive: as the KV pool fills; eager: as soon as a
-            block is full; swap: at a preemption, which waits for it; none: preempted requests are computed
-            again; module:Class: a policy of your own. Default: adaptive with ``policy`` slo, conserve or
-            bros or with ``host_kv_gib``, else none.
+            block is full; swap: at a preemption, which waits for it; lazy: when other KV takes its place,
+            which waits for it; none: preempted requests are computed again; module:Class: a policy of your
+            own. Default: lazy with ``policy`` bros, adaptive with slo or conserve or with ``host_kv_gib``,
+            else none.
         checkpoint_from: share of the KV pool in use from which ``checkpointing`` adaptive copies blocks.
         checkpoint_all_from: share of the KV pool in use from which ``checkpointing`` adaptive copies every
             block.
@@ -76,7 +79,7 @@ class SchedulerConfig:
             which lets a client learn from its response time whether another one has sent the same text.
         kv_layout: how requests fill KV blocks. unidirectional: a block is filled by one request;
             bidirectional: an online request from its first slot and an offline one from its last, so that
-            two share a block where memory is short. Default: bidirectional with ``policy`` slo, else
+            two share a block where memory is short. Default: bidirectional with ``policy`` slo or bros, else
             unidirectional.
     """
 
@@ -91,7 +94,7 @@ class SchedulerConfig:
     kept_slo: SLO | None = internal(None)  # noqa: RUF009  # a field
     promote_before: float = bounded(3600.0, least=0)
     safepoints: bool = True
-    preemption: PreemptionMode = "suspend"
+    preemption: PreemptionMode | None = None
     max_stop_s: float = bounded(0.005, above=0)
     checkpointing: CheckpointingName | str | None = None
     checkpoint_from: float = bounded(0.5, least=0, below=1)
@@ -106,8 +109,15 @@ class SchedulerConfig:
     def shares_blocks(self) -> bool:
         """An online and an offline request may share a block."""
         if self.kv_layout is None:
-            return self.policy == "slo"
+            return self.policy in ("slo", "bros")
         return self.kv_layout == "bidirectional"
+
+    @property
+    def suspends(self) -> bool:
+        """What an arrival stops resumes at its layer; else it is computed again."""
+        if self.preemption is None:
+            return self.policy != "conserve"
+        return self.preemption == "suspend"
 
     @property
     def needs_cost_model(self) -> bool:
@@ -357,7 +367,8 @@ class EngineConfig:
         if self.scheduler.checkpointing is not None:
             return self
         has_pool = self.host_kv_gib != 0 and (self.scheduler.needs_cost_model or self.host_kv_gib is not None)
-        return with_options(self, {"checkpointing": "adaptive" if has_pool else "none"})
+        suited = "lazy" if self.scheduler.policy == "bros" else "adaptive"
+        return with_options(self, {"checkpointing": suited if has_pool else "none"})
 
     def for_offline_work(self) -> EngineConfig:
         """The same for an engine without online requests.

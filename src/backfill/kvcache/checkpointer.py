@@ -39,7 +39,9 @@ class Checkpointer:
         self._block_size = block_size
         self._policy = policy
         self._counters = counters
-        self.saves_victims = policy.checkpoints_at_preemption and store.host.num_blocks > 0
+        blocks = store.ledger.checkpoints_block
+        self._is_lazy = blocks and not policy.checkpoints_at_preemption and store.host.num_blocks > 0
+        self.saves_victims = self._is_lazy or (policy.checkpoints_at_preemption and store.host.num_blocks > 0)
         self._candidates: dict[RequestId, tuple[Request, BlockTable]] = {}
 
     def add_candidate(self, request: Request, table: BlockTable) -> None:
@@ -87,11 +89,32 @@ class Checkpointer:
         return len(chosen)
 
     def swap_out(self, wanted: Iterable[Content]) -> None:
-        """If steps wait for copies, copy what a preempted request wants, as far as the host has blocks."""
-        if self.saves_victims and self._store.ledger.checkpoints_block:
+        """If steps wait for copies, copy what a preempted request wants, as far as the host has blocks.
+
+        Lazy checkpoints are made when the blocks are taken.
+        """
+        if self.saves_victims and self._store.ledger.checkpoints_block and not self._is_lazy:
             for content in wanted:
                 if content.host is None and content.device is not None and not self.checkpoint(content):
                     break
+
+    def save_before_take(self, num_blocks: int, kept: Iterable[Content] = ()) -> None:
+        """Lazy checkpoints: of what an allocation of so many blocks would lose, in the order of its taking.
+
+        Args:
+            kept: is about to be restored, so its host blocks are not taken.
+        """
+        device = self._store.device
+        num_lost = num_blocks - device.available(BlockState.SECURED) if self._is_lazy else 0
+        if num_lost <= 0:
+            return
+        for content in kept:
+            assert content.host is not None
+            self._store.ledger.keep_host(content.host)
+        for state in (BlockState.WANTED, BlockState.WANTED_ONLINE):
+            for block in device.next_taken(state, num_lost):
+                assert block.content is not None
+                num_lost -= self.checkpoint(block.content)
 
     def checkpoint(self, content: Content) -> bool:
         """Begin to copy content to the host; False if the host has no block for it.

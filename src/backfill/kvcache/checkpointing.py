@@ -54,6 +54,10 @@ class SwapAtPreemption(NoCheckpoints):
     checkpoints_at_preemption = True
 
 
+class LazyCheckpoints(NoCheckpoints):
+    """What other KV is about to overwrite, and the step waits (BROS, section 5.2)."""
+
+
 class EagerCheckpoints:
     """Every block as soon as it is full."""
 

@@ -78,6 +78,11 @@ class CopyLedger:
             (self._online if is_online else self._offline)[device] = host, slots
         self._update(device, host)
 
+    def keep_host(self, host: Block) -> None:
+        """The block is not taken for other copies of the next plan."""
+        self._pin_until_plan(self._host, host)
+        self._host.update(host)
+
     def begin_restores(self, max_online: int, max_offline: int) -> None:
         """Begin queued restores with the next plan while fewer copies are in flight.
 

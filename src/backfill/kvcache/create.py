@@ -8,6 +8,7 @@ from backfill.kvcache.checkpointing import (
     AdaptiveCheckpoints,
     CheckpointPolicy,
     EagerCheckpoints,
+    LazyCheckpoints,
     NoCheckpoints,
     SwapAtPreemption,
     UserCheckpoints,
@@ -27,7 +28,7 @@ def create_kv_cache(
     Raises: ConfigError if the user's own checkpoint policy cannot be made.
     """
     blocking = CopyDirections.NONE
-    if config.checkpointing == "swap":
+    if config.checkpointing in ("swap", "lazy"):
         blocking |= CopyDirections.CHECKPOINT
     if config.kv_restore == "blocking":
         blocking |= CopyDirections.RESTORE
@@ -51,6 +52,8 @@ def create_checkpoint_policy(config: SchedulerConfig) -> CheckpointPolicy:
             return NoCheckpoints()
         case "swap":
             return SwapAtPreemption()
+        case "lazy":
+            return LazyCheckpoints()
         case "eager":
             return EagerCheckpoints()
         case "adaptive":

@@ -160,6 +160,7 @@ class KVCacheManager:
                 store.reference(content, request.service_class)
         if tail is not None:
             self.sharing.restore_lost(tail)
+        self._checkpointer.save_before_take(len(absent), absent)
         taken = store.take(len(absent), limit, request.service_class)
         for content, block in zip(absent, taken, strict=True):
             assert content.host is not None
@@ -204,6 +205,7 @@ class KVCacheManager:
         missing = self.num_missing_blocks(request.request_id, num_tokens)
         if missing:
             entered = self.sharing.enter_if_short(request, num_tokens, missing, limit)
+            self._checkpointer.save_before_take(missing - len(entered))
             taken = self._store.take(missing - len(entered), limit, request.service_class)
             self._tables[request.request_id].extend((*taken, *entered))
             self.sharing.grown(request)

@@ -159,6 +159,11 @@ class BlockPool:
         """Blocks of this state, from the one that is taken last. The pool must not change meanwhile."""
         return reversed(self._cached[state])
 
+    def next_taken(self, state: BlockState, count: int) -> list[Block]:
+        """Blocks of this state, at most ``count``, in the order in which they are taken."""
+        idle = (block for block in self._cached[state] if not block.is_pinned)
+        return list(islice(idle, max(0, count)))
+
     def take(self, count: int, limit: int) -> list[Block]:
         """Take blocks that are empty, and evict content up to ``limit`` for the rest.
 

@@ -216,6 +216,10 @@ class SharedLastBlocks(LastBlocks):
         assert tail is not None
         left = end.num_slots = end.num_slots - num_slots
         is_saved = tail.host is not None and tail.num_unsaved <= left
+        if not is_saved and self._checkpointer.saves_victims and self._store.ledger.checkpoints_block:
+            num_unsaved = tail.num_tokens if tail.host is None else tail.num_unsaved
+            is_saved = self._checkpointer.checkpoint_slots(tail, left)
+            self.num_copied += is_saved * (num_unsaved - left)
         self.num_overwritten += num_slots
         if is_saved:
             tail.num_lost += num_slots
@@ -233,6 +237,8 @@ class SharedLastBlocks(LastBlocks):
         up, so that no more are copied than are overwritten, but for those that are about to be.
         """
         ledger = self._store.ledger
+        if ledger.checkpoints_block:  # they are copied in the step that overwrites them
+            return
         for request_id, block in self.blocks.items():
             peer = block.peer
             assert peer is not None

@@ -36,6 +36,7 @@ class StepBuilder:
 
     Args:
         cost: predicts steps; None where nothing does, and limits of time are infinite.
+        block_copy_s: seconds that a copy of one block between device and host takes; None if not known.
     """
 
     config: SchedulerConfig
@@ -45,6 +46,7 @@ class StepBuilder:
     cost: CostModel | None
     now_s: float
     in_flight: StepsInFlight = field(default_factory=StepsInFlight)
+    block_copy_s: float | None = None
     batch: Batch = field(init=False)
     # Requests that came to hold blocks with all their KV on the device.
     started: list[Request] = field(init=False, default_factory=list)
@@ -75,6 +77,13 @@ class StepBuilder:
         contents = self.kv.match(request).contents
         num_on_device = sum(each.num_device_tokens for each in contents if each.own_block is not None)
         return max(0, request.num_ever_computed_tokens - num_on_device) // self.kv.block_size
+
+    def restore_s(self, request: Request) -> float:
+        waits = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        if not waits or self.block_copy_s is None or not self.kv.num_host_blocks:
+            return 0.0
+        contents = self.kv.match(request).contents
+        return self.block_copy_s * len([each for each in contents if each.device is None or each.num_lost])
 
     def add_decodes(self, requests: Sequence[Request], max_step_s: float = math.inf) -> int:
         batch, size = self.batch, self.kv.block_size

@@ -114,7 +114,14 @@ class StepPlanner:
     def _build(self, view: Snapshot[Request], now_s: float) -> Batch:
         cost = None if self.predictor is None else self.predictor.cost
         builder = StepBuilder(
-            self.config, self.kv, self.requests, self.preemption, cost, now_s, self.in_flight
+            self.config,
+            self.kv,
+            self.requests,
+            self.preemption,
+            cost,
+            now_s,
+            self.in_flight,
+            self.block_copy_s,
         )
         self.policy.build(view, builder)
         for request in builder.started:

@@ -173,6 +173,9 @@ class BatchBuilder(Protocol[R_contra]):
         it is computed again in the step of the next token.
         """
 
+    def restore_s(self, request: R_contra) -> float:
+        """Seconds that restoring a waiting request from host memory takes; 0 for others, or if not known."""
+
     def add_decodes(self, requests: Sequence[R_contra], max_step_s: float = math.inf) -> int:
         """Add one token each of running requests that decode, the most urgent first.
 
@@ -214,6 +217,7 @@ class Policy(ABC):
     """
 
     stops_steps = False  # an arriving online request may stop a running step
+    stops_online_steps = True  # also one with online requests in it, of which these go on
     protects_online_cache = False  # offline requests may not evict what online ones used a short time ago
     promotes = False  # offline requests are promoted near the end of their window
     relegates = False  # online requests that cannot meet their TTFT objective any more are relegated

@@ -11,6 +11,8 @@ from backfill.offloading.interval import StepBounds
 
 # Assumed of the error of a profile until steps have been observed.
 _INITIAL_ERROR = 0.1
+# Weight of the latest step in the moving average, as in TCP's of round-trip times.
+_AVERAGE_GAIN = 1 / 8
 # Part of an objective kept for what the engine does not see: the way of a token from its step to the client's
 # socket.
 _DELIVERY_SHARE = 0.02
@@ -41,6 +43,7 @@ class StepPredictor:
     Attributes:
         cost: predicts steps; uncorrected.
         measured: the cost model that was measured; ``cost``, without what transfers of weights add to it.
+        average_step_s: moving average of the steps that were observed; 0 before the first.
 
     Args:
         attainment: share of the deadlines that are to be met; a little more than the 99 % that are promised.
@@ -52,6 +55,7 @@ class StepPredictor:
         self._attainment = attainment
         self._bias = BiasCorrection()
         self._errors = ErrorQuantile(attainment, 1.0 + _INITIAL_ERROR)
+        self.average_step_s = 0.0
 
     @property
     def time_scale(self) -> float:
@@ -92,6 +96,8 @@ class StepPredictor:
             return
         self._errors.observe((step_s if cycle_s is None else cycle_s) / (predicted_s * self._bias.mean))
         self._bias.observe(predicted_s, step_s)
+        gain = _AVERAGE_GAIN if self.average_step_s else 1.0
+        self.average_step_s += gain * (step_s - self.average_step_s)
 
     def set_cost_model(self, cost: CostModel) -> None:
         """Predict with this model from now on. The spread of errors is kept, and their mean starts at 1."""

@@ -101,6 +101,7 @@ class Scheduler:
             num_layers or 1,
             self._count_discarded,
             stage_layers,
+            policy.stops_online_steps,
         )
         self.in_flight = StepsInFlight(
             max_steps_in_flight,
@@ -262,22 +263,22 @@ class Scheduler:
         self.in_flight.check_integrity(requests.by_id)
         for request_id, scheduled in self.in_flight.slices.items():
             assert request_id in requests.running, f"{request_id} is in flight and does not run"
-            assert kv.table(request_id) == scheduled.blocks, f"{request_id} has other blocks than its step"
+            blocks = scheduled.blocks  # its table may have grown since
+            assert kv.table(request_id)[: len(blocks)] == blocks, f"{request_id}: its step has others"
             num_computed = scheduled.start
             if request_id in self.in_flight.open:
                 num_computed += scheduled.num_tokens
-            is_to_end = request_id in self.in_flight.ending or request_id in self.in_flight.lost
+            is_to_end = request_id in (*self.in_flight.ending, *self.in_flight.lost)
             assert is_to_end or requests.by_id[request_id].num_computed_tokens == num_computed
         num_waiting = sum(map(len, requests.waiting.values()))
         assert len(requests.running) + len(requests.restoring) + num_waiting == len(requests.by_id)
-        online = [each for each in requests.by_id.values() if each.service_class is ServiceClass.ONLINE]
-        assert len(online) == requests.num_online, f"{len(online)} online, {requests.num_online} counted"
+        num_online = sum(each.service_class is ServiceClass.ONLINE for each in requests.by_id.values())
+        assert num_online == requests.num_online, f"{num_online} online, {requests.num_online} counted"
         for request_id, request in requests.by_id.items():
-            status = request.status
             held = kv.counts.held(request_id)
             is_running, is_restoring = request_id in requests.running, request_id in requests.restoring
-            assert (status is RequestStatus.RUNNING) == is_running, f"{request_id} is misplaced"
-            assert (status is RequestStatus.RESTORING) == is_restoring, f"{request_id} is misplaced"
+            expected = [request.status is each for each in (RequestStatus.RUNNING, RequestStatus.RESTORING)]
+            assert [is_running, is_restoring] == expected, f"{request_id} is misplaced"
             assert is_running or is_restoring or held == 0, f"{request_id} waits and holds {held} blocks"
             assert 0 <= request.num_computed_tokens <= request.num_tokens
             if is_running or is_restoring:

@@ -45,6 +45,7 @@ class Suspension:
         on_discarded: called with a request and its discarded work, which will be computed again: tokens times
             the share of the layers that they had passed.
         stage_layers: layers of each stage of a pipeline, whose steps stop between two stages; else empty.
+        stops_online_steps: steps with online requests have safepoints too.
     """
 
     config: SchedulerConfig
@@ -52,6 +53,7 @@ class Suspension:
     num_layers: int
     on_discarded: Callable[[RequestId, float], None]
     stage_layers: Sequence[int] = ()
+    stops_online_steps: bool = True
     _groups: list[_Group] = field(init=False, default_factory=list)  # those suspended first come first
     _resuming: _Group | None = field(init=False, default=None)  # in a step in flight
     _num_refusals: int = field(init=False, default=0)
@@ -94,10 +96,10 @@ class Suspension:
             return None
         if self._num_tokens >= _MAX_SUSPENDED_STEPS * self.config.max_num_batched_tokens:
             return None
-        if all(request.priority_level is PriorityLevel.ONLINE for request, _ in batch.members.values()):
+        are_online = [request.priority_level is PriorityLevel.ONLINE for request, _ in batch.members.values()]
+        if all(are_online) or (any(are_online) and not self.stops_online_steps):
             return None
-        suspends = self.config.preemption == "suspend"
-        return Safepoints(self._layers_apart(predicted_s / self.num_layers), suspends)
+        return Safepoints(self._layers_apart(predicted_s / self.num_layers), self.config.suspends)
 
     def resume(self, allowed_s: float) -> Resume | None:
         """Suspended slices and as many of their layers as fit the time; None if not one layer of one does."""

@@ -30,14 +30,14 @@ _OFFLINE = frozenset({PriorityLevel.OFFLINE})
 # The batch size to begin with. The paper's is lost in print. A step of so few decodes takes about as long as
 # one of a single decode, because reading the weights bounds it.
 INITIAL_BATCH_SIZE = 32
-_AVERAGE_GAIN = 1 / 8
 
 
 class BrosPolicy(Policy):
     """Algorithm 1: the most urgent online requests, then offline requests in order of their swap cost.
 
-    A step holds at most ``batch_size`` requests, and its predicted time stays within the least residual time
-    of the online requests that can still be in time. The most urgent request is in the step in any case.
+    A step holds at most ``batch_size`` requests, and its predicted time, computing or restoring, whichever
+    takes longer, stays within the least residual time of the online requests that can still be in time. The
+    most urgent request is in the step in any case.
     Where the batch is full, an offline request replaces the least urgent online one that can wait. Prompts
     are computed whole, up to the limits of tokens in a step.
 
@@ -67,17 +67,17 @@ class BrosPolicy(Policy):
         self._max_num_seqs = max_num_seqs
         self._max_chunk_tokens = max_chunk_tokens
         self._may_preempt = _OFFLINE if preempts_for_waiting else frozenset[PriorityLevel]()
-        self._average_s = 0.0  # moving average of the steps' predicted times
 
     def build(self, view: Snapshot[R], builder: BatchBuilder[R]) -> None:
-        residuals = Residuals(self._predictor, view.now_s, self._average_s, self._max_chunk_tokens)
+        average_s = self._predictor.average_step_s
+        residuals = Residuals(self._predictor, view.now_s, average_s, self._max_chunk_tokens)
         step = _Step(view, builder, self.batch_size, residuals, self._may_preempt)
         is_violated = step.add_online()  # lines 3 to 15
         if not is_violated:
             step.add_offline()  # lines 17 to 33
-        batch = builder.batch
-        if batch.num_seqs:
-            self._adapt(is_violated, batch.predicted_s * self._predictor.time_scale)
+        if builder.batch.num_seqs:  # adaptive batch sizing: additive increase, reset on a violation
+            grown = min(self.batch_size + 1, self._max_num_seqs)
+            self.batch_size = min(INITIAL_BATCH_SIZE, self._max_num_seqs) if is_violated else grown
 
     def preemption_key(self, request: RequestView, lost_tokens: float) -> PreemptionKey:
         """First offline requests, then online ones by most remaining time (section 5.2).
@@ -89,13 +89,6 @@ class BrosPolicy(Policy):
             return (0, request.next_token_by_s, *request.order_key)
         return (1, -lost_tokens, *request.order_key)
 
-    def _adapt(self, is_violated: bool, step_s: float) -> None:
-        """Adaptive batch sizing: additive increase, reset on a violation."""
-        grown = min(self.batch_size + 1, self._max_num_seqs)
-        self.batch_size = min(INITIAL_BATCH_SIZE, self._max_num_seqs) if is_violated else grown
-        change_s = step_s - self._average_s
-        self._average_s += (_AVERAGE_GAIN if self._average_s else 1.0) * change_s
-
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
@@ -104,7 +97,7 @@ class Residuals:
     All seconds are observed ones: predictions are multiplied by ``StepPredictor.time_scale``.
 
     Args:
-        average_s: moving-average time of a step; each step after the one that is built counts so long.
+        average_s: moving average of observed steps; each step after the one that is built counts so long.
     """
 
     predictor: StepPredictor
@@ -180,7 +173,13 @@ class _Step(Generic[R]):
     residuals: Residuals
     may_preempt: Collection[PriorityLevel]  # for waiting online requests
     _bound_s: float = field(init=False, default=math.inf)
+    _swap_s: float = field(init=False, default=0.0)  # of restoring what was admitted, as a predicted time
     _online: list[R] = field(init=False, default_factory=list)  # in the batch, the most urgent first
+
+    @property
+    def _time_s(self) -> float:
+        """T = max(T_compute, T_swap), constraint (2)."""
+        return max(self.builder.batch.predicted_s, self._swap_s)
 
     def add_online(self) -> bool:
         """Lines 3 to 15. Returns: whether the least residual time is violated.
@@ -204,11 +203,11 @@ class _Step(Generic[R]):
                 num_added = self.builder.add_decodes(decodes, self._bound_s)
                 self._online += decodes[:num_added]
                 if num_added < len(decodes):
-                    return self.residuals.must_start(decodes[num_added], batch.predicted_s)
+                    return self.residuals.must_start(decodes[num_added], self._time_s)
                 continue
             if not running or (waiting and urgency(waiting[0]) < urgency(running[0])):
                 request = waiting.popleft()
-                admission = self.builder.try_admit(request, limits, may_preempt=self.may_preempt)
+                admission = self._admit(request, limits, self.may_preempt)
                 is_added = admission is Admission.ADMITTED
                 if admission is Admission.DEFERRED:
                     continue
@@ -219,9 +218,9 @@ class _Step(Generic[R]):
                 is_added = self.builder.try_add(request, limits) > 0
             if is_added:
                 self._online.append(request)
-            elif self._lacks_time(request) and self.residuals.must_start(request, batch.predicted_s):
+            elif self._lacks_time(request) and self.residuals.must_start(request, self._time_s):
                 return True
-        return batch.predicted_s > self._bound_s
+        return self._time_s > self._bound_s
 
     def add_offline(self) -> None:
         """Lines 17 to 33: by swap cost. Requests on the device have none; of them, decodes come first."""
@@ -267,12 +266,27 @@ class _Step(Generic[R]):
 
     def _try(self, request: R, limits: ChunkLimits, is_waiting: bool) -> bool:
         if is_waiting:
-            return self.builder.try_admit(request, limits) is not Admission.REFUSED
+            return self._admit(request, limits) is not Admission.REFUSED
         return self.builder.try_add(request, limits) > 0
+
+    def _admit(
+        self, request: R, limits: ChunkLimits, may_preempt: Collection[PriorityLevel] = ()
+    ) -> Admission:
+        swap_s = self._swap_s_of(request)
+        if self.builder.batch.num_seqs and swap_s and self._swap_s + swap_s > self._bound_s:
+            return Admission.REFUSED
+        admission = self.builder.try_admit(request, limits, may_preempt=may_preempt)
+        if admission is Admission.ADMITTED:
+            self._swap_s += swap_s
+        return admission
+
+    def _swap_s_of(self, request: R) -> float:
+        return self.builder.restore_s(request) / self.residuals.predictor.time_scale
 
     def _lacks_time(self, request: R) -> bool:
         """Time is what keeps the request out of the batch. The first one gets all that it needs."""
-        return self.builder.batch.num_seqs > 0 and self.builder.time_with_s(request) > self._bound_s
+        time_s = max(self.builder.time_with_s(request), self._swap_s + self._swap_s_of(request))
+        return self.builder.batch.num_seqs > 0 and time_s > self._bound_s
 
     def _pull_decodes(self, running: deque[R], waiting: deque[R]) -> Sequence[R]:
         """The next requests, as far as they are running decodes and the batch may have more."""

@@ -43,6 +43,7 @@ class ConServePolicy(Policy):
     """
 
     stops_steps = True
+    stops_online_steps = False
 
     def __init__(self, predictor: StepPredictor, *, default_slo: SLO) -> None:
         self._predictor = predictor
