@@ -22,9 +22,9 @@ from hypothesis.stateful import (
 from sqlalchemy import Column, Engine, Float, Integer, MetaData, Table, delete, event, insert, select, update
 from sqlalchemy.exc import OperationalError
 
-from backfill.jobs.database import open_database
+from backfill.jobs.database import database_clock, open_database
 from backfill.jobs.database_results import DatabaseResults
-from backfill.jobs.leases import Lease, LeaseLost, Leases, add_lease, database_clock
+from backfill.jobs.leases import Lease, LeaseLost, Leases, add_lease
 from backfill.jobs.lines import completed
 from backfill.jobs.object_store import open_file_store
 from backfill.jobs.records import (

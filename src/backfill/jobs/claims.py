@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 
@@ -60,8 +59,9 @@ class BatchClaims:
         self._lease_s = storage.config.batch_lease_timeout
         self._period_s = min(_LONGEST_PERIOD_S, self._lease_s / _RENEWALS_PER_LEASE)
         self._woken = asyncio.Event()
-        self._takes_over_from_s = 0.0  # on the monotonic clock
-        self._had_engine_at_s = time.monotonic()
+        self._clock = storage.clock
+        self._takes_over_from_s = 0.0  # on that clock
+        self._had_engine_at_s = self._clock.now_s()
         self._renewed_at_s = 0.0
         self._num_servers = 1  # with an engine
 
@@ -82,7 +82,7 @@ class BatchClaims:
         """While a claim, or what it waits for, takes long."""
         while True:
             await asyncio.sleep(self._period_s)
-            if time.monotonic() - self._renewed_at_s > 2 * self._period_s:
+            if self._clock.now_s() - self._renewed_at_s > 2 * self._period_s:
                 with self._logged_errors():
                     await self._renew()
 
@@ -93,7 +93,7 @@ class BatchClaims:
                 await self._renew()
                 await self._leave_without_engine()
                 await self._claim()
-            await asyncio.sleep(max(0.0, self._takes_over_from_s - time.monotonic() - self._period_s))
+            await asyncio.sleep(max(0.0, self._takes_over_from_s - self._clock.now_s() - self._period_s))
             # Not ``wait_for``: on Python 3.11 it may swallow a cancellation.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._period_s):
@@ -109,7 +109,7 @@ class BatchClaims:
             else:
                 logger.exception("batches cannot be claimed; trying again")
             # Leases end meanwhile. Those whose servers live are renewed first when it is back.
-            self._takes_over_from_s = time.monotonic() + 2 * self._period_s
+            self._takes_over_from_s = self._clock.now_s() + 2 * self._period_s
 
     async def release_all(self) -> None:
         """Let other servers go on at once. An error is logged: the leases end by themselves."""
@@ -123,7 +123,7 @@ class BatchClaims:
         renewal = await self._storage.threads.leases.run(
             self._leases.renew, list(held), is_ready=self._capacity() > 0
         )
-        self._renewed_at_s = time.monotonic()
+        self._renewed_at_s = self._clock.now_s()
         self._num_servers = renewal.num_servers
         for lease, job in held.items():
             status = renewal.statuses.get(lease.batch_id)
@@ -135,11 +135,11 @@ class BatchClaims:
     async def _leave_without_engine(self) -> None:
         """Release what runs once no engine was ready for the time of a lease: another server may have one."""
         if self._capacity() > 0:
-            self._had_engine_at_s = time.monotonic()
-        if time.monotonic() - self._had_engine_at_s < self._lease_s:
+            self._had_engine_at_s = self._clock.now_s()
+        if self._clock.now_s() - self._had_engine_at_s < self._lease_s:
             return
         for job in list(self._jobs.values()):
-            is_over = job.cancelled.is_set() or job.deadline_s <= time.monotonic()
+            is_over = job.cancelled.is_set() or job.left_s <= 0
             if is_over or job.batch.status is not BatchStatus.IN_PROGRESS:
                 continue  # it needs none
             if job.lease is not None and job.task is not None:
@@ -158,7 +158,7 @@ class BatchClaims:
             claimed = await self._storage.threads.database.run(
                 self._leases.claim,
                 only_over=max_lines <= 0,
-                takes_over=time.monotonic() >= self._takes_over_from_s,
+                takes_over=self._clock.now_s() >= self._takes_over_from_s,
                 model_names=self._model_names,
                 others_than=[job.batch.id for job in self._jobs.values() if not _may_claim_beside(job)],
                 running=[job.lease for job in self._jobs.values() if job.lease is not None],

@@ -11,7 +11,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, func, insert, make_url, select
+from sqlalchemy import (
+    URL,
+    ColumnElement,
+    Connection,
+    Engine,
+    Float,
+    cast,
+    create_engine,
+    event,
+    extract,
+    func,
+    insert,
+    make_url,
+    select,
+)
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
 
@@ -33,12 +47,24 @@ _SESSION_TIMEOUTS_MS = {
     "lock_timeout": 10_000,
     "statement_timeout": 60_000,
 }
+_EPOCH_JULIAN_DAY = 2440587.5
+_DAY_S = 86400.0
 # Numbers of PostgreSQL's advisory locks; any that no other program on the database uses.
 _SCHEMA_LOCK, _INPUTS_LOCK = 0x6261636B01, 0x6261636B02
 
 
 def is_postgresql(engine: Engine) -> bool:
     return engine.dialect.name == "postgresql"
+
+
+def database_clock(engine: Engine) -> ColumnElement[Any]:
+    """Seconds since 1970 on the database's clock.
+
+    Not the time at which the transaction began: a statement may have waited for a lock.
+    """
+    if is_postgresql(engine):
+        return cast(extract("epoch", func.clock_timestamp()), Float)
+    return (func.julianday("now") - _EPOCH_JULIAN_DAY) * _DAY_S
 
 
 def open_database(url: str | None, data_dir: Path) -> Engine:

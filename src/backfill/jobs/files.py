@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,12 +63,13 @@ class Files:
 
     async def sweep(self) -> None:
         """Delete expired files at an interval, and garbage. Errors are logged."""
-        next_garbage_s = time.monotonic()
+        clock = self.storage.clock
+        next_garbage_s = clock.now_s()
         while True:
             try:
                 await self._delete_expired()
-                if self.storage.is_shared and time.monotonic() >= next_garbage_s:
-                    next_garbage_s = time.monotonic() + _GARBAGE_INTERVAL_S
+                if self.storage.is_shared and clock.now_s() >= next_garbage_s:
+                    next_garbage_s = clock.now_s() + _GARBAGE_INTERVAL_S
                     await self.storage.sweep_garbage()
             except Exception:
                 logger.exception("expired files could not be deleted; trying again later")

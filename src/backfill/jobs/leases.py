@@ -15,26 +15,21 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import count
-from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
     Engine,
-    Float,
     Select,
     Subquery,
     Update,
     case,
-    cast,
     delete,
     exists,
-    extract,
     func,
     insert,
     literal,
@@ -46,14 +41,14 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Session, aliased
 
+from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import BackfillError
-from backfill.jobs.database import is_postgresql, lock_writes
+from backfill.jobs.database import database_clock, lock_writes
 from backfill.jobs.records import OPEN_STATUSES, BatchRecord, BatchStatus, LeasedPart, ReadyServer
 from backfill.preparation.line_file import union
 
-_EPOCH_JULIAN_DAY = 2440587.5
-_DAY_S = 86400.0
 _NO_LINES: Mapping[str, int] = {}
+_WALL_CLOCK = WallClock()
 
 
 class LeaseLost(BackfillError):
@@ -109,16 +104,23 @@ class Leases:
         holder: this server; no two have the same, nor has one after its restart.
         duration_s: of a lease, from its claim and from each write and renewal.
         now_s: the database's clock in seconds, evaluated anew in each statement.
+        clock: of this process.
     """
 
     def __init__(
-        self, engine: Engine, holder: str, duration_s: float, now_s: ColumnElement[float] | None = None
+        self,
+        engine: Engine,
+        holder: str,
+        duration_s: float,
+        now_s: ColumnElement[float] | None = None,
+        clock: Clock = _WALL_CLOCK,
     ) -> None:
         self.holder = holder
         self._engine = engine
         self._duration_s = duration_s
         self._now_s = database_clock(engine) if now_s is None else now_s
-        self._ahead_s = 0.0  # of this process's monotonic clock, as last seen
+        self._clock = clock
+        self._ahead_s = 0.0  # of this process's clock, as last seen
 
     def read_clock(self) -> None:
         """Ask the database for its time, before the first ``now``."""
@@ -127,10 +129,10 @@ class Leases:
 
     def now(self) -> int:
         """Unix seconds on the database's clock, which each renewal asks for."""
-        return int(time.monotonic() + self._ahead_s)
+        return int(self._clock.now_s() + self._ahead_s)
 
     def _note_time(self, now_s: float) -> None:
-        self._ahead_s = now_s - time.monotonic()
+        self._ahead_s = now_s - self._clock.now_s()
 
     def claim(
         self,
@@ -384,13 +386,3 @@ def _is_of(leases: Collection[Lease]) -> ColumnElement[bool]:
 
 def _released() -> Update:
     return update(LeasedPart).values(holder=None, expires_at=0.0)
-
-
-def database_clock(engine: Engine) -> ColumnElement[Any]:
-    """Seconds since 1970 on the database's clock.
-
-    Not the time at which the transaction began: a statement may have waited for a lock.
-    """
-    if is_postgresql(engine):
-        return cast(extract("epoch", func.clock_timestamp()), Float)
-    return (func.julianday("now") - _EPOCH_JULIAN_DAY) * _DAY_S

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import RequestError
 from backfill.engine.tasks import TaskWatch
 from backfill.jobs.claims import BatchClaims
@@ -75,6 +76,8 @@ class JobManager:
         runner: LineRunner | None = None,
         results: ResultStore | None = None,
         wall: Callable[[], float] = time.time,
+        clock: Clock | None = None,
+        threads: JobThreads | None = None,
         tasks: TaskWatch | None = None,
     ) -> None:
         self.config = config
@@ -85,7 +88,8 @@ class JobManager:
         self._wall = wall
         self._lock = DataFolderLock(config.data_dir, url)
         self._service: CompletionService | None = None
-        self._threads = JobThreads()
+        self._clock = clock or WallClock()
+        self._threads = threads or JobThreads()
         self._tasks = tasks or TaskWatch()
         self.feeder = Feeder(
             runner or ServiceRunner(lambda: self._service),
@@ -100,7 +104,7 @@ class JobManager:
         self._sweeper: asyncio.Task[None] | None = None
         self._is_open = False
         self._is_paused = False
-        self._stop_by_s: float | None = None  # on the monotonic clock, once it is pausing
+        self._stop_by_s: float | None = None  # once it is pausing
         self._storage: JobStorage
         self._driver: BatchDriver
         self.files: Files
@@ -150,7 +154,7 @@ class JobManager:
 
     async def _open_storage(self) -> JobStorage:
         if self._results is None:
-            return await JobStorage.open(self.config, self._threads, self._wall_s)
+            return await JobStorage.open(self.config, self._threads, self._wall_s, self._clock)
         return await self._threads.database.run(
             JobStorage.in_memory, self.config, self._threads, self._wall_s, self._results
         )
@@ -204,8 +208,8 @@ class JobManager:
     def _stop_timeout_s(self) -> float:
         """Seconds left of ``STOP_TIMEOUT_S``, from the first call on."""
         if self._stop_by_s is None:
-            self._stop_by_s = time.monotonic() + STOP_TIMEOUT_S
-        return max(0.0, self._stop_by_s - time.monotonic())
+            self._stop_by_s = self._clock.now_s() + STOP_TIMEOUT_S
+        return max(0.0, self._stop_by_s - self._clock.now_s())
 
     def engine_ready(self, service: CompletionService, max_num_seqs: int) -> None:
         if self._is_paused:
@@ -334,7 +338,7 @@ class JobManager:
 
     def _begin(self, batch: BatchRecord, lease: Lease | None = None, now_s: float | None = None) -> OpenBatch:
         log = self._driver.log_of(batch, lease)
-        job = OpenBatch(batch, log, self._wall() if now_s is None else now_s, lease)
+        job = OpenBatch(batch, log, self._wall() if now_s is None else now_s, self._clock, lease)
         self._jobs[job.name] = job
         if batch.status is BatchStatus.CANCELLING:
             job.cancelled.set()

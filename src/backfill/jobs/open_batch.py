@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from backfill.core.clock import Clock
 from backfill.jobs.database_results import BatchLog
 from backfill.jobs.feed import Feed, LineSource
 from backfill.jobs.leases import Lease
@@ -47,14 +47,17 @@ class OpenBatch:
         error: that ended the drive of a run without a server.
     """
 
-    def __init__(self, batch: BatchRecord, log: BatchLog, wall_s: float, lease: Lease | None = None) -> None:
+    def __init__(
+        self, batch: BatchRecord, log: BatchLog, wall_s: float, clock: Clock, lease: Lease | None = None
+    ) -> None:
         self.batch = batch
         self.log = log
         self.lease = lease
         self.cancelled = asyncio.Event()
         # The results of a batch that an earlier server began are unknown until its files are read.
         self.has_counts = batch.status is BatchStatus.VALIDATING
-        self.deadline_s = time.monotonic() + batch.expires_at - wall_s
+        self._clock = clock
+        self.deadline_s = clock.now_s() + batch.expires_at - wall_s
         self.task: asyncio.Task[None] | None = None
         self.error: Exception | None = None
         self.lines = None if lease is None else lease.lines
@@ -72,10 +75,15 @@ class OpenBatch:
     def counts(self) -> RequestCounts:
         return self.log.counts(self.batch.request_counts.total)
 
+    @property
+    def left_s(self) -> float:
+        """Of its window; negative where that has ended."""
+        return self.deadline_s - self._clock.now_s()
+
     async def until_over(self, feed: Feed) -> None:
         """Wait for the first of: the end of the window, a cancellation, the end of the feed."""
         cancelled = asyncio.ensure_future(self.cancelled.wait())
-        timeout_s = max(0.0, self.deadline_s - time.monotonic())
+        timeout_s = max(0.0, self.left_s)
         ends: set[asyncio.Future[Any]] = {cancelled, feed.finished}
         try:
             await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -102,7 +110,7 @@ class JobsSnapshot:
             jobs_by_status=Counter(statuses.values()),
             num_lines_queued=sum(num_queued),
             oldest_line_s=max(0.0, *ages_s) if ages_s else 0.0,
-            least_slack_s=min((job.deadline_s - time.monotonic() for job in jobs), default=None),
+            least_slack_s=min((job.left_s for job in jobs), default=None),
         )
 
     @classmethod

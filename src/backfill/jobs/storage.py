@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from sqlalchemy import Engine
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
+from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import ConfigError
 from backfill.jobs.blobs import FileStore
 from backfill.jobs.config import JobsConfig
@@ -39,6 +40,7 @@ _HOLDER_FILE = "holder"
 OPEN_TIMEOUT_S = 25.0
 # A client that reads waits no longer for a database that hangs. A change waits: nobody else can know its end.
 READ_TIMEOUT_S = 10.0
+_WALL_CLOCK = WallClock()
 _NO_ANSWER = "The database of files and batches does not answer. Please retry."
 
 
@@ -55,6 +57,7 @@ class JobStorage:
     config: JobsConfig
     threads: JobThreads
     now: Callable[[], int]  # Unix seconds; the database's where servers share it
+    clock: Clock
     store: JobStore
     blobs: FileStore
     results: ResultStore
@@ -66,7 +69,9 @@ class JobStorage:
         return self.store.leases is not None
 
     @classmethod
-    async def open(cls, config: JobsConfig, threads: JobThreads, now: Callable[[], int]) -> JobStorage:
+    async def open(
+        cls, config: JobsConfig, threads: JobThreads, now: Callable[[], int], clock: Clock = _WALL_CLOCK
+    ) -> JobStorage:
         """Open the folder, the database and the file store, or create them.
 
         Args:
@@ -85,12 +90,13 @@ class JobStorage:
         blobs = open_file_store(config.batch_file_store, data_dir)
         try:
             store, store_id = await _within(
-                threads, threads.results.run(_tie, engine, blobs, config), blobs.shown
+                threads, threads.results.run(_tie, engine, blobs, config, clock), blobs.shown
             )
             storage = cls(
                 config,
                 threads,
                 now if store.leases is None else store.leases.now,
+                clock,
                 store,
                 blobs,
                 _results_of(engine, blobs, store, data_dir),
@@ -113,7 +119,9 @@ class JobStorage:
     ) -> JobStorage:
         """Records that end with the process, and no files but those of ``results``. Blocking."""
         no_files = FileStore(config.data_dir)  # never opened
-        return cls(config, threads, now, JobStore(open_in_memory()), no_files, results, store_id="")
+        return cls(
+            config, threads, now, _WALL_CLOCK, JobStore(open_in_memory()), no_files, results, store_id=""
+        )
 
     async def sweep_garbage(self) -> None:
         """Delete what servers that died left among shared files. Raises: OSError."""
@@ -175,7 +183,7 @@ def _note_late(reading: asyncio.Future[Any]) -> None:
         reading.exception()
 
 
-def _tie(engine: Engine, blobs: FileStore, config: JobsConfig) -> tuple[JobStore, str]:
+def _tie(engine: Engine, blobs: FileStore, config: JobsConfig, clock: Clock) -> tuple[JobStore, str]:
     """The records, and their id. Raises: ConfigError, OSError."""
     places = [blobs]
     if not config.is_shared and blobs.is_given:
@@ -185,17 +193,17 @@ def _tie(engine: Engine, blobs: FileStore, config: JobsConfig) -> tuple[JobStore
         return JobStore(engine), store_id
     with exclusive_schema(engine) as connection:
         add_missing_leases(connection)
-    return JobStore(engine, _leases(engine, config)), store_id
+    return JobStore(engine, _leases(engine, config, clock)), store_id
 
 
-def _leases(engine: Engine, config: JobsConfig) -> Leases:
+def _leases(engine: Engine, config: JobsConfig, clock: Clock) -> Leases:
     """Of this server. What the last one on its data folder held is released: that one has ended.
 
     Raises: OSError.
     """
     path = config.data_dir / _HOLDER_FILE
     last = path.read_text().strip() if path.exists() else ""
-    leases = Leases(engine, uuid.uuid4().hex, config.batch_lease_timeout)
+    leases = Leases(engine, uuid.uuid4().hex, config.batch_lease_timeout, clock=clock)
     leases.read_clock()
     write_durably(path, f"{leases.holder}\n".encode())
     if last:

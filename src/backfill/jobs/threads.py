@@ -50,10 +50,7 @@ class ThreadPool:
         done = asyncio.wrap_future(call)
         self._open[done] = call
         done.add_done_callback(self._open.pop)
-        self._calls.put(partial(_perform, call, partial(work, *args, **kwargs)))
-        if self._num_threads < min(self._max_threads, len(self._open)):
-            self._num_threads += 1
-            threading.Thread(target=self._serve, name=f"{self.name}-{self._num_threads}", daemon=True).start()
+        self._submit(partial(_perform, call, partial(work, *args, **kwargs)))
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
@@ -73,6 +70,12 @@ class ThreadPool:
             self._calls.put(None)
         return num_left
 
+    def _submit(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+        if self._num_threads < min(self._max_threads, len(self._open)):
+            self._num_threads += 1
+            threading.Thread(target=self._serve, name=f"{self.name}-{self._num_threads}", daemon=True).start()
+
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
@@ -91,12 +94,12 @@ class JobThreads:
         downloads: reads for clients, which may be slow.
     """
 
-    def __init__(self) -> None:
-        self.database = ThreadPool("database", 4)
-        self.leases = ThreadPool("leases", 1)
-        self.results = ThreadPool("results", 8)
-        self.uploads = ThreadPool("uploads", 4)
-        self.downloads = ThreadPool("downloads", 8)
+    def __init__(self, pool: Callable[[str, int], ThreadPool] = ThreadPool) -> None:
+        self.database = pool("database", 4)
+        self.leases = pool("leases", 1)
+        self.results = pool("results", 8)
+        self.uploads = pool("uploads", 4)
+        self.downloads = pool("downloads", 8)
 
     async def wait_idle(self, timeout_s: float) -> None:
         """As ``ThreadPool.wait_idle``, for all."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +13,7 @@ import msgspec
 from backfill.blending.pool import OfflinePool
 from backfill.blending.requests import OrderName
 from backfill.blending.resources import ResourceModel
+from backfill.core.clock import Clock, WallClock
 from backfill.jobs.feed import InputChanged, LineSource
 from backfill.preparation.division import MAX_PLANNED_BYTES, Division, pool_request
 from backfill.preparation.line_file import LineFile, is_marked, named
@@ -26,6 +26,7 @@ from backfill.protocol.generation import Generation
 # Of an 8B model in bfloat16 on an A100. The order depends on their ratio alone.
 _RESOURCES = ResourceModel(token_s=5.1e-5, prompt_pair_s=1.7e-9, cached_token_s=6.4e-8)
 _KV_TOKENS = 100_000
+_WALL_CLOCK = WallClock()
 
 
 class RoutedLine(BatchLine, kw_only=True):
@@ -77,8 +78,9 @@ class PlannedBytes:
 class RoutedReader:
     """An ``InputReader``. ``order``: of the lines of a lease."""
 
-    def __init__(self, order: OrderName) -> None:
+    def __init__(self, order: OrderName, clock: Clock = _WALL_CLOCK) -> None:
         self._order = order
+        self._clock = clock
         self._planned = PlannedBytes()
 
     async def check_input(self, path: str, limits: InputLimits) -> InputReport:
@@ -90,7 +92,7 @@ class RoutedReader:
             return await asyncio.to_thread(lambda: check.report)
 
     def open_lines(self, selection: LineSelection) -> RoutedLines:
-        return RoutedLines(selection, self._order, self._planned)
+        return RoutedLines(selection, self._order, self._planned, self._clock)
 
     def open_names(self, selection: LineSelection) -> RoutedNames:
         return RoutedNames(selection)
@@ -116,9 +118,12 @@ class RoutedLines:
         planned: of all leases.
     """
 
-    def __init__(self, selection: LineSelection, order: OrderName, planned: PlannedBytes) -> None:
+    def __init__(
+        self, selection: LineSelection, order: OrderName, planned: PlannedBytes, clock: Clock
+    ) -> None:
         self._selection = selection
         self._order = order
+        self._clock = clock
         self._planned = planned
         planned.open(self)
         self._offsets: dict[int, int] | None = None  # of the lines that are not read yet
@@ -130,7 +135,7 @@ class RoutedLines:
             self._offsets = await asyncio.to_thread(self._plan)
         chosen = list[tuple[int, int]]()
         while self._offsets and len(chosen) < max_lines:
-            planned = self._pool.take(now_s=time.monotonic())
+            planned = self._pool.take(now_s=self._clock.now_s())
             number = next(iter(self._offsets)) if planned is None else planned.request_id
             chosen.append((number, self._offsets.pop(number)))
         lines = await asyncio.to_thread(self._read, chosen)
