@@ -121,6 +121,7 @@ class Leases:
         self._now_s = database_clock(engine) if now_s is None else now_s
         self._clock = clock
         self._ahead_s = 0.0  # of this process's clock, as last seen
+        self._held = self._lines_held()
 
     def read_clock(self) -> None:
         """Ask the database for its time, before the first ``now``."""
@@ -206,14 +207,13 @@ class Leases:
         is_of_lines = LeasedPart.part != WHOLE
         is_in_progress = BatchRecord.status == BatchStatus.IN_PROGRESS
         is_over = or_(BatchRecord.status == BatchStatus.CANCELLING, BatchRecord.expires_at <= self._now_s)
-        held = self._lines_held()
         query = (
             select(LeasedPart, BatchRecord.owner)
             .join(BatchRecord, BatchRecord.id == LeasedPart.batch_id)
-            .outerjoin(held, held.c.owner == BatchRecord.owner)
+            .outerjoin(self._held, self._held.c.owner == BatchRecord.owner)
             .where(BatchRecord.status.in_(OPEN_STATUSES))
             .order_by(
-                func.coalesce(held.c.num_lines, 0),
+                func.coalesce(self._held.c.num_lines, 0),
                 BatchRecord.expires_at,
                 BatchRecord.sequence,
                 LeasedPart.part,
