@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -76,6 +77,27 @@ async def test_a_cancelled_call_that_runs_ends_with_its_thread(gate: threading.E
     with pytest.raises(asyncio.CancelledError):
         await call
     assert await pool.run(begun.is_set), "the call that had not begun was cancelled"
+
+
+async def test_the_error_of_a_cancelled_call_is_no_error_of_the_loop(gate: threading.Event) -> None:
+    pool, begun, unhandled = ThreadPool("p", 1), threading.Event(), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+
+    def work() -> None:
+        begun.set()
+        gate.wait(TIMEOUT_S)
+        raise ValueError
+
+    call = asyncio.create_task(pool.run(work))
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    call.cancel()
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.wait([call])
+    del call
+    gc.collect()
+    assert unhandled == []
 
 
 async def test_a_call_that_hangs_does_not_delay_the_close(gate: threading.Event) -> None:

@@ -56,6 +56,8 @@ class ThreadPool:
         except asyncio.CancelledError:
             if not call.cancel():
                 await until_done(done)
+                if not done.cancelled():
+                    done.exception()  # so that asyncio logs no error that nobody awaits
             raise
 
     def close(self) -> int:
