@@ -18,6 +18,7 @@ from tests.kvcache.kv_examples import (
     B,
     C,
     admit,
+    checkpointed,
     compute,
     copy_all,
     leave,
@@ -102,6 +103,18 @@ def test_a_block_is_entered_only_where_none_is_empty_and_a_quarter_stays_free() 
     run(model, A[:3])
     online = run(model, B[:4], ONLINE)
     assert not model.grow(online, 5, NOTHING)
+
+
+def test_a_running_request_keeps_its_block_while_one_can_be_taken_that_loses_nothing() -> None:
+    model = make_shared_cache(3, 3, "eager")
+    copied = checkpointed(model, C[:4])
+    model.preempt(copied)
+    pair(model, 1)
+    _, online = model.at("running")
+    assert model.cache.counts.available(NOTHING) == 1
+    assert decode(model, online)
+    assert not model.cache.sharing.blocks
+    assert model.cache.match(copied.request).num_tokens == 4, "the host has it"
 
 
 def test_of_two_blocks_the_one_with_more_free_slots_is_entered() -> None:

@@ -11,7 +11,9 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.request import PriorityLevel, Request, RequestStatus, ServiceClass
 from backfill.engine.engine import Engine
 from backfill.kvcache.content import BlockState
-from tests.builders import TwoTierExecutor, linear_cost, make_info, make_profile
+from backfill.scheduling.policies.baselines import PriorityPolicy
+from tests.builders import TwoTierExecutor, linear_cost, make_info, make_profile, make_request
+from tests.scheduling.bench import Bench, offline
 from tests.scheduling.caching import BLOCK_SIZE, CachingBench, request_of, tokens
 
 OFFLINE = ServiceClass.OFFLINE
@@ -33,6 +35,21 @@ def steps_until_running(bench: CachingBench, request: Request, most: int = 20) -
         if request.status is RequestStatus.RUNNING:
             return count
     raise AssertionError(f"the request is {request.status} after {most} steps")
+
+
+# What is kept free for running requests.
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "num_blocks"), [(6, 10), (30, 22)])
+def test_no_block_is_kept_for_a_pair_where_that_saves_as_much_as_a_preemption_wastes(
+    num_prompt_tokens: int, num_blocks: int
+) -> None:
+    """A pair holds 2 blocks each, or 8, of which half would be idle; its next two are saved."""
+    bench = Bench(PriorityPolicy(), num_blocks=num_blocks, bidirectional=True)
+    bench.step(make_request(num_prompt_tokens, 9), offline(num_prompt_tokens, 9))
+    waiting = offline(24, 9)
+    bench.step(waiting)  # it needs the 6 blocks that are left
+    assert (waiting.status is RequestStatus.RUNNING) is (num_prompt_tokens == 6)
 
 
 # What preemption frees.

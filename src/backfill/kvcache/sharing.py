@@ -137,13 +137,20 @@ class SharedLastBlocks(LastBlocks):
     def enter_if_short(
         self, request: Request, num_tokens: int, missing: int, limit: int
     ) -> tuple[Block, ...]:
-        """See ``find``."""
+        """See ``find``.
+
+        A running request's block is not entered while one can be taken that loses nothing: that one's request
+        is restored, which costs less than to give way, a few steps later, with all that a request holds.
+        """
         available = self._store.device.available
         if missing <= available(BlockState.UNWANTED):
             return ()
         beyond = limit if missing > available(limit) else -1
-        end = self.find(request, num_tokens, beyond, missing > available(BlockState.SECURED))
-        return () if end is None else (self._enter(request, num_tokens, end),)
+        loses_kv = missing > available(BlockState.SECURED)
+        end = self.find(request, num_tokens, beyond, loses_kv)
+        if end is None or (end.owner is not None and not loses_kv):
+            return ()
+        return (self._enter(request, num_tokens, end),)
 
     def _enter(self, request: Request, num_tokens: int, end: FreeEnd) -> Block:
         """The last block for the request's first ``num_tokens`` tokens is the other end of this one."""

@@ -287,7 +287,10 @@ class StepBuilder:
         holders: Sequence[Request] = self.preemption.block_holders
         if may_preempt:
             holders = [each for each in holders if not may_be_preempted(each, may_preempt)]
-        reserved = _Reserved(may_preempt, self.kv.sharing.is_on)
+        least_saved = math.inf
+        if self.kv.sharing.is_on:
+            least_saved = self.kv.counts.referenced / max(1, 2 * len(self.preemption.block_holders))
+        reserved = _Reserved(may_preempt, least_saved)
         if len(holders) >= self.config.max_num_seqs:
             reserved.num_holders = len(holders)
         else:
@@ -340,19 +343,27 @@ class StepBuilder:
 
 @dataclass(slots=True)
 class _Reserved:
-    """What the requests that hold blocks need next, without those that may be preempted."""
+    """What the requests that hold blocks need next, without those that may be preempted.
+
+    Where blocks are shared, an online and an offline request can each enter the other one's block, so that
+    no block is kept for such a pair. But a pair that does not find each other, or meets, costs a preemption.
+    What that frees is of no use until it suffices for another request: half of one in the mean, as a last
+    block is half empty. So pairs count only where they save as much.
+
+    Args:
+        least_saved: half of the blocks that one request holds in the mean; inf where blocks are not shared.
+    """
 
     without: Collection[PriorityLevel]
-    shares_blocks: bool
+    least_saved: float
     num_holders: int = 0
     _num_blocks: int = 0
     _num_online: int = 0
 
     @property
     def num_blocks(self) -> int:
-        """Where blocks are shared, an online and an offline request can each enter the other one's block."""
-        num_pairs = min(self._num_online, self.num_holders - self._num_online) if self.shares_blocks else 0
-        return self._num_blocks - 2 * num_pairs
+        num_saved = 2 * min(self._num_online, self.num_holders - self._num_online)
+        return self._num_blocks - (num_saved if num_saved >= self.least_saved else 0)
 
     def add(self, requests: Sequence[Request], num_blocks: int) -> None:
         """Args: num_blocks: of all of them."""
