@@ -30,7 +30,7 @@ _SETTINGS = (
     "full_page_writes=off",
     "max_connections=200",
     "shared_buffers=32MB",
-    "log_min_messages=fatal",
+    "log_min_messages=panic",
 )
 
 
@@ -38,21 +38,21 @@ class PostgresServer:
     """Listens on a Unix socket in its folder. ``stop`` and ``start`` may be repeated; end with ``close``."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="backfill-pg-", dir="/tmp"))  # a socket's path is short
+        self.folder = Path(tempfile.mkdtemp(prefix="backfill-pg-", dir="/tmp"))  # a socket's path is short
         self._user: dict[str, Any] = {}
         self._numbers = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
         if os.geteuid() == 0:  # which PostgreSQL refuses
             user = _other_user()
             self._user = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
-            os.chown(self._folder, user.pw_uid, user.pw_gid)
+            os.chown(self.folder, user.pw_uid, user.pw_gid)
         self._programs = self._find_programs()
         self._run("initdb", "-U", "postgres", "--auth=trust", "--encoding=utf8", "--no-locale", "--no-sync")
         self.start()
 
     @property
     def url(self) -> str:
-        return f"postgresql+psycopg://postgres@/postgres?host={self._folder}"
+        return f"postgresql+psycopg://postgres@/postgres?host={self.folder}"
 
     def new_schema(self) -> str:
         """The URL of an empty schema: to its user a database of its own, which takes less time and disk."""
@@ -66,7 +66,7 @@ class PostgresServer:
     def start(self) -> None:
         """Returns once it answers."""
         settings = [argument for setting in _SETTINGS for argument in ("-c", setting)]
-        arguments = [self._programs / "postgres", "-D", self._folder / "data", "-k", self._folder, "-h", ""]
+        arguments = [self._programs / "postgres", "-D", self.folder / "data", "-k", self.folder, "-h", ""]
         self._process = subprocess.Popen([*arguments, *settings], cwd="/", **self._user)
         engine = create_engine(self.url)
         ends_at_s = time.monotonic() + TIMEOUT_S
@@ -97,7 +97,7 @@ class PostgresServer:
     def close(self) -> None:
         self.thaw()
         self.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _signal_all(self, number: signal.Signals) -> None:
         if self._process is not None:
@@ -107,7 +107,7 @@ class PostgresServer:
                     os.kill(process_id, number)
 
     def _run(self, program: str, *arguments: str) -> None:
-        command = [self._programs / program, "-D", self._folder / "data", *arguments]
+        command = [self._programs / program, "-D", self.folder / "data", *arguments]
         subprocess.run(command, check=True, capture_output=True, cwd="/", **self._user)
 
     def _find_programs(self) -> Path:
@@ -121,14 +121,14 @@ class PostgresServer:
                 [programs / "postgres", "--version"], check=True, capture_output=True, cwd="/", **self._user
             )
         except (OSError, subprocess.CalledProcessError):
-            copy = self._folder / package.name
+            copy = self.folder / package.name
             shutil.copytree(package / "pginstall", copy / "pginstall")
             libraries = package.with_name(
                 f"{package.name}.libs"
             )  # the programs look for them beside the package
-            shutil.copytree(libraries, self._folder / libraries.name)
+            shutil.copytree(libraries, self.folder / libraries.name)
             programs = copy / "pginstall" / "bin"
-            self._folder.chmod(0o755)
+            self.folder.chmod(0o755)
         return programs
 
 
