@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -75,6 +76,34 @@ def test_adaptive_copies_as_fast_as_blocks_are_filled_while_use_stays(num_used: 
     num_left = math.floor(share * num_filled)
     copied = policy.max_blocks(PoolView(1000, 1000 - num_used, num_checkpointed - num_left))
     assert copied == num_left
+
+
+def test_adaptive_copies_no_block_that_costs_more_than_it_is_likely_to_save() -> None:
+    """The last block of a share s is taken with probability exp(-s / 0.2), and costs a quarter of its use."""
+    policy = policy_of("adaptive")
+    full = PoolView(1000, 0, 0, taken_share=0.2, copy_cost=0.25)
+    share = policy.max_blocks(full) / 1000
+    assert math.exp(-share / 0.2) == pytest.approx(0.25, rel=0.02)
+    assert policy.max_blocks(replace(full, num_checkpointed=round(1000 * share))) == 0
+    assert policy.max_blocks(replace(full, copy_cost=0.0)) == 1000, "copies are free"
+    assert policy.max_blocks(replace(full, taken_share=0.0)) == 0, "nothing is ever taken"
+    assert policy.max_blocks(replace(full, copy_cost=1.0)) == 0, "a copy costs all that it saves"
+    assert policy.max_blocks(replace(full, num_free=600)) == 0, "the pool is not short"
+
+
+@given(
+    views(),
+    st.floats(0.0, 2.0),
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 1.0),
+)
+def test_the_dearer_copies_are_the_fewer_are_made(
+    view: PoolView, taken_share: float, cheap: float, dear: float
+) -> None:
+    policy, (low, high) = policy_of("adaptive"), sorted((cheap, dear))
+    fewer = policy.max_blocks(replace(view, taken_share=taken_share, copy_cost=high))
+    more = policy.max_blocks(replace(view, taken_share=taken_share, copy_cost=low))
+    assert 0 <= fewer <= more <= policy.max_blocks(view)
 
 
 def with_level(rank: PriorityLevel, **fields: float) -> Request:

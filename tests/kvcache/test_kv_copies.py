@@ -103,6 +103,23 @@ def test_lazy_checkpoints_are_made_of_what_an_allocation_takes_and_no_more() -> 
     assert model.cache.num_copies_in_flight == 0, "the step waits for them"
 
 
+def test_the_share_that_is_taken_follows_what_preempted_requests_lose() -> None:
+    model = make_cache(8, 8, "adaptive")
+    share = model.cache.checkpointer
+    assert share.taken_share == 1.0, "until something is known"
+    for _ in range(40):
+        leave(model, A[:4])
+        take(model, 8)
+    assert share.taken_share < 0.01, "nobody comes back for what was taken"
+    for _ in range(40):
+        leave(model, C[:8])
+        each = run(model, B[:8])
+        model.preempt(each)
+        take(model, 8)
+        model.free(each)
+    assert share.taken_share == pytest.approx(0.5, rel=0.3), "2 of the 4 blocks that were filled"
+
+
 def test_a_lazy_checkpoint_does_not_evict_what_the_same_allocation_restores() -> None:
     model = make_cache(8, 2, "lazy", CopyDirections.CHECKPOINT)
     first = run(model, A[:8])

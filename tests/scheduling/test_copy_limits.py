@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backfill.core.config import SchedulerConfig
+from backfill.core.request import ServiceClass
+from backfill.kvcache.create import create_kv_cache
+from backfill.scheduling.objectives import DEFAULT_SLO
 from backfill.scheduling.planner import CopyLimits, copy_limits
+from backfill.scheduling.policies.create import create_policy
+from backfill.scheduling.prediction import StepPredictor
+from backfill.scheduling.scheduler import Scheduler
+from tests.builders import linear_cost, make_request
 
 
 @pytest.mark.parametrize(
@@ -48,3 +56,28 @@ def test_background_copies_never_cost_more_than_the_slack(
     more = copy_limits(step_s, slack_s + 1.0, block_copy_s, interference)
     assert more.background >= limits.background
     assert copy_limits(step_s, math.inf, block_copy_s, interference).background == limits.online
+
+
+@pytest.mark.parametrize(
+    ("interference", "expected"),
+    [
+        pytest.param(0.0, 0.0, id="copies are free"),
+        pytest.param(0.5, 0.25 * 0.5 / (1 - 0.25 * 0.5), id="a copy each way costs an eighth of the block"),
+        pytest.param(2.0, 1.0, id="both copies cost as much as computing it"),
+    ],
+)
+def test_a_copy_costs_what_it_slows_over_what_it_saves(interference: float, expected: float) -> None:
+    """16 tokens take 16 ms to compute, and their copy 4 ms."""
+    config = SchedulerConfig(policy="slo", checkpointing="adaptive")
+    predictor = StepPredictor(linear_cost(token_s=0.001, step_s=1e-9))
+    scheduler = Scheduler(
+        config,
+        create_kv_cache(config, 100, 16, 100),
+        create_policy(config, predictor, default_slo=DEFAULT_SLO, can_stop=True),
+        predictor=predictor,
+        block_copy_s=0.004,
+        copy_interference=interference,
+    )
+    scheduler.add(make_request(20, 4, service_class=ServiceClass.OFFLINE))
+    scheduler.plan_step(0.0)
+    assert scheduler.kv.checkpointer.copy_cost == pytest.approx(expected, abs=1e-6)

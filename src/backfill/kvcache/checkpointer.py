@@ -26,6 +26,11 @@ class Checkpointer:
 
     Args:
         policy: says how much is checkpointed of what is in use.
+
+    Attributes:
+        copy_cost: see ``PoolView``.
+        taken_share: see ``PoolView``. All until something is known; it is forgotten as the pool is filled
+            anew.
     """
 
     def __init__(
@@ -43,6 +48,15 @@ class Checkpointer:
         self._is_lazy = blocks and not policy.checkpoints_at_preemption and store.host.num_blocks > 0
         self.saves_victims = self._is_lazy or (policy.checkpoints_at_preemption and store.host.num_blocks > 0)
         self._candidates: dict[RequestId, tuple[Request, BlockTable]] = {}
+        self.copy_cost = 0.0
+        self.taken_share = 1.0
+        self._num_taken = 0
+
+    def observe_filled(self, num_filled: int) -> None:
+        """So many blocks became full since the last call."""
+        store = self._store
+        num_taken, self._num_taken = store.num_wanted_evictions - self._num_taken, store.num_wanted_evictions
+        self.taken_share += (num_taken - self.taken_share * num_filled) / store.device.num_blocks
 
     def add_candidate(self, request: Request, table: BlockTable) -> None:
         """The request is on the device, and has full blocks that may have no host copy."""
@@ -68,7 +82,8 @@ class Checkpointer:
         num_used += counts[BlockState.WANTED] + counts[BlockState.WANTED_ONLINE]
         num_blocks = store.device.num_blocks
         num_free = max(0, num_blocks - num_used)  # less than 0 while the pool shrinks
-        left = min(left, self._policy.max_blocks(PoolView(num_blocks, num_free, num_copied)))
+        view = PoolView(num_blocks, num_free, num_copied, self.taken_share, self.copy_cost)
+        left = min(left, self._policy.max_blocks(view))
         if left <= 0 or not self._candidates:
             return
         for request, table in sorted(self._candidates.values(), key=urgency, reverse=True):

@@ -22,11 +22,15 @@ class PoolView:
         num_blocks: of the device's pool.
         num_free: those that hold neither a running request's KV nor what a preempted one lacks a copy of.
         num_checkpointed: the others that have a host copy, complete or in flight.
+        taken_share: blocks that preempted requests lost on the device, over those that were filled, of late.
+        copy_cost: what a copy costs, over what it saves if its block is taken so; 0 where it is free.
     """
 
     num_blocks: int
     num_free: int
     num_checkpointed: int
+    taken_share: float = 1.0
+    copy_cost: float = 0.0
 
 
 class CheckpointPolicy(Protocol):
@@ -74,6 +78,11 @@ class AdaptiveCheckpoints:
     detection, to which the paper refers). A constant share makes the rate follow the consumption: as many
     blocks are checkpointed as are filled, and more while the use grows.
 
+    But a copy that costs more than it is likely to save is not made. Who has copies is preempted first, so
+    the last block of a share s is of use if more than s is taken. Of their share only the mean is
+    observed; with the distribution that assumes nothing else, the exponential one, that happens with
+    probability exp(-s / mean). The share ends where this is the copy's cost over what it saves.
+
     Args:
         begins_at, complete_at: used shares of the pool.
     """
@@ -88,9 +97,10 @@ class AdaptiveCheckpoints:
     def max_blocks(self, view: PoolView) -> int:
         used = view.num_blocks - view.num_free
         pressure = (used / view.num_blocks - self._begins_at) / (self._complete_at - self._begins_at)
-        if pressure <= 0.0:
-            return 0
-        return max(0, math.ceil(min(pressure, 1.0) * used) - view.num_checkpointed)
+        share = min(pressure, 1.0)
+        if view.copy_cost > 0.0:
+            share = min(share, -view.taken_share * math.log(view.copy_cost))
+        return max(0, math.ceil(share * used) - view.num_checkpointed) if share > 0.0 else 0
 
 
 class UserCheckpoints:

@@ -79,10 +79,10 @@ class KVCacheManager:
             bidirectional,
             max_num_blocks,
         )
-        self._checkpointer = Checkpointer(self._store, policy or NoCheckpoints(), block_size, self.counters)
+        self.checkpointer = Checkpointer(self._store, policy or NoCheckpoints(), block_size, self.counters)
         self.sharing = LastBlocks(self._store)
         if bidirectional:
-            self.sharing = SharedLastBlocks(self._store, self._checkpointer, block_size)
+            self.sharing = SharedLastBlocks(self._store, self.checkpointer, block_size)
         self._device = self._store.device
         self._tables: dict[RequestId, BlockTable] = {}
         self.counts = BlockCounts(self._store, self._tables, block_size)
@@ -160,7 +160,7 @@ class KVCacheManager:
                 store.reference(content, request.service_class)
         if tail is not None:
             self.sharing.restore_lost(tail)
-        self._checkpointer.save_before_take(len(absent), absent)
+        self.checkpointer.save_before_take(len(absent), absent)
         taken = store.take(len(absent), limit, request.service_class)
         for content, block in zip(absent, taken, strict=True):
             assert content.host is not None
@@ -184,7 +184,7 @@ class KVCacheManager:
         table = self._tables[request.request_id]
         assert table.is_restored(), f"copies to {request.request_id} are in flight"
         self.sharing.start(request, table)
-        self._checkpointer.add_candidate(request, table)
+        self.checkpointer.add_candidate(request, table)
 
     # Steps.
 
@@ -205,7 +205,7 @@ class KVCacheManager:
         missing = self.num_missing_blocks(request.request_id, num_tokens)
         if missing:
             entered = self.sharing.enter_if_short(request, num_tokens, missing, limit)
-            self._checkpointer.save_before_take(missing - len(entered))
+            self.checkpointer.save_before_take(missing - len(entered))
             taken = self._store.take(missing - len(entered), limit, request.service_class)
             self._tables[request.request_id].extend((*taken, *entered))
             self.sharing.grown(request)
@@ -245,8 +245,9 @@ class KVCacheManager:
         num_full = num_tokens // self.block_size
         if num_full > table.num_entered:
             self._enter(request, table, table.num_entered, num_full)
+            self.checkpointer.observe_filled(num_full - table.num_entered)
             table.num_entered = num_full
-            self._checkpointer.add_candidate(request, table)
+            self.checkpointer.add_candidate(request, table)
 
     # Leaving.
 
@@ -256,7 +257,7 @@ class KVCacheManager:
         ``request.num_computed_tokens`` stays: a match will find as many, unless blocks are taken meanwhile.
         """
         table = self._tables[request.request_id]
-        self._checkpointer.remove_candidate(request.request_id)
+        self.checkpointer.remove_candidate(request.request_id)
         num_full, num_tail_tokens = divmod(request.num_computed_tokens, self.block_size)
         if table.tail is not None:  # the request was being restored; its tail may be a whole block
             num_full, num_tail_tokens = len(table.blocks) - 1, table.tail.num_tokens
@@ -265,7 +266,7 @@ class KVCacheManager:
         self.sharing.preempt(request, table, wanted, num_tail_tokens)
         self._store.want(reversed(table.wanted), 1)
         self._release(request, table)
-        self._checkpointer.swap_out(table.wanted)
+        self.checkpointer.swap_out(table.wanted)
 
     def free(self, request: Request) -> None:
         """Drop all that the request references and wants. With prefix caching its content stays.
@@ -275,7 +276,7 @@ class KVCacheManager:
         table = self._tables.pop(request.request_id, None)
         if table is None:
             return
-        self._checkpointer.remove_candidate(request.request_id)
+        self.checkpointer.remove_candidate(request.request_id)
         self.sharing.forget(request, table)
         if self._prefix_caching:
             held: Sequence[Content | None] = [block.content for block in table.blocks[: table.num_entered]]
@@ -321,7 +322,7 @@ class KVCacheManager:
         max_background = min(self.max_copies, self.max_background_copies)
         self._store.ledger.begin_restores(self.max_copies, max_background)
         self.sharing.begin_copies(max_background)
-        self._checkpointer.start(max_background)
+        self.checkpointer.start(max_background)
         return self._store.ledger.take()
 
     def complete(self, copies: Iterable[Copy]) -> None:
@@ -339,7 +340,7 @@ class KVCacheManager:
 
         Those of a last block that is not full do not count. A copy in flight does not secure a block.
         """
-        if not self._checkpointer.saves_victims:
+        if not self.checkpointer.saves_victims:
             return request.num_computed_tokens
         if self._store.ledger.checkpoints_block:
             return 0

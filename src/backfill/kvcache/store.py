@@ -40,6 +40,7 @@ class ContentStore:
         self.ledger = CopyLedger(self.device, self.host, blocking)
         self.by_key: dict[BlockKey, Content] = {}
         self.num_host_evictions = 0  # of content that block tables name
+        self.num_wanted_evictions = 0  # from the device, of what preempted requests will come back for
         self._counters = counters
         self._is_shared = is_shared
         self._is_bidirectional = is_bidirectional
@@ -217,6 +218,7 @@ class ContentStore:
     def _on_device_eviction(self, content: Content) -> None:
         counters = self._counters[content.service_class]
         counters.num_evicted_blocks += 1
+        self.num_wanted_evictions += content.num_wanted > 0
         if content.host is None and content.key is not None:  # the common case
             content.num_lost = 0
             self._forget(content, content.key)

@@ -154,6 +154,7 @@ class StepPlanner:
             self.kv.max_copies, self.kv.max_background_copies = copy_limits(
                 work.predicted_s, slack_s, self.block_copy_s, self.copy_interference
             )
+        self.kv.checkpointer.copy_cost = self._copy_cost(work.predicted_s)
         copies = self.kv.take_copies()
         changes = MemoryChanges() if self.division is None else self.division.take_changes()
         waits = isinstance(work, Compute) and not work.slices and self.kv.num_copies_in_flight > 0
@@ -176,6 +177,18 @@ class StepPlanner:
         )
         self._num_plans += 1
         return plan
+
+    def _copy_cost(self, step_s: float) -> float:
+        """What a copy to the host costs beside this step, over what it saves if its block is taken.
+
+        It saves what computing the block again takes, less what the copy back costs.
+        """
+        if self.predictor is None or self.block_copy_s is None or not step_s:
+            return 0.0
+        copy_s = self.copy_interference * self.block_copy_s
+        chunk = min(self.config.max_num_batched_tokens, self.config.max_prefill_chunk_tokens)
+        block_s = self.predictor.cost.prefill_time_s(chunk, chunk) * self.kv.block_size / chunk
+        return copy_s / (block_s - copy_s) if copy_s < block_s / 2 else 1.0
 
     def _snapshot(self, now_s: float) -> Snapshot[Request]:
         kv, requests = self.kv, self.requests
