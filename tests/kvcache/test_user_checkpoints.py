@@ -10,12 +10,14 @@ import pytest
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ConfigError
-from backfill.core.request import ServiceClass
+from backfill.core.request import Request, ServiceClass
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.profile import CopySpeed
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.kvcache.checkpointing import PoolView, UserCheckpoints
+from backfill.kvcache.content import Evictable
+from backfill.kvcache.manager import KVCacheManager
 from tests.builders import linear_cost, make_info, make_request
 
 DOCUMENT = (Path(__file__).parent.parent.parent / "docs" / "kv-cache.md").read_text()
@@ -40,6 +42,17 @@ class Failing:
     checkpoints_at_preemption = False
     def max_blocks(self, view):
         raise ZeroDivisionError("division by zero")
+
+class Choosing:
+    checkpoints_at_preemption = False
+    def max_blocks(self, view):
+        return view.num_blocks
+    def choose(self, candidates):
+        return [(each.request_id, 1) for each in candidates if each.request_id == "second"] + [("gone", 9)]
+
+class Torn(Choosing):
+    def choose(self, candidates):
+        return [each.request_id for each in candidates]
 
 class Half(Failing):
     def max_blocks(self, view):
@@ -99,6 +112,35 @@ def test_a_policy_that_fails_is_logged_once_and_asks_for_nothing(
     (record,) = caplog.records
     assert f"own_policies:{name} failed" in record.getMessage()
     assert record.exc_info is not None
+
+
+def running(name: str) -> tuple[Request, Request, KVCacheManager]:
+    """Two requests with 4 full blocks each, and copies that begin before one step."""
+    cache = KVCacheManager(20, 4, 20, policy=UserCheckpoints(f"own_policies:{name}"))
+    first, second = (
+        make_request(16, request_id=each, service_class=ServiceClass.OFFLINE) for each in ("first", "second")
+    )
+    for request in (first, second):
+        cache.allocate(request, cache.match(request), Evictable.ALL)
+        cache.start(request)
+        cache.grow(request, 16, Evictable.ALL)
+        cache.commit(request, 16)
+    cache.max_copies = 20
+    return first, second, cache
+
+
+def test_a_policy_may_choose_whose_blocks_are_copied() -> None:
+    _, second, cache = running("Choosing")
+    blocks = [ref >> 1 for ref in cache.table(second.request_id)]
+    for step in range(4):
+        assert [copy.device for copy in cache.take_copies().checkpoint] == [blocks[step]]
+    assert not cache.take_copies(), "all of it is copied, and nothing else is asked for"
+
+
+def test_a_choice_that_cannot_be_read_counts_as_none(caplog: pytest.LogCaptureFixture) -> None:
+    *_, cache = running("Torn")
+    assert not cache.take_copies() and not cache.take_copies()
+    assert len(caplog.records) == 1
 
 
 def test_a_policy_says_whether_preempted_requests_are_copied() -> None:

@@ -8,7 +8,7 @@ from itertools import islice
 from backfill.core.block import is_reversed
 from backfill.core.counters import ClassCounters
 from backfill.core.request import OrderKey, Request, RequestId, ServiceClass
-from backfill.kvcache.checkpointing import CheckpointPolicy, PoolView
+from backfill.kvcache.checkpointing import Candidate, CheckpointPolicy, PoolView, UserCheckpoints
 from backfill.kvcache.content import Block, BlockState, Content
 from backfill.kvcache.store import ContentStore
 from backfill.kvcache.table import BlockTable
@@ -86,10 +86,25 @@ class Checkpointer:
         left = min(left, self._policy.max_blocks(view))
         if left <= 0 or not self._candidates:
             return
-        for request, table in sorted(self._candidates.values(), key=urgency, reverse=True):
-            left -= self._checkpoint_leading(request, table, left)
+        for (request, table), most in self._chosen(left):
+            left -= self._checkpoint_leading(request, table, min(left, most))
             if not left:
                 break
+
+    def _chosen(self, left: int) -> Iterable[tuple[tuple[Request, BlockTable], int]]:
+        """Candidates in the order of their copies, and the most blocks of each."""
+        candidates = self._candidates
+        if not (isinstance(self._policy, UserCheckpoints) and self._policy.chooses):
+            return [(each, left) for each in sorted(candidates.values(), key=urgency, reverse=True)]
+        evictions = self._store.num_host_evictions
+        views = [
+            Candidate(name, request.service_class, table.num_entered, table.count_copied(evictions))
+            for name, (request, table) in candidates.items()
+        ]
+        chosen = dict(
+            self._policy.choose([each for each in views if each.num_checkpointed < each.num_blocks])
+        )
+        return [(candidates[name], count) for name, count in chosen.items()]
 
     def _checkpoint_wanted(self, state: BlockState, max_blocks: int) -> int:
         """Begin to checkpoint what was preempted, the first block of what was last preempted first.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from operator import index
 from typing import Protocol
 
 from backfill.core.errors import ConfigError
+from backfill.core.request import RequestId, ServiceClass
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +35,28 @@ class PoolView:
     copy_cost: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A running request with full blocks that have no host copy.
+
+    Attributes:
+        num_blocks: that are full.
+        num_checkpointed: leading ones of them that have a host copy, complete or in flight.
+    """
+
+    request_id: RequestId
+    service_class: ServiceClass
+    num_blocks: int
+    num_checkpointed: int
+
+
 class CheckpointPolicy(Protocol):
-    """Decides how many blocks of running requests are checkpointed before a step."""
+    """Decides how many blocks of running requests are checkpointed before a step.
+
+    It may have a method ``choose(candidates)`` too, which says of which requests: a sequence of request ids
+    and numbers of blocks, in the order of their copies. Each request's next blocks are copied, because those
+    behind a block without a copy are of no use. Without it the requests that are preempted first come first.
+    """
 
     checkpoints_at_preemption: bool  # a preempted request's other blocks are checkpointed then
 
@@ -107,7 +129,8 @@ class UserCheckpoints:
     """A policy of the user's own, named by its module and class.
 
     While it raises, no running request is checkpointed. The class is called without arguments. It needs
-    ``max_blocks`` alone: ``checkpoints_at_preemption`` is True where it is missing.
+    ``max_blocks`` alone: ``checkpoints_at_preemption`` is True where it is missing, and it may ``choose``
+    (``CheckpointPolicy``).
 
     Args:
         path: such as ``my_package.my_module:MyPolicy``.
@@ -131,6 +154,7 @@ class UserCheckpoints:
         if not callable(getattr(policy, "max_blocks", None)):
             raise ConfigError(f"{option}: {class_name} has no method `max_blocks`.")
         self.checkpoints_at_preemption = bool(getattr(policy, "checkpoints_at_preemption", True))
+        self.chooses = callable(getattr(policy, "choose", None))
         self._path = path
         self._policy = policy
         self._has_failed = False
@@ -139,14 +163,27 @@ class UserCheckpoints:
         try:
             return index(self._policy.max_blocks(view))
         except Exception:
-            if not self._has_failed:
-                logger.exception(
-                    "the checkpoint policy %s failed and counts as asking for nothing; "
-                    "further failures are not logged",
-                    self._path,
-                )
-            self._has_failed = True
+            self._log_failure()
             return 0
+
+    def choose(self, candidates: Sequence[Candidate]) -> Sequence[tuple[RequestId, int]]:
+        """Of which candidates the next blocks are copied, and how many, if it ``chooses``."""
+        known = {each.request_id for each in candidates}
+        try:
+            chosen = [(name, index(count)) for name, count in self._policy.choose(candidates)]
+            return [(name, count) for name, count in chosen if name in known and count > 0]
+        except Exception:
+            self._log_failure()
+            return ()
+
+    def _log_failure(self) -> None:
+        if not self._has_failed:
+            logger.exception(
+                "the checkpoint policy %s failed and counts as asking for nothing; "
+                "further failures are not logged",
+                self._path,
+            )
+        self._has_failed = True
 
 
 def _text(error: BaseException) -> str:
