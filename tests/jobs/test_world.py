@@ -9,7 +9,7 @@ import pytest
 from tests.jobs.world import run_seed
 
 # More with BACKFILL_WORLD_SEEDS, and in several processes with ``python -m tests.jobs.world``.
-NUM_SEEDS = int(os.environ.get("BACKFILL_WORLD_SEEDS", "8"))
+NUM_SEEDS = int(os.environ.get("BACKFILL_WORLD_SEEDS", "9"))
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
@@ -18,4 +18,4 @@ def test_nothing_is_lost_or_stuck(seed: int) -> None:
 
 
 def test_a_seed_replays_exactly() -> None:
-    assert run_seed(NUM_SEEDS).scheduler.trace == run_seed(NUM_SEEDS).scheduler.trace
+    assert run_seed(7).scheduler.trace == run_seed(7).scheduler.trace

@@ -38,7 +38,7 @@ from sqlalchemy import Connection, Engine, event
 from sqlalchemy.exc import OperationalError
 
 from backfill.core.errors import ConfigError, EngineDead
-from backfill.jobs import database_results, storage
+from backfill.jobs import database_results, results, storage
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.database import open_database
 from backfill.jobs.errors import Busy, Conflict, NotFound, StorageFull
@@ -58,6 +58,8 @@ _DAY_S = 86400.0
 _LINE_S = 0.4  # in an engine, at most
 _PERIODS_PER_LEASE = 5
 _LONGEST_HANG_S = 5.0
+_CLIENT_S = 6.0  # that a client waits for an answer
+_RUNS = "status IN ('in_progress', 'cancelling')"
 _FINAL = {"completed", "failed", "expired", "cancelled"}
 
 
@@ -69,6 +71,7 @@ class Plan:
         faults: kinds that occur.
         chaos_s: seconds during which they do.
         num_lines: of each batch, with its owner.
+        is_shared: a database that several servers may have; else one server has all, with results in files.
     """
 
     num_servers: int
@@ -77,6 +80,7 @@ class Plan:
     chaos_s: float
     faults: frozenset[str]
     num_lines: tuple[tuple[str, int], ...]
+    is_shared: bool = True
 
     @property
     def is_mild(self) -> bool:
@@ -96,12 +100,15 @@ class Plan:
                 num_lines=(("a", 120),),
             )
         owners = ["a", "b", "c"][: source.randint(1, 3)]
+        is_shared = source.random() < _SHARED_SHARE
         return cls(
-            num_servers=source.randint(1, 3),
+            num_servers=source.randint(1, 3) if is_shared else 1,
+            is_shared=is_shared,
             lease_s=lease_s,
             capacity=source.choice([2, 4, 8]),
             chaos_s=lease_s * source.uniform(2, 4),
-            faults=frozenset(kind for kind in FAULTS if source.random() < 0.35),
+            faults=frozenset(kind for kind in FAULTS if source.random() < 0.35)
+            - ({"partitions"} if not is_shared else set()),
             num_lines=tuple(
                 (source.choice(owners), source.choice([1, 7, 20, 40])) for _ in range(source.randint(1, 3))
             ),
@@ -124,6 +131,7 @@ FAULTS = (
     "short windows",
 )
 _MILD_FAULTS = frozenset({"clock jumps", "stops"})
+_SHARED_SHARE = 0.75  # of seeds
 _FAIR_SHARE = 0.1  # of seeds, with mild faults and one owner's flood
 _LATE_LINES = 6  # of another owner, once the faults have ended
 
@@ -214,8 +222,8 @@ class Server:
         self.manager = JobManager(
             JobsConfig(
                 data_dir=self.folder,
-                batch_database_url=f"sqlite:///{world.folder / 'jobs.db'}",
-                batch_file_store=str(world.folder / "shared"),
+                batch_database_url=f"sqlite:///{world.database}" if plan.is_shared else None,
+                batch_file_store=str(world.folder / "shared") if plan.is_shared else None,
                 batch_lease_timeout=plan.lease_s,
                 batch_min_free_gib=0,
                 max_in_flight=plan.capacity,
@@ -223,7 +231,7 @@ class Server:
             RoutedReader("fcfs", world.scheduler.clock),
             model_names=["m"],
             runner=self.engine,
-            wall=lambda: 0.0,
+            wall=world.database_time_s,
             clock=world.scheduler.clock,
             threads=JobThreads(partial(VirtualPool, process, self._hang_s)),
         )
@@ -239,7 +247,8 @@ class Server:
             self.world.scheduler.after(1.0, partial(self._start_again, process))
             return
         manager._driver.on_lines = self.world.note_durable
-        manager._claims._period_s = self.world.plan.lease_s / _PERIODS_PER_LEASE
+        if manager._claims is not None:
+            manager._claims._period_s = self.world.plan.lease_s / _PERIODS_PER_LEASE
         self.engine.start()
 
     def _start_again(self, ended: Process) -> None:
@@ -249,12 +258,27 @@ class Server:
 
     def kill(self, away_s: float) -> None:
         """As by SIGKILL. It is started again after ``away_s``."""
+        if self.process.is_dead:
+            return
         self.world.scheduler.note(f"{self.process.name} is killed")
         ended = self.process
         ended.is_dead = True
         self.is_stopping = False
         self.manager._lock.release()
+        if not self.world.plan.is_shared:
+            self._tear_results()
         self.world.scheduler.after(away_s, partial(self._start_again, ended))
+
+    def _tear_results(self) -> None:
+        """It was writing."""
+        for blobs in self.world.query(
+            f"SELECT output_blob, error_blob FROM batches WHERE {_RUNS} ORDER BY sequence"
+        ):
+            for blob in blobs:
+                path = self.world.files / blob
+                if path.exists() and self.world.source.random() < 0.5:
+                    with path.open("ab") as file:
+                        file.write(b'{"id":"batch_req_'[: self.world.source.randrange(18)])
 
     def stop(self, away_s: float | None = None) -> None:
         """In order. It is started again after ``away_s``."""
@@ -311,6 +335,7 @@ class World:
     durable: dict[str, Any] = field(default_factory=dict)
     created: dict[str, tuple[str, int, str]] = field(default_factory=dict)  # by id: owner, lines, label
     cancelled: set[str] = field(default_factory=set)
+    wanted: set[str] = field(default_factory=set)  # labels of batches whose clients have no answer yet
     jumped_s: float = 0.0
     went_back_s: float = 0.0
     is_chaotic: bool = True
@@ -327,6 +352,15 @@ class World:
         self.scheduler.note(str(self.plan))
 
     @property
+    def database(self) -> Path:
+        return (self.folder if self.plan.is_shared else self.folder / "s0") / "jobs.db"
+
+    @property
+    def files(self) -> Path:
+        """The folder of stored files."""
+        return self.folder / ("shared" if self.plan.is_shared else "s0") / "files"
+
+    @property
     def source(self) -> random.Random:
         return self.scheduler.random
 
@@ -341,6 +375,7 @@ class World:
             for number in range(self.plan.num_servers):
                 self.servers.append(Server(self, f"s{number}"))
             for number, (owner, num_lines) in enumerate(self.plan.num_lines):
+                self.wanted.add(f"b{number}")
                 at_s = self.source.uniform(0.2, self.plan.chaos_s / 2)
                 self.scheduler.after(at_s, partial(self._submit, owner, num_lines, f"b{number}"))
             self._plan_faults()
@@ -371,6 +406,12 @@ class World:
         if "fatal lines" in self.plan.faults:
             self.fatal.add(f"{label}-{self.source.randrange(num_lines)}")
         server.process.spawn(self._submit_to(server, owner, num_lines, label, window_s))
+        self.scheduler.after(_CLIENT_S, partial(self._submit_again, owner, num_lines, label))
+
+    def _submit_again(self, owner: str, num_lines: int, label: str) -> None:
+        """Another batch: the first may have been created, its answer lost."""
+        if label.rstrip("'") in self.wanted:
+            self._submit(owner, num_lines, f"{label}'")
 
     async def _submit_to(self, server: Server, owner: str, num_lines: int, label: str, window_s: int) -> None:
         content = b"".join(_line(f"{label}-{number}") for number in range(num_lines))
@@ -378,12 +419,10 @@ class World:
             batch = await submit(server.manager, content, window_s, owner)
         except (Busy, StorageFull, NotFound, asyncio.CancelledError) as error:
             self.scheduler.note(f"{label} is refused: {error!r}")
-            if self.is_chaotic:
-                # Another batch: the first may have been created, its answer lost.
-                self.scheduler.after(0.5, partial(self._submit, owner, num_lines, f"{label}'"))
             return
         self.scheduler.note(f"{label} of {owner} has {num_lines} lines at {server.name}, window {window_s} s")
         self.created[batch.id] = owner, num_lines, label
+        self.wanted.discard(label.rstrip("'"))
         if owner == "late":
             bound_s = self._late_s()
             self.scheduler.after(bound_s, partial(self._check_late, batch.id, bound_s))
@@ -421,7 +460,10 @@ class World:
         return self.source.choice(self.servers)
 
     def _away_s(self) -> float:
-        return self.source.choice([0.1, self.plan.lease_s / 2, 3 * self.plan.lease_s])
+        """Where others serve, it may be for good."""
+        lease_s = self.plan.lease_s
+        may_stay_away = sum(server.is_serving for server in self.servers) > 1
+        return self.source.choice([0.1, 3 * lease_s, 1e9 if may_stay_away else lease_s / 2])
 
     def _cut_off(self) -> None:
         server = self._any_server()
@@ -451,7 +493,7 @@ class World:
         for server in self.servers:
             server.is_cut_off = False
             server.process.resume()
-        if not any(server.is_serving for server in self.servers) and self.servers[0].process.is_dead:
+        if all(server.process.is_dead for server in self.servers):
             self.servers[0].start()
 
         if self.plan.is_mild and any(server.is_serving for server in self.servers):
@@ -466,6 +508,8 @@ class World:
 
     def _neglected(self) -> set[str]:
         """Parts that somebody should run: of a server that is dead, or of one that knows nothing of them."""
+        if not self.plan.is_shared:
+            return set()
         serving = [server for server in self.servers if server.is_serving and server.engine.is_up]
         known = {
             (job.lease.batch_id, part, job.lease.token)
@@ -476,7 +520,7 @@ class World:
         }
         alive = {server.holder for server in self.servers if server.is_serving}
         found = set()
-        for row in self._query("SELECT batch_id, part, token, holder FROM leases WHERE holder IS NOT NULL"):
+        for row in self.query("SELECT batch_id, part, token, holder FROM leases WHERE holder IS NOT NULL"):
             lease = row["batch_id"], row["part"], row["token"]
             is_orphan = row["holder"] in {server.holder for server in serving} and lease not in known
             is_left = row["holder"] not in alive and any(server.has_room for server in serving)
@@ -488,9 +532,12 @@ class World:
         """A line that is done does not run again, but where its server has lost the lease and cannot know."""
         if line.custom_id not in self.durable:
             return
+        if not self.plan.is_shared:
+            self.violations.append(f"{line.custom_id} is done, and runs again")
+            return
         held = {
             (row["batch_id"], row["part"], row["token"])
-            for row in self._query("SELECT * FROM leases WHERE holder = ?", server.holder)
+            for row in self.query("SELECT * FROM leases WHERE holder = ?", server.holder)
         }
         for job in server.manager._jobs.values():
             lease = job.lease
@@ -507,7 +554,7 @@ class World:
         """Of what is left, if the servers that were away return and whoever waits to retry does so."""
         num_lines = sum(num_lines for _, num_lines in self.plan.num_lines)
         num_losses = 4 * len(self.fatal)
-        return 3 * self.plan.lease_s + 20.0 + 2 * _LINE_S * num_lines + num_losses * self.plan.lease_s
+        return 3 * self.plan.lease_s + 30.0 + 2 * _LINE_S * num_lines + num_losses * self.plan.lease_s
 
     def _late_s(self) -> float:
         """What a late owner's lines take beside one flood, with half of one server: it waits for no other's.
@@ -518,13 +565,13 @@ class World:
         return num_turns * _LINE_S + 4 * self.plan.lease_s / _PERIODS_PER_LEASE + 50 * CALL_S
 
     def _check_late(self, batch_id: str, bound_s: float) -> None:
-        (row,) = self._query("SELECT status FROM batches WHERE id = ?", batch_id)
+        (row,) = self.query("SELECT status FROM batches WHERE id = ?", batch_id)
         if row["status"] not in _FINAL:
             self.violations.append(f"the late owner waits longer than {bound_s:.2f} s beside a flood")
 
-    def _query(self, statement: str, *values: Any) -> list[Any]:
+    def query(self, statement: str, *values: Any) -> list[Any]:
         if self._reader is None:
-            self._reader = sqlite3.connect(self.folder / "jobs.db")
+            self._reader = sqlite3.connect(self.database)
             self._reader.row_factory = sqlite3.Row
         return self._reader.execute(statement, values).fetchall()
 
@@ -533,28 +580,28 @@ class World:
         if self.scheduler.clock.now_s() < self._ask_at_s:
             return False
         self._ask_at_s = self.scheduler.clock.now_s() + self.plan.lease_s / 5
-        return not self._open()
+        return not (self.wanted or self._open())
 
     def _open(self) -> list[str]:
-        found = self._query("SELECT id, status FROM batches")
+        found = self.query("SELECT id, status FROM batches")
         return [f"{row['id']} {row['status']}" for row in found if row["status"] not in _FINAL]
 
-    def note_durable(self, results: Any) -> None:
-        for result in results:
+    def note_durable(self, group: Any) -> None:
+        for result in group:
             name, run = result.line.custom_id, (result.response or {}).get("body", {}).get("run")
             if name in self.durable:
                 self.violations.append(f"{name} was recorded twice: runs {self.durable[name]} and {run}")
             self.durable[name] = run
 
     def _check_results(self) -> None:
-        rows = {row["id"]: row for row in self._query("SELECT * FROM batches")}
+        rows = {row["id"]: row for row in self.query("SELECT * FROM batches")}
         for batch_id, (_, num_lines, label) in self.created.items():
             if batch_id not in rows:
                 self.violations.append(f"{label} is lost")
             elif rows[batch_id]["status"] in _FINAL:
                 self._check_batch(rows[batch_id], label, num_lines)
         for table in ("leases", "results", "suspects"):
-            left = {row["batch_id"] for row in self._query(f"SELECT batch_id FROM {table}")}
+            left = {row["batch_id"] for row in self.query(f"SELECT batch_id FROM {table}")}
             self.violations += [
                 f"{each} has ended, and has {table}" for each in left if rows[each]["status"] in _FINAL
             ]
@@ -596,7 +643,7 @@ class World:
     def _content(self, file_id: str | None) -> list[Any]:
         if file_id is None:
             return []
-        path = self.folder / "shared" / "files" / file_id
+        path = self.files / file_id
         return [json.loads(line) for line in path.read_bytes().splitlines()]
 
     # ---- The machine below ----
@@ -605,7 +652,8 @@ class World:
     def _patched(self) -> Iterator[None]:
         """Ids of the seed, no waits for a disk, and this world's database clock and faults."""
         ids = random.Random(self.seed)
-        shutil.copy(str(_empty_database().url.database), self.folder / "jobs.db")
+        self.database.parent.mkdir(exist_ok=True)
+        shutil.copy(str(_empty_database().url.database), self.database)
         unexpected = _Unexpected(self)
         logger = logging.getLogger("backfill")
         logger.addHandler(unexpected)
@@ -617,6 +665,7 @@ class World:
                 mock.patch("os.fsync"),
                 mock.patch.object(storage, "open_database", self._open_database),
                 mock.patch.object(database_results, "write_all", self._write_all),
+                mock.patch.object(results, "write_all", self._write_all),
             ):
                 yield
         finally:
@@ -624,7 +673,7 @@ class World:
             logger.setLevel(level)
             logger.propagate = True
 
-    def _open_database(self, url: str, data_dir: Path) -> Engine:
+    def _open_database(self, url: str | None, data_dir: Path) -> Engine:
         engine = open_database(url, data_dir)
         known = _empty_database()
         engine.dialect, engine._compiled_cache = known.dialect, known._compiled_cache
