@@ -53,6 +53,16 @@ def compiler(default_model: Path) -> GrammarCompiler:
             {"structural_tag": {"triggers": ["<"], "structures": [{"begin": "a", "schema": {}, "end": ""}]}},
             "no trigger begins 'a'",
         ),
+        ({"structural_tag": {"format": {"type": "any_text"}}}, "types of format are .* got 'any_text'"),
+        ({"structural_tag": {"format": {"type": "tag", "begin": "a"}}}, "no 'content'"),
+        (
+            {"structural_tag": {"format": {"type": "tags_with_separator", "tags": [], "separator": ""}}},
+            "must not be empty",
+        ),
+        (
+            {"structural_tag": {"format": {"type": "json_schema", "json_schema": {"not": {}}}}},
+            "structural tag .*not",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_its_place(
@@ -181,3 +191,77 @@ def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path: Path) -> 
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(RequestError, match="tokenizer"):
         GrammarCompiler(tmp_path, 100, (2,)).matcher(StructuredOutputsParams(regex="a"))
+
+
+def calls(**fields: Any) -> dict[str, Any]:
+    """Calls of f, which takes an integer, and of g, which takes any object."""
+    schemas: dict[str, dict[str, Any]] = {
+        "f": {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/i"}},
+            "$defs": {"i": {"type": "integer"}},
+        },
+        "g": {"type": "object"},
+    }
+    tags = [
+        {
+            "type": "tag",
+            "begin": f'<call>{{"name": "{name}", "arguments": ',
+            "content": {"type": "json_schema", "json_schema": schema},
+            "end": "}</call>",
+        }
+        for name, schema in schemas.items()
+    ]
+    return {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True, **fields}
+
+
+def thought(mark: str) -> dict[str, Any]:
+    return {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": mark}
+
+
+F = '<call>{"name": "f", "arguments": {"a": 3}}</call>'
+G = '<call>{"name": "g", "arguments": {"b": [1]}}</call>'
+
+
+@pytest.mark.parametrize(
+    ("form", "allowed", "refused"),
+    [
+        (calls(), [F, f"{F}\n{G}"], ["", f"{F}{G}", F.replace("3", '"3"'), F.replace('"f"', '"h"')]),
+        (calls(stop_after_first=True), [F, G], [f"{F}\n{G}"]),
+        (calls(at_least_one=False), ["", F], ["a"]),
+        (
+            {"type": "sequence", "elements": [thought("</think>"), calls()]},
+            [f"{{ hm</think>{F}", f"</think>{G}"],
+            [F, f"hm</think> {F}"],
+        ),
+        (  # a special token, which is not its spelling
+            {
+                "type": "sequence",
+                "elements": [thought("<|im_start|>"), {"type": "const_string", "value": "x"}],
+            },
+            ["hm<|im_start|>x"],
+            ["hmx", "<|im_start|>y"],
+        ),
+        (
+            {"type": "or", "elements": [calls(), {"type": "json_schema", "json_schema": {"const": 1}}]},
+            [F, "1"],
+            ["2"],
+        ),
+    ],
+)
+def test_an_output_has_the_format_of_a_structural_tag(
+    compiler: GrammarCompiler,
+    form: dict[str, Any],
+    allowed: list[str],
+    refused: list[str],
+    default_model: Path,
+) -> None:
+    tokenizer = Tokenizer.from_folder(default_model)
+    params = StructuredOutputsParams(structural_tag={"format": form})
+
+    def is_whole(text: str) -> bool:
+        matcher = compiler.matcher(params)
+        return matcher.consume_tokens(tokenizer.encode(text)) and matcher.is_accepting()
+
+    assert [text for text in allowed if not is_whole(text)] == []
+    assert [text for text in refused if is_whole(text)] == []

@@ -30,6 +30,8 @@ class StructuredOutputsParams:
         json_object: True: the output is any JSON object.
         structural_tag: ``structures`` and ``triggers``, as a dict or as text: the output is free until a
             trigger, then it is the rest of a structure's ``begin``, what its ``schema`` allows, and ``end``.
+            Or ``format``, in xgrammar's form: const_string, json_schema, sequence, or, tag (also of any_text)
+            and tags_with_separator.
         disable_any_whitespace: JSON has no whitespace between its parts; else up to 41 characters.
     Raises: InvalidRequest naming the field that is wrong.
     """

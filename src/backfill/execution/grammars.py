@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from backfill.core.errors import RequestError
 from backfill.core.structured import GrammarKind, StructuredOutputsParams
+from backfill.execution.structural_tags import structural_tag_grammar
 
 if TYPE_CHECKING:  # imported at the first grammar: most servers need none of it
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -155,44 +156,26 @@ def _source(params: StructuredOutputsParams, tokenizer: LLTokenizer | None) -> s
     """The grammar as the library's matcher takes it. Raises: ``_WRONG``."""
     from llguidance import LLMatcher, grammar_from
 
+    def json_grammar(schema: str) -> str:
+        # Over what the schema itself asks for: its sender must not have keywords ignored.
+        return LLMatcher.grammar_from_json_schema(
+            schema,
+            overrides={
+                "lenient": False,
+                "coerce_one_of": False,
+                "whitespace_pattern": "" if params.disable_any_whitespace else _WHITESPACE,
+                "whitespace_flexible": not params.disable_any_whitespace,
+            },
+        )
+
     match params.kind:
         case "json" | "json_object":
-            # Over what the schema itself asks for: its sender must not have keywords ignored.
-            return LLMatcher.grammar_from_json_schema(
-                params.text,
-                overrides={
-                    "lenient": False,
-                    "coerce_one_of": False,
-                    "whitespace_pattern": "" if params.disable_any_whitespace else _WHITESPACE,
-                    "whitespace_flexible": not params.disable_any_whitespace,
-                },
-            )
+            return json_grammar(params.text)
         case "structural_tag":
             assert tokenizer is not None
-            return _tagged(json.loads(params.text), tokenizer)
+            return structural_tag_grammar(json.loads(params.text), tokenizer, json_grammar)
         case kind:
             return grammar_from(kind, params.text)
-
-
-def _tagged(tag: Mapping[str, Any], tokenizer: LLTokenizer) -> str:
-    from llguidance import StructTag
-
-    triggers, tags, are_tokens = tag["triggers"], [], set()
-    for structure in tag["structures"]:
-        begin = structure["begin"]
-        trigger = next((each for each in triggers if begin.startswith(each)), None)
-        if trigger is None:
-            raise ValueError(f"no trigger begins {begin!r:.80}")
-        tags.append(
-            StructTag(trigger=trigger, begin=begin, grammar=structure["schema"], end=structure["end"])
-        )
-        token_ids = tokenizer.tokenize_str(trigger, parse_special=True)
-        are_tokens.add(len(token_ids) == 1 and tokenizer.is_special_token(token_ids[0]))
-    if not tags:
-        raise ValueError("structures must not be empty")
-    if len(are_tokens) > 1:
-        raise ValueError("all triggers or none must be special tokens of the model")
-    return StructTag.to_grammar(tags, assume_special=are_tokens.pop())
 
 
 def _unusable(params: StructuredOutputsParams, reason: str, place: str = "") -> RequestError:
