@@ -110,6 +110,16 @@ def test_chat_is_the_template_written_out(llm: LLM) -> None:
         llm.chat(messages, GREEDY, continue_final_message=True)
     with pytest.raises(ValueError, match="chat_template_kwargs may only hold variables"):
         llm.chat(messages, GREEDY, chat_template_kwargs={"tokenize": True})
+    tool = {"type": "function", "function": {"name": "f"}}
+    (with_tools,) = llm.chat(messages, GREEDY, use_tqdm=False, tools=[tool])
+    assert with_tools.prompt == rendered, "this model's template knows no tools"
+    for tools, match in (
+        ([{"name": "f"}], r"tools\[0\] must be"),
+        (tool, "tools must be a list"),
+        ("f", "tools must"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            llm.chat(messages, GREEDY, tools=tools)  # type: ignore[arg-type]
 
 
 def test_several_outputs_differ_and_their_seed_gives_them_again(llm: LLM) -> None:

@@ -112,12 +112,16 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Write the conversation with the chat template, which writes special tokens such as BOS itself.
 
+        Args:
+            tools: functions that the model may call, in OpenAI's form; templates of models that know none
+                leave them out.
         Raises: RequestError if there is no template, or if it refuses the messages.
         """
         reserved = sorted(self._template_parameters.intersection(template_kwargs or {}))
@@ -135,6 +139,7 @@ class Tokenizer:
         try:
             text: str = self.wrapped.apply_chat_template(
                 list(messages),
+                tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -115,6 +115,7 @@ class AsyncLLM(BaseLLM):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         service_class: ServiceClassName = "online",
         priority: int = 0,
         slo: SLO | None = None,
@@ -125,6 +126,8 @@ class AsyncLLM(BaseLLM):
         Args:
             continue_final_message: continue the last message, which must be the assistant's.
             chat_template_kwargs: variables of the template.
+            tools: functions in OpenAI's form, for the template. The output's text has the model's calls as
+                it writes them.
             cache_salt: only requests of the same salt share cached prefixes.
         """
 
@@ -134,6 +137,7 @@ class AsyncLLM(BaseLLM):
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
+                tools=tools,
                 cache_salt=cache_salt,
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
+from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar, cast
 
 from backfill.core.errors import InvalidRequest
 from backfill.llm.options import in_library_terms
@@ -81,6 +81,21 @@ def parse_conversation(messages: object, name: str = "messages") -> list[dict[st
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidRequest(f"{name} must be a list of messages, got {messages!r:.80}.", param="messages")
     return [_parse_message(message, f"{name}[{index}]") for index, message in enumerate(messages)]
+
+
+def parse_tools(tools: object) -> list[dict[str, Any]]:
+    """Functions in OpenAI's form. Raises: InvalidRequest."""
+    is_list = isinstance(tools, Sequence) and not isinstance(tools, str | bytes)
+    for index, tool in enumerate(cast(Sequence[object], tools) if is_list else [tools]):
+        match tool:
+            case {"type": "function", "function": {"name": str()}} if is_list:
+                continue
+        name = f"tools[{index}]" if is_list else "tools"
+        form = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+        raise InvalidRequest(
+            f"{name} must be {form if is_list else f'a list of {form}'}, got {tool!r:.80}.", param="tools"
+        )
+    return [dict(tool) for tool in cast(Sequence[Mapping[str, Any]], tools)]
 
 
 def one_each(given: PerPrompt | Sequence[PerPrompt], count: int, name: str) -> list[PerPrompt]:

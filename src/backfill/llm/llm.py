@@ -114,6 +114,7 @@ class LLM(BaseLLM):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         priority: Sequence[int] | None = None,
         cache_salt: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
@@ -122,6 +123,8 @@ class LLM(BaseLLM):
         Args:
             continue_final_message: continue the last message, which must be the assistant's.
             chat_template_kwargs: variables of the template.
+            tools: functions in OpenAI's form, for the template. The output's text has the model's calls as
+                it writes them.
             cache_salt: one for all conversations, or one for each; only requests of the same salt share
                 cached prefixes.
         """
@@ -134,6 +137,7 @@ class LLM(BaseLLM):
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     chat_template_kwargs=chat_template_kwargs,
+                    tools=tools,
                     cache_salt=salt,
                 )
                 for conversation, salt in zip(conversations, salts, strict=True)

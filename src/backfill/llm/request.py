@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -20,7 +20,7 @@ from backfill.execution.executor import ExecutorInfo
 from backfill.execution.grammars import GrammarCompiler
 from backfill.generation.generator import GenerationRequest, TextDelta, TextGenerator
 from backfill.generation.tokenizer import Tokenizer
-from backfill.llm.inputs import PromptInput
+from backfill.llm.inputs import PromptInput, parse_tools
 from backfill.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from backfill.scheduling.objectives import impossible_objectives, objectives_below_floor
 
@@ -64,6 +64,7 @@ class Preparer:
         self,
         messages: list[dict[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         continue_final_message: bool,
         chat_template_kwargs: Mapping[str, Any] | None,
@@ -76,6 +77,7 @@ class Preparer:
             )
         text = self.tokenizer.render_chat(
             messages,
+            tools=None if tools is None else parse_tools(tools),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=chat_template_kwargs,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from backfill.core.errors import RequestError
 from backfill.core.sampling import MAX_LOGPROBS
@@ -14,6 +15,7 @@ from backfill.protocol.parsing import FailFastList, StrictModel
 
 MAX_MESSAGES = 2048  # OpenAI's
 MAX_PARTS = 2048
+MAX_TOOL_CALLS = 128  # of a message
 
 
 class TextPart(BaseModel):
@@ -22,18 +24,51 @@ class TextPart(BaseModel):
     text: str | None = None
 
 
+def _as_object(arguments: object) -> object:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        raise ValueError("arguments must be a JSON object") from None
+
+
+class FunctionCall(BaseModel):
+    """``arguments`` are text in OpenAI's API, and objects for chat templates."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: str
+    arguments: Annotated[
+        dict[str, Any], BeforeValidator(_as_object, json_schema_input_type=str | dict[str, Any])
+    ] = Field(default_factory=dict)
+
+
+class ToolCall(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[FailFastList[TextPart], Field(max_length=MAX_PARTS)] | None = None
+    tool_calls: Annotated[FailFastList[ToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
 
     def as_template_input(self) -> dict[str, Any]:
-        """The message as chat templates expect it: text parts joined, ``developer`` as ``system``."""
+        """The message as chat templates expect it.
+
+        Text parts are joined, ``developer`` is ``system``, arguments of calls are objects. A message without
+        calls has no ``tool_calls``: Llama 3's template refuses an empty list.
+        """
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text or "" for part in content)
         role = "system" if self.role == "developer" else self.role
-        return {**(self.model_extra or {}), "role": role, "content": content or ""}
+        message = {**(self.model_extra or {}), "role": role, "content": content or ""}
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        return message
 
 
 Messages = Annotated[FailFastList[ChatMessage], Field(max_length=MAX_MESSAGES)]

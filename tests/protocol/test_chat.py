@@ -1,0 +1,85 @@
+"""Conversations with calls of tools, as chat templates are given them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backfill.core.errors import RequestError
+from backfill.generation.tokenizer import Tokenizer
+from backfill.protocol.chat import MAX_TOOL_CALLS, ChatCompletionRequest
+from backfill.protocol.parsing import parse_body
+
+TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}\
+{% for message in messages %}{{ message.role }}:{{ message.content }}\
+{% if 'tool_calls' in message %}{% for call in message.tool_calls %}\
+{{ call.id }} {{ call.function.name }}\
+{% for key, value in call.function.arguments.items() %} {{ key }}={{ value }}\
+{% endfor %}{% endfor %}{% endif %}{{ message.tool_call_id }}|{% endfor %}"""
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def call(arguments: Any, **fields: Any) -> dict[str, Any]:
+    return {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments, **fields}}
+
+
+def conversation(calls: Any) -> list[dict[str, Any]]:
+    return [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "no"},
+    ]
+
+
+def rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
+    body = parse_body(ChatCompletionRequest, json.dumps({"messages": messages}).encode())
+    body.check()
+    return tokenizer.render_chat([each.as_template_input() for each in body.messages], tools=[TOOL])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(default_model: Path) -> Tokenizer:
+    return Tokenizer.from_folder(default_model, chat_template=TEMPLATE)
+
+
+@pytest.mark.parametrize(
+    ("calls", "written"),
+    [
+        ([call('{"city": "Oslo", "days": 2}')], "c1 weather city=Oslo days=2"),
+        ([call({"city": "Oslo"})], "c1 weather city=Oslo"),
+        ([call(""), call("{}")], "c1 weatherc1 weather"),
+        ([], ""),
+        (None, ""),
+    ],
+)
+def test_a_template_is_given_tools_and_calls_with_their_arguments(
+    tokenizer: Tokenizer, calls: Any, written: str
+) -> None:
+    expected = f"weather;user:Rain?|assistant:{written}|tool:noc1|"
+    assert rendered(tokenizer, conversation(calls)) == expected
+
+
+def test_a_message_without_calls_has_no_list_of_them() -> None:
+    body = parse_body(ChatCompletionRequest, json.dumps({"messages": conversation([])}).encode())
+    assert all("tool_calls" not in each.as_template_input() for each in body.messages)
+
+
+@pytest.mark.parametrize(
+    ("calls", "where"),
+    [
+        ([call("{")], "messages.1.tool_calls.0.function.arguments"),
+        ([call("[1]")], "messages.1.tool_calls.0.function.arguments"),
+        ([call("[" * 20_000)], "messages.1.tool_calls.0.function.arguments"),
+        ([call("{}", name=5)], "messages.1.tool_calls.0.function.name"),
+        ([{"id": "c1", "type": "function"}], "messages.1.tool_calls.0.function"),
+        ([{**call("{}"), "type": "custom"}], "messages.1.tool_calls.0.type"),
+        ([call("{}")] * (MAX_TOOL_CALLS + 1), "messages.1.tool_calls"),
+    ],
+)
+def test_calls_that_are_none_are_refused_with_their_place(calls: Any, where: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        parse_body(ChatCompletionRequest, json.dumps({"messages": conversation(calls)}).encode())
+    assert refused.value.param == "messages" and f"'{where}'" in str(refused.value)
