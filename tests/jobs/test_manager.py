@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from backfill.core.errors import EngineDead
 from backfill.engine.tasks import TaskWatch
 from backfill.jobs import feeder as feeder_module
 from backfill.jobs import files as files_module
-from backfill.jobs.errors import Conflict
+from backfill.jobs.errors import Busy, Conflict
 from backfill.jobs.lifecycle import BatchDriver
 from backfill.jobs.lines import LineResult
 from backfill.jobs.manager import JobManager
@@ -382,3 +383,21 @@ async def test_the_order_says_whether_progress_is_reported(
         assert not reader.opened[0].progress
     runner.release()
     await ended(manager, batch.id)
+
+
+async def test_a_batch_whose_creation_had_no_answer_runs(
+    manager: JobManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready(manager)
+    store = manager._storage.store
+    add_batch = store.add_batch
+
+    def add_without_answer(*args: Any) -> None:
+        add_batch(*args)
+        raise OperationalError("COMMIT", None, ConnectionError("lost"))
+
+    monkeypatch.setattr(store, "add_batch", add_without_answer)
+    with pytest.raises(Busy):
+        await submit(manager, input_of(3))
+    (batch,) = (await manager.list_batches(OWNER, limit=9, after=None)).items
+    await check_completed(manager, await ended(manager, batch.id), 3)

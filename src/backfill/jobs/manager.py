@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
@@ -16,7 +17,7 @@ from backfill.engine.tasks import TaskWatch
 from backfill.jobs.claims import BatchClaims
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.database_results import ResultStore
-from backfill.jobs.errors import Conflict, TooMany
+from backfill.jobs.errors import Busy, Conflict, NotFound, TooMany
 from backfill.jobs.feeder import Feeder, LineRunner
 from backfill.jobs.files import Files
 from backfill.jobs.leases import Lease
@@ -102,8 +103,7 @@ class JobManager:
         self._claims: BatchClaims | None = None  # None where this server runs all batches
         self._claiming: asyncio.Task[None] | None = None
         self._sweeper: asyncio.Task[None] | None = None
-        self._is_open = False
-        self._is_paused = False
+        self._is_open = self._is_paused = False
         self._stop_by_s: float | None = None  # once it is pausing
         self._storage: JobStorage
         self._driver: BatchDriver
@@ -272,6 +272,7 @@ class JobManager:
             )
         await self.files.check_free_space()
         now = self.now()
+        kept_s = self.config.retention_s if output_expires_after_s is None else output_expires_after_s
         batch = BatchRecord(
             id=new_batch_id(),
             owner=owner,
@@ -283,18 +284,29 @@ class JobManager:
             expires_at=now + completion_window_s,
             output_blob=new_file_id(),
             error_blob=new_file_id(),
-            output_retention_s=int(
-                self.config.retention_s if output_expires_after_s is None else output_expires_after_s
-            ),
+            output_retention_s=int(kept_s),
             user_metadata=metadata,
         )
-        await self._storage.query(self._storage.store.add_batch, batch, self.config.batch_max_open)
+        try:
+            await self._storage.query(self._storage.store.add_batch, batch, self.config.batch_max_open)
+        except (Busy, asyncio.CancelledError):
+            self._tasks.start(self._begin_if_added(batch), "batch-begin")
+            raise
         logger.info("%s: created for %s, window %s", batch.id, input_file_id, completion_window)
-        if self._claims is not None:
-            self._claims.wake()
-        elif not self._is_paused:  # else the next start begins it
-            self._begin(batch)
+        self._begin_new(batch)
         return batch
+
+    async def _begin_if_added(self, batch: BatchRecord) -> None:
+        """Its creator has no answer, but there may be a record, which no lease would lead to."""
+        if self._claims is None:
+            with contextlib.suppress(NotFound):
+                get = self._storage.store.get_batch
+                self._begin_new(await self._storage.query_with_retries(get, batch.owner, batch.id))
+
+    def _begin_new(self, batch: BatchRecord) -> None:
+        self._wake_claims()
+        if self._claims is None and not self._is_paused:  # else the next start begins it
+            self._begin(batch)
 
     async def run_batch(self, file: FileRecord, batch: BatchRecord) -> OpenBatch:
         """Begin a new batch whose input ``reader`` knows. No other manager may share the database."""
@@ -325,12 +337,8 @@ class JobManager:
                 raise Conflict(f"The batch {batch_id} is {batch.status.value} and cannot be cancelled.")
             stamp = max(self.now(), batch.last_timestamp)
             changes = {"status": to, **dict.fromkeys(stamps, stamp)}
-            if await self._storage.query(
-                self._storage.store.change_batch,
-                batch_id,
-                changes,
-                only_from=[batch.status],
-            ):
+            change = self._storage.store.change_batch
+            if await self._storage.query(change, batch_id, changes, only_from=[batch.status]):
                 for job in self._jobs.values():
                     if job.batch.id == batch_id:
                         job.cancelled.set()
