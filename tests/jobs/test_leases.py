@@ -307,7 +307,7 @@ def test_each_owner_gets_its_share_of_lines_and_what_is_left(
         may = [
             owner
             for owner, count in zip(left, num_parts, strict=True)
-            if left[owner] and mine[owner] < count and owner not in full
+            if left[owner] and mine[owner] < count and owner not in full and mine.total() < 2 * max_lines
         ]
         if not may:
             assert claimed is None
@@ -337,6 +337,31 @@ def test_claims_at_the_same_time_take_different_batches(shared: Engine, tmp_path
     with ThreadPoolExecutor(6) as threads:
         claimed = list(threads.map(claim_all, servers(shared, tmp_path, 6)))
     assert sorted(batch for found in claimed for batch in found) == sorted(made)
+
+
+def test_a_renewal_waits_for_a_part_of_its_lease_only(shared: Engine) -> None:
+    leases = Leases(shared, "a", 1.0)
+    add_batch(shared, 1)
+    held = leases.claim(model_names=["m"])
+    assert held is not None
+    began_s = time.monotonic()
+    with shared.begin() as hanging:
+        leases.hold(hanging, held.lease)
+        with pytest.raises(OperationalError):
+            leases.renew([held.lease])
+    assert time.monotonic() - began_s < 0.9
+    assert leases.renew([held.lease]).held == [held.lease], "the next waits for nobody"
+
+
+def test_many_owners_claim_no_more_than_twice_what_a_server_may_have(engine: Engine, tmp_path: Path) -> None:
+    (server,) = servers(engine, tmp_path, 1)
+    batch = add_batch(engine, 0)
+    with engine.begin() as connection:
+        add_lease(connection, batch, [b"\1"], first=1)
+    held = {f"owner {number}": 1 for number in range(8)}
+    assert server.claim(max_lines=4, lines_of=held) is None
+    del held["owner 0"]
+    assert server.claim(max_lines=4, lines_of=held) == batch
 
 
 def test_a_claim_waits_for_a_write_that_has_begun(shared: Engine) -> None:

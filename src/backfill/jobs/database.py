@@ -41,7 +41,7 @@ _WAL_RETRY_S = 0.005
 _CONNECT_TIMEOUT_S = 5
 _SILENCE_TIMEOUT_MS = 20_000
 # A server that hangs in a transaction holds rows for which others wait with all their threads. So the
-# database ends transactions and waits, well within a lease: nobody is to lose one over it.
+# database ends transactions and waits; those of a renewal sooner, see ``limit_waits``.
 _SESSION_TIMEOUTS_MS = {
     "idle_in_transaction_session_timeout": 10_000,
     "lock_timeout": 10_000,
@@ -185,6 +185,14 @@ def lock_writes(connection: Connection) -> None:
     """On SQLite, let no other process write until the transaction has ended. PostgreSQL locks rows."""
     if not is_postgresql(connection.engine):
         connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def limit_waits(connection: Connection, seconds: float) -> None:
+    """PostgreSQL ends each statement of the transaction after so long. SQLite waits five seconds."""
+    if is_postgresql(connection.engine):
+        most_ms = str(max(1, int(1000 * seconds)))
+        names = ("lock_timeout", "statement_timeout")
+        connection.execute(select(*(func.set_config(name, most_ms, True) for name in names)))
 
 
 def _lock(connection: Connection, number: int) -> None:

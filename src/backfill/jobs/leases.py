@@ -43,12 +43,14 @@ from sqlalchemy.orm import Session, aliased
 
 from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import BackfillError
-from backfill.jobs.database import database_clock, lock_writes
+from backfill.jobs.database import database_clock, limit_waits, lock_writes
 from backfill.jobs.records import OPEN_STATUSES, BatchRecord, BatchStatus, LeasedPart, ReadyServer
 from backfill.preparation.line_file import union
 
 _NO_LINES: Mapping[str, int] = {}
 _WALL_CLOCK = WallClock()
+_RENEWAL_FRAC = 0.2  # of a lease, that a renewal may wait: it is tried again before the lease ends
+_MOST_SHARES = 2
 
 
 class LeaseLost(BackfillError):
@@ -160,8 +162,8 @@ class Leases:
             others_than: batches not to claim.
             running: leases of what this server runs; None: of all that it holds.
             num_servers: that share the lines of a batch evenly.
-            max_lines: about so many lines may this server have. Of several owners each has its share, and
-                what the others leave of theirs.
+            max_lines: about so many lines may this server have, up to twice as many where owners come later.
+                Of several owners each has its share, and what the others leave of theirs.
             lines_of: of each owner, those that it has.
         """
         is_free: ColumnElement[bool] = LeasedPart.holder.is_(None)
@@ -173,6 +175,7 @@ class Leases:
             is_free = or_(is_free, is_own) & not_(func.coalesce(is_running, False))
             is_own = is_running
         passed_over = set(others_than)
+        only_over = only_over or sum(lines_of.values()) >= _MOST_SHARES * max_lines
         num_left = max_lines - sum(lines_of.values())  # an owner may have what the others leave
         share = max_lines // max(1, len(lines_of))
         full_owners = [owner for owner, num in lines_of.items() if num_left <= 0 and num >= share]
@@ -289,6 +292,7 @@ class Leases:
         )
         of_held = BatchRecord.id.in_({lease.batch_id for lease in held})
         with self._engine.begin() as connection:
+            limit_waits(connection, _RENEWAL_FRAC * self._duration_s)
             lock_writes(connection)
             renewed = {tuple(row) for row in connection.execute(statement)}
             found = connection.execute(select(BatchRecord.id, BatchRecord.status).where(of_held)).all()
