@@ -287,7 +287,7 @@ def test_a_client_that_leaves_during_its_body_logs_no_error(server: RunningServe
         (("--promote-before", "-1"), "--promote-before"),
         (("--promote-before", "nan"), "--promote-before"),
         (("--preemption", "pause"), "--preemption must be"),
-        (("--checkpointing", "lazy"), "--checkpointing must be"),
+        (("--checkpointing", "sometimes"), "--checkpointing must be"),
         (("--checkpoint-from", "0.95"), "--checkpoint-from (0.95) must be below --checkpoint-all-from (0.9)"),
         (("--checkpoint-all-from", "0.8", "--policy", "fcfs"), "is of no use with --checkpointing none"),
         (("--max-stop-s", "-1"), "--max-stop-s must be"),

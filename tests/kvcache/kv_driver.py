@@ -147,6 +147,7 @@ class Driver:
             assert each.place == "running"
             end = each.request.num_tokens
             assert model.grow(each, end, Evictable.ALL), "alone, and it cannot grow"
+            self.act(model.take_copies)  # lazy checkpoints of what it is about to overwrite
             model.compute(each, each.request.num_computed_tokens, end)
             model.commit(each, end)
             self.act(lambda each=each: model.free(each))  # type: ignore[misc]
