@@ -244,14 +244,31 @@ def _filter_ranked(
 def _invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     """For each row of ``weights [N, C]`` (>= 0, any sum) the index on which its ``uniform`` in [0, 1) falls.
 
-    An index of weight 0 is never returned.
+    An index of weight 0 is never returned. Of many weights the part is found first, by the parts' sums: on a
+    GPU few threads share a row's running sum.
     """
-    cdf = weights.double().cumsum(-1)
+    part = math.gcd(weights.shape[1], _MOST_LIKELY_PART)
+    if part < _MOST_LIKELY_PART // 4 or part == weights.shape[1]:
+        return _first_above(weights.double().cumsum(-1), uniform)[0]
+    parts = weights.reshape(len(weights), -1, part)
+    index, left = _first_above(parts.sum(-1, dtype=torch.float64).cumsum(-1), uniform)
+    rows = torch.arange(len(weights), device=weights.device)
+    cdf = parts[rows, index].double().cumsum(-1)
+    within, _ = _first_above(cdf, (left / cdf[:, -1]).clamp_(max=1.0))
+    return index * part + within
+
+
+def _first_above(cdf: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of running sums ``cdf [N, C]`` the first index above the share ``uniform`` of the last one.
+
+    Returns: also how far the share lies above the sum before.
+    """
     total = cdf[:, -1:].contiguous()
     # Strictly below the total, so that the index found has a positive weight.
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    index = torch.searchsorted(cdf, target.contiguous(), right=True)[:, 0]
-    return index.clamp_(max=weights.shape[1] - 1)
+    index = torch.searchsorted(cdf, target.contiguous(), right=True).clamp_(max=cdf.shape[1] - 1)
+    before = torch.where(index > 0, cdf.gather(1, (index - 1).clamp_(min=0)), 0.0)
+    return index[:, 0], (target - before)[:, 0]
 
 
 def uniform_at(seed: int, index: int) -> float:
