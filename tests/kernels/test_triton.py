@@ -138,6 +138,25 @@ def test_attention_with_split_contexts(device: str, dtype: torch.dtype, generato
 
 
 @pytest.mark.gpu
+def test_attention_of_long_contexts(generator: torch.Generator) -> None:
+    """As in a model with heads of 128: against float32, whose rounding is far below bfloat16's."""
+    lens = [(1, 4096), (1, 32768), (64, 32768), (300, 4100)]
+    case = AttentionCase(torch.bfloat16, 128, 8, 2, 16, lens)
+    num_blocks, width = sum(-(-context // 16) for _, context in lens) + 3, 12 * 128
+    batch = make_batch(lens, block_size=16, num_blocks=num_blocks, generator=generator)
+    pool = poisoned_pool(batch, (num_blocks, LAYERS, 2, 2, 16, 128), case.dtype, generator)
+    qkv = random(generator, sum(query for query, _ in lens), width, dtype=case.dtype)
+    there = on("cuda", batch)
+    actual = TritonKernels(torch.device("cuda")).attention(
+        qkv.cuda(), pool.cuda(), LAYER, there, 8, 128**-0.5
+    )
+    on_device = ReferenceKernels(torch.device("cuda", torch.cuda.current_device()))
+    expected = on_device.attention(qkv.float().cuda(), pool.float().cuda(), LAYER, there, 8, 128**-0.5)
+    error = (actual.float() - expected).norm() / expected.norm()
+    assert error < 1e-2
+
+
+@pytest.mark.gpu
 def test_attention_in_a_cuda_graph(generator: torch.Generator) -> None:
     """Captured with the longest contexts, replayed with other contexts, blocks and values."""
     heads, groups, head_dim, block_size, num_blocks = 4, 2, 64, 16, 90
@@ -209,6 +228,31 @@ def test_rotate_and_write_kv(
     queries = num_heads * head_dim
     assert_close(on_device[:, :queries], qkv[:, :queries])
     assert_close(pool, expected_pool)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_no_sequence(device: str, generator: torch.Generator) -> None:
+    """They write no KV, and change no other row."""
+    shape, kernels = (9, LAYERS, 2, 2, 8, 16), TritonKernels(torch.device(device), decode_programs=50)
+    batch = make_batch([(1, 20), (1, 30)], block_size=8, num_blocks=9, generator=generator)
+    padded = dataclasses.replace(
+        batch,
+        positions=torch.tensor([*batch.positions, 0]),
+        slot_mapping=torch.tensor([*batch.slot_mapping, -1]),
+        cu_seqlens_q=torch.tensor([0, 1, 2, 2], dtype=torch.int32),
+        seq_lens=torch.tensor([20, 30, 0], dtype=torch.int32),
+        block_table_offsets=torch.tensor([*batch.block_table_offsets, len(batch.block_table)]).int(),
+        max_seq_len=1000,
+    )
+    qkv, pool = random(generator, 3, 8 * 16, dtype=torch.float32), torch.zeros(shape)
+    qkv_there, pool_there = qkv.to(device, copy=True), pool.to(device, copy=True)
+    cos_sin = torch.rand((64, 16), generator=generator)
+    two = qkv[:2].clone()
+    REFERENCE.rotate_and_write_kv(two, pool, LAYER, batch, 4, cos_sin)
+    kernels.rotate_and_write_kv(qkv_there, pool_there, LAYER, on(device, padded), 4, cos_sin.to(device))
+    assert_close(pool_there, pool)
+    actual = kernels.attention(qkv_there, pool_there, LAYER, on(device, padded), 4, 0.25)
+    assert_close(actual[:2], REFERENCE.attention(two, pool, LAYER, batch, 4, 0.25))
 
 
 @pytest.mark.parametrize("device", DEVICES)

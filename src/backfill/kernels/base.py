@@ -26,7 +26,9 @@ class AttentionMetadata:
     """
 
     positions: Tensor  # int64 [T]
-    slot_mapping: Tensor  # int64 [T]: block index * B + slot, where the row's K and V are written
+    # int64 [T]: block index * B + slot, where the row's K and V are written. On CUDA, below 0 in rows that
+    # belong to no sequence, whose KV is not written.
+    slot_mapping: Tensor
     cu_seqlens_q: Tensor  # int32 [S + 1]
     seq_lens: Tensor  # int32 [S]: tokens of KV once this step's rows are written
     block_table: Tensor  # int32 [sum of blocks]: packed BlockRef (index << 1 | reverse), sequence by sequence

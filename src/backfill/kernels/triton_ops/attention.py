@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -121,6 +122,17 @@ def attend(
         block_stride, v_stride, block_size, head_dim, tile_keys, masked=True,
     )  # fmt: skip
     return acc, row_max, row_sum
+
+
+class DeviceSizes(NamedTuple):
+    """Of a GPU; zeros in the interpreter.
+
+    Attributes:
+        shared_memory_bytes: that a program may use.
+    """
+
+    num_multiprocessors: int = 0
+    shared_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from backfill.kernels.triton_ops.attention import MIN_DOT, AttentionArguments, a
 # A shorter split of a context would not pay for its merge. Estimated, not measured.
 _MIN_SPLIT_KEYS = 256
 
-_MAX_SPLITS = 64
+_MAX_SPLITS = 64  # a power of two
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def decode(arguments: AttentionArguments, min_programs: int) -> None:
             num_heads=num_heads,
             head_dim=arguments.head_dim,
             dims_padded=arguments.dims_padded,
-            splits_padded=triton.next_power_of_2(num_splits),
+            splits_padded=_MAX_SPLITS,
             tile_keys=arguments.tile_keys,
             num_warps=4,
         )

@@ -86,6 +86,8 @@ def _rotate_and_write_kernel(
     k = row + (num_kv_heads * num_queries_per_kv + kv_head) * head_dim + halves[None, :]
     first, second = _norm_and_rotate(k, one_head, k_norm, cos, sin, eps, halves, half_used, head_dim, rotary)
     slot = tl.load(slot_mapping + token)
+    if slot < 0:
+        return
     plane = (slot // block_size * num_layers + layer) * (2 * num_kv_heads) + kv_head
     k_out = kv_pool + (plane * block_size + slot % block_size) * head_dim + halves[None, :]
     tl.store(k_out, first.to(kv_pool.dtype.element_ty), mask=one_head)
