@@ -6,7 +6,7 @@ import torch
 from backfill.core.block import pack_block_ref
 from backfill.core.plan import ScheduledSlice
 from backfill.core.request import RequestId
-from backfill.execution.batch import build_batch, slot_mapping_of
+from backfill.execution.batch import PackedArrays, build_batch, host_batch, slot_mapping_of
 
 
 def test_slices_lie_one_after_another() -> None:
@@ -33,3 +33,33 @@ def test_slices_lie_one_after_another() -> None:
 def test_slot_addresses_follow_the_direction() -> None:
     refs = np.array([pack_block_ref(2), pack_block_ref(2, reverse=True)])
     assert slot_mapping_of(refs, np.array([1, 1]), 8).tolist() == [17, 22]
+
+
+def test_rows_of_no_sequence_follow_the_others() -> None:
+    refs = tuple(pack_block_ref(index) for index in (7, 3, 5))
+    slices = [
+        ScheduledSlice(RequestId("a"), start=5, num_tokens=1, blocks=refs[:2], samples=False),
+        ScheduledSlice(RequestId("b"), start=2, num_tokens=1, blocks=refs[2:], samples=True),
+    ]
+    host = host_batch(slices, [np.array([10]), np.array([20])], block_size=4)
+    padded = host.padded(4)
+    assert padded.token_ids.tolist() == [10, 20, 0, 0]
+    assert padded.positions.tolist() == [5, 2, 0, 0]
+    assert padded.slot_mapping.tolist() == [13, 22, -1, -1]
+    assert padded.cu_seqlens_q.tolist() == [0, 1, 2, 2, 2]
+    assert padded.seq_lens.tolist() == [6, 3, 0, 0]
+    assert padded.block_table_offsets.tolist() == [0, 2, 3, 3, 3]
+    assert padded.block_table.tolist() == list(refs)
+    assert padded.sampled_rows.tolist() == [1, 0, 0, 0]
+    assert [each.dtype for each in padded] == [each.dtype for each in host]
+
+
+def test_arrays_in_one_memory() -> None:
+    arrays = [np.arange(3), np.arange(5, dtype=np.int32), np.arange(0), np.arange(7, dtype=np.int32)]
+    packed = PackedArrays.of(arrays)
+    memory = torch.zeros(packed.num_bytes, dtype=torch.uint8)
+    views = packed.views(memory)
+    for view, array in zip(views, arrays, strict=True):
+        view.copy_(torch.from_numpy(array))
+    assert [view.tolist() for view in packed.views(memory)] == [array.tolist() for array in arrays]
+    assert all(start % 16 == 0 for start in packed.starts)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from backfill.core.plan import ScheduledSlice
 from backfill.kernels.base import AttentionMetadata
+
+# Bytes, of arrays in one memory: Triton compiles a kernel anew for a pointer that is aligned to less.
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,84 @@ class FlatBatch:
     sampled_rows: Tensor  # int64 [number of slices that sample]
 
 
+class HostBatch(NamedTuple):
+    """What a ``FlatBatch`` is made of, on the host. The block table is the last: its length varies."""
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slot_mapping: NDArray[np.int64]
+    sampled_rows: NDArray[np.int64]
+    cu_seqlens_q: NDArray[np.int32]
+    seq_lens: NDArray[np.int32]
+    block_table_offsets: NDArray[np.int32]
+    block_table: NDArray[np.int32]
+
+    @classmethod
+    def of_padding(cls, num_rows: int, num_blocks: int) -> HostBatch:
+        """Rows of no sequence, and a block table of this length."""
+        rows, sequences = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows + 1, dtype=np.int32)
+        blocks = np.zeros(num_blocks, dtype=np.int32)
+        return cls(rows, rows, rows, rows, sequences, sequences[1:], sequences, blocks)
+
+    def padded(self, num_rows: int) -> HostBatch:
+        """A batch of decodes alone, with rows of no sequence up to ``num_rows``: they write no KV.
+
+        Of the sampled rows only the first are those of the batch.
+        """
+        missing = num_rows - len(self.token_ids)
+
+        def with_last(array: NDArray[np.int32]) -> NDArray[np.int32]:
+            return np.concatenate((array, np.repeat(array[-1:], missing)))
+
+        def with_value(array: NDArray[Any], value: int, size: int = num_rows) -> NDArray[Any]:
+            return np.concatenate((array, np.full(size - len(array), value, dtype=array.dtype)))
+
+        return HostBatch(
+            token_ids=with_value(self.token_ids, 0),
+            positions=with_value(self.positions, 0),
+            slot_mapping=with_value(self.slot_mapping, -1),
+            sampled_rows=with_value(self.sampled_rows, 0),
+            cu_seqlens_q=with_last(self.cu_seqlens_q),
+            seq_lens=with_value(self.seq_lens, 0),
+            block_table_offsets=with_last(self.block_table_offsets),
+            block_table=self.block_table,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedArrays:
+    """Arrays whose bytes lie one after another in one memory.
+
+    Attributes:
+        starts: byte at which each begins.
+    """
+
+    arrays: Sequence[NDArray[Any]]
+    starts: Sequence[int]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, arrays: Sequence[NDArray[Any]]) -> PackedArrays:
+        sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+        *starts, end = accumulate(sizes, initial=0)
+        return cls(arrays, starts, end)
+
+    def pinned(self) -> Tensor:
+        """uint8 ``[num_bytes]`` in pinned memory, which torch reuses when its transfers are done."""
+        memory = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
+        there = memory.numpy()
+        for start, array in zip(self.starts, self.arrays, strict=True):
+            there[start : start + array.nbytes] = array.view(np.uint8)
+        return memory
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """The arrays' places in ``memory``, uint8 of at least ``num_bytes``."""
+        return [
+            memory[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
+            for start, array in zip(self.starts, self.arrays, strict=True)
+        ]
+
+
 def build_batch(
     slices: Sequence[ScheduledSlice],
     token_ids: Sequence[NDArray[np.int64]],
@@ -31,6 +113,20 @@ def build_batch(
     device: torch.device,
 ) -> FlatBatch:
     """Concatenate the slices, at least one; ``token_ids`` has the ``num_tokens`` tokens of each."""
+    host = host_batch(slices, token_ids, block_size)
+    if device.type == "cpu":
+        tensors = list(map(torch.from_numpy, host))
+    else:
+        # In one transfer, which the host does not wait for.
+        arrays = PackedArrays.of(host)
+        tensors = arrays.views(arrays.pinned().to(device, non_blocking=True))
+    return flat_batch(tensors, max(each.num_tokens for each in slices), int(host.seq_lens.max()))
+
+
+def host_batch(
+    slices: Sequence[ScheduledSlice], token_ids: Sequence[NDArray[np.int64]], block_size: int
+) -> HostBatch:
+    """See ``build_batch``."""
     starts = np.array([scheduled.start for scheduled in slices], dtype=np.int64)
     lens = np.array([scheduled.num_tokens for scheduled in slices], dtype=np.int64)
     num_blocks = np.array([len(scheduled.blocks) for scheduled in slices], dtype=np.int64)
@@ -43,26 +139,33 @@ def build_batch(
     cu_seqlens_q = _offsets(lens)
     positions = np.arange(int(cu_seqlens_q[-1]), dtype=np.int64) + np.repeat(starts - cu_seqlens_q[:-1], lens)
     refs_of_rows = block_table[np.repeat(block_table_offsets[:-1], lens) + positions // block_size]
-    seq_lens = starts + lens
     samples = np.array([scheduled.samples for scheduled in slices], dtype=bool)
-
-    def tensor(array: NDArray[np.int64], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(array).to(device=device, dtype=dtype)
-
-    return FlatBatch(
-        token_ids=tensor(np.concatenate(token_ids), torch.int64),
-        attention=AttentionMetadata(
-            positions=tensor(positions, torch.int64),
-            slot_mapping=tensor(slot_mapping_of(refs_of_rows, positions, block_size), torch.int64),
-            cu_seqlens_q=tensor(cu_seqlens_q, torch.int32),
-            seq_lens=tensor(seq_lens, torch.int32),
-            block_table=tensor(block_table, torch.int32),
-            block_table_offsets=tensor(block_table_offsets, torch.int32),
-            max_query_len=int(lens.max()),
-            max_seq_len=int(seq_lens.max()),
-        ),
-        sampled_rows=tensor((cu_seqlens_q[1:] - 1)[samples], torch.int64),
+    return HostBatch(
+        token_ids=np.concatenate(token_ids),
+        positions=positions,
+        slot_mapping=slot_mapping_of(refs_of_rows, positions, block_size),
+        sampled_rows=(cu_seqlens_q[1:] - 1)[samples],
+        cu_seqlens_q=cu_seqlens_q.astype(np.int32),
+        seq_lens=(starts + lens).astype(np.int32),
+        block_table_offsets=block_table_offsets.astype(np.int32),
+        block_table=block_table.astype(np.int32),
     )
+
+
+def flat_batch(tensors: Sequence[Tensor], max_query_len: int, max_seq_len: int) -> FlatBatch:
+    """Of tensors in the order of ``HostBatch``."""
+    token_ids, positions, slot_mapping, sampled_rows, cu_seqlens_q, seq_lens, offsets, table = tensors
+    attention = AttentionMetadata(
+        positions=positions,
+        slot_mapping=slot_mapping,
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens,
+        block_table=table,
+        block_table_offsets=offsets,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+    )
+    return FlatBatch(token_ids, attention, sampled_rows)
 
 
 def slot_mapping_of(

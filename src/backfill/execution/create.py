@@ -13,6 +13,7 @@ from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.core.heap import trim_heap
 from backfill.execution.copies import BlockCopier, create_copier
+from backfill.execution.decode_graphs import DecodeGraphs
 from backfill.execution.executor import ExecutorInfo, warm_up
 from backfill.execution.grammar_masks import GrammarMasks
 from backfill.execution.grammars import GrammarCompiler
@@ -70,7 +71,7 @@ def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None 
     model_config, interval = target.placement.config, config.offload_every
     info = _executor_info(target, plan)
     checkpoint = Checkpoint.open(
-        config.model_dir, dtype=dtype, load_format=config.load_format, seed=config.seed
+        config.model_dir, dtype=dtype, load_format=config.load_format, seed=config.seed, device=device
     )
     kernels = create_kernels(device)
     if stage.shard.is_first and stage.shard.group.rank == 0:
@@ -110,7 +111,13 @@ def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None 
         logger.info("KV pool in host memory: %d blocks, %.2f GiB", info.num_host_blocks, host_bytes / GIB)
     compiler = GrammarCompiler(Path(config.model_dir), info.vocab_size, info.end_token_ids)
     grammars = GrammarMasks(compiler, config.threads or available_processors())
-    return TorchExecutor(model, kv_pool, info, streams, copier, streamer, pool_memory, stage, grammars)
+    graphs: DecodeGraphs | None = None
+    is_whole = len(stage.layers) == info.num_layers and stage.shard.group.size == 1
+    if device.type == "cuda" and is_whole and streamer is None and config.num_micro_batches == 1:
+        graphs = DecodeGraphs(model, kv_pool, config.scheduler.max_num_seqs, info.max_model_len)
+    return TorchExecutor(
+        model, kv_pool, info, streams, copier, streamer, pool_memory, stage, grammars, graphs
+    )
 
 
 def _executor_info(target: Target, plan: RankPlan) -> ExecutorInfo:

@@ -221,7 +221,7 @@ def stopped_outcome(outcome: StepOutcome, plan: StepPlan, layers_done: int, at_s
 
 
 def warm_up(executor: Executor, *, copies_slots: bool) -> None:
-    """Run one prefill and one decode step before any request: libraries do slow work on their first use.
+    """Run prefills and decodes before any request: libraries do slow work on their first use.
 
     Args:
         copies_slots: copy slots both ways, too, if there is a host pool. On CUDA the first copies allocate
@@ -229,20 +229,34 @@ def warm_up(executor: Executor, *, copies_slots: bool) -> None:
             padded to. So the numbers of slots are powers of two, and the largest one.
     """
     info = executor.info
-    num_tokens = min(64, info.max_model_len - 1, info.num_blocks * info.block_size - 1)
-    if num_tokens >= 1:
-        request_id = RequestId("warm-up")
-        blocks = tuple(pack_block_ref(index) for index in range(-(-(num_tokens + 1) // info.block_size)))
-        sampling = SamplingParams(max_tokens=2, temperature=0.0)
-        admitted = AdmittedRequest(request_id, (0,) * num_tokens, sampling)
-        prefill = ScheduledSlice(request_id, 0, num_tokens, blocks, samples=True)
-        decode = prefill._replace(start=num_tokens, num_tokens=1)
-        executor.run(StepPlan(step=0, work=Compute((prefill,)), admitted=(admitted,)))
-        executor.run(StepPlan(step=1, work=Compute((decode,))))
-        executor.run(StepPlan(step=2, work=Compute(slices=()), released=(request_id,)))
+    most = min(info.max_model_len - 1, info.num_blocks // 2 * info.block_size - 1)
+    # On CUDA a long context too, which a kernel of its own computes in parts.
+    for num_tokens in (64, 1024) if info.device == "cuda" else (64,):
+        if most >= 1:
+            _run_once(executor, min(num_tokens, most))
     if copies_slots and info.num_host_blocks:
         size, both = info.block_size, CopyDirections.CHECKPOINT | CopyDirections.RESTORE
         for num in {*(1 << exponent for exponent in range(size.bit_length())), size}:
             slots = (SlotCopy(0, 0, 0, num),)
             copies = BlockCopies(blocking=both, slot_checkpoint=slots, slot_restore=slots)
             executor.run(StepPlan(step=0, work=Compute(slices=()), copies=copies))
+
+
+def _run_once(executor: Executor, num_tokens: int) -> None:
+    """A prompt and a decode; on CUDA also a decode beside a prompt."""
+    size, names = executor.info.block_size, (RequestId("warm-up-1"), RequestId("warm-up-2"))
+    num_blocks = -(-(num_tokens + 1) // size)
+    sampling = SamplingParams(max_tokens=3, temperature=0.0)
+    admitted = tuple(AdmittedRequest(name, (0,) * num_tokens, sampling) for name in names)
+    prefills = [
+        ScheduledSlice(
+            name, 0, num_tokens, tuple(map(pack_block_ref, range(first, first + num_blocks))), samples=True
+        )
+        for name, first in zip(names, (0, num_blocks), strict=True)
+    ]
+    decode = prefills[0]._replace(start=num_tokens, num_tokens=1)
+    executor.run(StepPlan(step=0, work=Compute((prefills[0],)), admitted=admitted))
+    executor.run(StepPlan(step=1, work=Compute((decode,))))
+    if executor.info.device == "cuda":  # steps of decodes alone have graphs
+        executor.run(StepPlan(step=2, work=Compute((decode, prefills[1]))))
+    executor.run(StepPlan(step=3, work=Compute(slices=()), released=names))

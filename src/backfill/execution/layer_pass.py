@@ -12,8 +12,9 @@ from torch import Tensor
 from backfill.core.plan import ScheduledSlice
 from backfill.core.request import RequestId
 from backfill.execution.batch import FlatBatch
+from backfill.execution.decode_graphs import DecodeGraphs
 from backfill.execution.micro_batches import MicroBatchStreams
-from backfill.models.decoder import HiddenState
+from backfill.models.decoder import DecoderModel, HiddenState
 
 BatchOf: TypeAlias = Callable[[Sequence[ScheduledSlice]], FlatBatch]
 
@@ -23,12 +24,22 @@ class MicroBatch:
     """Slices that are computed together, at least one, and their state between two layers.
 
     Its tensors are allocated, used and freed on its stream, see ``MicroBatchStreams``.
+
+    Attributes:
+        graphs: that compute it, in memory of their own; None for none.
     """
 
     slices: tuple[ScheduledSlice, ...]
     batch: FlatBatch
     state: HiddenState
     stream: int
+    graphs: DecodeGraphs | None = None
+
+    def run_layer(self, layer: int, model: DecoderModel, kv_pool: Tensor) -> None:
+        if self.graphs is None:
+            self.state = model.run_layer(layer, self.state, kv_pool, self.batch.attention)
+        else:
+            self.state = self.graphs.run_layer(layer, self.batch)
 
 
 @dataclass(slots=True)
@@ -53,13 +64,13 @@ class LayerPass:
     def with_only(self, kept: Set[RequestId], batch_of: BatchOf, streams: MicroBatchStreams) -> LayerPass:
         """The slices of these requests only.
 
-        A micro-batch with all its slices is itself, one with some of them has a copy of their rows, one with
-        none is left out.
+        A micro-batch with all its slices is itself, one with some of them, or in the memory of graphs, has a
+        copy of their rows, one with none is left out.
         """
         found: list[MicroBatch] = []
         for each in self.micro_batches:
             keep = [scheduled.request_id in kept for scheduled in each.slices]
-            if all(keep):
+            if all(keep) and each.graphs is None:
                 found.append(each)
             elif any(keep):
                 with streams.of(each.stream):

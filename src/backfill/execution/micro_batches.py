@@ -24,14 +24,15 @@ def split_step(
     same resource.
     """
     if num_micro_batches > 1:
-        prefills = tuple(scheduled for scheduled in slices if not _is_decode(scheduled))
-        decodes = tuple(scheduled for scheduled in slices if _is_decode(scheduled))
+        prefills = tuple(scheduled for scheduled in slices if not is_decode(scheduled))
+        decodes = tuple(scheduled for scheduled in slices if is_decode(scheduled))
         if prefills and decodes:
             return prefills, decodes
     return (tuple(slices),)
 
 
-def _is_decode(scheduled: ScheduledSlice) -> bool:
+def is_decode(scheduled: ScheduledSlice) -> bool:
+    """One token, after others."""
     return scheduled.num_tokens == 1 and scheduled.start > 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -31,8 +31,8 @@ def score_prompts(
             continue
         scored: list[tuple[RequestId, int, int]] = []  # request, first position scored, how many
         rows, targets, num_top = [], [], []
-        offsets = micro_batch.batch.attention.cu_seqlens_q.tolist()
-        for scheduled, (first_row, _) in zip(micro_batch.slices, pairwise(offsets), strict=True):
+        first_rows = accumulate((each.num_tokens for each in micro_batch.slices), initial=0)
+        for scheduled, first_row in zip(micro_batch.slices, first_rows, strict=False):
             state = states[scheduled.request_id]
             positions = state.take_unscored(scheduled.start, scheduled.start + scheduled.num_tokens)
             if positions:

@@ -7,7 +7,9 @@ from collections.abc import Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from backfill.core.clock import WallClock
@@ -26,8 +28,9 @@ from backfill.core.plan import (
     WeightTransfers,
 )
 from backfill.core.request import RequestId
-from backfill.execution.batch import FlatBatch, build_batch
+from backfill.execution.batch import FlatBatch, build_batch, host_batch
 from backfill.execution.copies import BlockCopier
+from backfill.execution.decode_graphs import DecodeGraphs
 from backfill.execution.executor import ExecutorInfo, stopped_outcome
 from backfill.execution.grammar_masks import GrammarMasks, TokenMasks
 from backfill.execution.host_memory import ReservedMemory
@@ -65,6 +68,7 @@ class TorchExecutor:
         pool_memory: of the KV pool, if the number of its blocks may change.
         stage: the rank's place among others; None: it is alone.
         grammars: of structured outputs; None if no request has any.
+        graphs: of the model's layers, for steps of decodes alone; None for none.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class TorchExecutor:
         pool_memory: ReservedMemory | None = None,
         stage: Stage | None = None,
         grammars: GrammarMasks | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.info = info
         self.grammars = grammars
@@ -86,6 +91,7 @@ class TorchExecutor:
         self._stage = Stage.whole(model.num_layers) if stage is None else stage
         self._kv_pool = kv_pool
         self._copier = copier
+        self._graphs = graphs
         self._streamer = streamer
         self._pool_memory = pool_memory
         self._num_blocks = info.num_blocks
@@ -275,6 +281,12 @@ class TorchExecutor:
             slices = tuple(each for each in slices if not each.preemptible)
         micro_batches = []
         embeds = stage.layers.start == 0 and isinstance(work, Compute)
+        if embeds and self._graphs is not None and self._graphs.hold(slices):
+            tokens = self._tokens_of(slices)
+            batch, state = self._graphs.begin(host_batch(slices, tokens, self.info.block_size))
+            return LayerPass(
+                [MicroBatch(tuple(slices), batch, state, 0, self._graphs)], 0
+            ), received.last_layer
         if embeds or received.state is not None:  # else other stages have the slices
             start = 0
             for stream, part in enumerate(split_step(slices, self._streams.num_micro_batches)):
@@ -325,7 +337,7 @@ class TorchExecutor:
                 streamer.before(layer)
             for each in running.micro_batches:
                 with streams.of(each.stream):
-                    each.state = model.run_layer(layer, each.state, self._kv_pool, each.batch.attention)
+                    each.run_layer(layer, model, self._kv_pool)
             if streamer is not None:
                 streamer.after(layer)
             running.layers_done += 1
@@ -380,8 +392,10 @@ class TorchExecutor:
         return tuple(tokens[each.request_id] for each in plan.slices if each.request_id in tokens)
 
     def _batch_of(self, slices: Sequence[ScheduledSlice]) -> FlatBatch:
-        tokens = [
+        return build_batch(slices, self._tokens_of(slices), self.info.block_size, self._kv_pool.device)
+
+    def _tokens_of(self, slices: Sequence[ScheduledSlice]) -> list[NDArray[np.int64]]:
+        return [
             self._states[scheduled.request_id].tokens(scheduled.start, scheduled.start + scheduled.num_tokens)
             for scheduled in slices
         ]
-        return build_batch(slices, tokens, self.info.block_size, self._kv_pool.device)

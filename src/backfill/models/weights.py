@@ -23,6 +23,7 @@ from torch import Tensor
 from backfill.core.config import LoadFormat
 from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
 
+_CPU = torch.device("cpu")
 _DUMMY_STD = 0.02
 _DUMMY_CHUNK = 1 << 22  # elements drawn at once: 16 MiB of float32
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -49,22 +50,29 @@ class Checkpoint(ABC):
 
     @staticmethod
     def open(
-        folder: str | Path, *, dtype: torch.dtype, load_format: LoadFormat = "auto", seed: int = 0
+        folder: str | Path,
+        *,
+        dtype: torch.dtype,
+        load_format: LoadFormat = "auto",
+        seed: int = 0,
+        device: torch.device = _CPU,
     ) -> Checkpoint:
         """The weights in ``folder``; with "dummy", random ones of ``seed``, and no file is read.
 
+        Args:
+            device: draws the random ones, which a processor takes a minute for where a model has 8 billion.
         Raises:
             ModelNotFound: the folder holds no weights.
             UnsupportedModel: it holds only a format other than safetensors.
             CorruptModel: a file is damaged, or the index does not match the files.
         """
         if load_format == "dummy":
-            return DummyCheckpoint(dtype=dtype, seed=seed)
+            return DummyCheckpoint(dtype=dtype, seed=seed, device=device)
         return SafetensorsCheckpoint(folder, dtype=dtype)
 
     @abstractmethod
     def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
-        """The tensor ``name``, contiguous, on the CPU, cast to ``dtype``.
+        """The tensor ``name``, contiguous, cast to ``dtype``: on the CPU, if it comes from a file.
 
         Args:
             shape: of the whole tensor.
@@ -150,35 +158,36 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 class DummyCheckpoint(Checkpoint):
-    """Random weights for any model; name, shape and seed determine them on every machine.
+    """Random weights for any model; name, shape and seed determine them on each kind of device.
 
     Norm weights are 1 and norm biases 0. Others are normal with a standard deviation of 0.02 (less for very
     wide inputs), which keeps activations finite at any depth.
     """
 
-    def __init__(self, *, dtype: torch.dtype, seed: int = 0) -> None:
+    def __init__(self, *, dtype: torch.dtype, seed: int = 0, device: torch.device = _CPU) -> None:
         self.dtype = dtype
         self._seed = seed
+        self._device = device
 
     @property
     def digest(self) -> str:
         return hashlib.sha256(f"dummy {self._seed} {self.dtype}".encode()).hexdigest()
 
     def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
-        tensor = torch.empty(_shape_of(shape, part), dtype=self.dtype)
+        tensor = torch.empty(_shape_of(shape, part), dtype=self.dtype, device=self._device)
         if "norm" in name.split(".")[-2]:
             return tensor.fill_(1.0 if name.endswith("weight") else 0.0)
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         std = min(_DUMMY_STD, shape[-1] ** -0.5)
         flat, num_kept = tensor.view(-1), 0
         for start in range(0, math.prod(shape), _DUMMY_CHUNK):
             if num_kept == flat.numel():
                 break
             size = min(_DUMMY_CHUNK, math.prod(shape) - start)
-            chunk = torch.empty(size).normal_(0.0, std, generator=generator)
+            chunk = torch.empty(size, device=self._device).normal_(0.0, std, generator=generator)
             if part is not None:
-                chunk = chunk[_within(part, shape, start, size)]
+                chunk = chunk[_within(part, shape, start, size).to(self._device)]
             flat[num_kept : num_kept + chunk.numel()] = chunk
             num_kept += chunk.numel()
         return tensor
