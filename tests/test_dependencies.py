@@ -37,7 +37,7 @@ def imported_modules(path: Path) -> Iterator[str]:
 def imported_distributions(folder: str) -> dict[str, set[str]]:
     """By distribution, the files of a folder that import it; a module of none counts as one."""
     distributions = packages_distributions()
-    own = {"backfill", "experiments", *(path.stem for path in (ROOT / folder).glob("*.py"))}
+    own = {"backfill", "experiments", *(path.stem for path in (ROOT / folder).rglob("*.py"))}
     found: dict[str, set[str]] = {}
     for path in (ROOT / folder).rglob("*.py"):
         for module in set(imported_modules(path)) - own - sys.stdlib_module_names:
