@@ -52,9 +52,9 @@ offload() {
 
 serve() {
   "$PYTHON" benchmarks/gpu/shapes.py "$folder/served" ${TOKENIZER:+--tokenizer "$TOKENIZER"}
-  TAIL=30 run serve 240 "$PYTHON" -m backfill bench coserve --policies "${POLICIES:-online-only,priority,slo}" \
+  TAIL=30 run serve 400 "$PYTHON" -m backfill bench coserve --policies "${POLICIES:-online-only,slo,priority,conserve,bros}" \
     --model "$folder/served" --server-option "--load-format dummy --device cuda --host-kv-gib 4 --max-model-len 8192" \
-    --duration "${DURATION:-20}" --warmup 4 --rate "${RATE:-6}" --input-len 512:1536 --output-len 128 \
+    --duration "${DURATION:-16}" --warmup 4 --rate "${RATE:-8}" --input-len 512:1536 --output-len 128 \
     --ttft-slo 0.5 --tpot-slo 0.05 --offline-input-len 512:1024 --offline-output-len 64:256 \
     --no-progress --log-dir "$OUT" --result "$OUT/coserve.json" --json
 }

@@ -30,7 +30,10 @@ LENGTHS = ((40, 40), (90, 12), (3, 50), (61, 30), (17, 8), (100, 20), (1, 30), (
 def tokens_on(
     device: str, folder: Path, scheduler: SchedulerConfig, kv_blocks: int, **options: object
 ) -> dict[RequestId, list[int]]:
-    """The tokens of all requests, of which every second one is offline."""
+    """The tokens of all requests, of which every second one is offline.
+
+    Some are preempted where there are fewer than 40 blocks.
+    """
     config = EngineConfig(
         model_dir=str(folder),
         device=device,  # type: ignore[arg-type]
@@ -68,6 +71,8 @@ def tokens_on(
         engine.scheduler.check_integrity()
     executor.close()
     assert [len(each) for each in tokens.values()] == [num for _, num in LENGTHS]
+    num_preemptions = sum(each.num_preemptions for each in engine.scheduler.counters.values())
+    assert num_preemptions > 0 or kv_blocks >= 40
     return tokens
 
 

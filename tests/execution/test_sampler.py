@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from backfill.core.plan import AdmittedRequest
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.execution.sampler import RequestState, Sampler, uniform_at
+from backfill.execution.sampler import RequestState, Sampler, _invert_cdf, uniform_at
 from backfill.execution.shaping import add_biases, exclude, penalise
 
 VOCAB = 3000  # more than the sampler's candidates, so that whole rows are sorted too
@@ -293,3 +293,23 @@ def test_bfloat16_logits_sample_too() -> None:
 def test_a_vanishing_temperature_is_greedy(temperature: float) -> None:
     logits = make_logits()
     assert sample_ids(logits.clone(), make_state(temperature=temperature)) == [int(logits.argmax())]
+
+
+@pytest.mark.parametrize("size", [1, 300, 512, 1024, 49152, 128256])
+def test_a_draw_falls_on_the_weight_that_its_share_is_in(size: int) -> None:
+    """As one running sum of all weights says, but for rounding; never on a weight of 0."""
+    generator = torch.Generator().manual_seed(size)
+    weights = torch.rand(40, size, generator=generator) ** 8
+    weights[:, : size // 3] = 0.0
+    weights[torch.rand(40, size, generator=generator) < 0.7] = 0.0
+    weights[:, size // 2] = 1e-30
+    uniform = torch.rand(40, generator=generator, dtype=torch.float64)
+    uniform[:4], uniform[4:8] = 0.0, 1.0 - 2.0**-53
+    index = _invert_cdf(weights, uniform)
+    assert (weights.gather(1, index[:, None]) > 0).all()
+    cdf = weights.double().cumsum(-1)
+    at = uniform[:, None] * cdf[:, -1:]
+    slack = 1e-9 * cdf[:, -1:]
+    found, before = cdf.gather(1, index[:, None]), cdf.gather(1, (index[:, None] - 1).clamp_(min=0))
+    assert (found >= at - slack).all()
+    assert ((before <= at + slack) | (index[:, None] == 0)).all()

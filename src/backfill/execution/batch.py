@@ -57,8 +57,8 @@ class HostBatch(NamedTuple):
         def with_last(array: NDArray[np.int32]) -> NDArray[np.int32]:
             return np.concatenate((array, np.repeat(array[-1:], missing)))
 
-        def with_value(array: NDArray[Any], value: int, size: int = num_rows) -> NDArray[Any]:
-            return np.concatenate((array, np.full(size - len(array), value, dtype=array.dtype)))
+        def with_value(array: NDArray[Any], value: int) -> NDArray[Any]:
+            return np.concatenate((array, np.full(num_rows - len(array), value, dtype=array.dtype)))
 
         return HostBatch(
             token_ids=with_value(self.token_ids, 0),

@@ -29,6 +29,7 @@ from backfill.kernels import create_kernels
 from backfill.kernels.base import Kernels
 from backfill.models.build import build_model
 from backfill.models.config import ModelConfig
+from backfill.models.decoder import DecoderModel
 from backfill.models.generation_config import GenerationDefaults, end_token_ids
 from backfill.models.placement import ModelPlacement
 from backfill.models.weights import Checkpoint
@@ -52,7 +53,7 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
         torch.set_num_threads(config.threads or available_processors())
     stage = Stage.whole(target.placement.config.num_layers)
     executor = load_executor(target, target.plan_rank(), stage, bus)
-    warm_up(executor, copies_slots=config.scheduler.shares_blocks)
+    warm_up(executor, config.scheduler)
     return executor
 
 
@@ -114,10 +115,22 @@ def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None 
     graphs: DecodeGraphs | None = None
     is_whole = len(stage.layers) == info.num_layers and stage.shard.group.size == 1
     if device.type == "cuda" and is_whole and streamer is None and config.num_micro_batches == 1:
-        graphs = DecodeGraphs(model, kv_pool, config.scheduler.max_num_seqs, info.max_model_len)
+        graphs = _capture_graphs(model, kv_pool, config.scheduler.max_num_seqs, info.max_model_len)
     return TorchExecutor(
         model, kv_pool, info, streams, copier, streamer, pool_memory, stage, grammars, graphs
     )
+
+
+def _capture_graphs(
+    model: DecoderModel, kv_pool: torch.Tensor, max_num_seqs: int, max_model_len: int
+) -> DecodeGraphs | None:
+    """None if they cannot be captured, which is logged: steps of decodes are slower then."""
+    try:
+        return DecodeGraphs(model, kv_pool, max_num_seqs, max_model_len)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        logger.warning("steps of decodes run without CUDA graphs, because capturing them failed: %s", error)
+        torch.cuda.empty_cache()
+        return None
 
 
 def _executor_info(target: Target, plan: RankPlan) -> ExecutorInfo:

@@ -68,7 +68,7 @@ class DecodeGraphs:
             time.perf_counter() - began_s,
         )
 
-    def hold(self, slices: Sequence[ScheduledSlice]) -> bool:
+    def holds(self, slices: Sequence[ScheduledSlice]) -> bool:
         """Whether there is a graph for a step of these slices: all are decodes, and not too many."""
         return len(slices) <= self._sizes[-1] and all(map(is_decode, slices))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from backfill.core.block import SlotCopy, pack_block_ref
+from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestError
 from backfill.core.plan import (
     AdmittedRequest,
@@ -220,21 +221,25 @@ def stopped_outcome(outcome: StepOutcome, plan: StepPlan, layers_done: int, at_s
     )
 
 
-def warm_up(executor: Executor, *, copies_slots: bool) -> None:
+WARM_UP_TOKENS = 64  # of a step, at least: links between stages have room for as many
+
+
+def warm_up(executor: Executor, limits: SchedulerConfig) -> None:
     """Run prefills and decodes before any request: libraries do slow work on their first use.
 
-    Args:
-        copies_slots: copy slots both ways, too, if there is a host pool. On CUDA the first copies allocate
-            buffers and compile kernels: one for each power of two that the values of a head's slots are
-            padded to. So the numbers of slots are powers of two, and the largest one.
+    If requests may share blocks and there is a host pool, slots are copied both ways, too. On CUDA the first
+    copies allocate buffers and compile kernels: one for each power of two that the values of a head's slots
+    are padded to. So the numbers of slots are powers of two, and the largest one.
     """
     info = executor.info
-    most = min(info.max_model_len - 1, info.num_blocks // 2 * info.block_size - 1)
-    # On CUDA a long context too, which a kernel of its own computes in parts.
-    for num_tokens in (64, 1024) if info.device == "cuda" else (64,):
-        if most >= 1:
-            _run_once(executor, min(num_tokens, most))
-    if copies_slots and info.num_host_blocks:
+    if info.device != "cuda":
+        _run_once(executor, 0, WARM_UP_TOKENS)
+    else:  # other kernels compute long contexts and large chunks
+        most = max(WARM_UP_TOKENS, limits.max_num_batched_tokens - 1)
+        for start, num_tokens in ((0, WARM_UP_TOKENS), (0, min(1024, most)), (4096, min(1024, most))):
+            if start + num_tokens < info.max_model_len or start == 0:
+                _run_once(executor, start, num_tokens)
+    if limits.shares_blocks and info.num_host_blocks:
         size, both = info.block_size, CopyDirections.CHECKPOINT | CopyDirections.RESTORE
         for num in {*(1 << exponent for exponent in range(size.bit_length())), size}:
             slots = (SlotCopy(0, 0, 0, num),)
@@ -242,21 +247,25 @@ def warm_up(executor: Executor, *, copies_slots: bool) -> None:
             executor.run(StepPlan(step=0, work=Compute(slices=()), copies=copies))
 
 
-def _run_once(executor: Executor, num_tokens: int) -> None:
-    """A prompt and a decode; on CUDA also a decode beside a prompt."""
-    size, names = executor.info.block_size, (RequestId("warm-up-1"), RequestId("warm-up-2"))
-    num_blocks = -(-(num_tokens + 1) // size)
+def _run_once(executor: Executor, start: int, num_tokens: int) -> None:
+    """A prompt's last tokens, and a decode; on CUDA also a decode beside a prompt, if the pool holds both.
+
+    What is before ``start`` is never computed: the KV pool may hold anything.
+    """
+    info, names = executor.info, (RequestId("warm-up-1"), RequestId("warm-up-2"))
+    end = min(start + num_tokens, info.max_model_len - 1, info.num_blocks * info.block_size - 1)
+    if end <= start:
+        return
+    num_blocks = -(-(end + 1) // info.block_size)
     sampling = SamplingParams(max_tokens=3, temperature=0.0)
-    admitted = tuple(AdmittedRequest(name, (0,) * num_tokens, sampling) for name in names)
-    prefills = [
-        ScheduledSlice(
-            name, 0, num_tokens, tuple(map(pack_block_ref, range(first, first + num_blocks))), samples=True
-        )
-        for name, first in zip(names, (0, num_blocks), strict=True)
-    ]
-    decode = prefills[0]._replace(start=num_tokens, num_tokens=1)
-    executor.run(StepPlan(step=0, work=Compute((prefills[0],)), admitted=admitted))
+    admitted = tuple(AdmittedRequest(name, (0,) * end, sampling) for name in names)
+    blocks = tuple(map(pack_block_ref, range(2 * num_blocks)))
+    prefill = ScheduledSlice(names[0], start, end - start, blocks[:num_blocks], samples=True)
+    decode = prefill._replace(start=end, num_tokens=1)
+    executor.run(StepPlan(step=0, work=Compute((prefill,)), admitted=admitted))
     executor.run(StepPlan(step=1, work=Compute((decode,))))
-    if executor.info.device == "cuda":  # steps of decodes alone have graphs
-        executor.run(StepPlan(step=2, work=Compute((decode, prefills[1]))))
+    if info.device == "cuda" and len(blocks) <= info.num_blocks:  # steps of decodes alone have graphs
+        other = prefill._replace(request_id=names[1], blocks=blocks[num_blocks:], num_tokens=end - start - 1)
+        if other.num_tokens:
+            executor.run(StepPlan(step=2, work=Compute((decode, other._replace(samples=False)))))
     executor.run(StepPlan(step=3, work=Compute(slices=()), released=names))

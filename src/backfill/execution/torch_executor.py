@@ -281,7 +281,7 @@ class TorchExecutor:
             slices = tuple(each for each in slices if not each.preemptible)
         micro_batches = []
         embeds = stage.layers.start == 0 and isinstance(work, Compute)
-        if embeds and self._graphs is not None and self._graphs.hold(slices):
+        if embeds and self._graphs is not None and self._graphs.holds(slices):
             tokens = self._tokens_of(slices)
             batch, state = self._graphs.begin(host_batch(slices, tokens, self.info.block_size))
             return LayerPass(

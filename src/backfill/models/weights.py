@@ -60,7 +60,7 @@ class Checkpoint(ABC):
         """The weights in ``folder``; with "dummy", random ones of ``seed``, and no file is read.
 
         Args:
-            device: draws the random ones, which a processor takes a minute for where a model has 8 billion.
+            device: where random weights are drawn; a CPU takes a minute for 8 billion.
         Raises:
             ModelNotFound: the folder holds no weights.
             UnsupportedModel: it holds only a format other than safetensors.

@@ -76,7 +76,7 @@ def _check_sizes(config: EngineConfig) -> None:
 
 def _warmed_up(executor: ParallelExecutor, config: EngineConfig) -> ParallelExecutor:
     try:
-        warm_up(executor, copies_slots=config.scheduler.shares_blocks)
+        warm_up(executor, config.scheduler)
     except BaseException:
         executor.close()
         raise

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from backfill.core.config import EngineConfig
 from backfill.execution.collectives import RankLinks, SafepointGroup, SoleSafepointGroup, StageLink
 from backfill.execution.create import load_executor, target_of
+from backfill.execution.executor import WARM_UP_TOKENS
 from backfill.execution.stage import Stage
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.shard import ModelShard
@@ -31,7 +32,6 @@ from backfill.parallel.torch_group import TorchGroup, TorchLink, create_process_
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-WARM_UP_TOKENS = 64
 _TIMEOUT = timedelta(minutes=10)  # until all ranks have come: some load more than others
 _PAGE_BYTES = 4096
 

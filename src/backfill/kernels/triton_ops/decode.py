@@ -11,7 +11,8 @@ from torch import Tensor
 
 from backfill.kernels.triton_ops.attention import MIN_DOT, AttentionArguments, attend
 
-# A shorter split of a context would not pay for its merge. Estimated, not measured.
+# A shorter split of a context would not pay for its merge: estimated, not measured. Where ``max_seq_len`` is
+# an upper bound, as in a CUDA graph, splits may be as short as a tile.
 _MIN_SPLIT_KEYS = 256
 
 _MAX_SPLITS = 64  # a power of two

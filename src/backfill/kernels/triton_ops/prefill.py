@@ -111,10 +111,9 @@ def _tiling(arguments: AttentionArguments, device: DeviceSizes) -> _Tiling:
     num_tiles = -(-arguments.inputs.qkv.shape[0] // (rows // arguments.num_queries_per_kv))
     has_work = num_tiles * arguments.num_kv_heads >= device.num_multiprocessors
     if itemsize == 2 and has_work and arguments.inputs.batch.max_seq_len >= _MIN_LONG_CONTEXT:
-        row_bytes = arguments.dims_padded * itemsize
-        for num_stages in (3, 2):
-            if (rows + num_stages * 2 * 128) * row_bytes <= device.shared_memory_bytes:
-                return _Tiling(rows, 128, 8, num_stages)
+        tile_bytes = rows * arguments.dims_padded * itemsize  # of queries; so many of keys and of values
+        if (1 + 3 * 2) * tile_bytes <= device.shared_memory_bytes:
+            return _Tiling(rows, 128, 8, 3)
     # As many rows as keys: both sides of a tile are bounded by the same memory.
     rows = max(arguments.tile_keys, triton.next_power_of_2(arguments.num_queries_per_kv))
     # float32 products run on the ordinary cores, which need more threads to hold a tile.
