@@ -112,21 +112,21 @@ def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None 
         logger.info("KV pool in host memory: %d blocks, %.2f GiB", info.num_host_blocks, host_bytes / GIB)
     compiler = GrammarCompiler(Path(config.model_dir), info.vocab_size, info.end_token_ids)
     grammars = GrammarMasks(compiler, config.threads or available_processors())
-    graphs: DecodeGraphs | None = None
-    is_whole = len(stage.layers) == info.num_layers and stage.shard.group.size == 1
-    if device.type == "cuda" and is_whole and streamer is None and config.num_micro_batches == 1:
-        graphs = _capture_graphs(model, kv_pool, config.scheduler.max_num_seqs, info.max_model_len)
+    graphs = _capture_graphs(config, stage, model, kv_pool, info) if streamer is None else None
     return TorchExecutor(
         model, kv_pool, info, streams, copier, streamer, pool_memory, stage, grammars, graphs
     )
 
 
 def _capture_graphs(
-    model: DecoderModel, kv_pool: torch.Tensor, max_num_seqs: int, max_model_len: int
+    config: EngineConfig, stage: Stage, model: DecoderModel, kv_pool: torch.Tensor, info: ExecutorInfo
 ) -> DecodeGraphs | None:
-    """None if they cannot be captured, which is logged: steps of decodes are slower then."""
+    """Of a model that is whole, on CUDA and in one micro-batch. None if capturing fails, which is logged."""
+    is_whole = len(stage.layers) == info.num_layers and stage.shard.group.size == 1
+    if not kv_pool.is_cuda or not is_whole or config.num_micro_batches > 1:
+        return None
     try:
-        return DecodeGraphs(model, kv_pool, max_num_seqs, max_model_len)
+        return DecodeGraphs(model, kv_pool, config.scheduler.max_num_seqs, info.max_model_len)
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         logger.warning("steps of decodes run without CUDA graphs, because capturing them failed: %s", error)
         torch.cuda.empty_cache()

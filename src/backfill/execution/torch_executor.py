@@ -284,9 +284,8 @@ class TorchExecutor:
         if embeds and self._graphs is not None and self._graphs.holds(slices):
             tokens = self._tokens_of(slices)
             batch, state = self._graphs.begin(host_batch(slices, tokens, self.info.block_size))
-            return LayerPass(
-                [MicroBatch(tuple(slices), batch, state, 0, self._graphs)], 0
-            ), received.last_layer
+            whole = MicroBatch(tuple(slices), batch, state, 0, self._graphs)
+            return LayerPass([whole], 0), received.last_layer
         if embeds or received.state is not None:  # else other stages have the slices
             start = 0
             for stream, part in enumerate(split_step(slices, self._streams.num_micro_batches)):
