@@ -287,6 +287,15 @@ def test_the_documented_file_is_read(tmp_path: Path) -> None:
     assert done.stderr.startswith("backfill: no model 'no-such-model'")
 
 
+def test_a_misspelt_variable_is_named_with_the_one_that_is_meant(
+    meal: Meal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BACKFILL_MAX_SEAT", "2")
+    monkeypatch.setenv("BACKFILL_TTFT_SLO", "2")  # another command's
+    wrong = "backfill: BACKFILL_MAX_SEAT is no variable of this command. Did you mean BACKFILL_MAX_SEATS?\n"
+    assert meal.run().stderr == wrong
+
+
 def test_servers_of_a_measurement_read_no_options_from_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BACKFILL_API_KEY", "secret")
     monkeypatch.setenv("BACKFILL_TTFT_SLO", "2")
@@ -301,3 +310,9 @@ def test_variables_of_a_server_are_none_of_a_measurement(monkeypatch: pytest.Mon
     monkeypatch.setenv("BACKFILL_BENCH_ROUNDS", "none")
     done = run_cli_here("bench", "coserve")
     assert (done.returncode, "BACKFILL_BENCH_ROUNDS" in done.stderr) == (2, True)
+
+
+def test_a_measurement_says_which_variables_its_servers_do_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKFILL_DTYPE", "float32")
+    done = run_cli_here("bench", "coserve", "--policies", "slo", "--model", "/no/such/model")
+    assert "Not used, as servers take options from --server-option here: BACKFILL_DTYPE" in done.stderr

@@ -55,3 +55,9 @@ def test_bodies_are_counted_before_they_are_parsed() -> None:
     raw = b'{"messages": [' + b",".join([b"{}"] * 200_000) + b"]}"
     with pytest.raises(RequestError, match="objects and arrays"):
         parse_body(ChatCompletionRequest, raw)
+
+
+def test_a_misspelt_objective_is_named_with_the_known_ones() -> None:
+    with pytest.raises(RequestError, match=r"'slo\.ttfs'.*takes ttft and tpot") as refused:
+        parse_body(ChatCompletionRequest, b'{"messages": [], "slo": {"ttfs": 1}}')
+    assert (refused.value.param, refused.value.code) == ("slo.ttfs", "unknown_parameter")

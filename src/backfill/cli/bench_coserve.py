@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from backfill.bench.runner import stopped_by_ctrl_c
 from backfill.cli.command import command
 from backfill.cli.interrupts import interruptible
 from backfill.cli.live import live_progress, note
-from backfill.cli.own_server import OwnServer, ServerFailed, own_server
+from backfill.cli.own_server import OwnServer, ServerFailed, own_server, server_environment
 from backfill.cli.startup import check_folder, check_plot, run_in_loop
 from backfill.core.config import PolicyName, at_least
 from backfill.core.errors import ConfigError
@@ -139,6 +140,8 @@ def coserve(servers: ServerOptions, load: CoserveLoad, output: ResultOptions) ->
     """
     check_plot(output.plot)
     check_folder("result", output.result)
+    if servers.base_url is None and (unused := os.environ.keys() - server_environment().keys()):
+        note(f"Not used, as servers take options from --server-option here: {', '.join(sorted(unused))}")
     result = CoserveResult(load, servers.model or "")
     for path in output.compare:
         if differing := result.add_earlier(path):

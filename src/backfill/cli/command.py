@@ -13,9 +13,11 @@ variable, or the key of the file.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import operator
+import os
 import sys
 import types
 import typing
@@ -46,6 +48,8 @@ VARIABLES = {
     "download_dir": "BACKFILL_CACHE_ROOT",
 }
 
+# Similarity from which a variable counts as another one misspelt.
+_MISSPELT = 0.93
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _CONFIG = Option(
     "config",
@@ -192,6 +196,16 @@ class _Command:
         self._sources = {
             name: _source(name, argument.tokens[-1]) for name, argument in by_name.items() if argument.tokens
         }
+        self._name_misspelt_variables()
+
+    def _name_misspelt_variables(self) -> None:
+        """Say which variables set nothing here and look like one of this command's."""
+        known = {name for option in self._options.values() for name in self._variables_of(option)}
+        for name in sorted(os.environ.keys() - known):
+            near = difflib.get_close_matches(name, known, 1, _MISSPELT)
+            if near and name.startswith(self._prefix):
+                wrong = f"{name} is no variable of this command. Did you mean {near[0]}?"
+                print(f"backfill: {wrong}", file=sys.stderr)
 
     def _call(self, values: Mapping[str, object]) -> None:
         try:

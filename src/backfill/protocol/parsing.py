@@ -82,6 +82,9 @@ def _request_error(error: ValidationError) -> RequestError:
             f"Missing required parameter: '{where}'.", param=name, code="missing_required_parameter"
         )
     where = ".".join(str(part) for part in path if not _is_type_name(part))
+    if first["type"] == "extra_forbidden":
+        message = f"Unknown parameter: '{where}'. '{name}' takes ttft and tpot."
+        return RequestError(message, param=where, code="unknown_parameter")
     if first["type"] == "too_long":
         return RequestError(f"'{where}' may have at most {first['ctx']['max_length']} items.", param=name)
     if name is None:
