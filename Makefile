@@ -21,7 +21,7 @@ NUMERIC_TESTS := $(addprefix tests/,kernels models execution engine llm api cli 
 VARIANTS = $(shell $(BIN)/python -c 'from backfill.kernels.cpu import available_isas; print(*available_isas())')
 
 # Tests that make test leaves to make test-all; pyproject.toml says what they are.
-LEFT_OUT := gpu or postgres or ray or s3 or slow
+LEFT_OUT := browser or gpu or postgres or ray or s3 or slow
 
 .PHONY: install install-dev serve test test-all test-variants lint bench clean
 

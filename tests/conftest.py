@@ -40,7 +40,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # By fixture, the marker of the tests that use it.
-_MARKERS = {"cluster": "ray", "postgres": "postgres", "s3": "s3"}
+_MARKERS = {"browser": "browser", "cluster": "ray", "postgres": "postgres", "s3": "s3"}
 
 
 @pytest.fixture
@@ -66,10 +66,17 @@ def small_model(default_model: Path) -> Path:
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         for fixture in _MARKERS.keys() & set(getattr(item, "fixturenames", ())):
             item.add_marker(_MARKERS[fixture])
+    if shutil.which("chromium") is None and (left_out := [each for each in items if _needs_browser(each)]):
+        items[:] = [each for each in items if not _needs_browser(each)]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _needs_browser(item: pytest.Item) -> bool:
+    return item.get_closest_marker("browser") is not None
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -16,6 +16,7 @@ from backfill.core.slo import SLO
 from backfill.costs.profile import FitError
 from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
 from backfill.generation.timeline import RequestRecord
+from backfill.http.metrics import exposed
 from tests.builders import make_info, make_profile
 
 SERVER_SLO = SLO(ttft_s=1.5, tpot_s=0.11)
@@ -105,11 +106,20 @@ def test_a_stopped_step_computed_nothing() -> None:
     assert value(registry, "discarded_tokens_total", **{"class": "offline"}) == 90
 
 
+def test_samples_that_are_asked_for_come_alone() -> None:
+    metrics = make_metrics()
+    metrics.engine.on_report(report(StepStats("online", 3, 0.01, 0.0)))
+    names = ("backfill:kv_blocks", "backfill:step_seconds_sum", "backfill:slo_seconds", "backfill:no_such")
+    lines = exposed(metrics.registry, names).decode().splitlines()
+    samples = {line.partition("{")[0] for line in lines if not line.startswith("#")}
+    assert samples == set(names[:3])
+
+
 def test_renamed_metrics_keep_their_old_names_with_the_same_values() -> None:
     metrics = make_metrics()
     step = StepStats("offline", 90, 0.05, 0.4, stopped=True, stop_latency_s=0.002)
     metrics.engine.on_report(report(step, 3, 90))
-    lines = metrics.expose().decode().splitlines()
+    lines = exposed(metrics.registry).decode().splitlines()
     for new, old, full in (
         ("step_stops_total", "step_aborts_total", 1),
         ("discarded_tokens_total", "aborted_tokens_total", 2),
@@ -183,13 +193,13 @@ def test_objectives_are_counted_for_the_log() -> None:
 def test_failed_tasks_are_counted_and_creation_times_of_counters_are_not_exposed() -> None:
     metrics = Metrics("m", make_info(), slo=SERVER_SLO, task_failures={"sweeper": 2})
     metrics.http.on_request("GET", "/v1/models", 200, 0.1)
-    assert b'backfill:task_failures_total{task="sweeper"} 2.0' in metrics.expose()
-    assert b"_created" not in metrics.expose()
+    assert b'backfill:task_failures_total{task="sweeper"} 2.0' in exposed(metrics.registry)
+    assert b"_created" not in exposed(metrics.registry)
 
 
 def test_the_profile_in_use_and_its_error_are_shown() -> None:
     metrics = make_metrics()
-    assert b"cost_profile" not in metrics.expose(), "without a profile there is nothing to show"
+    assert b"cost_profile" not in exposed(metrics.registry), "without a profile there is nothing to show"
     coarse = replace(make_profile(), quality="coarse", error=FitError(0.2, 0.7, 18))
     metrics.engine.on_profile(coarse)
     assert value(metrics.registry, "cost_profile_info", quality="coarse") == 1

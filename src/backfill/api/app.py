@@ -17,6 +17,7 @@ from backfill.http.bodies import json_body
 from backfill.http.errors import RateLimited
 from backfill.http.middleware import HttpMiddleware, RequestIdMiddleware
 from backfill.http.openapi import answers, takes_json
+from backfill.http.page import build_page_router
 from backfill.http.streaming import EventStream, WholeResponse
 from backfill.protocol.chat import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
 from backfill.protocol.generation import CompletionRequest, GenerationEndpoint
@@ -31,8 +32,10 @@ def create_app(state: ServerState) -> FastAPI:
     router = APIRouter()
     _add_model_routes(router, state)
     _add_load_routes(router, state)
-    status = build_status_router(lambda: _health(state), lambda: _metrics(state))
-    app = new_app("Backfill", (router, status), state)
+    status = build_status_router(
+        lambda: _health(state), lambda: None if state.metrics is None else state.metrics.registry
+    )
+    app = new_app("Backfill", (router, status, build_page_router()), state)
     add_checks(app, state.server_config, state.api_keys)
     app.add_middleware(CountingMiddleware, state=state)
     app.add_middleware(RequestIdMiddleware, clock=state.clock)
@@ -123,10 +126,6 @@ def _health(state: ServerState) -> Response:
     if state.admission.is_offline_suspended:
         return JSONResponse({"status": "offline work is suspended: the engine kept dying"})
     return Response(status_code=200)
-
-
-def _metrics(state: ServerState) -> bytes:
-    return b"" if state.metrics is None else state.metrics.expose()
 
 
 async def _generate(request: Request, state: ServerState, endpoint: GenerationEndpoint) -> Response:

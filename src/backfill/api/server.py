@@ -186,6 +186,8 @@ class Server:
             freeze_heap()
             # Not earlier: without streams a late loop delays nobody.
             self._lag_task = self._tasks.start(self.state.metrics.loop_lag.run(), "loop-lag")
+        elif self.state.metrics is not None:
+            self.state.metrics.engine.on_objectives(ready.default_slo)
         if ready.profile is not None:
             self._show_profile(ready.profile)
         if self._signals.asked.is_set():
@@ -231,6 +233,8 @@ class Server:
             slo = self.state.client.default_slo or facts.default_slo
             facts = replace(facts, profile=profile, default_slo=slo)
             self._processes.configure(self.state.preparer, facts)
+            if self.state.metrics is not None:
+                self.state.metrics.engine.on_objectives(slo)
         self._show_profile(profile)
 
     def _show_profile(self, profile: CostProfile) -> None:

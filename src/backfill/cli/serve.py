@@ -141,7 +141,8 @@ def _run(
     def on_ready(ready: Ready) -> None:
         took_s = time.monotonic() - started_at_s
         what = f"Backfill serves {served.names[0]} on {address.url}  (ready in {took_s:.1f} s)"
-        announce(f"{what}\n{_sizes(ready.info, engine_config)}", address, ready.info.max_model_len)
+        page = f"  a chat, the live view and batches in a browser: {address.url}/"
+        announce(f"{what}\n{_sizes(ready.info, engine_config)}\n{page}", address, ready.info.max_model_len)
 
     async def run() -> signal.Signals | None:
         server = Server(

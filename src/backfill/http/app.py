@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
 
 from backfill import __version__
@@ -15,6 +16,7 @@ from backfill.http.config import ServerConfig
 from backfill.http.errors import install_error_handlers
 from backfill.http.files import HasJobs, build_files_router
 from backfill.http.keys import ApiKeys
+from backfill.http.metrics import exposed
 from backfill.http.middleware import ApiKeyMiddleware, ErrorMiddleware
 from backfill.http.openapi import DOCS_HEADERS, ERRORS, answers, docs_page, openapi_document
 from backfill.http.request_head import RequestHeadMiddleware
@@ -89,8 +91,10 @@ def add_checks(app: FastAPI, config: ServerConfig, api_keys: ApiKeys | None) -> 
         )
 
 
-def build_status_router(health: Callable[[], Response], metrics: Callable[[], bytes]) -> APIRouter:
-    """Answers with what ``health`` and ``metrics`` return."""
+def build_status_router(
+    health: Callable[[], Response], registry: Callable[[], CollectorRegistry | None]
+) -> APIRouter:
+    """Answers with what ``health`` returns, and the metrics of ``registry``; none before there is one."""
     router = APIRouter()
 
     @router.get("/health", response_class=Response)
@@ -109,9 +113,10 @@ def build_status_router(health: Callable[[], Response], metrics: Callable[[], by
         return Response(status_code=200)
 
     @router.get("/metrics", response_class=Response, responses=answers("text/plain"))
-    async def shown_metrics() -> Response:
-        """Metrics of this process as Prometheus text."""
-        return Response(metrics(), media_type=_METRICS_TYPE)
+    async def metrics(request: Request) -> Response:
+        """Metrics of this process as Prometheus text; with ``name[]``, the samples of these names."""
+        names, known = request.query_params.getlist("name[]"), registry()
+        return Response(b"" if known is None else exposed(known, names), media_type=_METRICS_TYPE)
 
     @router.get("/version")
     async def version() -> Json:

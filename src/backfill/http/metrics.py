@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter as Totals
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -17,6 +24,11 @@ PREFIX = "backfill:"
 
 # Each counter would expose the time of its creation as another series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+def exposed(registry: CollectorRegistry, names: Collection[str] = ()) -> bytes:
+    """Prometheus text of all samples, or of those with these names, such as ``backfill:step_seconds_sum``."""
+    return generate_latest(registry.restricted_registry(names) if names else registry)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,21 @@ from backfill.core.clock import Clock
 from backfill.http.connection import ClientStalls
 from backfill.http.errors import InvalidApiKey, error_response, response_id_of
 from backfill.http.keys import ApiKeys, sent_key
+from backfill.http.page import PAGE_PATHS
 
 OWNER_HEADER = "x-backfill-owner"
 ADMIN_PATH = "/router/engines"
 _MAX_REQUEST_ID_CHARS = 128
 # Browsers send no key when they open a page, and these paths show no data of clients.
-_PUBLIC_PATHS = frozenset(
-    {"/docs", "/health", "/health/live", "/metrics", "/openapi.json", "/ping", "/version"}
-)
+_PUBLIC_PATHS = PAGE_PATHS | {
+    "/docs",
+    "/health",
+    "/health/live",
+    "/metrics",
+    "/openapi.json",
+    "/ping",
+    "/version",
+}
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -30,14 +30,11 @@ class RouterMetrics(Collector):
         self._clock = clock
         self._sent: Counter[tuple[str, ...]] = Counter()
         self._engines = engines
-        self.registry = CollectorRegistry()
+        self.registry = CollectorRegistry(support_collectors_without_names=True)
         self.registry.register(self)
 
     def on_sent(self, engine: str, *, is_offline: bool) -> None:
         self._sent[engine, "offline" if is_offline else "online"] += 1
-
-    def expose(self) -> bytes:
-        return generate_latest(self.registry)
 
     def collect(self) -> Iterable[Metric]:
         families = Families()

@@ -9,6 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from backfill.api.metrics.requests import ITL_S
+from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
 from backfill.engine.messages import EngineStats, StepKind, StepReport
 from backfill.execution.executor import ExecutorInfo
@@ -27,11 +28,18 @@ class EngineMetrics:
     """What the engine reports after each step.
 
     Args:
+        slo: the server's objectives.
         vllm_names: expose the metrics that routers and autoscalers read under vLLM's names too.
     """
 
     def __init__(
-        self, registry: CollectorRegistry, labels: dict[str, str], info: ExecutorInfo, *, vllm_names: bool
+        self,
+        registry: CollectorRegistry,
+        labels: dict[str, str],
+        info: ExecutorInfo,
+        slo: SLO,
+        *,
+        vllm_names: bool,
     ) -> None:
         self._state = _EngineState(
             labels, token_bytes=info.block_bytes / info.block_size, vllm_names=vllm_names
@@ -55,6 +63,11 @@ class EngineMetrics:
         self.offline_suspended = instruments.gauge(
             "offline_suspended", "1 while no offline work is accepted because the engine kept dying"
         )
+        self._slo = instruments.gauge(
+            "slo_seconds", "The server's objectives for online requests that bring none", "slo"
+        )
+        self._labels = labels
+        self.on_objectives(slo)
         facts = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
@@ -75,6 +88,11 @@ class EngineMetrics:
         self._step_seconds[step.kind].observe(step.seconds)
         if step.predicted_s > 0:
             self._step_ratio.observe(step.seconds / step.predicted_s)
+
+    def on_objectives(self, slo: SLO) -> None:
+        """The server's own objectives from now on."""
+        self._slo.labels(**self._labels, slo="ttft").set(slo.ttft_s)
+        self._slo.labels(**self._labels, slo="tpot").set(slo.tpot_s)
 
     def on_profile(self, profile: CostProfile) -> None:
         """The engine predicts steps with ``profile`` from now on."""

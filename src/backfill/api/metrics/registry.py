@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from backfill.api.metrics.engine import EngineMetrics
@@ -47,18 +47,16 @@ class Metrics:
         task_failures: Mapping[str, int] | None = None,
         vllm_names: bool = False,
     ) -> None:
-        self.registry = _Registry()
+        # Collectors name no metrics when they are registered: ``name[]`` asks all of them.
+        self.registry = _Registry(support_collectors_without_names=True)
         self.loop_lag = LoopLag(self.registry, model_name)
         if jobs is not None:
             self.registry.register(jobs)
         labels = {"model_name": model_name, "engine": "0"}
-        self.engine = EngineMetrics(self.registry, labels, info, vllm_names=vllm_names)
+        self.engine = EngineMetrics(self.registry, labels, info, slo, vllm_names=vllm_names)
         self.requests = RequestMetrics(self.registry, labels, info.max_model_len, slo)
         self.http = HttpMetrics(self.registry)
         self.registry.register(ProcessMetrics(preparation, task_failures or {}))
-
-    def expose(self) -> bytes:
-        return generate_latest(self.registry)
 
 
 class _Registry(CollectorRegistry):

@@ -1,0 +1,41 @@
+// Requests to this server, with the API key of this tab.
+
+const KEY = "backfill-api-key";
+
+export const key = {
+  get: () => sessionStorage.getItem(KEY) ?? "",
+  set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+};
+
+export class Refused extends Error {
+  /** The server's answer was an error; `message` is its own. */
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** The response to a request. Throws Refused, or TypeError where no server answers. */
+export async function request(path, options = {}) {
+  const headers = new Headers(options.headers);
+  if (key.get()) headers.set("Authorization", `Bearer ${key.get()}`);
+  const response = await fetch(path, { cache: "no-store", ...options, headers });
+  if (response.ok) return response;
+  if (response.status === 401) document.dispatchEvent(new Event("key-needed"));
+  throw new Refused(response.status, await reason(response));
+}
+
+export const getJson = async (path) => (await request(path)).json();
+
+export const postJson = (path, body, options = {}) =>
+  request(path, {
+    ...options,
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+  });
+
+async function reason(response) {
+  const body = await response.json().catch(() => null);
+  return body?.error?.message ?? body?.status ?? `HTTP ${response.status}`;
+}

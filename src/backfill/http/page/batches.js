@@ -1,0 +1,146 @@
+// Batches: upload, progress, results.
+
+import { getJson, key, postJson, request } from "./api.js";
+import { html } from "./chart.js";
+
+const INTERVAL_MS = 2000;
+const RATE_S = 60; // progress of so long tells the expected end
+const LIMIT = 20;
+const OPEN = new Set(["validating", "in_progress", "finalizing", "cancelling"]);
+const element = (id) => document.getElementById(id);
+
+export class Batches {
+  constructor() {
+    this.cursors = [null]; // of the pages up to the one that is shown
+    this.progress = new Map();
+    element("batch-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.upload();
+    });
+    element("batch-older").addEventListener("click", () => this.turn(() => this.cursors.push(this.lastId)));
+    element("batch-newer").addEventListener("click", () => this.turn(() => this.cursors.pop()));
+  }
+
+  async run() {
+    for (;;) {
+      if (!document.hidden) await this.read();
+      await new Promise((resolve) => setTimeout(resolve, INTERVAL_MS));
+    }
+  }
+
+  async turn(change) {
+    change();
+    await this.read();
+  }
+
+  async read() {
+    const cursor = this.cursors.at(-1);
+    try {
+      const page = await getJson(`v1/batches?limit=${LIMIT}${cursor ? `&after=${cursor}` : ""}`);
+      if (cursor === this.cursors.at(-1)) this.show(page);
+    } catch (error) {
+      if (error.status === 404) element("batches").hidden = true; // a server without batches
+      else if (error.status && error.status !== 401) this.say(error.message, true);
+      // Without a connection the head of the page says so.
+    }
+  }
+
+  show(page) {
+    this.lastId = page.data.at(-1)?.id;
+    element("batch-newer").disabled = this.cursors.length === 1;
+    element("batch-older").disabled = !page.has_more;
+    const focused = document.activeElement?.dataset?.action;
+    element("batch-list").tBodies[0].replaceChildren(...page.data.map((batch) => this.row(batch)));
+    if (focused) document.querySelector(`[data-action="${focused}"]`)?.focus();
+    const shown = new Set(page.data.map((batch) => batch.id));
+    for (const id of this.progress.keys()) if (!shown.has(id)) this.progress.delete(id);
+  }
+
+  row(batch) {
+    const { total, completed, failed } = batch.request_counts;
+    const done = completed + failed;
+    const bar = html("progress", { max: total || 1, value: done, ariaLabel: `${done} of ${total} lines` });
+    const lines = html("td", {}, bar, ` ${done.toLocaleString("en")} of ${total.toLocaleString("en")}`);
+    if (failed) lines.append(html("span", { className: "error", textContent: `, ${failed} failed` }));
+    const status = html("td", { textContent: batch.status.replace("_", " ") });
+    const [fault] = batch.errors?.data ?? [];
+    if (fault) status.append(html("div", { className: "error", textContent: fault.message }));
+    return html("tr", {}, html("th", { scope: "row", textContent: batch.id }), status, lines,
+      html("td", { textContent: this.expectedEnd(batch, done, total) }),
+      html("td", { textContent: batch.usage.output_tokens.toLocaleString("en") }), this.actions(batch));
+  }
+
+  expectedEnd(batch, done, total) {
+    if (!OPEN.has(batch.status)) {
+      const endedAt = batch.completed_at ?? batch.failed_at ?? batch.expired_at ?? batch.cancelled_at;
+      return endedAt ? `ended ${new Date(1000 * endedAt).toLocaleString()}` : "";
+    }
+    const now = performance.now() / 1000;
+    const points = (this.progress.get(batch.id) ?? []).filter((each) => each.at > now - RATE_S);
+    points.push({ at: now, done });
+    this.progress.set(batch.id, points);
+    const grown = done - points[0].done;
+    if (!grown || batch.status !== "in_progress") return "not known yet";
+    const left_s = ((total - done) * (now - points[0].at)) / grown;
+    return `in about ${left_s < 90 ? `${Math.ceil(left_s)} s` : left_s < 5400 ? `${Math.ceil(left_s / 60)} min` : `${(left_s / 3600).toFixed(1)} h`}`;
+  }
+
+  actions(batch) {
+    const cell = html("td");
+    const add = (words, name, act) => {
+      const button = html("button", { type: "button", textContent: words, ariaLabel: `${words}: ${batch.id}` });
+      button.dataset.action = `${name}-${batch.id}`;
+      button.addEventListener("click", () => act().catch((error) => this.say(error.message, true)));
+      cell.append(button);
+    };
+    if (batch.output_file_id) add("Results", "results", () => download(batch.output_file_id, `${batch.id}-output.jsonl`));
+    if (batch.error_file_id) add("Errors", "errors", () => download(batch.error_file_id, `${batch.id}-errors.jsonl`));
+    if (batch.status === "validating" || batch.status === "in_progress") {
+      add("Cancel", "cancel", async () => {
+        await request(`v1/batches/${batch.id}/cancel`, { method: "POST" });
+        await this.read();
+      });
+    }
+    return cell;
+  }
+
+  async upload() {
+    const [file] = element("batch-file").files;
+    const form = new FormData();
+    form.append("purpose", "batch");
+    form.append("file", file);
+    element("batch-send").disabled = true;
+    this.say(`Uploading ${file.name}`);
+    try {
+      const endpoint = await endpointOf(file);
+      const uploaded = await (await request("v1/files", { method: "POST", body: form })).json();
+      const body = { input_file_id: uploaded.id, endpoint, completion_window: element("batch-window").value };
+      const batch = await (await postJson("v1/batches", body)).json();
+      this.say(`Batch ${batch.id} runs ${file.name}`);
+      this.cursors = [null];
+      await this.read();
+    } catch (error) {
+      this.say(error.message, true);
+    }
+    element("batch-send").disabled = false;
+  }
+
+  say(text, isError = false) {
+    element("batch-message").textContent = text;
+    element("batch-message").className = isError ? "error" : "";
+  }
+}
+
+/** The `url` of a file's first line, which all of its lines have. */
+async function endpointOf(file) {
+  const start = await file.slice(0, 1 << 20).text();
+  return /"url"\s*:\s*"(\/v1\/[\w/]+)"/.exec(start)?.[1] ?? "/v1/chat/completions";
+}
+
+async function download(id, name) {
+  const path = `v1/files/${id}/content`;
+  const link = html("a", { download: name, href: path });
+  if (key.get()) link.href = URL.createObjectURL(await (await request(path)).blob()); // a link sends no key
+  link.click();
+  if (key.get()) setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+}

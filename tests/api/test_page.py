@@ -1,0 +1,198 @@
+"""The page at ``/`` in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright
+
+from backfill.http.page import PAGE_PATHS
+from tests.api.servers import RunningServer, small_server
+
+SHORT = 60_000  # ms; a busy machine is slow
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Chromium without a screen. Tests that use it are left out where there is none (tests/conftest.py)."""
+    quiet = ("disable-background-networking", "disable-component-update", "disable-sync", "no-sandbox")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=[f"--{each}" for each in quiet]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A tab, in which no script fails and nothing is asked of another host."""
+    faults: list[str] = []
+    page = browser.new_page(viewport={"width": 1200, "height": 1000})
+    page.set_default_timeout(SHORT)
+    expect.set_options(timeout=SHORT)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("request", lambda request: _note_foreign(request.url, faults))
+    yield page
+    page.close()
+    assert faults == []
+
+
+def _note_foreign(url: str, faults: list[str]) -> None:
+    if not url.startswith(("http://127.0.0.1:", "data:", "blob:")):
+        faults.append(url)
+
+
+def _without_an_end(route: Route) -> None:
+    body = {**(route.request.post_data_json or {}), "ignore_eos": True}
+    route.continue_(post_data=json.dumps(body))
+
+
+def figure_of(page: Page, chart: str) -> Locator:
+    return page.locator(".chart", has_text=chart).locator(".figure")
+
+
+def test_the_page_is_small_and_names_all_of_its_files(server: RunningServer) -> None:
+    contents = {path: server.http.get(path) for path in PAGE_PATHS}
+    assert all(each.status_code == 200 for each in contents.values())
+    assert sum(len(each.content) for each in contents.values()) < 200_000
+    text = "".join(each.text for each in contents.values())
+    named = set(re.findall(r'"(?:\./|page/)(\w+\.(?:js|css))"', text))
+    assert {f"/page/{name}" for name in named} == PAGE_PATHS - {"/"}
+
+
+def test_a_chat_streams_stops_and_is_seen_live(page: Page, server: RunningServer) -> None:
+    page.goto(f"{server.url}/")
+    expect(page.locator("#status")).to_have_text("ready")
+    expect(page.locator("#model")).to_contain_text("smollm2")
+    page.get_by_text("Parameters").click()
+    page.get_by_label("Tokens at most").fill("12")
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Message", exact=True).fill("What is gravity?")
+    page.keyboard.press("Enter")
+    expect(page.locator("#chat-log .note")).to_contain_text(", 12 tokens")
+    answer = page.locator("#chat-log .answer").text_content()
+    messages = [{"role": "user", "content": "What is gravity?"}]
+    body = {"messages": messages, "max_tokens": 12, "temperature": 0}
+    whole = server.http.post("/v1/chat/completions", json=body).json()
+    assert answer == whole["choices"][0]["message"]["content"]
+    expect(figure_of(page, "Time to first token")).to_contain_text("met by")
+
+    page.route("**/v1/chat/completions", _without_an_end)
+    page.get_by_label("Tokens at most").fill("1500")
+    page.get_by_label("Class").select_option("flex")
+    page.get_by_label("Message", exact=True).fill("Count to one thousand.")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#chat-log .answer")).to_have_count(2)
+    expect(figure_of(page, "Requests that")).to_contain_text("offline 1")
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator("#chat-log .note").last).to_have_text("stopped")
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
+
+
+def test_an_error_is_shown_in_the_server_s_words(page: Page, server: RunningServer) -> None:
+    page.goto(f"{server.url}/")
+    page.get_by_text("Parameters").click()
+    page.get_by_label("Tokens at most").fill("1000000")
+    page.get_by_label("Message", exact=True).fill("x")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#chat-log .error")).to_contain_text("max_tokens")
+
+
+def test_a_batch_is_uploaded_watched_and_its_results_downloaded(
+    page: Page, server: RunningServer, tmp_path: Path
+) -> None:
+    body = {"prompt": "Gravity", "max_tokens": 3}
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    lines = [json.dumps({"custom_id": str(index), **line}) for index in range(5)]
+    (tmp_path / "five.jsonl").write_text("\n".join(lines))
+    page.goto(f"{server.url}/")
+    page.get_by_label("Requests, JSONL").set_input_files(tmp_path / "five.jsonl")
+    page.get_by_role("button", name="Upload and run").click()
+    expect(page.locator("#batch-message")).to_contain_text("runs five.jsonl")
+    row = page.locator("#batch-list tbody tr").first
+    expect(row).to_contain_text("completed")
+    expect(row).to_contain_text("5 of 5")
+    with page.expect_download() as download:
+        row.get_by_role("button", name="Results").click()
+    results = Path(download.value.path()).read_text().splitlines()
+    assert sorted(json.loads(each)["custom_id"] for each in results) == list("01234")
+
+    page.get_by_label("Complete within").fill("soon")
+    page.get_by_role("button", name="Upload and run").click()
+    expect(page.locator("#batch-message.error")).to_contain_text("completion_window")
+
+
+def test_a_key_is_asked_for_once_and_used(page: Page, keyed_server: RunningServer) -> None:
+    page.goto(f"{keyed_server.url}/")
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.get_by_label("Key", exact=True).fill("one")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#model")).to_contain_text("context of")
+    page.reload()
+    expect(page.locator("#model")).to_contain_text("context of")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+
+
+def test_nothing_stays_stale_over_a_lost_connection_and_a_dead_engine(
+    page: Page, small_model: Path, tmp_path: Path
+) -> None:
+    with small_server(small_model, data_dir=tmp_path) as server:
+        page.goto(f"{server.url}/")
+        status = page.locator("#status")
+        expect(status).to_have_text("ready")
+        server.complete([7] * 500, max_tokens=4)
+        chart = page.locator(".chart", has_text="KV blocks").locator("svg")
+        expect(chart).to_have_attribute("aria-label", re.compile("kept for online [1-9]"))
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        expect(chart).to_have_attribute("aria-label", re.compile("kept for online 0,"))
+        expect(status).to_have_text("ready")
+        server.kill()
+        expect(status).to_contain_text("no connection to the server; what is shown is of")
+        expect(page.locator("body")).to_have_class("stale")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_contrast_and_a_narrow_screen_does_not_scroll_sideways(
+    page: Page, server: RunningServer, scheme: str
+) -> None:
+    page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+    page.set_viewport_size({"width": 360, "height": 800})
+    page.goto(f"{server.url}/")
+    expect(page.locator("#status")).to_have_text("ready")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    ratios = page.evaluate(_CONTRASTS)
+    assert {name: ratio for name, ratio in ratios.items() if ratio < 4.5} == {}
+    unnamed = page.evaluate(_UNNAMED)
+    assert unnamed == []
+
+
+_UNNAMED = """[...document.querySelectorAll("input, select, textarea, button")]
+  .filter((each) => !(each.labels?.length || each.textContent.trim() || each.ariaLabel))
+  .map((each) => each.id)"""
+# The contrast of each colour of text with the card behind it (WCAG 2.2, 1.4.3), by class or kind of element.
+_CONTRASTS = """() => {
+  const parse = (text) => text.match(/[0-9.]+/g).slice(0, 3).map((each) => {
+    const share = each / 255;
+    return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+  });
+  const weights = [0.2126, 0.7152, 0.0722];
+  const luminance = (text) => parse(text).reduce((sum, each, i) => sum + each * weights[i], 0);
+  const back = luminance(getComputedStyle(document.querySelector("section")).backgroundColor);
+  const ratios = {};
+  const kinds = "p, span, label, button, h1, h2, h3, th, td, a, summary, text";
+  for (const each of document.querySelectorAll(kinds)) {
+    const style = getComputedStyle(each);
+    const front = luminance(each instanceof SVGElement ? style.fill : style.color);
+    const name = `${each.tagName}.${each.className.baseVal ?? each.className}`;
+    ratios[name] = (Math.max(front, back) + 0.05) / (Math.min(front, back) + 0.05);
+  }
+  return ratios;
+}"""
