@@ -15,6 +15,7 @@ import random
 import statistics
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -86,31 +87,28 @@ def overhead(executor: TorchExecutor | ParallelExecutor, plan: StepPlan, rounds:
     return statistics.median(plain_s), statistics.median(ratios)
 
 
-def stop_latencies(
-    executor: TorchExecutor | ParallelExecutor, plan: StepPlan, step_s: float, rounds: int
-) -> tuple[int, list[float]]:
-    """Layers between safepoints, and seconds from each stop request to its safepoint."""
-    apart = max(1, int(_MAX_STOP_S / (step_s / executor.info.num_layers)))
-    rng, latencies = random.Random(0), []
+def stops(
+    executor: TorchExecutor | ParallelExecutor, plan: StepPlan, points: Safepoints, step_s: float, rounds: int
+) -> Iterator[tuple[float, float]]:
+    """Stop steps at random times. Of each that stopped: when it was asked to, and when it did."""
+    rng, num_layers = random.Random(0), executor.info.num_layers
     for number in range(1, rounds + 1):
         asked: list[float] = []
 
         def ask(step: int = 2 * number, asked: list[float] = asked) -> None:
-            time.sleep(rng.uniform(0.0, 0.8) * step_s)
+            time.sleep(rng.uniform(0.0, 0.7) * step_s)
             asked.append(time.monotonic())
             executor.request_stop(step)
 
-        points = Safepoints(apart, suspends=True)
         thread = threading.Thread(target=ask)
         thread.start()
         outcome = executor.run(StepPlan(2 * number, Compute(plan.slices, safepoints=points)))
         thread.join()
         if outcome.stopped_at_s is not None:
-            latencies.append(outcome.stopped_at_s - asked[0])
-            left = executor.info.num_layers - outcome.layers_done
-            left_s = step_s * left / executor.info.num_layers
-            executor.run(StepPlan(2 * number + 1, Resume(plan.slices, left, left_s, points)))
-    return apart, latencies
+            yield asked[0], outcome.stopped_at_s
+            left = num_layers - outcome.layers_done
+            resumed = Resume(plan.slices, left, step_s * left / num_layers, points)
+            executor.run(StepPlan(2 * number + 1, resumed))
 
 
 def main() -> None:
@@ -127,7 +125,9 @@ def main() -> None:
     )
     plan = make_plan(executor)
     step_s, ratio = overhead(executor, plan, options.rounds)
-    apart, latencies = stop_latencies(executor, plan, step_s, options.rounds)
+    apart = max(1, int(_MAX_STOP_S / (step_s / executor.info.num_layers)))
+    points = Safepoints(apart, suspends=True)
+    latencies = [stopped - asked for asked, stopped in stops(executor, plan, points, step_s, options.rounds)]
     group_s = apart * step_s / executor.info.num_layers
     p50, p99 = np.percentile(latencies, [50, 99])
     print(f"step of {_NUM_DECODES} decodes and {_CHUNK} prompt tokens: {step_s * 1000:.1f} ms")

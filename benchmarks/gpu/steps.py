@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,11 +20,11 @@ from typing import Any
 import torch
 from limits import seconds as device_seconds
 from micro_batches import measure as measure_micro_batches
-from safepoints import make_plan
+from safepoints import make_plan, stops
 
 from backfill.core.block import pack_block_ref
 from backfill.core.config import EngineConfig, SchedulerConfig
-from backfill.core.plan import AdmittedRequest, Compute, Resume, Safepoints, ScheduledSlice, StepPlan
+from backfill.core.plan import AdmittedRequest, Compute, Safepoints, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.execution.create import create_torch_executor
@@ -143,30 +141,15 @@ def measure_attention(executor: TorchExecutor, batch: int, context: int, count: 
 def measure_stops(executor: TorchExecutor, rounds: int) -> dict[str, float]:
     """Safepoints armed against not; from a stop's request to the host's answer and to an idle device."""
     plan = make_plan(executor, 64, 1024, 2048)
-    armed = replace(plan, work=Compute(plan.work.slices, safepoints=Safepoints(1, suspends=True)))  # type: ignore[union-attr]
+    points = Safepoints(1, suspends=True)
+    armed = replace(plan, work=Compute(plan.slices, safepoints=points))
     plain_s = wall_seconds(lambda: executor.run(plan))
     armed_s = wall_seconds(lambda: executor.run(armed))
-    rng, answers, idles = random.Random(0), [], []
-    for number in range(1, rounds + 1):
-        asked: list[float] = []
-
-        def ask(step: int = 2 * number, asked: list[float] = asked) -> None:
-            time.sleep(rng.uniform(0.0, 0.7) * armed_s)
-            asked.append(time.monotonic())
-            executor.request_stop(step)
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        points = Safepoints(1, suspends=True)
-        outcome = executor.run(StepPlan(2 * number, Compute(plan.work.slices, safepoints=points)))  # type: ignore[union-attr]
+    answers, idles = [], []
+    for asked_at_s, stopped_at_s in stops(executor, plan, points, armed_s, rounds):
         torch.cuda.synchronize()
-        idle_at_s = time.monotonic()
-        thread.join()
-        if outcome.stopped_at_s is not None:
-            answers.append(outcome.stopped_at_s - asked[0])
-            idles.append(idle_at_s - asked[0])
-            left = executor.info.num_layers - outcome.layers_done
-            executor.run(StepPlan(2 * number + 1, Resume(plan.work.slices, left, armed_s, points)))  # type: ignore[union-attr]
+        idles.append(time.monotonic() - asked_at_s)
+        answers.append(stopped_at_s - asked_at_s)
     return {
         "step_ms": 1e3 * plain_s, "armed_over_plain": armed_s / plain_s, "stops": len(answers),
         "layer_ms": 1e3 * plain_s / executor.info.num_layers,
