@@ -70,8 +70,8 @@ def config_of(folder: Path, interval: int | str, **changes: Any) -> EngineConfig
 
 
 def streamer_of(executor: TorchExecutor) -> LayerStreamer:
-    assert executor._streamer is not None
-    return executor._streamer
+    assert executor.streamer is not None
+    return executor.streamer
 
 
 def generate(executor: TorchExecutor, intervals: Sequence[int] = ()) -> list[list[int]]:

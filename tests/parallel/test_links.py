@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from backfill.execution.collectives import PeerFailed, StageHeader, StageLink
+from backfill.execution.collectives import Handover, PeerFailed, StageLink, Stop
 from backfill.models.decoder import HiddenState
 from backfill.parallel.shared_memory import create_memory, map_memory
 from backfill.parallel.sockets import KEY_BYTES, accept, address_of, connect_to, listen
@@ -54,19 +54,22 @@ def socket_links(
     return SocketLink(connection, shape, unseen(), sender_ahead_s), receiver
 
 
-def message(number: int) -> tuple[StageHeader, HiddenState | None]:
+def message(number: int) -> tuple[int, Handover | None]:
     if number % 4 == 3:
-        return StageHeader(number, failed=True), None
+        return number, None
     rows = torch.full((1 + number % 6, 5), float(number))
-    header = StageHeader(number, 12, 6 if number % 2 else None, 1e9 + number / 8)
-    return header, HiddenState(rows, rows + 0.5 if number % 3 else None)
+    stop = Stop(6, 1e9 + number / 8) if number % 2 else None
+    return number, Handover(12, stop, HiddenState(rows, rows + 0.5 if number % 3 else None))
 
 
-def assert_same(found: tuple[StageHeader, HiddenState | None], number: int) -> None:
-    header, state = message(number)
-    assert found[0] == header
-    rows = SHAPE.rows_of(found[1])
-    assert len(rows) == len(SHAPE.rows_of(state)) and all(map(torch.equal, rows, SHAPE.rows_of(state)))
+def assert_same(found: tuple[int, Handover | None], number: int) -> None:
+    _, sent = message(number)
+    _, received = found
+    assert found[0] == number and (received is None) == (sent is None)
+    if received is not None and sent is not None:
+        assert received._replace(state=None) == sent._replace(state=None)
+    rows, expected = SHAPE.rows_of(received), SHAPE.rows_of(sent)
+    assert len(rows) == len(expected) and all(map(torch.equal, rows, expected))
 
 
 @pytest.mark.parametrize("make", [shared_memory_links, gloo_links, socket_links])
@@ -76,10 +79,10 @@ def test_messages_arrive_in_order_and_the_sender_may_be_ahead(make: Callable[[],
 
     def send() -> None:
         for number in range(num_messages):
-            header, state = message(number)
-            sender.send(header, state)
-            if state is not None:
-                state.residual.fill_(-1.0)  # the sender may change what it has sent
+            _, handover = message(number)
+            sender.send(number, handover)
+            if handover is not None and handover.state is not None:
+                handover.state.residual.fill_(-1.0)  # the sender may change what it has sent
             if number == NUM_MESSAGES - 1:
                 begins.set()
 
@@ -125,16 +128,16 @@ def test_what_the_next_stage_does_not_read_is_sent_beside() -> None:
 
     def send() -> None:
         for number, state in enumerate(states):
-            sender.send(StageHeader(number), state)
+            sender.send(number, Handover(1, state=state))
 
     thread = threading.Thread(target=send)
     thread.start()
     thread.join(0.05)
     assert thread.is_alive()
     for number, expected in enumerate(states):
-        header, state = receiver.receive()
-        assert header.number == number
-        assert state is not None and torch.equal(state.residual, expected.residual)
+        found, handover = receiver.receive()
+        assert found == number and handover is not None and handover.state is not None
+        assert torch.equal(handover.state.residual, expected.residual)
     thread.join(60)
     assert not thread.is_alive()
     sender.close()
@@ -157,8 +160,8 @@ def test_a_sender_learns_that_the_next_stage_has_ended(make: Callable[[], Links]
 
 def test_times_of_stops_are_those_of_the_nodes_clock() -> None:
     sender, receiver = socket_links(100.0, -50.0)
-    sender.send(StageHeader(0, 12, 6, 7.0), None)
-    assert receiver.receive()[0].stopped_at_s == 157.0
+    sender.send(0, Handover(12, Stop(6, 7.0)))
+    assert receiver.receive() == (0, Handover(12, Stop(6, 157.0)))
     sender.close()
     receiver.close()
 
@@ -166,6 +169,6 @@ def test_times_of_stops_are_those_of_the_nodes_clock() -> None:
 def test_a_message_that_does_not_fit_is_refused() -> None:
     sender, receiver = shared_memory_links()
     with pytest.raises(ValueError, match="7 tokens, and at most 6 fit"):
-        sender.send(StageHeader(0), HiddenState(torch.zeros(7, 5), None))
+        sender.send(0, Handover(1, state=HiddenState(torch.zeros(7, 5), None)))
     sender.send(*message(1))  # nothing of the refused one was queued
     assert_same(receiver.receive(), 1)

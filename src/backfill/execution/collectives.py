@@ -64,34 +64,41 @@ class SoleSafepointGroup(SoleRank):
         pass
 
 
-class StageHeader(NamedTuple):
-    """What one stage tells the next of a step.
+class Stop(NamedTuple):
+    """Preemptible slices left the step at a safepoint, ``at_s`` on the executor's clock."""
+
+    layers_done: int
+    at_s: float
+
+
+class Handover(NamedTuple):
+    """What a stage begins a step with, and hands on to the next.
 
     Attributes:
-        number: counts the steps that a rank has begun.
         last_layer: the layer before which preemptible slices end.
-        stopped_layers: layers that the preemptible slices have passed; None if they were not stopped.
-        stopped_at_s: when they were stopped, on the executor's clock.
-        failed: the step has failed.
+        stop: of the preemptible slices; ``state`` is without them.
+        state: rows of the slices, one micro-batch after another; None without rows, and before the first
+            stage, which embeds them.
     """
 
-    number: int
-    last_layer: int = 0
-    stopped_layers: int | None = None
-    stopped_at_s: float = 0.0
-    failed: bool = False
+    last_layer: int
+    stop: Stop | None = None
+    state: HiddenState | None = None
 
 
 class StageLink(Protocol):
     """A queue of messages from a rank to that of the next stage with the same tensor rank."""
 
-    def send(self, header: StageHeader, state: HiddenState | None) -> None:
-        """Queue a message; blocks while the queue is full. ``state`` may be changed afterwards.
+    def send(self, number: int, handover: Handover | None) -> None:
+        """Queue a message; blocks while the queue is full. The state may be changed afterwards.
 
+        Args:
+            number: counts the steps that a rank has begun.
+            handover: None if the step has failed.
         Raises: PeerFailed if the receiver has ended.
         """
 
-    def receive(self) -> tuple[StageHeader, HiddenState | None]:
+    def receive(self) -> tuple[int, Handover | None]:
         """The next message, in the order of sending. Blocks until it is there.
 
         Raises: PeerFailed if the sender has ended.

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from backfill.core.plan import Safepoints, StepPlan
-from backfill.execution.collectives import (
-    PeerFailed,
-    RankLinks,
-    SoleSafepointGroup,
-    StageHeader,
-    StageLink,
-)
-from backfill.models.decoder import HiddenState
+from backfill.execution.collectives import Handover, PeerFailed, RankLinks, SoleSafepointGroup, StageLink
 from backfill.models.shard import ModelShard
 
 
@@ -39,28 +32,6 @@ class StopRequest:
 
     def is_requested(self, step: int) -> bool:
         return self._step == step
-
-
-class Stop(NamedTuple):
-    """Preemptible slices left the step at a safepoint, ``at_s`` on the executor's clock."""
-
-    layers_done: int
-    at_s: float
-
-
-class Handover(NamedTuple):
-    """What a stage begins a step with, and hands on to the next.
-
-    Attributes:
-        last_layer: the layer before which preemptible slices end.
-        stop: of the preemptible slices; ``state`` is without them.
-        state: rows of the slices, one micro-batch after another; None without rows, and before the first
-            stage, which embeds them.
-    """
-
-    last_layer: int
-    stop: Stop | None = None
-    state: HiddenState | None = None
 
 
 class Stage:
@@ -124,7 +95,7 @@ class Stage:
         self._group.fail_step()
         if self._outgoing is not None:
             with suppress(PeerFailed):
-                self._outgoing.send(StageHeader(self._number, failed=True), None)
+                self._outgoing.send(self._number, None)
         if self._incoming is not None:
             with suppress(PeerFailed):
                 self._incoming.receive()
@@ -133,23 +104,17 @@ class Stage:
         """What the stage before hands on; blocks until it does. Raises: PeerFailed."""
         if self._incoming is None:
             return Handover(self.shard.num_layers)
-        header, state = self._incoming.receive()
+        number, handover = self._incoming.receive()
         self._incoming = None
-        if header.failed:
+        if handover is None:
             raise PeerFailed("the stage before has failed in this step")
-        assert header.number == self._number, f"{header} in step {self._number}"
-        stopped = header.stopped_layers
-        return Handover(
-            header.last_layer, None if stopped is None else Stop(stopped, header.stopped_at_s), state
-        )
+        assert number == self._number, f"a message of step {number} in step {self._number}"
+        return handover
 
     def hand_on(self, done: Handover) -> None:
         """To the next stage. Raises: PeerFailed."""
         assert self._outgoing is not None, "the last stage hands nothing on"
-        header = StageHeader(self._number, done.last_layer)
-        if done.stop is not None:
-            header = header._replace(stopped_layers=done.stop.layers_done, stopped_at_s=done.stop.at_s)
-        self._outgoing.send(header, done.state)
+        self._outgoing.send(self._number, done)
         self._outgoing = None
 
     @property

@@ -29,6 +29,7 @@ from backfill.core.plan import (
 )
 from backfill.core.request import RequestId
 from backfill.execution.batch import FlatBatch, build_batch, host_batch
+from backfill.execution.collectives import Handover, Stop
 from backfill.execution.copies import BlockCopier
 from backfill.execution.decode_graphs import DecodeGraphs
 from backfill.execution.executor import ExecutorInfo, stopped_outcome
@@ -40,7 +41,7 @@ from backfill.execution.offloading import LayerStreamer
 from backfill.execution.pool_pair import CompletedCopies
 from backfill.execution.prompt_scoring import score_prompts
 from backfill.execution.sampler import ForbiddenTokens, RequestState, Sampler
-from backfill.execution.stage import Handover, Stage, Stop
+from backfill.execution.stage import Stage
 from backfill.models.decoder import DecoderModel
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class TorchExecutor:
         self._kv_pool = kv_pool
         self._copier = copier
         self._graphs = graphs
-        self._streamer = streamer
+        self.streamer = streamer
         self._pool_memory = pool_memory
         self._num_blocks = info.num_blocks
         self._memory_error: Exception | None = None
@@ -101,10 +102,6 @@ class TorchExecutor:
         self._states: dict[RequestId, RequestState] = {}
         self._sampled: Sequence[tuple[RequestId, int]] = ()  # in the last step, and not yet in the states
         self._suspended: dict[int, LayerPass] = {}  # by the plan's step; several may be in flight
-
-    @property
-    def streamer(self) -> LayerStreamer | None:
-        return self._streamer
 
     def fill_kv_pool(self, num_blocks: int) -> None:
         """Write zeros to the first blocks of the pool, so that their pages are mapped."""
@@ -138,7 +135,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Leave the other ranks, and end copies and transfers. No other call may follow."""
-        for each in (self._stage, self._copier, self._streamer, self.grammars):
+        for each in (self._stage, self._copier, self.streamer, self.grammars):
             if each is not None:
                 each.close()
 
@@ -221,9 +218,9 @@ class TorchExecutor:
         try:
             if plan.memory is not None:
                 self._resize_pool(plan.memory.num_blocks)
-            if self._streamer is not None:
+            if self.streamer is not None:
                 num_buffers = None if plan.memory is None else plan.memory.num_layers
-                self._streamer.change(plan.offload_interval, num_buffers)
+                self.streamer.change(plan.offload_interval, num_buffers)
             if plan.memory is not None:
                 logger.info(
                     "device memory: %d KV blocks, %d layers of weights",
@@ -250,7 +247,7 @@ class TorchExecutor:
             sampled,
             completed_copies=completed.blocks,
             completed_slot_copies=completed.slots,
-            weight_transfers=WeightTransfers() if self._streamer is None else self._streamer.take_transfers(),
+            weight_transfers=WeightTransfers() if self.streamer is None else self.streamer.take_transfers(),
         )
 
     def _within_grammars(self, outcome: StepOutcome, masks: TokenMasks) -> StepOutcome:
@@ -317,7 +314,7 @@ class TorchExecutor:
             stop: of an earlier stage.
         Returns: the stop of that one or of this stage, if any.
         """
-        model, stage, streams, streamer = self._model, self._stage, self._streams, self._streamer
+        model, stage, streams, streamer = self._model, self._stage, self._streams, self.streamer
         safepoints = stage.safepoints(running.layers_done, plan.safepoints)
         num_layers, end = model.num_layers, stage.layers.stop
         while running.micro_batches and (layer := running.layers_done) < num_layers:

@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from backfill.execution.collectives import PeerFailed, StageHeader
+from backfill.execution.collectives import Handover, PeerFailed, Stop
 from backfill.models.decoder import HiddenState
 from backfill.parallel.shared_memory_group import CLOSED, Signals
 from backfill.parallel.shared_state import RankProgress
 from backfill.parallel.sockets import fill_from, receive_exactly
 
 NUM_MESSAGES = 2  # queued at most: the stage before may be a step ahead while it computes another
-NUM_VALUES = 7  # of a header
+NUM_VALUES = 6  # of a header
 _HEADER = struct.Struct(f"<{NUM_VALUES}d")
 _SENDER, _RECEIVER = 0, 1
 _HEADER_BYTES = 64
@@ -42,8 +42,9 @@ class RowShape(NamedTuple):
         """Of residual and delta, in whole cache lines."""
         return -(-2 * self.num_rows * self.hidden_size * self.dtype.itemsize // 64) * 64
 
-    def rows_of(self, state: HiddenState | None) -> list[Tensor]:
+    def rows_of(self, handover: Handover | None) -> list[Tensor]:
         """Residual and perhaps delta; nothing without rows. Raises: ValueError if there are too many."""
+        state = None if handover is None else handover.state
         if state is None or len(state.residual) == 0:
             return []
         if len(state.residual) > self.num_rows:
@@ -53,24 +54,26 @@ class RowShape(NamedTuple):
         return [state.residual] if state.delta is None else [state.residual, state.delta]
 
 
-def state_of(rows: Sequence[Tensor]) -> HiddenState | None:
-    """What ``RowShape.rows_of`` has returned the rows of."""
-    return HiddenState(rows[0], rows[1] if len(rows) > 1 else None) if rows else None
+def pack_header(number: int, handover: Handover | None, rows: Sequence[Tensor]) -> tuple[float, ...]:
+    """``NUM_VALUES`` float64 values: all but the rows, how many tensors they are, and the rows of each."""
+    last_layer, stop, _ = handover or (math.nan, None, None)
+    layers_done, stopped_at_s = stop or (math.nan, math.nan)
+    return number, last_layer, layers_done, stopped_at_s, len(rows), len(rows[0]) if rows else 0
 
 
-def pack_header(header: StageHeader, rows: list[Tensor]) -> tuple[float, ...]:
-    """``NUM_VALUES`` float64 values: the header, how many tensors follow it, and the rows of each."""
-    number, last_layer, stopped_layers, stopped_at_s, failed = header
-    stopped = math.nan if stopped_layers is None else stopped_layers
-    return number, last_layer, stopped, stopped_at_s, failed, len(rows), len(rows[0]) if rows else 0
+def unpack_header(values: Iterable[float]) -> tuple[int, Handover | None, int, int]:
+    """What ``pack_header`` was given, without the rows; how many tensors follow, and the rows of each."""
+    number, last_layer, layers_done, stopped_at_s, num_tensors, num_rows = values
+    stop = None if math.isnan(layers_done) else Stop(int(layers_done), stopped_at_s)
+    handover = None if math.isnan(last_layer) else Handover(int(last_layer), stop)
+    return int(number), handover, int(num_tensors), int(num_rows)
 
 
-def unpack_header(values: Iterable[float]) -> tuple[StageHeader, int, int]:
-    """The header, how many tensors follow it, and the rows of each."""
-    number, last_layer, stopped, stopped_at_s, failed, num_tensors, num_rows = values
-    stopped_layers = None if math.isnan(stopped) else int(stopped)
-    header = StageHeader(int(number), int(last_layer), stopped_layers, stopped_at_s, bool(failed))
-    return header, int(num_tensors), int(num_rows)
+def with_rows(handover: Handover | None, rows: Sequence[Tensor]) -> Handover | None:
+    """The handover that ``RowShape.rows_of`` has returned the rows of."""
+    if handover is None or not rows:
+        return handover
+    return handover._replace(state=HiddenState(rows[0], rows[1] if len(rows) > 1 else None))
 
 
 class SharedMemoryLink:
@@ -98,28 +101,26 @@ class SharedMemoryLink:
     def num_bytes(shape: RowShape) -> int:
         return Signals.num_bytes(2, 0) + NUM_MESSAGES * (_HEADER_BYTES + shape.num_bytes)
 
-    def send(self, header: StageHeader, state: HiddenState | None) -> None:
-        rows = self._shape.rows_of(state)
+    def send(self, number: int, handover: Handover | None) -> None:
+        rows = self._shape.rows_of(handover)
         self._wait_for(_RECEIVER, self._count + 1 - NUM_MESSAGES)
         slot = self._count % NUM_MESSAGES
-        for index, value in enumerate(pack_header(header, rows), 8 * slot):
+        for index, value in enumerate(pack_header(number, handover, rows), 8 * slot):
             self._headers[index] = value
         for tensor, target in zip(rows, self._data[slot], strict=False):
             target[: len(tensor)].copy_(tensor)
         self._count += 1
         self._signals.raise_to(self._count)
 
-    def receive(self) -> tuple[StageHeader, HiddenState | None]:
+    def receive(self) -> tuple[int, Handover | None]:
         self._wait_for(_SENDER, self._count + 1)
         slot = self._count % NUM_MESSAGES
-        header, num_tensors, num_rows = unpack_header(self._headers[8 * slot : 8 * slot + NUM_VALUES])
-        state = None
-        if num_tensors:
-            residual, delta = self._data[slot][:, :num_rows]
-            state = HiddenState(residual.clone(), delta.clone() if num_tensors > 1 else None)
+        values = self._headers[8 * slot : 8 * slot + NUM_VALUES]
+        number, handover, num_tensors, num_rows = unpack_header(values)
+        rows = [each.clone() for each in self._data[slot][:num_tensors, :num_rows]]
         self._count += 1
         self._signals.raise_to(self._count)
-        return header, state
+        return number, with_rows(handover, rows)
 
     def close(self) -> None:
         self._signals.close()
@@ -152,8 +153,8 @@ class SocketLink:
         self._sender = ThreadPoolExecutor(1, "stage-link")
         self._unsent: deque[Future[None]] = deque()
 
-    def send(self, header: StageHeader, state: HiddenState | None) -> None:
-        data, unsent = memoryview(self._packed(header, state)), self._unsent
+    def send(self, number: int, handover: Handover | None) -> None:
+        data, unsent = memoryview(self._packed(number, handover)), self._unsent
         try:
             with self._progress.exchanging():
                 while unsent and (unsent[0].done() or len(unsent) >= NUM_MESSAGES):
@@ -166,16 +167,16 @@ class SocketLink:
         except OSError as error:
             raise PeerFailed(f"the next stage cannot be reached: {error}") from error
 
-    def receive(self) -> tuple[StageHeader, HiddenState | None]:
+    def receive(self) -> tuple[int, Handover | None]:
         try:
             with self._progress.exchanging():
                 data = receive_exactly(self._connection, _HEADER.size)
-                header, num_tensors, num_rows = unpack_header(_HEADER.unpack(data))
+                number, handover, num_tensors, num_rows = unpack_header(_HEADER.unpack(data))
                 assert num_rows <= self._shape.num_rows, f"{num_rows} rows, at most {self._shape.num_rows}"
                 rows = [self._received_rows(num_rows) for _ in range(num_tensors)]
         except OSError as error:
             raise PeerFailed(f"the previous stage cannot be reached: {error}") from error
-        return header._replace(stopped_at_s=header.stopped_at_s - self._clock_ahead_s), state_of(rows)
+        return number, with_rows(_later(handover, -self._clock_ahead_s), rows)
 
     def close(self) -> None:
         with suppress(OSError):
@@ -183,10 +184,9 @@ class SocketLink:
         self._sender.shutdown()
         self._connection.close()
 
-    def _packed(self, header: StageHeader, state: HiddenState | None) -> bytearray:
-        rows = self._shape.rows_of(state)
-        header = header._replace(stopped_at_s=header.stopped_at_s + self._clock_ahead_s)
-        data = bytearray(_HEADER.pack(*pack_header(header, rows)))
+    def _packed(self, number: int, handover: Handover | None) -> bytearray:
+        rows = self._shape.rows_of(handover)
+        data = bytearray(_HEADER.pack(*pack_header(number, _later(handover, self._clock_ahead_s), rows)))
         for tensor in rows:
             data += _bytes_of(tensor.contiguous())
         return data
@@ -195,6 +195,13 @@ class SocketLink:
         rows = torch.empty(num_rows, self._shape.hidden_size, dtype=self._shape.dtype)
         fill_from(self._connection, _bytes_of(rows))
         return rows
+
+
+def _later(handover: Handover | None, by_s: float) -> Handover | None:
+    """On a clock that is ahead by so much."""
+    if handover is None or handover.stop is None:
+        return handover
+    return handover._replace(stop=handover.stop._replace(at_s=handover.stop.at_s + by_s))
 
 
 def _bytes_of(rows: Tensor) -> memoryview:

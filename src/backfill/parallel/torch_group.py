@@ -15,16 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backfill.execution.collectives import PeerFailed, StageHeader
-from backfill.models.decoder import HiddenState
+from backfill.execution.collectives import Handover, PeerFailed
 from backfill.parallel.shared_state import RankProgress
 from backfill.parallel.stage_links import (
     NUM_MESSAGES,
     NUM_VALUES,
     RowShape,
     pack_header,
-    state_of,
     unpack_header,
+    with_rows,
 )
 
 if TYPE_CHECKING:
@@ -168,9 +167,9 @@ class TorchLink:
         self._progress = progress
         self._sent: deque[list[tuple[Work, Tensor]]] = deque()
 
-    def send(self, header: StageHeader, state: HiddenState | None) -> None:
-        tensors = [tensor.clone() for tensor in self._shape.rows_of(state)]
-        values = torch.tensor(pack_header(header, tensors), dtype=torch.float64)
+    def send(self, number: int, handover: Handover | None) -> None:
+        tensors = [tensor.clone() for tensor in self._shape.rows_of(handover)]
+        values = torch.tensor(pack_header(number, handover, tensors), dtype=torch.float64)
         with _exchange(self._progress):
             while len(self._sent) >= NUM_MESSAGES:
                 for work, _ in self._sent.popleft():
@@ -179,18 +178,18 @@ class TorchLink:
             works += [(self._rows.send([tensor], 1, 1), tensor) for tensor in tensors]
         self._sent.append(works)
 
-    def receive(self) -> tuple[StageHeader, HiddenState | None]:
+    def receive(self) -> tuple[int, Handover | None]:
         values = torch.empty(NUM_VALUES, dtype=torch.float64)
         with _exchange(self._progress):
             self._headers.recv([values], 0, 0).wait()
-            header, num_tensors, num_rows = unpack_header(values.tolist())
+            number, handover, num_tensors, num_rows = unpack_header(values.tolist())
             tensors = [
                 torch.empty(num_rows, self._shape.hidden_size, dtype=self._shape.dtype, device=self._device)
                 for _ in range(num_tensors)
             ]
             for tensor in tensors:
                 self._rows.recv([tensor], 0, 1).wait()
-        return header, state_of(tensors)
+        return number, with_rows(handover, tensors)
 
     def close(self) -> None:
         """The other end finds its connections closed."""
