@@ -295,12 +295,28 @@ def largest(choices: Sequence[Choices], bandwidth: float) -> list[Option]:
         return [each[0] for each in options]
     if sum(each[-1].demand for each in options) <= limit:
         return [each[-1] for each in options]
+    price, found = _relaxation(choices, bandwidth)
+    losses: list[list[tuple[float, Option]]] = []
+    bound = price * limit
+    for of in options:
+        values = [each.saved_bytes - price * each.demand for each in of]
+        best = max(values)
+        bound += best
+        losses.append([(best - value, each) for value, each in zip(values, of, strict=True)])
+    return _least_lacking(losses, bound, max(1.0, bound - found), limit)
+
+
+def _relaxation(choices: Sequence[Choices], bandwidth: float) -> tuple[float, int]:
+    """The price of bandwidth in bytes saved, and what the options save that fit along the hulls.
+
+    The least demands fit, the largest ones do not.
+    """
     steps = sorted(
         ((segment, engine) for engine, each in enumerate(choices) for segment in each.hull),
         key=lambda step: -step[0].bytes_per_demand,
     )
-    reached = [0] * len(options)
-    left = bandwidth - sum(each[0].demand for each in options)
+    reached = [0] * len(choices)
+    left = bandwidth - sum(each.options[0].demand for each in choices)
     price: float | None = None
     blocked: set[int] = set()
     for segment, engine in steps:
@@ -314,17 +330,21 @@ def largest(choices: Sequence[Choices], bandwidth: float) -> list[Option]:
             if price is None:
                 price = segment.bytes_per_demand
     assert price is not None, "all of the largest demands fit"
-    found = sum(each[index].saved_bytes for each, index in zip(options, reached, strict=True))
-    losses: list[list[tuple[float, Option]]] = []
-    bound = price * limit
-    for of in options:
-        values = [each.saved_bytes - price * each.demand for each in of]
-        best = max(values)
-        bound += best
-        losses.append([(best - value, each) for value, each in zip(values, of, strict=True)])
+    return price, sum(each.options[index].saved_bytes for each, index in zip(choices, reached, strict=True))
+
+
+def _least_lacking(
+    losses: Sequence[Sequence[tuple[float, Option]]], bound: float, lacking: float, limit: float
+) -> list[Option]:
+    """The combination that saves most, with the least demand among these.
+
+    Args:
+        losses: each engine's options and what they lose.
+        bound: bytes that no combination exceeds.
+        lacking: of them in a combination that is known to fit.
+    """
     rounding = bound * ROUNDING + 0.5  # bytes are whole
-    half = len(options) // 2
-    lacking = max(1.0, bound - found)
+    half = len(losses) // 2
     allowed = lacking * _FIRST_LOSS
     while True:
         first, second = (
