@@ -10,10 +10,18 @@ from tests.api.servers import RunningServer, running_server, small_server
 
 
 @pytest.fixture(scope="package")
-def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """One server of the default model, shared by tests that do not change its state."""
-    options = ("--kv-gib", "0.25", "--max-model-len", "2048", "--max-body-bytes", "200000")
-    options += ("--vllm-metrics", "--batch-max-bytes", "1000000", "--batch-max-lines", "100")
+def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One server of the small model, shared by tests that do not change its state."""
+    options = ("--max-model-len", "2048", "--max-body-bytes", "200000", "--vllm-metrics")
+    options += ("--batch-max-bytes", "1000000", "--batch-max-lines", "100")
+    with small_server(small_model, *options, data_dir=tmp_path_factory.mktemp("data")) as server:
+        yield server
+
+
+@pytest.fixture(scope="package")
+def default_server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One server of the default model: it takes many times as long, so only slow tests ask it."""
+    options = ("--kv-gib", "0.25", "--max-model-len", "2048")
     with running_server(*options, data_dir=tmp_path_factory.mktemp("data")) as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""The Batches API through real HTTP: the official client, the default model."""
+"""The Batches API through real HTTP: the official client, the small model."""
 
 from __future__ import annotations
 

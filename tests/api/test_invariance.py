@@ -1,4 +1,4 @@
-"""What else is served changes no answer: the default model in bfloat16, alone and beside a flood."""
+"""What else is served changes no answer: the small model, and the default one in bfloat16, beside a flood."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
 
+import pytest
+
 from tests.api.servers import RunningServer
 
 # Lengths on both sides of blocks, of chunks of keys (128), and of rows that a kernel computes together.
-PROMPTS = [[(1009 * index + 31 * at) % 40000 + 100 for at in range(11 + 59 * index)] for index in range(4)]
-NUM_TOKENS = 12
+PROMPTS = [[(1009 * index + 31 * at) % 40000 + 100 for at in range(11 + 59 * index)] for index in range(3)]
+NUM_TOKENS = 8
 NUM_FLOODING = 4
 _salts = itertools.count()
 
@@ -23,7 +25,9 @@ def complete(server: RunningServer, prompt: list[int], **fields: Any) -> dict[st
     return choice
 
 
-def test_answers_beside_a_flood_are_those_alone(server: RunningServer) -> None:
+@pytest.mark.parametrize("name", ["server", pytest.param("default_server", marks=pytest.mark.slow)])
+def test_answers_beside_a_flood_are_those_alone(name: str, request: pytest.FixtureRequest) -> None:
+    server: RunningServer = request.getfixturevalue(name)
     greedy, seeded = {"temperature": 0, "logprobs": 1}, {"temperature": 0.9, "seed": 5, "logprobs": 1}
     asked = [(prompt, fields) for prompt in PROMPTS for fields in (greedy, seeded)]
     alone = [complete(server, prompt, **fields) for prompt, fields in asked]

@@ -50,6 +50,7 @@ def own_server_options(model: Path, *options: str) -> tuple[str, ...]:
     return ("--model", str(model), "--server-option", " ".join((*SMALL_MODEL, *CONTEXT, *options)))
 
 
+@pytest.mark.slow  # servers of its own are below, and their figures in tests/bench
 def test_policies_one_after_another(small_model: Path, tmp_path: Path) -> None:
     with_more_time(lambda factor: check_policies(small_model, tmp_path / f"{factor:g}", factor))
 
