@@ -35,7 +35,8 @@ def create_app(state: ServerState) -> FastAPI:
     status = build_status_router(
         lambda: _health(state), lambda: None if state.metrics is None else state.metrics.registry
     )
-    app = new_app("Backfill", (router, status, build_page_router()), state)
+    routers = (router, status, build_page_router())
+    app = new_app("Backfill", routers, state, state.server_config.root_path)
     add_checks(app, state.server_config, state.api_keys)
     app.add_middleware(CountingMiddleware, state=state)
     app.add_middleware(RequestIdMiddleware, clock=state.clock)

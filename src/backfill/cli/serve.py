@@ -81,8 +81,9 @@ app = command(
         "promote_before safepoints preemption max_stop_s",
         "KV memory": "kv_gib block_size host_kv_gib checkpointing checkpoint_from checkpoint_all_from "
         "kv_restore victims prefix_caching prefix_cache_scope kv_layout",
-        "Server": "host port data_dir api_key api_key_file allowed_hosts allowed_origins strict "
-        "shed_hopeless shutdown_timeout sse_keep_alive_interval vllm_metrics log_level",
+        "Address": "host port uds ssl_certfile ssl_keyfile root_path allowed_hosts allowed_origins",
+        "Server": "data_dir api_key api_key_file strict shed_hopeless shutdown_timeout "
+        "sse_keep_alive_interval vllm_metrics log_level",
         "Limits": "max_queued_requests max_queued_offline_requests max_body_bytes max_inflight_body_bytes "
         "max_response_tokens max_connections head_timeout body_timeout write_timeout",
         "Batches": "order batch_api batch_database_url batch_file_store batch_lease_timeout batch_max_lines "
@@ -141,8 +142,10 @@ def _run(
     def on_ready(ready: Ready) -> None:
         took_s = time.monotonic() - started_at_s
         what = f"Backfill serves {served.names[0]} on {address.url}  (ready in {took_s:.1f} s)"
-        page = f"  a chat, the live view and batches in a browser: {address.url}/"
-        announce(f"{what}\n{_sizes(ready.info, engine_config)}\n{page}", address, ready.info.max_model_len)
+        page = (
+            "" if server_config.uds else f"\n  a chat, the live view and batches in a browser: {address.url}/"
+        )
+        announce(f"{what}\n{_sizes(ready.info, engine_config)}{page}", address, ready.info.max_model_len)
 
     async def run() -> signal.Signals | None:
         server = Server(

@@ -126,6 +126,10 @@ def _server_of(
         server,
         api_key=() if key is None else (f"router={key}",),
         api_key_file=None,
+        uds=None,
+        ssl_certfile=None,
+        ssl_keyfile=None,
+        root_path="",
         chat_template=None if server.chat_template is None else server.chat_template.absolute(),
     )
     jobs = dataclasses.replace(jobs, data_dir=(jobs.data_dir / _FOLDER).absolute())

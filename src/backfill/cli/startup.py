@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib
 import json
 import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Coroutine
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _TINY_CONTEXT = 128
+_BACKLOG = 4096  # load generators open all connections at once
 NEEDS_MATPLOTLIB = "matplotlib, which is not installed: pip install 'backfill[plot]'"
 
 
@@ -162,11 +165,15 @@ def first_request(url: str, max_model_len: int, *, asks_for_keys: bool) -> str:
         path = "/v1/chat/completions"
         messages = [{"role": "user", "content": "What is gravity?"}]
         body = {"messages": messages, "temperature": 0.2}
+    target = f"{url}{path}"
+    if "+unix://" in url:
+        scheme, _, socket_path = url.partition("+unix://")
+        target = f"--unix-socket {socket_path} {scheme}://localhost{path}"
     # A key would be shown to whoever reads the log.
     key_header = ' -H "Authorization: Bearer $KEY"' if asks_for_keys else ""
     lines = [
         "Try, with an API key in KEY:" if asks_for_keys else "Try:",
-        f"curl {url}{path} -H 'Content-Type: application/json'{key_header} \\",
+        f"curl {target} -H 'Content-Type: application/json'{key_header} \\",
         f"  -d '{json.dumps(body)}'",
         "",
     ]
@@ -190,9 +197,44 @@ def listen(server: ServerConfig) -> Address:
     from backfill.http.keys import ApiKeys
 
     keys = ApiKeys(server.api_key, server.api_key_file) if server.asks_for_keys else None
+    _check_certificate(server)
+    scheme = "http" if server.certificate is None else "https"
+    if server.uds is not None:
+        return Address(_bind_path(server.uds), f"{scheme}+unix://{server.uds.absolute()}", keys)
     listener = bind(server.host, server.port, shares_port=server.shares_port)
     host, port = listener.getsockname()[:2]
-    return Address(listener, f"http://{f'[{host}]' if ':' in host else host}:{port}", keys)
+    return Address(listener, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", keys)
+
+
+def _check_certificate(server: ServerConfig) -> None:
+    """Raises: ConfigError."""
+    if server.certificate is None:
+        return
+    certfile, keyfile = server.certificate
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        # Nobody is asked for the key's password, as nobody is there when a service starts.
+        context.load_cert_chain(certfile, keyfile, password=lambda: "")
+    except OSError as error:
+        files = f"{certfile}" if keyfile is None else f"{certfile} with `ssl_keyfile` {keyfile}"
+        raise ConfigError(f"`ssl_certfile` {files} cannot be used: {error.strerror or error}.") from error
+
+
+def _bind_path(path: Path) -> socket.socket:
+    """Listen at a path, in place of a socket that nobody listens on. Raises: ConfigError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+                if other.connect_ex(str(path)) != errno.ECONNREFUSED:
+                    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+            path.unlink()
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"`uds` {path}: {error.strerror or error}.") from error
+    return listener
 
 
 def bind(host: str, port: int, *, shares_port: bool = False) -> socket.socket:
@@ -203,8 +245,7 @@ def bind(host: str, port: int, *, shares_port: bool = False) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
-        # A long backlog: load generators open all connections at once.
-        listener.listen(4096)
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror or error}.") from error

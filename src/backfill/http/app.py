@@ -51,10 +51,13 @@ UNSUPPORTED = (
 )
 
 
-def new_app(title: str, routers: Sequence[APIRouter], state: HasJobs) -> FastAPI:
+def new_app(title: str, routers: Sequence[APIRouter], state: HasJobs, root_path: str = "") -> FastAPI:
     """An application with these routes, those of files and batches where there are any, and its documents."""
     # FastAPI's own pages load scripts from another host.
-    app = FastAPI(title=title, version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
+    servers = [{"url": root_path}] if root_path else None
+    app = FastAPI(
+        title=title, version=__version__, servers=servers, docs_url=None, redoc_url=None, responses=ERRORS
+    )
     install_error_handlers(app)
     for router in routers:
         app.include_router(router)

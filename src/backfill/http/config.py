@@ -14,6 +14,7 @@ from backfill.protocol.options import MAX_RESPONSE_TOKENS, RequestOptions
 
 # A browser writes a name in Punycode, so nothing but ASCII can match.
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+", re.ASCII | re.IGNORECASE)
+_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
@@ -24,6 +25,10 @@ class ServerConfig(RequestOptions):
     Attributes:
         host: address to listen on.
         port: port to listen on.
+        uds: Unix domain socket to listen on, in place of host and port. Whom it lets in is the umask's.
+        ssl_certfile: PEM file of the certificate and its chain; the server then speaks HTTPS.
+        ssl_keyfile: PEM file of its key, where the certificate's file does not hold it.
+        root_path: path under which a reverse proxy offers this server, and which it strips, such as /llm.
         shares_port: another socket of this user reserves the port.
         api_key: key clients must send, as KEY or NAME=KEY; repeatable. Files and batches belong to NAME,
             which may have several keys, or to the KEY itself. Without a name, a KEY with an '=' within is
@@ -52,6 +57,10 @@ class ServerConfig(RequestOptions):
 
     host: str = "127.0.0.1"
     port: int = bounded(8000, least=0, most=65535)
+    uds: Path | None = None
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    root_path: str = ""
     shares_port: bool = internal(False)
     api_key: tuple[str, ...] = secret(())
     api_key_file: Path | None = None
@@ -78,10 +87,17 @@ class ServerConfig(RequestOptions):
     @property
     def is_on_loopback(self) -> bool:
         """Only programs of this machine can connect."""
+        if self.uds is not None:
+            return True
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def certificate(self) -> tuple[Path, Path | None] | None:
+        """Files of the certificate and of its key; None for plain HTTP."""
+        return None if self.ssl_certfile is None else (self.ssl_certfile, self.ssl_keyfile)
 
     @property
     def known_origins(self) -> tuple[str, ...]:
@@ -98,6 +114,12 @@ class ServerConfig(RequestOptions):
                     f"got {origin!r}.",
                     field="allowed_origins",
                 )
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("needs the certificate, `ssl_certfile`.", field="ssl_keyfile")
+        if self.root_path and not _PATH.fullmatch(self.root_path):
+            raise ConfigError(
+                f"must begin and not end with /, such as /llm, got {self.root_path!r}.", field="root_path"
+            )
         at_least("max_inflight_body_bytes", self.max_inflight_body_bytes, self.max_body_bytes)
         for field in ("shutdown_timeout", "sse_keep_alive_interval"):
             if not (seconds := getattr(self, field)) >= 0:

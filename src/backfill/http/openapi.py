@@ -77,7 +77,9 @@ def answers(*content_types: str) -> dict[int | str, dict[str, Any]]:
 def openapi_document(app: FastAPI) -> dict[str, Any]:
     """The application's document, made once. Every reference in it has a target."""
     if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        document = get_openapi(
+            title=app.title, version=app.version, routes=app.routes, servers=app.servers or None
+        )
         for operations in document["paths"].values():
             for operation in operations.values():
                 for content in operation.get("requestBody", {}).get("content", {}).values():

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -34,10 +35,20 @@ _DRAIN_POLL_S = 0.05
 class HttpServer(uvicorn.Server):
     """Uvicorn with connection limits and without its signal handlers: ``serving`` closes the connections."""
 
-    def __init__(self, app: object, limits: ConnectionLimits, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        app: object,
+        limits: ConnectionLimits,
+        clock: Clock | None = None,
+        *,
+        certificate: tuple[Path, Path | None] | None = None,
+    ) -> None:
+        certfile, keyfile = certificate or (None, None)
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
+                ssl_certfile=certfile,
+                ssl_keyfile=keyfile,
                 http=partial(LimitedHttpProtocol, limits=limits, clock=clock),  # type: ignore[arg-type]
                 ws="none",
                 access_log=False,
@@ -62,7 +73,8 @@ async def serving(
 
     Yields: a task, which ends within the block only if the HTTP server does.
     """
-    http = HttpServer(app, connection_limits(config, raise_open_files_limit()), clock)
+    limits = connection_limits(config, raise_open_files_limit())
+    http = HttpServer(app, limits, clock, certificate=config.certificate)
     task = asyncio.create_task(http.serve(sockets=[listener]))
     with contextlib.nullcontext() if api_keys is None else api_keys.watched():
         try:

@@ -91,7 +91,7 @@ def _is_of_model(path: str) -> bool:
 
 def create_router_app(state: RouterState) -> ASGIApp:
     status = build_status_router(lambda: _health(state), lambda: state.metrics.registry)
-    app = new_app("Backfill router", (status, _engine_routes(state)), state)
+    app = new_app("Backfill router", (status, _engine_routes(state)), state, state.server_config.root_path)
     app.add_middleware(ProxyMiddleware, state=state)
     add_checks(app, state.server_config, state.api_keys)
     app.add_middleware(RequestIdMiddleware, clock=state.clock)

@@ -1,0 +1,118 @@
+"""Sockets in place of ports, certificates, and the path of a reverse proxy."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+import uvloop
+
+from backfill.cli.startup import Address, first_request, listen
+from backfill.core.errors import ConfigError
+from backfill.http.app import new_app
+from backfill.http.config import ServerConfig
+from backfill.http.server import HttpServer
+from tests.api.servers import TIMEOUT_S
+from tests.api.sockets import limits
+
+
+async def hello(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"hello"})
+
+
+@contextmanager
+def serving(config: ServerConfig) -> Iterator[Address]:
+    address = listen(config)
+    server = HttpServer(hello, limits(), certificate=config.certificate)
+    thread = threading.Thread(target=lambda: uvloop.run(server.serve(sockets=[address.listener])))
+    thread.start()
+    try:
+        yield address
+    finally:
+        server.should_exit = True
+        thread.join(TIMEOUT_S)
+
+
+def test_a_socket_in_place_of_a_port_is_taken_over_once_nobody_listens(tmp_path: Path) -> None:
+    config = ServerConfig(uds=tmp_path / "backfill.sock")
+    for _ in range(2):  # the first one leaves its socket
+        with (
+            serving(config) as address,
+            httpx.Client(transport=httpx.HTTPTransport(uds=str(config.uds))) as client,
+        ):
+            assert client.get("http://localhost/").text == "hello"
+            with pytest.raises(ConfigError, match=r"`uds` .*backfill\.sock: Address already in use"):
+                listen(config)
+    assert address.url == f"http+unix://{config.uds}"
+    assert f"curl --unix-socket {config.uds} http://localhost/v1/" in first_request(
+        address.url, 8192, asks_for_keys=False
+    )
+
+
+@pytest.mark.parametrize("name", ["missing/a.sock", "x" * 120])
+def test_a_socket_that_cannot_be_made_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"`uds` .*{name}: "):
+        listen(ServerConfig(uds=tmp_path / name))
+
+
+def test_what_is_not_a_socket_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(ConfigError, match="Address already in use"):
+        listen(ServerConfig(uds=tmp_path / "notes"))
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+def test_a_socket_follows_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        listen(ServerConfig(uds=tmp_path / "a.sock")).listener.close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.sock").stat().st_mode & 0o077 == 0
+
+
+def test_a_certificate_makes_it_https(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    config = ServerConfig(port=0, ssl_certfile=tmp_path / "both.pem")
+    with serving(config) as address, httpx.Client(verify=context) as client:
+        assert address.url.startswith("https://127.0.0.1:")
+        assert client.get(address.url).text == "hello"
+        with pytest.raises(httpx.TransportError):
+            client.get(address.url.replace("https", "http"))
+        assert client.get(address.url).text == "hello"
+
+
+def test_files_that_are_no_certificate_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.pem").write_text("nothing")
+    for wrong in (tmp_path / "a.pem", tmp_path / "missing.pem"):
+        with pytest.raises(ConfigError, match=f"`ssl_certfile` {wrong} cannot be used: "):
+            listen(ServerConfig(port=0, ssl_certfile=wrong))
+    with pytest.raises(ConfigError, match="`ssl_certfile`"):
+        ServerConfig(ssl_keyfile=tmp_path / "a.pem").validate()
+
+
+@pytest.mark.parametrize("path", ["llm", "/llm/", "/", "/a b"])
+def test_a_root_path_that_is_none_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match="such as /llm"):
+        ServerConfig(root_path=path).validate()
+
+
+def test_the_document_names_the_path_of_the_proxy() -> None:
+    class NoJobs:
+        jobs = None
+
+    app = new_app("t", (), NoJobs(), "/llm")  # type: ignore[arg-type]
+    assert app.openapi()["servers"] == [{"url": "/llm"}]
