@@ -34,6 +34,11 @@ app.command(
 app.command("backfill.cli.router:app", name="router", help="Divide requests among several servers.")
 app.command("backfill.cli.pull:app", name="pull", help="Fetch a model, and print its folder.")
 app.command("backfill.cli.profile:app", name="profile", help="Time a model and save its cost profile.")
+app.command(
+    "backfill.cli.doctor:app",
+    name="doctor",
+    help="Say what this machine has, and what auto chooses.",
+)
 app.command("backfill.cli.simulate:app", name="simulate", help="Run a scenario in simulated time.")
 app.command(bench)
 
