@@ -28,6 +28,8 @@ app = App(
     version=_version,
 )
 app.command("backfill.cli.serve:app", name="serve", help="Serve a model over an OpenAI-compatible HTTP API.")
+app.command("backfill.cli.chat:chat_app", name="chat", help="Talk with a model in the terminal.")
+app.command("backfill.cli.chat:run_app", name="run", help="Answer one prompt in the terminal.")
 app.command(
     "backfill.cli.run_batch:app", name="run-batch", help="Answer requests of a file without a server."
 )
