@@ -48,6 +48,7 @@ def make_request(
     complete_by_s: float | None = None,
     prompt_token_ids: Sequence[int] | None = None,
     owner: str = "",
+    owner_weight: float = 1.0,
     cache_salt: str = "",
     **sampling: object,
 ) -> Request:
@@ -63,6 +64,7 @@ def make_request(
         slo=slo,
         complete_by_s=complete_by_s,
         owner=owner,
+        owner_weight=owner_weight,
         cache_salt=cache_salt,
     )
 

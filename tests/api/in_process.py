@@ -195,7 +195,8 @@ def in_process_server(
         server_config, engine_config, client, cast(PreparationClient, preparation), preparer, Phase.READY
     )
     state.clock = clock or state.clock
-    state.api_keys = ApiKeys(api_keys) if api_keys else None
+    if api_keys:
+        state.api_keys = ApiKeys(api_keys, server_config.api_key_file)
     state.metrics = Metrics("m", engine.info, slo=SLO(1.0, 0.15))
     generator = TextGenerator(client, tokenizer, state.metrics.requests, state.clock)
     state.service = CompletionService(tokenizer, generator)

@@ -64,6 +64,32 @@ def test_offline_requests_do_not_limit_online_ones(default_model: Path) -> None:
             assert f'class="{kind}",model_name="m",reason="queue_full"}} 1.0' in exposed
 
 
+def test_one_owner_cannot_take_the_places_of_another(default_model: Path, tmp_path: Path) -> None:
+    """It floods with online and flex requests, large bodies and many choices: it is refused, nobody else."""
+    key_file = tmp_path / "keys"
+    key_file.write_text("flood=one\n* requests-per-minute=100\nflood concurrency=3 weight=0.5\n")
+    limits = {**LIMITS, "max_queued_requests": 5, "api_key_file": key_file, "is_open": False}
+    with in_process_server(default_model, api_keys=("other=two",), **limits) as server:
+        server.http.headers["Authorization"] = "Bearer one"
+        other = {"Authorization": "Bearer two"}
+        with waiting(server, ONLINE, 1), waiting(server, {**FLEX, "n": 2}, 1):
+            for body in (ONLINE, FLEX):
+                refused = post(server, body)
+                assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+                assert "limit of 3 choices at once" in refused.json()["error"]["message"]
+            with RawClient(server.port) as client:
+                headers = {"Content-Length": "1000", "Authorization": "Bearer one", **JSON_TYPE}
+                client.send(request(path="/v1/completions", headers=headers))
+                assert client.answer()[0] == 429, "before its body has come"
+            server.engine.may_end.set()
+            assert server.http.post("/v1/completions", json=ONLINE, headers=other).status_code == 200
+        assert post(server, {**ONLINE, "n": 4}).status_code == 400, "more than it may ever have"
+        assert post(server, ONLINE).status_code == 200
+        weights = {each.owner: each.owner_weight for each in server.engine.requests}
+        assert weights == {"flood": 0.5, "other": 1.0}
+        assert 'reason="owner_limit"} 3.0' in server.http.get("/metrics").text
+
+
 def test_a_request_is_refused_before_its_body_is_parsed(default_model: Path) -> None:
     with in_process_server(default_model, is_open=False, **LIMITS) as server:
         with waiting(server, ONLINE, 2):

@@ -13,6 +13,7 @@ import pytest
 
 from backfill.core.errors import ConfigError
 from backfill.http.keys import ApiKeys, parse_key_file, parse_option
+from backfill.http.limits import NO_LIMITS, OwnerLimits
 from tests.api.in_process import unstarted_app
 from tests.jobs.doubles import InstantRunner, make_manager
 
@@ -95,7 +96,7 @@ def test_an_owner_has_several_keys_and_every_key_one_owner() -> None:
 
 def test_lines_of_a_file() -> None:
     content = b"\xef\xbb\xbf# ours\r\n\n  alice = one \nalice=t=w=o\n #bob=no\nbob=three"
-    assert [(key.owner, key.digest.hex()) for key in parse_key_file(content)] == [
+    assert [(key.owner, key.digest.hex()) for key in parse_key_file(content).keys] == [
         ("alice", digest_of("one")),
         ("alice", digest_of("t=w=o")),
         ("bob", digest_of("three")),
@@ -107,7 +108,18 @@ def test_lines_of_a_file() -> None:
     [
         (f"alice=a\n{SECRET}\n", "line 2: expected NAME=KEY"),
         (f"={SECRET}\n", "line 1: a name must be 1 to 64"),
-        (f"a b={SECRET}\n", "line 1: a name must be"),
+        (
+            f"a b={SECRET}\n",
+            "line 1: a limit must be concurrency, queued-tokens, requests-per-minute or weight",
+        ),
+        (f"a {SECRET}\n", "line 1: a limit must be"),
+        (f"a={SECRET} weight=2\n", "line 1: a key must be"),
+        ("a=b\na concurrency=0", "line 2: concurrency must be a whole number, at least 1, got '0'"),
+        ("a=b\na concurrency=", "line 2: concurrency must be"),
+        ("a=b\n* weight=nan", "line 2: weight must be from 0.001 to 1000, got 'nan'"),
+        ("a=b\na weight=2 weight=3", "line 2: weight is given twice"),
+        ("a=b\na weight=2\n\na weight=2", "line 4: the limits of a are given twice"),
+        ("a weight=2\n", "it has no keys"),
         ("# none\n\nalice=\n", "line 3: a key must be printable ASCII without spaces, and not empty"),
         (f"alice={SECRET} # hers\n", "line 1: a key must be"),
         (f"{'0' * 64}={SECRET}\n", "line 1: a name must not be 64 hexadecimal digits"),
@@ -123,6 +135,17 @@ def test_an_invalid_file_is_refused_with_the_line_number(content: str, error: st
         ApiKeys([], key_file)
     assert str(raised.value).startswith(f"`api_key_file` {key_file}: {error}")
     assert SECRET not in str(raised.value)
+
+
+def test_limits_are_of_an_owner_and_change_with_the_file(key_file: Path) -> None:
+    key_file.write_text("alice=one\nalice = two\n alice  concurrency=3 weight=0.5\n")
+    keys = ApiKeys(["bob=three"], key_file)
+    assert keys.limits_of("alice") == OwnerLimits(concurrency=3, weight=0.5)
+    assert keys.limits_of("bob") == keys.limits_of("*") == NO_LIMITS
+    key_file.write_text("alice=one\n* requests-per-minute=60\nbob queued-tokens=1000\n")
+    keys.reload()
+    assert keys.limits_of("alice") == OwnerLimits(requests_per_minute=60)
+    assert keys.limits_of("bob") == OwnerLimits(queued_tokens=1000), "the others' limits are not added"
 
 
 def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
@@ -156,7 +179,7 @@ def test_a_changed_file_is_loaded_and_an_invalid_one_is_not(
         keys.reload()
     assert owners() == ["root", "alice", "alice"]
     assert num_errors() == 1
-    assert "line 2: expected NAME=KEY. The keys are unchanged" in caplog.text
+    assert "line 2: expected NAME=KEY, or NAME and its limits. The keys are unchanged" in caplog.text
     key_file.unlink()
     for _ in range(3):
         keys.reload()

@@ -188,6 +188,7 @@ async def routing(
     data_dir: Path | None = None,
     api_keys: Sequence[str] = (),
     allowed_hosts: Sequence[str] = (),
+    api_key_file: Path | None = None,
     **options: Any,
 ) -> AsyncIterator[RunningRouter]:
     """A router in front of engines, which are started and ended.
@@ -207,7 +208,7 @@ async def routing(
         ServerConfig(shutdown_timeout=0.0, api_key=tuple(api_keys), allowed_hosts=tuple(allowed_hosts)),
         RouterConfig(engines=tuple(engine.url for engine in engines), **values),
         url=url,
-        api_keys=ApiKeys(api_keys) if api_keys else None,
+        api_keys=ApiKeys(api_keys, api_key_file) if api_keys else None,
         jobs_config=None
         if data_dir is None
         else JobsConfig(data_dir=data_dir, batch_min_free_gib=0.0).for_several_servers(),

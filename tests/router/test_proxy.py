@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -292,6 +293,21 @@ async def test_keys_are_checked_by_the_router_and_engines_are_told_the_owner() -
         seen, _ = engine.seen[0]
         assert seen["authorization"] == "Bearer secret"
         assert seen["x-backfill-owner"] == "alice"
+
+
+async def test_an_owner_has_its_limits_at_the_router(tmp_path: Path) -> None:
+    key_file = tmp_path / "keys"
+    key_file.write_text("flood=one\nflood requests-per-minute=2\n")
+    async with routing([StubEngine()], api_keys=["other=two"], api_key_file=key_file) as router:
+
+        async def status_of(key: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            async with router.http.post(COMPLETIONS, json={"prompt": "p"}, headers=headers) as response:
+                assert ("Retry-After" in response.headers) == (response.status == 429)
+                return response.status
+
+        assert [await status_of("one") for _ in range(3)] == [200, 200, 429]
+        assert await status_of("two") == 200
 
 
 @pytest.mark.parametrize("others", [1, 0])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,8 +9,7 @@ from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
 from backfill.http.errors import MAX_RETRY_AFTER_S, RateLimited
-
-_RATE_WINDOW = 64  # the last ended choices, from which the rate is estimated
+from backfill.http.limits import EndRate
 
 
 class Overloaded(RateLimited):
@@ -50,11 +47,10 @@ class Admission:
     """
 
     def __init__(self, limits: Mapping[ServiceClass, int], clock: Clock | None = None) -> None:
-        self._clock = WallClock() if clock is None else clock
         self.is_offline_suspended = False
         self._limits = limits
         self._num_open = dict.fromkeys(limits, 0)
-        self._ended_at_s = {which: deque[float](maxlen=_RATE_WINDOW) for which in limits}
+        self._ends = {which: EndRate(clock or WallClock()) for which in limits}
 
     @property
     def num_open(self) -> int:
@@ -101,16 +97,11 @@ class Admission:
         assert 0 <= num_choices <= self._num_open[which], (num_choices, self._num_open)
         self._num_open[which] -= num_choices
         if have_ended:
-            self._ended_at_s[which].extend([self._clock.now_s()] * num_choices)
+            self._ends[which].on_end(num_choices)
 
     def retry_after_s(self, service_class: ServiceClass, num_choices: int) -> int:
         """Whole seconds until so many choices of a class end at the recent rate, 1 to 120."""
-        ended_at_s = self._ended_at_s[service_class]
-        if len(ended_at_s) < 2:
-            return 1
-        elapsed_s = max(1e-3, self._clock.now_s() - ended_at_s[0])
-        estimate_s = num_choices * elapsed_s / len(ended_at_s)
-        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(estimate_s)))
+        return self._ends[service_class].retry_after_s(num_choices)
 
     def _overloaded(self, which: ServiceClass, num_excess: int) -> Overloaded:
         return Overloaded(which, self.retry_after_s(which, num_excess))

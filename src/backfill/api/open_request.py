@@ -16,6 +16,7 @@ from backfill.api.online_load import OpenChoice
 from backfill.api.state import ServerState
 from backfill.core.request import ServiceClass
 from backfill.http.bodies import json_body, owner_of
+from backfill.http.limits import OwnerSlot
 from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.generation_fields import MAX_CHOICES, REQUEST_HEADERS
 from backfill.protocol.preparer import RequestContext
@@ -44,15 +45,18 @@ class OpenRequest:
 
     generation: Generation
     arrived_at_s: float
+    _slot: OwnerSlot
     _reservation: Reservation
     _in_load: Sequence[OpenChoice]  # none for an offline request, and where the load is not predicted
     _held: ExitStack
 
     def on_first_token(self, choice: int) -> None:
+        self._slot.on_first_token(choice)
         if self._in_load:
             self._in_load[choice].on_first_token()
 
     def on_choice_end(self, choice: int) -> None:
+        self._slot.on_choice_end(choice)
         self._reservation.release_choice()
         if self._in_load:
             self._in_load[choice].on_end()
@@ -65,28 +69,34 @@ class OpenRequest:
 async def open_request(state: ServerState, endpoint: GenerationEndpoint, request: Request) -> OpenRequest:
     """Admit a request and prepare it. Without capacity it is refused before its body is read.
 
-    Raises, holding nothing: what ``json_body`` and ``Admission.reserve`` do; OfflineUnavailable;
-        ClientDisconnect; BackfillError for a body that cannot be served; ObjectiveUnavailable, RequestShed.
+    Raises, holding nothing: what ``json_body`` and ``Admission.reserve`` do; OwnerLimited;
+        OfflineUnavailable; ClientDisconnect; BackfillError for a body that cannot be served;
+        ObjectiveUnavailable, RequestShed.
     """
     state.admission.check_capacity()
     arrived_at_s: float = request.state.arrived_at_s
-    async with json_body(request, state.bodies, state.server_config.max_body_bytes) as body:
-        with ExitStack() as held:
+    with ExitStack() as held:
+        slot = state.limiter.enter(owner_of(request))
+        held.callback(slot.release)
+        async with json_body(request, state.bodies, state.server_config.max_body_bytes) as body:
             service_class, num_choices = peek(body.raw)
+            slot.resize(num_choices)
             reservation = state.admission.reserve(service_class, num_choices)
             held.callback(reservation.release)
             if service_class is ServiceClass.OFFLINE:
                 body.mark_offline()
-            generation = await state.prepare(
-                endpoint, body.raw, _context_of(request), service_class, request.receive
-            )
-            reservation.resize(generation.request.num_choices, generation.request.service_class)
+            context = _context_of(request, slot.weight)
+            generation = await state.prepare(endpoint, body.raw, context, service_class, request.receive)
+            prepared = generation.request
+            slot.resize(prepared.num_choices)
+            slot.queue([len(prepared.prompt_of(choice)) for choice in range(prepared.num_choices)])
+            reservation.resize(prepared.num_choices, prepared.service_class)
             in_load = count_online(state, generation, arrived_at_s)
             for choice in in_load:
                 held.callback(choice.on_end)
             state.begin_answer(generation)
             held.callback(state.end_answer)
-            return OpenRequest(generation, arrived_at_s, reservation, in_load, held.pop_all())
+            return OpenRequest(generation, arrived_at_s, slot, reservation, in_load, held.pop_all())
 
 
 def peek(raw: bytes) -> tuple[ServiceClass, int]:
@@ -131,6 +141,11 @@ def count_online(state: ServerState, generation: Generation, arrived_at_s: float
     return load.add(prompt_tokens, priority=request.priority, first_token_by_s=first_token_by_s)
 
 
-def _context_of(request: Request) -> RequestContext:
+def _context_of(request: Request, owner_weight: float) -> RequestContext:
     headers = {name: request.headers[name] for name in REQUEST_HEADERS if name in request.headers}
-    return RequestContext(request_id=request.state.request_id, headers=headers, owner=owner_of(request))
+    return RequestContext(
+        request_id=request.state.request_id,
+        headers=headers,
+        owner=owner_of(request),
+        owner_weight=owner_weight,
+    )

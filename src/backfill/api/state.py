@@ -21,6 +21,7 @@ from backfill.http.bodies import BodyBudget
 from backfill.http.config import ServerConfig
 from backfill.http.errors import Unavailable
 from backfill.http.keys import ApiKeys
+from backfill.http.limits import NO_LIMITS, OwnerLimiter, OwnerLimits
 from backfill.http.streaming import while_connected
 from backfill.jobs.manager import JobManager
 from backfill.preparation.client import PreparationClient
@@ -60,6 +61,7 @@ class ServerState:
     clock: Clock = field(default_factory=WallClock)  # of arrivals and of what is measured at the socket
     field_warnings: FieldWarnings = field(default_factory=FieldWarnings)
     admission: Admission = field(init=False)
+    limiter: OwnerLimiter = field(init=False)
     bodies: BodyBudget = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +71,11 @@ class ServerState:
             ServiceClass.OFFLINE: config.max_queued_offline_requests,
         }
         self.admission = Admission(limits)
+        self.limiter = OwnerLimiter(self._limits_of, self.clock)
         self.bodies = BodyBudget(config.max_inflight_body_bytes, config.max_body_bytes)
+
+    def _limits_of(self, owner: str) -> OwnerLimits:
+        return NO_LIMITS if self.api_keys is None else self.api_keys.limits_of(owner)
 
     def ready_service(self) -> CompletionService:
         """The service, if requests are accepted now. Raises: Unavailable."""

@@ -87,9 +87,10 @@ class Request:
     service_class: ServiceClass = ServiceClass.ONLINE
     slo: SLO | None = None  # None: no objective; an engine gives online requests its default
     complete_by_s: float | None = None  # end of an offline request's completion window, on the engine's clock
-    priority: int = 0  # lower is sooner, within a class
+    priority: int = 0  # lower is sooner, within a class and among requests of one owner
     arrived_at_s: float = 0.0  # on the engine's clock
-    owner: str = field(default="", repr=False)  # whose prefix cache it uses; empty without API keys
+    owner: str = field(default="", repr=False)  # of the API key: whose prefix cache it uses; empty without
+    owner_weight: float = 1.0  # of what its owner gets where requests of several owners wait
     # Requests share cached prefixes only with requests of the same salt.
     cache_salt: str = field(default="", repr=False)
     # Leading prompt tokens whose KV requests that are not submitted yet will need; None: not known.

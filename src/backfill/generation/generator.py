@@ -33,6 +33,7 @@ class GenerationRequest:
         slo: None for the engine's default, and for offline requests.
         complete_by_s: end of an offline request's completion window, on the monotonic clock.
         owner, cache_salt: who shares cached prefixes with it (``core.request.Request``). Never logged.
+        owner_weight: see ``Request``.
         num_reused_tokens: leading tokens of its prompt that waiting requests need too; None if not known.
     """
 
@@ -43,6 +44,7 @@ class GenerationRequest:
     slo: SLO | None = None
     complete_by_s: float | None = None
     owner: str = field(default="", repr=False)
+    owner_weight: float = 1.0
     cache_salt: str = field(default="", repr=False)
     num_reused_tokens: int | None = None
 
@@ -136,6 +138,7 @@ class TextGenerator:
                 complete_by_s=request.complete_by_s,
                 priority=request.priority,
                 owner=request.owner,
+                owner_weight=request.owner_weight,
                 cache_salt=request.cache_salt,
                 num_reused_tokens=request.num_reused_tokens,
                 arrived_at_s=arrived_at_s,

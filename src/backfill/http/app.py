@@ -29,7 +29,17 @@ _ANY_PAGE = (
     "and read and delete its files and batches"
 )
 _CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
-_CORS_HEADERS = ("retry-after", "x-backfill-warning", "x-request-id", "x-should-retry")
+_CORS_HEADERS = (
+    "retry-after",
+    "x-backfill-warning",
+    "x-ratelimit-limit-requests",
+    "x-ratelimit-limit-tokens",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-remaining-tokens",
+    "x-ratelimit-reset-requests",
+    "x-request-id",
+    "x-should-retry",
+)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Endpoints of OpenAI's API that this server does not support: 501, since a 404 suggests a wrong URL.
 UNSUPPORTED = (

@@ -33,7 +33,7 @@ class ServerConfig(RequestOptions):
         api_key: key clients must send, as KEY or NAME=KEY; repeatable. Files and batches belong to NAME,
             which may have several keys, or to the KEY itself. Without a name, a KEY with an '=' within is
             written =KEY.
-        api_key_file: file with lines NAME=KEY; read again when it changes.
+        api_key_file: file with lines NAME=KEY, and NAME LIMIT=VALUE; read again when it changes.
         allowed_hosts: further Host that requests may name, where it is checked: on loopback without an API
             key. Repeatable; * allows any.
         allowed_origins: origin of web pages that may use the server (CORS), such as https://app.example.

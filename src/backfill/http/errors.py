@@ -35,6 +35,7 @@ class RateLimited(Exception):
         service_class, reason: which requests are refused, and why, as a metric's labels.
         param: the field that asks for too much.
         may_retry: False if a retry would not help.
+        headers: further ones of the response.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class RateLimited(Exception):
         *,
         param: str | None = None,
         may_retry: bool = True,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -55,6 +57,7 @@ class RateLimited(Exception):
         self.reason = reason
         self.param = param
         self.may_retry = may_retry
+        self.headers = headers or {}
 
 
 class Unavailable(Exception):
@@ -122,7 +125,7 @@ def error_response(error: Exception, request_id: str = "") -> JSONResponse:
     match error:
         case RateLimited():
             body = error_body(str(error), "rate_limit_error", param=error.param, code=error.code)
-            headers = {"Retry-After": str(error.retry_after_s)}
+            headers = {"Retry-After": str(error.retry_after_s), **error.headers}
             return JSONResponse(body, 429, headers if error.may_retry else headers | _NO_RETRY)
         case BackfillError():
             status, body = error_of(error)

@@ -12,13 +12,14 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backfill.core.errors import ConfigError
+from backfill.http.limits import NO_LIMITS, OwnerLimits, parse_limits
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
@@ -33,6 +34,7 @@ _SENDABLE = re.compile(r"[!-~]+")  # printable ASCII: what every client can put 
 _MIN_PADDED_CHARS = 24
 _MAX_KEYS = 1000  # each request's key is compared with all of them
 _MAX_FILE_BYTES = 1 << 20
+_OTHERS = "*"  # in place of an owner's name
 _POLL_S = 2.0
 
 
@@ -42,6 +44,14 @@ class ApiKey:
 
     owner: str
     digest: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFile:
+    """Attributes: limits: by owner; those of ``OTHERS`` are for owners that have none of their own."""
+
+    keys: tuple[ApiKey, ...]
+    limits: Mapping[str, OwnerLimits]
 
 
 def is_sendable(key: str) -> bool:
@@ -78,22 +88,29 @@ def parse_option(text: str) -> ApiKey:
     return _unnamed(text)
 
 
-def parse_key_file(content: bytes) -> tuple[ApiKey, ...]:
-    """The keys of a file with lines ``NAME=KEY``; blank lines and lines that begin with ``#`` are skipped.
+def parse_key_file(content: bytes) -> KeyFile:
+    """A file with lines ``NAME=KEY``, and ``NAME LIMIT=VALUE ...`` or ``* LIMIT=VALUE ...``.
 
-    Raises: ConfigError with the number of the line, never its text; or when there is no key.
+    Blank lines and lines that begin with ``#`` are skipped.
+
+    Raises: ConfigError with the number of the line, never a key; or when there is no key.
     """
     keys: dict[bytes, ApiKey] = {}
+    limits: dict[str, OwnerLimits] = {}
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").splitlines(), start=1):
         try:
-            key = _parse_line(line)
-            if key is not None:
-                _add(keys, key)
+            match _parse_line(line):
+                case ApiKey() as key:
+                    _add(keys, key)
+                case (owner, of_owner):
+                    if owner in limits:
+                        raise ConfigError(f"the limits of {owner} are given twice")
+                    limits[owner] = of_owner
         except ConfigError as error:
             raise ConfigError(f"line {number}: {error}") from None
     if not keys:
         raise ConfigError("it has no keys")
-    return tuple(keys.values())
+    return KeyFile(tuple(keys.values()), limits)
 
 
 class ApiKeys:
@@ -117,6 +134,7 @@ class ApiKeys:
                 raise ConfigError(f"`api_key`{which}: {error}.") from None
         self._fixed = tuple(fixed.values())
         self._keys = self._fixed
+        self._limits: Mapping[str, OwnerLimits] = {}
         self._file = file
         self._content_digest = b""  # of the file as it was last read
         self._last_error = ""
@@ -130,6 +148,10 @@ class ApiKeys:
         # Comparing every key in constant time keeps the response time independent of the key.
         owners = [known.owner for known in self._keys if hmac.compare_digest(digest, known.digest)]
         return owners[0] if owners else None
+
+    def limits_of(self, owner: str) -> OwnerLimits:
+        limits = self._limits  # another thread may replace it
+        return limits.get(owner) or limits.get(_OTHERS, NO_LIMITS)
 
     def reload(self) -> None:
         """Load the keys of the file if it has changed. An invalid file is logged and changes nothing."""
@@ -175,25 +197,29 @@ class ApiKeys:
             logger.warning("--api-key-file %s can be read by every user of this machine (chmod 600)", path)
         try:
             keys = {key.digest: key for key in self._fixed}
-            for key in parse_key_file(content):
+            parsed = parse_key_file(content)
+            for key in parsed.keys:
                 _add(keys, key)
         except ConfigError as error:
             raise ConfigError(f"`api_key_file` {path}: {error}.") from None
-        self._keys = tuple(keys.values())
+        self._keys, self._limits = tuple(keys.values()), parsed.limits
         return True
 
 
-def _parse_line(line: bytes) -> ApiKey | None:
-    """The key of one line; None for a blank line or a comment. Raises: ConfigError."""
+def _parse_line(line: bytes) -> ApiKey | tuple[str, OwnerLimits] | None:
+    """The key of one line, or an owner's limits; None for a blank line or a comment. Raises: ConfigError."""
     try:
         text = line.decode().strip()
     except UnicodeDecodeError:
         raise ConfigError("it is not UTF-8") from None
     if not text or text.startswith("#"):
         return None
+    first, *limits = text.split()
+    if limits and (first == _OTHERS or _NAME.fullmatch(first)) and not limits[0].startswith("="):
+        return first, parse_limits(limits)
     name, equals, key = text.partition("=")
     if not equals:
-        raise ConfigError("expected NAME=KEY")
+        raise ConfigError("expected NAME=KEY, or NAME and its limits")
     return _named(name.strip(), key.strip())
 
 

@@ -91,6 +91,7 @@ class RequestContext:
         is_batch_line: the request is offline, whatever the body says, and does not stream.
         complete_by_s: end of its batch's completion window, on the monotonic clock.
         owner: of the API key that it came with, or of its batch; empty without keys. Never logged.
+        owner_weight: see ``Request``.
     """
 
     request_id: str | None = None
@@ -98,6 +99,7 @@ class RequestContext:
     is_batch_line: bool = False
     complete_by_s: float | None = None
     owner: str = field(default="", repr=False)
+    owner_weight: float = 1.0
 
 
 class GrammarNeeded(Exception):
@@ -173,6 +175,7 @@ class RequestPreparer:
                 slo=slo,
                 complete_by_s=context.complete_by_s,
                 owner=context.owner,
+                owner_weight=context.owner_weight,
                 cache_salt=body.cache_salt or "",
             ),
             endpoint=endpoint,

@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from backfill.core.clock import Clock
 from backfill.http.bodies import BodyBudget, HeldBody, json_body, owner_of
 from backfill.http.errors import LOST_HEADER, Unavailable
+from backfill.http.limits import OwnerLimiter, OwnerSlot
 from backfill.http.middleware import OWNER_HEADER
 from backfill.http.streaming import sse_event, while_connected
 from backfill.protocol.responses import error_body
@@ -94,12 +95,14 @@ class _Exchange:
     headers: list[tuple[str, str]]
     body: HeldBody
     routed: RoutedRequest
+    slot: OwnerSlot
     send: Send
     has_begun: bool = False
 
     async def begin(self, head: Message) -> None:
         self.has_begun = True
         self.body.release()
+        self.slot.on_first_token(0)
         await self.send(head)
 
     async def write(self, data: bytes, *, is_last: bool = False) -> None:
@@ -115,6 +118,7 @@ class Proxy:
     """Forwards to ``engines``.
 
     Attributes:
+        limiter: of what owners may have. Here a request counts as one choice, and its tokens as estimated.
         bodies: limits the bytes of bodies that are held until an answer has begun.
         checks_keys: the router knows its clients' keys, so engines are told the owner.
         num_open: requests whose answer is not complete.
@@ -123,6 +127,7 @@ class Proxy:
     engines: Engines
     clock: Clock
     metrics: RouterMetrics
+    limiter: OwnerLimiter
     bodies: BodyBudget
     max_body_bytes: int
     retry_timeout_s: float
@@ -130,19 +135,25 @@ class Proxy:
     num_open: int = field(default=0, init=False)
 
     async def generate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run a generation request. Raises, with nothing sent: what ``json_body`` does, Unavailable."""
+        """Run a generation request.
+
+        Raises, with nothing sent: what ``json_body`` does, OwnerLimited, Unavailable.
+        """
         request = Request(scope, receive)
+        owner = owner_of(request)
+        slot = self.limiter.enter(owner)
         self.num_open += 1
         try:
             async with json_body(request, self.bodies, self.max_body_bytes) as body:
-                owner = owner_of(request)
                 routed = await apart(body.num_bytes, peek, body.raw, request.headers, owner)
                 if routed.is_offline:
                     body.mark_offline()
+                slot.queue([routed.num_tokens])
                 headers = self._headers(request, owner)
-                exchange = _Exchange(scope["path"], headers, body, routed, send)
+                exchange = _Exchange(scope["path"], headers, body, routed, slot, send)
                 await while_connected(self._run(exchange), receive)
         finally:
+            slot.release()
             self.num_open -= 1
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,6 +13,7 @@ from backfill.engine.tasks import TaskWatch
 from backfill.http.bodies import BodyBudget
 from backfill.http.config import ServerConfig
 from backfill.http.keys import ApiKeys
+from backfill.http.limits import NO_LIMITS, OwnerLimiter
 from backfill.http.server import StopSignals, serving, until_none_is_open
 from backfill.jobs.config import JobsConfig
 from backfill.router.app import RouterState, create_router_app
@@ -87,10 +88,12 @@ class RouterServer:
                 return False
             metrics = RouterMetrics(engines, clock)
             bodies = BodyBudget(config.max_inflight_body_bytes, config.max_body_bytes)
+            keys = self._api_keys
             proxy = Proxy(
                 engines,
                 clock,
                 metrics,
+                OwnerLimiter(keys.limits_of if keys is not None else lambda _: NO_LIMITS, clock),
                 bodies,
                 config.max_body_bytes,
                 self._config.retry_timeout,

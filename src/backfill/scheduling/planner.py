@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
 from backfill.core.config import SchedulerConfig
@@ -206,7 +205,7 @@ class StepPlanner:
             waiting={
                 level: ()
                 if level in paused
-                else tuple(islice(queue.requests, min(num_most, -(-len(queue) // in_flight.max_more))))
+                else tuple(requests.first_waiting(level, min(num_most, -(-len(queue) // in_flight.max_more))))
                 for level, queue in requests.waiting.items()
             },
             num_blocks=kv.num_blocks,

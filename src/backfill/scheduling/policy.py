@@ -36,6 +36,8 @@ class RequestView(Protocol):
         """The smaller is the more urgent among requests of one priority level."""
 
     @property
+    def owner(self) -> str: ...
+    @property
     def slo(self) -> SLO | None:
         """None for requests without objectives, as all offline ones are."""
 
@@ -304,6 +306,13 @@ def split(requests: Sequence[R]) -> tuple[Sequence[R], Sequence[R]]:
     if len(decodes) == len(requests):
         return decodes, ()
     return decodes, [request for request in requests if not request.is_decoding]
+
+
+def in_turn(prefills: Sequence[R], waiting: Sequence[R]) -> Sequence[R]:
+    """Prompts in their order; where there are several owners, begun ones have had their turn and go first."""
+    if len({each.owner for each in (*prefills, *waiting)}) > 1:
+        return [*prefills, *waiting]
+    return list(merge(prefills, waiting, key=order_key))
 
 
 def _merged(levels: Sequence[Sequence[R]]) -> Sequence[R]:

@@ -6,6 +6,7 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from backfill.core.request import (
     ServiceClass,
     order_key,
 )
+from backfill.scheduling.owner_shares import OwnerShares
 from backfill.scheduling.prediction import StepPredictor
 
 _LEVELS = tuple(PriorityLevel)  # to iterate over the Enum takes longer
@@ -88,6 +90,8 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
+        self._num_of_owner = Counter[str]()
+        self._shares = OwnerShares()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -97,14 +101,32 @@ class RequestQueue:
         """In their order."""
         return self._requests
 
+    def first(self, num_most: int, running: Iterable[Request]) -> Sequence[Request]:
+        """Those to start next: in their order, and where several owners wait, their owners in turn.
+
+        ``running`` are the requests of this level that have started and are not in the queue.
+        """
+        if len(self._num_of_owner) < 2:
+            self._shares.forget()
+            return self._requests[:num_most]
+        return self._shares.order(self._requests, running, num_most)
+
     def push(self, request: Request) -> None:
         insort(self._requests, request, key=order_key)
+        self._num_of_owner[request.owner] += 1
 
     def remove(self, request: Request) -> None:
         """Remove a request that is in the queue, at any position."""
         index = bisect_left(self._requests, request.order_key, key=order_key)
         assert self._requests[index] is request, f"{request.request_id} is not where its key says"
         del self._requests[index]
+        self._num_of_owner[request.owner] -= 1
+        if not self._num_of_owner[request.owner]:
+            del self._num_of_owner[request.owner]
+
+    def on_end(self, request: Request) -> None:
+        """A request of this level is about to finish."""
+        self._shares.on_end(request)
 
 
 class UnfinishedRequests:
@@ -155,6 +177,11 @@ class UnfinishedRequests:
             requests.sort(key=order_key)
         return by_level
 
+    def first_waiting(self, level: PriorityLevel, num_most: int) -> Sequence[Request]:
+        """The requests of a level to start next."""
+        started = itertools.chain(self.running.values(), self.restoring.values())
+        return self.waiting[level].first(num_most, (each for each in started if each.priority_level is level))
+
     def add(self, request: Request) -> None:
         """Queue a new request."""
         assert request.request_id not in self.by_id, f"{request.request_id} is already known"
@@ -193,6 +220,7 @@ class UnfinishedRequests:
         """Forget a request that is about to finish."""
         if _is_queued(request):
             self.waiting[request.priority_level].remove(request)
+        self.waiting[request.priority_level].on_end(request)
         self.running.pop(request.request_id, None)
         self.restoring.pop(request.request_id, None)
         del self.by_id[request.request_id]

@@ -205,7 +205,7 @@ class _Step(Generic[R]):
                 if num_added < len(decodes):
                     return self.residuals.must_start(decodes[num_added], self._time_s)
                 continue
-            if not running or (waiting and urgency(waiting[0]) < urgency(running[0])):
+            if not running or (waiting and self._goes_before(waiting[0], running[0])):
                 request = waiting.popleft()
                 admission = self._admit(request, limits, self.may_preempt)
                 is_added = admission is Admission.ADMITTED
@@ -221,6 +221,11 @@ class _Step(Generic[R]):
             elif self._lacks_time(request) and self.residuals.must_start(request, self._time_s):
                 return True
         return self._time_s > self._bound_s
+
+    def _goes_before(self, waiting: R, running: R) -> bool:
+        """A waiting request goes before a running one of its owner alone: others wait for their turn."""
+        urgency = self.residuals.urgency
+        return waiting.owner == running.owner and urgency(waiting) < urgency(running)
 
     def add_offline(self) -> None:
         """Lines 17 to 33: by swap cost. Requests on the device have none; of them, decodes come first."""

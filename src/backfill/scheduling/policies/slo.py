@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from heapq import heappop, heappush, merge
+from heapq import heappop, heappush
 
 from backfill.core.config import VictimOrder
-from backfill.core.request import PriorityLevel, RequestId, order_key
+from backfill.core.request import PriorityLevel, RequestId
 from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
 from backfill.scheduling.objectives import least_tpot_slo, share_in_time
@@ -23,6 +23,7 @@ from backfill.scheduling.policy import (
     RequestView,
     Snapshot,
     admit,
+    in_turn,
     serve,
     split,
 )
@@ -133,7 +134,7 @@ class SloPolicy(Policy):
         waiting = view.waiting[PriorityLevel.ONLINE]
         if not prefills and not waiting:
             return max(limit_s, self._least_limit_s(view, builder.batch.load, decodes, ()))
-        prompts = list(itertools.islice(merge(prefills, waiting, key=order_key), _MAX_WEIGHED))
+        prompts = in_turn(prefills, waiting[:_MAX_WEIGHED])[:_MAX_WEIGHED]
         load = _decode_load(decodes)
         in_time = self._in_time(prompts, load, view.now_s, limit_s)
         if decodes and len(in_time) < len(prompts):
@@ -192,8 +193,8 @@ class SloPolicy(Policy):
 
         They are computed one after another by deadline, beside the decodes, in steps of ``limit_s``. Whenever
         one would be late, the longest so far is left out; of several, the one with the earliest deadline.
-        That is done for each priority that clients gave, the more urgent ones first. Requests that compute
-        lost KV again are in the middle of their answers: they are always in.
+        That is done for each priority that clients gave, the more urgent first, and for each owner's turn.
+        Requests that compute lost KV again are in the middle of their answers: they are always in.
         """
         cost, scale = self._predictor.cost, self._predictor.worst_scale
         chunk = max(MIN_PREFILL_CHUNK_TOKENS, cost.max_tokens(decodes, 0, self._max_step_tokens, limit_s))
@@ -201,9 +202,10 @@ class SloPolicy(Policy):
         resumed = [each for each in prompts if not _is_new(each)]
         in_time = {each.request_id for each in resumed}
         ends_at_s = now_s + token_s * sum(each.num_pending_tokens for each in resumed)
-        for _, of_priority in itertools.groupby(filter(_is_new, prompts), lambda each: each.order_key[0]):
+        new = filter(_is_new, prompts)
+        for _, equals in itertools.groupby(new, lambda each: (each.order_key[0], each.owner)):
             chosen: list[tuple[int, float, RequestId]] = []  # a heap, the longest first
-            for request in of_priority:
+            for request in equals:
                 num_tokens, by_s = request.num_pending_tokens, request.next_token_by_s
                 heappush(chosen, (-num_tokens, by_s, request.request_id))
                 ends_at_s += num_tokens * token_s

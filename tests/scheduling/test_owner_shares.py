@@ -1,0 +1,142 @@
+"""No owner waits behind another one's queue: the least served is next, by its weight."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backfill.core.request import Request
+from backfill.scheduling.owner_shares import OwnerShares
+from backfill.scheduling.policies.baselines import FcfsPolicy
+from tests.builders import make_request
+from tests.scheduling.bench import Bench, bros_policy, conserve_policy, offline, slo_policy
+
+
+class Service:
+    """One request at a time, each for as long as its prompt has tokens."""
+
+    def __init__(self) -> None:
+        self.shares = OwnerShares()
+        self.waiting: list[Request] = []
+        self.tokens_had = Counter[str]()
+
+    def add(self, owner: str, prompt_tokens: int, weight: float = 1.0) -> Request:
+        request = make_request(prompt_tokens, owner=owner, owner_weight=weight)
+        request.enqueue(len(self.waiting) + sum(self.tokens_had.values()))
+        self.waiting.append(request)
+        return request
+
+    def serve_next(self) -> Request:
+        if len({each.owner for each in self.waiting}) < 2:
+            self.shares.forget()
+            request = self.waiting[0]
+        else:
+            request = self.shares.order(self.waiting, (), 1)[0]
+        self.waiting.remove(request)
+        request.first_scheduled_at_s = 0.0
+        self.shares.on_end(request)
+        self.tokens_had[request.owner] += request.num_prompt_tokens
+        return request
+
+
+def test_an_owner_that_comes_late_waits_for_one_request_of_the_queue() -> None:
+    service = Service()
+    for _ in range(100):
+        service.add("flood", 10)
+    for _ in range(20):
+        service.serve_next()
+    late = [service.add("late", 10), service.add("late", 10)]
+    served = [service.serve_next() for _ in range(4)]
+    assert [each.owner for each in served].count("late") == 2
+    assert [each for each in served if each.owner == "late"] == late, "an owner's own order stays"
+
+
+def test_what_runs_for_an_owner_counts_and_what_the_cache_had_does_not() -> None:
+    running = make_request(50, owner="a")
+    running.first_scheduled_at_s, running.num_cached_tokens = 0.0, 10
+    waiting = [make_request(30, owner="a"), *(make_request(30, owner="b") for _ in range(3))]
+    order = OwnerShares().order(waiting, [running], 4)
+    assert [each.owner for each in order] == ["b", "b", "a", "b"]  # 40 of a's against 0, 30, 60
+
+
+def test_a_preempted_request_is_not_counted_twice() -> None:
+    preempted = make_request(50, owner="a")
+    preempted.first_scheduled_at_s = 0.0
+    waiting = [preempted, make_request(30, owner="a"), *(make_request(30, owner="b") for _ in range(3))]
+    order = OwnerShares().order(waiting, [], 5)
+    assert [each.owner for each in order] == ["b", "b", "a", "a", "b"]  # 50 of a's against 0, 30, 60; then 80
+
+
+def test_who_asked_for_nothing_has_no_claim_for_it() -> None:
+    """Also not one that leaves and comes back while the others compete."""
+    service = Service()
+    for _ in range(200):
+        service.add("a", 10)
+        service.add("b", 10)
+    for _ in range(100):
+        service.serve_next()
+    for _ in range(50):
+        service.add("late", 10)
+    before = service.tokens_had.copy()
+    for _ in range(90):
+        service.serve_next()
+    had = {owner: service.tokens_had[owner] - before[owner] for owner in ("a", "b", "late")}
+    assert max(had.values()) - min(had.values()) <= 10, had
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=2, max_size=4),
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+)
+def test_backlogged_owners_get_their_shares(weights: list[float], sizes: list[int]) -> None:
+    """Between owners with a backlog lies at most one request, over the weight."""
+    service = Service()
+    owners = {f"owner{index}": weight for index, weight in enumerate(weights)}
+    for index in range(12):
+        for number, (owner, weight) in enumerate(owners.items()):
+            service.add(owner, sizes[(index + number) % len(sizes)], weight)
+    bound = max(sizes) / min(weights)
+    while len({each.owner for each in service.waiting}) == len(owners):
+        service.serve_next()
+        had = [service.tokens_had[owner] / weight for owner, weight in owners.items()]
+        assert max(had) - min(had) <= bound + 1e-9, had
+
+
+POLICIES = [
+    pytest.param(policy, id=name)
+    for name, policy in {
+        "slo": slo_policy,
+        "bros": bros_policy,
+        "conserve": conserve_policy,
+        "fcfs": lambda _: FcfsPolicy(),
+    }.items()
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("urgent", [0, -5], ids=["", "with a more urgent priority"])
+def test_a_flood_of_one_owner_does_not_delay_another(policy: object, urgent: int) -> None:
+    """Also where its prompts are shorter and came before: more of its first tokens would be in time."""
+    bench = Bench(policy, max_num_batched_tokens=100, max_prefill_chunk_tokens=100)  # type: ignore[arg-type]
+    flood = [make_request(50, 1, owner="flood", priority=urgent) for _ in range(100)]
+    bench.step(*flood)
+    late = make_request(200, 2, owner="late", arrived_at_s=bench.clock.now_s())
+    bench.add(late)
+    num_ended = sum(each.finish_reason is not None for each in flood)
+    while late.first_token_at_s is None:
+        bench.step()
+    num_meanwhile = sum(each.finish_reason is not None for each in flood) - num_ended
+    assert num_meanwhile <= 8, "its 200 tokens beside as many of the flood, and what a step had begun"
+
+
+def test_flex_requests_of_one_owner_do_not_delay_lines_of_another() -> None:
+    bench = Bench(max_num_batched_tokens=100, max_prefill_chunk_tokens=100, max_num_seqs=4)
+    bench.step(*(offline(40, 5, owner="flood") for _ in range(60)))
+    line = offline(40, 5, owner="late", arrived_at_s=bench.clock.now_s())
+    bench.add(line)
+    for _ in range(12):
+        bench.step()
+    assert line.finish_reason is not None
