@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 from backfill.http.bodies import json_body, owner_of, query_limit
 from backfill.http.files import HasJobs, json_list
 from backfill.http.openapi import takes_json
+from backfill.jobs.outlook import Outlook
 from backfill.jobs.records import BatchRecord, TokenUsage
 from backfill.preparation.lines import LineError
 from backfill.protocol.batches import CreateBatchRequest, parse_window_s
@@ -29,7 +30,8 @@ def build_batches_router(state: HasJobs) -> APIRouter:
             body = parse_body(CreateBatchRequest, held.raw)
         body.check()
         expires_after = body.output_expires_after
-        batch = await state.ready_jobs().create_batch(
+        jobs = state.ready_jobs()
+        batch = await jobs.create_batch(
             owner_of(request),
             input_file_id=body.input_file_id,
             endpoint=body.endpoint,
@@ -38,34 +40,37 @@ def build_batches_router(state: HasJobs) -> APIRouter:
             metadata=body.metadata,
             output_expires_after_s=None if expires_after is None else expires_after.seconds,
         )
-        return batch_body(batch)
+        return batch_body(batch, jobs.outlook)
 
     @router.get("/v1/batches")
     async def list_batches(request: Request) -> Response:
         """List batches, the newest first."""
-        page = await state.ready_jobs().list_batches(
+        jobs = state.ready_jobs()
+        page = await jobs.list_batches(
             owner_of(request),
             limit=query_limit(request, default=_DEFAULT_PAGE, maximum=_MAX_PAGE),
             after=request.query_params.get("after"),
         )
-        return json_list([batch_body(batch) for batch in page.items], has_more=page.has_more)
+        return json_list([batch_body(batch, jobs.outlook) for batch in page.items], has_more=page.has_more)
 
     @router.get("/v1/batches/{batch_id}")
     async def retrieve(request: Request, batch_id: str) -> Json:
         """Retrieve a batch."""
-        return batch_body(await state.ready_jobs().get_batch(owner_of(request), batch_id))
+        jobs = state.ready_jobs()
+        return batch_body(await jobs.get_batch(owner_of(request), batch_id), jobs.outlook)
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel(request: Request, batch_id: str) -> Json:
         """Cancel a batch; results of completed lines are kept."""
         # The body is not read: the official client sends the Content-Type of JSON and no body.
-        return batch_body(await state.ready_jobs().cancel_batch(owner_of(request), batch_id))
+        jobs = state.ready_jobs()
+        return batch_body(await jobs.cancel_batch(owner_of(request), batch_id), jobs.outlook)
 
     return router
 
 
-def batch_body(batch: BatchRecord) -> Json:
-    """OpenAI's Batch object; times of events that have not happened are null."""
+def batch_body(batch: BatchRecord, outlook: Outlook) -> Json:
+    """OpenAI's Batch object, and ``warning``; times of events that have not happened are null."""
     return {
         "id": batch.id,
         "object": "batch",
@@ -89,6 +94,7 @@ def batch_body(batch: BatchRecord) -> Json:
         "request_counts": asdict(batch.request_counts),
         "usage": _usage_body(batch.usage),
         "metadata": batch.user_metadata,
+        "warning": outlook.warning(batch.id),
     }
 
 

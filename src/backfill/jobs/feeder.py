@@ -94,6 +94,11 @@ class Feeder:
         return self._order.num_in_flight
 
     @property
+    def has_waiting(self) -> bool:
+        """Lines that are not in flight."""
+        return self._order.has_waiting
+
+    @property
     def num_begun(self) -> int:
         """Lines in flight without those of which no token has come."""
         waiting = (not run.has_begun for feed in self._feeds for run in feed.running.values())

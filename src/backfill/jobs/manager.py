@@ -24,6 +24,7 @@ from backfill.jobs.leases import Lease
 from backfill.jobs.lifecycle import BatchDriver
 from backfill.jobs.lines import LineResult, ServiceRunner
 from backfill.jobs.open_batch import InputReader, JobsSnapshot, OpenBatch
+from backfill.jobs.outlook import Outlook
 from backfill.jobs.private_files import DataFolderLock
 from backfill.jobs.records import (
     BatchRecord,
@@ -99,6 +100,7 @@ class JobManager:
             reports_progress=config.order == "blend",
         )
         self._jobs: dict[str, OpenBatch] = {}
+        self.outlook = Outlook(self._jobs, self.feeder, self._clock)
         self._capacity = 0
         self._claims: BatchClaims | None = None  # None where this server runs all batches
         self._claiming: asyncio.Task[None] | None = None
@@ -108,8 +110,6 @@ class JobManager:
         self._storage: JobStorage
         self._driver: BatchDriver
         self.files: Files
-
-    # ---- Life ----
 
     async def start(self) -> None:
         """Lock the data folder and resume unfinished batches. Raises: ConfigError."""
@@ -293,7 +293,7 @@ class JobManager:
             self._tasks.start(self._begin_if_added(batch), "batch-begin")
             raise
         logger.info("%s: created for %s, window %s", batch.id, input_file_id, completion_window)
-        self._begin_new(batch)
+        self._begin_new(batch, file.num_bytes)
         return batch
 
     async def _begin_if_added(self, batch: BatchRecord) -> None:
@@ -303,10 +303,10 @@ class JobManager:
                 get = self._storage.store.get_batch
                 self._begin_new(await self._storage.query_with_retries(get, batch.owner, batch.id))
 
-    def _begin_new(self, batch: BatchRecord) -> None:
+    def _begin_new(self, batch: BatchRecord, num_input_bytes: int = 0) -> None:
         self._wake_claims()
         if self._claims is None and not self._is_paused:  # else the next start begins it
-            self._begin(batch)
+            self._begin(batch).num_input_bytes = num_input_bytes
 
     async def run_batch(self, file: FileRecord, batch: BatchRecord) -> OpenBatch:
         """Begin a new batch whose input ``reader`` knows. No other manager may share the database."""
@@ -381,6 +381,7 @@ class JobManager:
         return sum(job.counts().unfinished for job in jobs)
 
     def _count(self, results: Sequence[LineResult]) -> None:
+        self.outlook.on_ended(results)
         if self._on_lines is None:
             return
         for outcome, num_lines in Counter(result.outcome for result in results).items():

@@ -44,6 +44,7 @@ class OpenBatch:
         lease: None where one server has all batches, and for lines that have ended.
         lines: a bit for each that this job runs; None for a job of the whole batch.
         name: unique among the jobs of a server.
+        num_input_bytes: of its input file; 0 if not known.
         error: that ended the drive of a run without a server.
     """
 
@@ -60,6 +61,7 @@ class OpenBatch:
         self.deadline_s = clock.now_s() + batch.expires_at - wall_s
         self.task: asyncio.Task[None] | None = None
         self.error: Exception | None = None
+        self.num_input_bytes = 0
         self.lines = None if lease is None else lease.lines
         self.name = batch.id
         if lease is not None and lease.lines is not None:

@@ -104,6 +104,10 @@ class FairOrder(Generic[Item]):
         return None
 
     @property
+    def has_waiting(self) -> bool:
+        return bool(self._in_turn)
+
+    @property
     def even_share(self) -> float:
         """Of an owner, of all lines: one over the number of owners with waiting lines."""
         return 1 / max(1, len(self._in_turn))
