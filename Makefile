@@ -12,7 +12,9 @@ RUNNABLE := $(VENV)/.runnable-$(MODULES)
 TESTABLE := $(VENV)/.testable-$(MODULES)
 # A file stays on one worker, with the fixtures that its tests share; in the order of collection, the slow files first.
 IN_PARALLEL := --dist loadfile --no-loadscope-reorder
-PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
+# The variables are for what builds the package: pip takes -c for what it installs alone.
+PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+  $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 # Where torch's build without CUDA comes from, on a machine without an NVIDIA GPU. TORCH_INDEX= asks no such index.
 TORCH_INDEX ?= $(if $(wildcard /dev/nvidia0 /dev/nvidiactl /dev/dxg),,https://download.pytorch.org/whl/cpu)
 
@@ -23,7 +25,7 @@ VARIANTS = $(shell $(BIN)/python -c 'from backfill.kernels.cpu import available_
 # Tests that make test leaves to make test-all; pyproject.toml says what they are.
 LEFT_OUT := browser or gpu or postgres or ray or s3 or slow
 
-.PHONY: install install-dev serve test test-all test-variants lint bench clean
+.PHONY: install install-dev lock serve test test-all test-variants lint bench clean
 
 install: $(RUNNABLE)
 
@@ -46,6 +48,18 @@ $(RUNNABLE): $(SOURCES) $(VENV)/.torch
 $(TESTABLE): $(SOURCES) $(VENV)/.torch
 	$(PIP) -e '.[dev]'
 	@rm -f $(VENV)/.testable-* $(VENV)/.runnable-* && touch $(RUNNABLE) $@
+
+# constraints.txt anew: the newest versions that pyproject.toml allows, for each Python from 3.11 on, of the package,
+# its extras and what builds it. With UPGRADE= what is locked stays, and only what is missing comes. It has no hashes: pip
+# would then want one of the package itself, and torch has other files in each of its two indexes.
+UPGRADE ?= --upgrade
+BUILD_REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
+lock:
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/pip install --disable-pip-version-check --quiet uv
+	{ build/lock/bin/python -c '$(BUILD_REQUIRES)'; printf 'cmake\nninja\n'; } | build/lock/bin/uv pip compile --quiet \
+	  --universal --python-version 3.11 --all-extras --no-annotate --custom-compile-command 'make lock' $(UPGRADE) \
+	  -o constraints.txt pyproject.toml -
 
 serve: $(RUNNABLE)
 	@exec $(BIN)/backfill serve $(ARGS)

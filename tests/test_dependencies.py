@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import sys
+import tomllib
 from collections.abc import Iterator
-from importlib.metadata import packages_distributions
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -72,3 +74,47 @@ def test_starlette_is_new_enough_for_private_networks() -> None:
 def test_what_is_beside_the_package_needs_no_more_than_make_install(folder: str) -> None:
     installed = names_of([*project()["dependencies"], *project()["optional-dependencies"]["plot"]])
     assert imported_distributions(folder).keys() <= installed
+
+
+def locked(python: str) -> dict[str, Requirement]:
+    """What constraints.txt has for a Python, on this platform."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    found = [pin for pin in pins if applies(pin, python)]
+    by_name = {canonicalize_name(pin.name): pin for pin in found}
+    assert len(by_name) == len(found), "one version of each"
+    return by_name
+
+
+def applies(requirement: Requirement, python: str, extra: str = "") -> bool:
+    environment = {**default_environment(), "python_version": python, "python_full_version": f"{python}.0"}
+    return requirement.marker is None or requirement.marker.evaluate({**environment, "extra": extra})
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_every_version_that_make_installs_is_locked(python: str) -> None:
+    """Also of what the packages need themselves, as far as this machine has them; within the ranges."""
+    builds = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    extras = [each for some in project()["optional-dependencies"].values() for each in some]
+    pins = locked(python)
+    todo = [Requirement(each) for each in (*builds, "cmake", "ninja", *project()["dependencies"], *extras)]
+    seen = set[str]()
+    while todo:
+        wanted = todo.pop()
+        if not any(applies(wanted, python, extra) for extra in ("", *wanted.extras)) or str(wanted) in seen:
+            continue
+        seen.add(str(wanted))
+        pin = pins.get(canonicalize_name(wanted.name))
+        assert pin is not None, f"{wanted}: run make lock UPGRADE="
+        ((operator, version),) = ((each.operator, each.version) for each in pin.specifier)
+        assert operator == "=="
+        if wanted in [Requirement(each) for each in (*builds, *project()["dependencies"], *extras)]:
+            assert wanted.specifier.contains(version), f"{wanted} is locked to {version}"
+        try:
+            needs = [Requirement(each) for each in requires(wanted.name) or ()]
+        except PackageNotFoundError:
+            continue
+        todo += [
+            each for each in needs if any(applies(each, python, extra) for extra in ("", *wanted.extras))
+        ]
+    assert len(seen) > 100

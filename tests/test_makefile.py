@@ -12,6 +12,7 @@ from tests.installed import ROOT
 
 PIP = """#!/bin/sh
 echo "$@" >> asked
+echo "$PIP_CONSTRAINT $PIP_BUILD_CONSTRAINT" > constrained
 case "$*" in *--index-url*) exit {status};; esac
 """
 
@@ -45,7 +46,8 @@ def test_torchs_index_is_asked_once_and_for_torch_alone(tmp_path: Path, status: 
     (torch, ours), told = install(tmp_path, INDEX, index_status=status)
     assert torch.endswith("--retries 1 --timeout 10 --no-deps --index-url https://index.example/cpu torch")
     assert "index" not in ours
-    assert ours.endswith("-e .[plot]")
+    assert ours.endswith("-c constraints.txt -e .[plot]")
+    assert (tmp_path / "constrained").read_text().split() == ["constraints.txt"] * 2, "of what builds it too"
     assert ("2.7 GB" in told) == (status != 0)
 
 
