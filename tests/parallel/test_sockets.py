@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +50,41 @@ def test_strangers_that_say_nothing_keep_nobody_out() -> None:
                 strangers.enter_context(acceptor.accept(sockets._HANDSHAKE_S / 2))
             for each in ours:
                 strangers.enter_context(each.result())
+
+
+def test_strangers_in_all_places_and_too_many_open_files_end_no_acceptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sockets, "_MAX_HANDSHAKES", 2)
+    monkeypatch.setattr(sockets, "_HANDSHAKE_S", 0.2)
+
+    class Listener(socket.socket):
+        num_failures = 0
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self.num_failures < 3:
+                self.num_failures += 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    with listen("127.0.0.1") as made, ThreadPoolExecutor(1) as thread, ExitStack() as strangers:
+        listener = Listener(made.family, made.type, made.proto, os.dup(made.fileno()))
+        address = address_of(listener)
+        with listener:
+            with Acceptor(listener, KEY) as acceptor:
+                for _ in range(3):
+                    strangers.enter_context(socket.create_connection(address))
+                ours = thread.submit(connect_to, address, KEY, 60.0)
+                strangers.enter_context(acceptor.accept(60.0))
+                strangers.enter_context(ours.result())
+            assert listener.num_failures == 3
+            sockets._HANDSHAKE_S = 60.0
+            for _ in range(3):
+                strangers.enter_context(socket.create_connection(address))
+            began_s = time.monotonic()
+            with Acceptor(listener, KEY):
+                time.sleep(0.2)
+            assert time.monotonic() - began_s < 30.0, "it does not wait for them"
 
 
 def test_a_stranger_cannot_use_the_proof_that_it_gets() -> None:

@@ -14,10 +14,14 @@ import pytest
 from aiohttp import web
 
 from backfill.blending.requests import OrderName
+from backfill.core.clock import WallClock
 from backfill.jobs.feed import InputChanged
 from backfill.preparation import line_file
 from backfill.preparation.messages import LineSelection
+from backfill.router import line_runner
 from backfill.router.line_reader import PlannedBytes, RoutedLine, RoutedLines, RoutedReader
+from backfill.router.line_runner import EngineRunner
+from backfill.router.metrics import RouterMetrics
 from tests.api.batch_inputs import completion_line
 from tests.jobs.test_shared_store import start_process
 from tests.router.stubs import COMPLETIONS, TIMEOUT_S, RunningRouter, StubEngine, routing, until
@@ -180,6 +184,25 @@ async def test_an_engine_that_does_not_know_the_routers_key_gets_no_lines_for_a_
         assert len(found) == 1 and faulty.url in found[0]
 
 
+async def test_an_engine_at_fault_counts_for_no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_runner, "_FAULT_S", 0.1)
+    engines = [StubEngine(), StubEngine()]
+    async with routing(engines) as router:
+        runner = EngineRunner(router.engines, RouterMetrics(router.engines, WallClock()))
+        most = runner.capacity
+        runner._note_fault(engines[0].url, 401)
+        assert runner.capacity == most / 2 > 0
+        await until(lambda: runner.capacity == most)
+
+
+async def test_an_engine_that_loses_every_line_is_not_held_against_lines(tmp_path: Path) -> None:
+    engines = [StubEngine(status=503, headers={"x-backfill-lost": "0"}), StubEngine()]
+    async with routing(engines, tmp_path) as router:
+        batch, _ = await ended(router, await create_batch(router, lines_of(30)))
+        assert batch["request_counts"] == {"total": 30, "completed": 30, "failed": 0}
+        assert engines[0].seen
+
+
 async def test_batches_belong_to_owners_and_engines_are_told(tmp_path: Path) -> None:
     engine = StubEngine()
     keys = ["alice=first", "bob=second"]
@@ -327,7 +350,11 @@ async def test_leases_plan_so_many_bytes_of_prompts_together(tmp_path: Path) -> 
     assert await order_of(first) != in_file
     second = reader.open_lines(selection)
     assert await order_of(second) == in_file, "the first has all"
-    first.close()
+    for number in range(1, 41):
+        first.end(number, 1)
+    third = reader.open_lines(selection)
+    assert await order_of(third) != in_file, "lines that have ended have none"
+    third.close()
     assert await order_of(reader.open_lines(selection)) != in_file
 
 

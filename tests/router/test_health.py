@@ -37,6 +37,15 @@ def test_an_engine_that_loses_requests_again_and_again_is_ejected_for_longer_and
     assert not health.is_ejected(130.0)
 
 
+def test_failed_looks_within_a_moment_are_no_dead_engine() -> None:
+    health = Health()
+    assert not any(health.note_failed_look(10.0 + 0.1 * number, 0.25) for number in range(10))
+    assert health.note_failed_look(12.0, 0.25)
+    health.num_failed_looks = 0  # it has answered one
+    assert not any(health.note_failed_look(at_s, 0.25) for at_s in (20.0, 25.0)), "two are too few"
+    assert health.note_failed_look(26.0, 0.25)
+
+
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 2000), st.floats(0.0, 10.0)), max_size=30))
 def test_retries_are_at_most_a_share_of_requests_beside_ten_a_second(
     events: list[tuple[int, int, float]],

@@ -97,10 +97,16 @@ class Acceptor:
 
     def _take_in(self) -> None:
         while not self._is_closed:
-            with suppress(TimeoutError, ConnectionError):
+            if not self._places.acquire(timeout=_ACCEPT_POLL_S):
+                continue  # strangers have all places, for as long as a handshake may take
+            try:
                 connection, _ = self._listener.accept()
-                self._places.acquire()
-                threading.Thread(target=self._require, args=(connection,), daemon=True).start()
+            except OSError as error:
+                self._places.release()
+                if not isinstance(error, TimeoutError):  # such as too many open files, which may pass
+                    time.sleep(_ACCEPT_POLL_S)
+                continue
+            threading.Thread(target=self._require, args=(connection,), daemon=True).start()
 
     def _require(self, connection: socket.socket) -> None:
         until_s = time.monotonic() + _HANDSHAKE_S

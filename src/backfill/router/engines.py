@@ -345,9 +345,8 @@ class Engines:
         return opens
 
     def _note_failed_look(self, engine: Engine, reason: str) -> None:
-        """It gets no more requests; after some in a row it counts as dead."""
-        engine.health.num_failed_looks += 1
-        if engine.health.num_failed_looks >= MAX_FAILED_LOOKS:
+        """It gets no more requests; after some in a row, over some time, it counts as dead."""
+        if engine.health.note_failed_look(self._clock.now_s(), self._config.poll_interval):
             self._lose(engine, reason)
         elif engine.is_up:
             assert engine.replica is not None

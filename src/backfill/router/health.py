@@ -11,6 +11,10 @@ from dataclasses import dataclass
 MAX_FAILED_LOOKS = 3
 """In a row, from which an engine counts as dead. A single one may be the network's, or a proxy's."""
 
+LEAST_FAILED_INTERVALS = 8
+"""Intervals between looks that the failed ones must span: requests that end look at once, and some failures
+within a moment are one failure."""
+
 _MAX_FAILED_PERIODS = 5
 _EJECTION_S = 30.0
 _LONGEST_EJECTION_S = 300.0
@@ -30,10 +34,23 @@ class Health:
     """
 
     num_failed_looks: int = 0
+    _failing_since_s: float = 0.0
     _has_failed: bool = False  # a request, since it was opened last
     _num_failed_periods: int = 0  # in a row
     _num_ejections: int = 0
     _ejected_until_s: float = 0.0
+
+    def note_failed_look(self, now_s: float, interval_s: float) -> bool:
+        """A look has failed. Returns: whether the engine counts as dead.
+
+        Args:
+            interval_s: between two looks.
+        """
+        if self.num_failed_looks == 0:
+            self._failing_since_s = now_s
+        self.num_failed_looks += 1
+        is_long = now_s - self._failing_since_s >= LEAST_FAILED_INTERVALS * interval_s
+        return is_long and self.num_failed_looks >= MAX_FAILED_LOOKS
 
     def note_answer(self) -> None:
         """It has answered a request."""

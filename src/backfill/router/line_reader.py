@@ -70,6 +70,12 @@ class PlannedBytes:
             self._of[lines] += num_bytes
             return True
 
+    def free(self, lines: RoutedLines, num_bytes: int) -> None:
+        """``lines`` have so many less, unless they are closed."""
+        with self._lock:
+            if lines in self._of:
+                self._of[lines] -= num_bytes
+
     def close(self, lines: RoutedLines) -> None:
         with self._lock:
             self._of.pop(lines, None)
@@ -127,6 +133,7 @@ class RoutedLines:
         self._planned = planned
         planned.open(self)
         self._offsets: dict[int, int] | None = None  # of the lines that are not read yet
+        self._planned_bytes: dict[int, int] = {}  # of lines in the pool
         self._pool = OfflinePool(order, _RESOURCES, kv_tokens=_KV_TOKENS)
 
     async def read(self, max_lines: int) -> Sequence[tuple[LineSource, BatchLine]]:
@@ -142,6 +149,7 @@ class RoutedLines:
         return [(self, line) for line in lines]
 
     def end(self, number: int, num_output_tokens: int | None) -> None:
+        self._planned.free(self, self._planned_bytes.pop(number, 0))
         if num_output_tokens is None:
             self._pool.cancel([number])
         else:
@@ -165,12 +173,14 @@ class RoutedLines:
                     offsets[number] = offset
                     is_planned = is_planned and self._planned.take(self, len(data))
                     if is_planned:
+                        self._planned_bytes[number] = len(data)
                         line = parse_line(number, data, selection.max_line_bytes)
                         requests.append(pool_request(line, selection.complete_by_s))
                 offset = file.tell()
         if is_planned:
             self._pool.add(requests)
         else:
+            self._planned_bytes.clear()
             self._planned.close(self)
         return offsets
 

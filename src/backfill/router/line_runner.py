@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -73,23 +74,35 @@ class EngineRunner:
 
     @property
     def capacity(self) -> int:
-        """Lines that all of them may have at once."""
+        """Lines that all of them may have at once. Those at fault count for none."""
+        besides = self._besides
         return sum(
             2 * engine.state.max_num_seqs
             for engine in self.engines.all
-            if engine.is_up and not self.engines.shares_store(engine)
+            if engine.is_up and engine.url not in besides
         )
+
+    @property
+    def _besides(self) -> set[str]:
+        """Engines that get no lines: those that lease them themselves, and those at fault."""
+        now_s = asyncio.get_running_loop().time()
+        at_fault = {url for url, fault in self._faults.items() if now_s < fault.until_s}
+        return at_fault.union(each.url for each in self.engines.all if self.engines.shares_store(each))
 
     def on_change(self) -> None:
         """What is up, or its headroom for lines, may have changed."""
         self._changed.set()
 
     async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
-        """Raises: StepFailed where engines were lost over the line."""
+        """Raises: StepFailed where two engines were lost over the line; one alone may lose whatever it gets.
+
+        Where there is one engine, StepFailed is raised if it was lost twice.
+        """
         assert isinstance(line, RoutedLine)
+        lost_on: set[str] = set()
         num_losses = 0
         while True:
-            placement = await self._place(line)
+            placement = await self._place(line, lost_on)
             try:
                 answer = await self._attempt(line, placement.replica.name)
             finally:
@@ -99,6 +112,7 @@ class EngineRunner:
                 continue
             if answer.num_lost_too is not None:
                 num_losses += 1
+                lost_on.add(placement.replica.name)
                 if num_losses == _SUSPICIOUS_LOSSES:
                     raise StepFailed(
                         "The engine was lost while it ran the line.",
@@ -120,14 +134,17 @@ class EngineRunner:
             self.metrics.retries["refused"] += 1
             await asyncio.sleep(_REFUSED_S)
 
-    async def _place(self, line: RoutedLine) -> Placement:
-        """Wait for an engine with headroom; lines that wait get theirs in turn."""
+    async def _place(self, line: RoutedLine, lost_on: Set[str]) -> Placement:
+        """Wait for an engine with headroom; lines that wait get theirs in turn.
+
+        ``lost_on`` are engines that lost the line: they get it only where no other may.
+        """
         request = await apart(line.num_bytes, peek, line.body, {}, line.owner)
         async with self._turn:
             while True:
-                now_s = asyncio.get_running_loop().time()
-                besides = {url for url, fault in self._faults.items() if now_s < fault.until_s}
-                besides.update(each.url for each in self.engines.all if self.engines.shares_store(each))
+                besides = self._besides
+                if any(each.is_up and each.url not in besides | lost_on for each in self.engines.all):
+                    besides |= lost_on
                 placement = self.engines.replicas.place_line(request, besides)
                 if placement is not None:
                     return placement
