@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from backfill.bus import file as bus_file
 from backfill.bus.file import BURST_S, MAX_ENGINES, BusFile, BusUse, bus_path
@@ -345,3 +347,35 @@ def test_a_name_is_one_of_this_user_and_a_path_is_itself() -> None:
     assert str(bus_path("left")).startswith("/dev/shm/backfill-bus-")
     assert bus_path("left") != bus_path("right")
     assert bus_path("/run/bus") == Path("/run/bus")
+
+
+NUMBERS = st.floats(width=64).map(lambda value: struct.pack("=d", value))
+TEXTS = st.sampled_from([b'{"a":' + b"[" * 1010, b'{"copied_bytes_per_s":1e999}', b'{"instance":{}}', b"{}"])
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(40, 3 * 1024), NUMBERS | st.binary(max_size=40))
+        | TEXTS.map(lambda text: (64 + 1024, struct.pack("=I", len(text)) + text)),
+        max_size=4,
+    )
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_is_written_into_the_file_an_engine_goes_on(
+    path: Path, writes: list[tuple[int, bytes]]
+) -> None:
+    """Other bytes than these say what the file is, and are read at the start alone."""
+    bus, other = BusFile(path, RATE), BusFile(path, RATE)
+    try:
+        for at, data in writes:
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(data)
+            with suppress(msgspec.DecodeError):
+                assert len(bus.uses()) <= 2
+            ends_at_s = bus.reserve(1000)
+            assert ends_at_s - time.monotonic() <= (1 << 30) / RATE + 1.0
+        bus.publish(BusUse(copied_bytes_per_s=1.0))
+    finally:
+        other.close()
+        bus.close()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import runpy
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from backfill.core.errors import ConfigError
@@ -50,6 +54,39 @@ def assert_refused(client: RawClient, status: int, part: str) -> None:
     assert answered == status, body
     assert part in json.loads(body)["error"]["message"]
     assert client.is_closed()
+
+
+HEAD_PIECES = [b"GET /a HTTP/1.1\r\n", b"POST / HTTP/1.1\r\n", b"GET / HTTP/1.0\r\n", b"PRI * HTTP/2.0\r\n"]
+HEAD_PIECES += [b"Host: localhost\r\n", b"Host: \xff\r\n", b"Origin: null\r\n", b"Expect: 100-continue\r\n"]
+HEAD_PIECES += [b"Content-Length: %s\r\n" % each for each in (b"5", b"-1", b"0x5", b"9" * 30, b"5, 5")]
+HEAD_PIECES += [b"Transfer-Encoding: chunked\r\n", b"Connection: upgrade\r\nUpgrade: h2c\r\n", b"a" * 9000]
+HEAD_PIECES += [
+    b"\r\n",
+    b"\r\n\r\n",
+    b"\n",
+    b"5\r\nhello\r\n",
+    b"0\r\n\r\n",
+    b"f" * 20 + b"\r\n",
+    b"\0",
+    b": ",
+]
+
+
+@given(st.lists(st.sampled_from(HEAD_PIECES) | st.binary(max_size=9), max_size=12))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_arrives_gets_an_answer_that_is_no_bug(port: int, pieces: list[bytes]) -> None:
+    with RawClient(port) as client:
+        client.socket.sendall(b"".join(pieces))
+        client.socket.shutdown(socket.SHUT_WR)
+        received = b""
+        with suppress(ConnectionResetError):
+            while part := client.socket.recv(1 << 16):
+                received += part
+    statuses = {int(each) for each in re.findall(rb"^HTTP/1\.1 (\d{3}) ", received, re.MULTILINE)}
+    assert statuses <= {100, 200, 400, 403, 408, 413, 414, 431}, received[:200]
+    with RawClient(port) as client:
+        client.send(request(path="/after"))
+        assert client.answer() == (200, b"/after ")
 
 
 def test_requests_follow_one_another_on_a_connection(port: int) -> None:

@@ -162,3 +162,28 @@ def test_an_incomplete_or_malformed_form_is_refused(body: bytes, message: str) -
 def test_a_boundary_that_is_too_long_is_refused() -> None:
     with pytest.raises(RequestError, match="too long"):
         read(b"", content_type=f"multipart/form-data; boundary={'x' * 500}")
+
+
+PIECES = [
+    b"--x-9f",
+    b"--x-9f--",
+    b"\r\n",
+    b"\n",
+    b'Content-Disposition: form-data; name="a"',
+    b'; filename="b"',
+]
+PIECES += [b"Content-Disposition:", b": ", b"\0", b"\xff", b"form-data", b"name=", b"a" * 5000]
+
+
+@given(st.lists(st.sampled_from(PIECES) | st.binary(max_size=9), max_size=20), st.data())
+def test_whatever_arrives_is_a_form_or_an_error_of_the_request(
+    pieces: list[bytes], data: st.DataObject
+) -> None:
+    body = b"".join(pieces)
+    cuts = data.draw(st.lists(st.integers(0, len(body)), max_size=4))
+    try:
+        events = read(body, cuts)
+    except RequestError:
+        return
+    sizes = [len(each) if isinstance(each, bytearray) else len(each.name) for each in events]
+    assert sum(sizes) <= len(body) and len(events) <= MAX_PARTS + len(cuts) + 1

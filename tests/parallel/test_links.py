@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from backfill.execution.collectives import Handover, PeerFailed, StageLink, Stop
 from backfill.models.decoder import HiddenState
 from backfill.parallel.shared_memory import create_memory, map_memory
 from backfill.parallel.sockets import KEY_BYTES, accept, address_of, connect_to, listen
-from backfill.parallel.stage_links import NUM_MESSAGES, RowShape, SharedMemoryLink, SocketLink
+from backfill.parallel.stage_links import NUM_MESSAGES, NUM_VALUES, RowShape, SharedMemoryLink, SocketLink
 from backfill.parallel.torch_group import TorchLink, create_process_group
 from tests.parallel.test_groups import unseen
 
@@ -172,3 +176,23 @@ def test_a_message_that_does_not_fit_is_refused() -> None:
         sender.send(0, Handover(1, state=HiddenState(torch.zeros(7, 5), None)))
     sender.send(*message(1))  # nothing of the refused one was queued
     assert_same(receiver.receive(), 1)
+
+
+VALUES = st.floats(width=64) | st.sampled_from([0.0, 1.0, 2.0, 3.0, 6.0, 7.0, -1.0, 1e9])
+
+
+@given(st.lists(VALUES, min_size=NUM_VALUES, max_size=NUM_VALUES), st.binary(max_size=300))
+def test_a_frame_that_no_stage_sends_is_an_error_of_the_stage(values: list[float], rows: bytes) -> None:
+    """Whatever it announces, no more is allocated than what fits the link."""
+    ours, theirs = socket.socketpair()
+    link = SocketLink(ours, SHAPE, unseen(), 0.0)
+    with theirs:
+        theirs.sendall(struct.pack(f"<{NUM_VALUES}d", *values) + rows)
+        theirs.shutdown(socket.SHUT_WR)
+        try:
+            _, handover = link.receive()
+        except PeerFailed:
+            handover = None
+        state = None if handover is None else handover.state
+        assert state is None or len(state.residual) <= SHAPE.num_rows
+    link.close()

@@ -148,7 +148,10 @@ class BusFile:
         """
         with self._locked(_TABLE):
             texts = {slot: self._text(slot) for slot in range(MAX_ENGINES) if self._is_used(slot)}
-        uses = {slot: msgspec.json.decode(text, type=BusUse) for slot, text in texts.items()}
+        try:
+            uses = {slot: msgspec.json.decode(text, type=BusUse) for slot, text in texts.items()}
+        except RecursionError:
+            raise msgspec.DecodeError("what an engine says is nested too deeply") from None
         for slot, use in uses.items():
             if use.instance is not None and use.instance.name != _name(slot):
                 raise msgspec.DecodeError(f"the engine {_name(slot)} calls itself {use.instance.name!r:.80}")

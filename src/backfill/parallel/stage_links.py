@@ -62,7 +62,13 @@ def pack_header(number: int, handover: Handover | None, rows: Sequence[Tensor]) 
 
 
 def unpack_header(values: Iterable[float]) -> tuple[int, Handover | None, int, int]:
-    """What ``pack_header`` was given, without the rows; how many tensors follow, and the rows of each."""
+    """What ``pack_header`` was given, without the rows; how many tensors follow, and the rows of each.
+
+    Raises: PeerFailed if no stage has sent these values.
+    """
+    values = tuple(values)
+    if any(map(math.isinf, values)) or any(map(math.isnan, (values[0], *values[-2:]))):
+        raise PeerFailed(f"the previous stage has sent no header of a message: {values}")
     number, last_layer, layers_done, stopped_at_s, num_tensors, num_rows = values
     stop = None if math.isnan(layers_done) else Stop(int(layers_done), stopped_at_s)
     handover = None if math.isnan(last_layer) else Handover(int(last_layer), stop)
@@ -172,7 +178,11 @@ class SocketLink:
             with self._progress.exchanging():
                 data = receive_exactly(self._connection, _HEADER.size)
                 number, handover, num_tensors, num_rows = unpack_header(_HEADER.unpack(data))
-                assert num_rows <= self._shape.num_rows, f"{num_rows} rows, at most {self._shape.num_rows}"
+                if not (0 <= num_tensors <= 2 and 0 <= num_rows <= self._shape.num_rows):
+                    raise PeerFailed(
+                        f"the previous stage has sent {num_tensors} times {num_rows} rows, and at most "
+                        f"2 times {self._shape.num_rows} fit the link"
+                    )
                 rows = [self._received_rows(num_rows) for _ in range(num_tensors)]
         except OSError as error:
             raise PeerFailed(f"the previous stage cannot be reached: {error}") from error
