@@ -127,7 +127,9 @@ def test_a_device_that_was_idle_or_is_faster_than_its_model_counts_as_ideal() ->
 
 @pytest.mark.parametrize("slowdown", [2.0, 10.0, 300.0])
 def test_the_pace_is_learned(slowdown: float) -> None:
-    assert paced(slowdown, num_s=6000).slowdown == pytest.approx(slowdown, rel=0.3)
+    pace = paced(slowdown, num_s=6000)
+    assert pace.slowdown == pytest.approx(slowdown, rel=0.3)
+    assert Pace(pace.observed).slowdown == pace.slowdown, "of the same device"
 
 
 def test_work_that_never_ends_makes_every_deadline_urgent() -> None:

@@ -59,8 +59,8 @@ def selection_of(path: Path, **fields: Any) -> LineSelection:
 
 def make_pool(order: OrderName = "fcfs", resources: ResourceModel = RESOURCES) -> LinePool:
     return LinePool(
-        lambda: (
-            OfflinePool(order, resources, kv_tokens=KV_TOKENS),
+        lambda learned: (
+            OfflinePool(order, resources, kv_tokens=KV_TOKENS, learned=learned),
             MemoryForecast(KV_TOKENS, 32) if order == "blend" else None,
         )
     )

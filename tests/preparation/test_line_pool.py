@@ -98,6 +98,8 @@ def test_requests_of_another_salt_or_owner_share_nothing(tmp_path: Path) -> None
 class Recorder:
     """A pool in the order of arrival that remembers what it was told."""
 
+    learned = None
+
     def __init__(self) -> None:
         self.requests: list[PoolRequest] = []
         self.told: list[tuple[str, Any]] = []
@@ -136,7 +138,7 @@ def recorder() -> Recorder:
 @pytest.fixture
 def recorded(recorder: Recorder) -> LinePool:
     as_pool: Any = recorder
-    return LinePool(lambda: (as_pool, None))
+    return LinePool(lambda learned: (as_pool, None))
 
 
 def test_the_pool_is_told_limits_known_lengths_owners_and_deadlines(
@@ -387,7 +389,7 @@ def test_each_line_is_taken_once_whatever_happens(
 
 def test_the_pool_knows_what_online_traffic_uses(tmp_path: Path) -> None:
     planner = OfflinePool("blend", RESOURCES, kv_tokens=10_000)
-    pool = LinePool(lambda: (planner, None))
+    pool = LinePool(lambda learned: (planner, None))
     pool.note_online(OnlineTraffic(100.0, 1e6, 50))  # no line waits, so it is of no use
     open_file(pool, tmp_path / "in", prompts([1, 2, 3]))
     index_all(pool)

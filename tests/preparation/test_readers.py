@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ from backfill.preparation.messages import (
     LinesProgress,
     LinesTaken,
     OpenLines,
+    PoolLearned,
     PutBackLine,
     ReadNames,
     TakeLines,
@@ -89,6 +91,8 @@ class Process:
 
     def send(self, message: ToPreparation) -> None:
         match message:
+            case PoolLearned(learned):
+                self.pool.learned = learned
             case OpenLines(reader_id, selection, running):
                 self.pool.open(reader_id, selection, LineFile(selection, self._prepare), running)
             case CloseLines(reader_id):
@@ -221,6 +225,24 @@ async def test_lines_are_indexed_in_groups_again_after_a_death_without_a_poison_
         assert numbers(await rest(lines, 100)) == list(range(1, 2001))
     assert sizes.count(1) <= 2 * 256
     assert sizes[-1] > 1
+
+
+async def test_a_new_process_begins_with_what_its_predecessor_learned(tmp_path: Path) -> None:
+    process = Process("blend")
+    async with process.running() as readers:
+        lines = readers.open(selection_of(write(tmp_path / "in", *([n] for n in range(40)))))
+        (_, first), *_ = await lines.read(1)
+        assert lines.running[first.number].expected_output_tokens == 4, "the most that it may have"
+        lines.end(first.number, 1)
+        for _ in range(31):
+            (_, line), *_ = await lines.read(1)
+            lines.end(line.number, 1)
+        process.die()
+        (_, line), *_ = await lines.read(1)
+        assert lines.running[line.number].expected_output_tokens == 1
+        taken = process.pool.take("", 1)
+    assert taken.learned is not None and taken.learned.outputs.count == 31, "when lines were last taken"
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(taken), type=LinesTaken) == taken
 
 
 async def test_a_bad_line_is_raised_once_all_others_of_the_owner_were_read(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from backfill.blending.requests import Batch
@@ -30,16 +30,31 @@ class BatchWork(NamedTuple):
     cost: Cost
 
 
+@dataclass(frozen=True, slots=True)
+class ObservedPace:
+    """Work, in its least time, and the seconds that it took."""
+
+    done: Work
+    elapsed_s: float
+
+
 class Pace:
     """How long work takes over its least time: the device is shared with online requests, and never ideal.
 
     What was observed counts by half after ten minutes. At first it is a minute of work in its least time.
+
+    Args:
+        observed: by another one for the same device.
     """
 
-    def __init__(self) -> None:
-        self._done = Work(_PACE_PRIOR_S, _PACE_PRIOR_S)
-        self._elapsed_s = _PACE_PRIOR_S
+    def __init__(self, observed: ObservedPace | None = None) -> None:
+        prior = ObservedPace(Work(_PACE_PRIOR_S, _PACE_PRIOR_S), _PACE_PRIOR_S)
+        self._done, self._elapsed_s = replace((observed or prior).done), (observed or prior).elapsed_s
         self._at_s: float | None = None
+
+    @property
+    def observed(self) -> ObservedPace:
+        return ObservedPace(replace(self._done), self._elapsed_s)
 
     @property
     def slowdown(self) -> float:

@@ -6,9 +6,10 @@ import math
 import random
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import get_args
 
-from backfill.blending.deadlines import BatchWork, Deadlines, Pace
+from backfill.blending.deadlines import BatchWork, Deadlines, ObservedPace, Pace
 from backfill.blending.estimates import OutputEstimator, OutputHistory, choose_samples, output_moments
 from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
 from backfill.blending.resources import Cost, Expected, OnlineUse, ResourceModel, Work, target_density
@@ -25,6 +26,21 @@ LONG_RUN_VALUES = 3600
 """Values of ``OfflinePool.online`` in its long-run mean: the server sets one a second, so an hour's."""
 
 
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a pool has observed of the device and of all requests.
+
+    Attributes:
+        online: mean use of the device by online traffic.
+        num_online_values: in this mean.
+    """
+
+    outputs: OutputHistory
+    pace: ObservedPace
+    online: OnlineUse
+    num_online_values: int
+
+
 class OfflinePool:
     """Offline requests that wait, and the order in which they run.
 
@@ -36,6 +52,7 @@ class OfflinePool:
         sample_share: share of the requests of unknown output length that runs first, for its lengths.
         seed: of the random order and of the choice of samples.
         estimate: of output lengths that are not known.
+        learned: by an earlier pool for the same device.
 
     Raises: ConfigError for a value out of range.
     """
@@ -49,6 +66,7 @@ class OfflinePool:
         sample_share: float = 0.01,
         seed: int = 0,
         estimate: OutputEstimator = output_moments,
+        learned: Learned | None = None,
     ) -> None:
         if order not in get_args(OrderName):
             raise ConfigError(
@@ -69,15 +87,22 @@ class OfflinePool:
         self._runs: list[Run] = []  # each of more waiting requests than the next when it was made
         self._returned = Returned()
         self._samples: dict[str, deque[Entry]] = {}  # by group; those that no longer wait are passed over
-        self._history = OutputHistory()
+        self._history = OutputHistory() if learned is None else replace(learned.outputs)
         self._kv_tokens = kv_tokens
         self._blend = Blend()
         self._left = Work()
         self._deadlines = Deadlines()
-        self._pace = Pace()
+        self._pace = Pace(None if learned is None else learned.pace)
         self._online: OnlineUse | None = None
-        self._online_long_run = OnlineUse()
-        self._num_online_values = 0
+        self._online_long_run = OnlineUse() if learned is None else learned.online
+        self._num_online_values = 0 if learned is None else learned.num_online_values
+
+    @property
+    def learned(self) -> Learned:
+        """What the next pool for the device may begin with. It does not change."""
+        return Learned(
+            replace(self._history), self._pace.observed, self._online_long_run, self._num_online_values
+        )
 
     @property
     def num_waiting(self) -> int:

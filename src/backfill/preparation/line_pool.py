@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from backfill.blending.memory_forecast import MemoryForecast, reserve_frac
-from backfill.blending.pool import OfflinePool
+from backfill.blending.pool import Learned, OfflinePool
 from backfill.blending.requests import PlannedRequest, PoolRequest
 from backfill.core.config import PrefixCacheScope
 from backfill.preparation.line_file import LineFile
@@ -90,13 +90,16 @@ class LinePool:
 
     Attributes:
         scope: who shares cached prefixes.
+        learned: by the pool of an earlier process.
 
     Args:
-        create: the pool, and where the order asks for it the forecast of the KV; called for the first line.
+        create: the pool, and where the order asks for it the forecast of the KV; called for the first line,
+            with ``learned``.
     """
 
-    def __init__(self, create: Callable[[], tuple[OfflinePool, MemoryForecast | None]]) -> None:
+    def __init__(self, create: Callable[[Learned | None], tuple[OfflinePool, MemoryForecast | None]]) -> None:
         self.scope: PrefixCacheScope = "owner"
+        self.learned: Learned | None = None
         self._create = create
         self._pool: OfflinePool | None = None
         self._forecast: MemoryForecast | None = None
@@ -188,7 +191,7 @@ class LinePool:
                 return LinesTaken(taken, unreadable=line.reader_id)
             taken.append(TakenLine(line.reader_id, read, line.tokens))
             num_bytes += read.num_bytes
-        return LinesTaken(taken)
+        return LinesTaken(taken, learned=self._pool.learned if taken and self._pool is not None else None)
 
     def end(self, reader_id: int, number: int, num_output_tokens: int | None) -> None:
         """A taken line has ended; ``num_output_tokens`` is None where it has no answer.
@@ -325,7 +328,7 @@ class LinePool:
     def _planner(self) -> OfflinePool:
         """The pool. There is one, and a forecast, from the first call on."""
         if self._pool is None:
-            self._pool, self._forecast = self._create()
+            self._pool, self._forecast = self._create(self.learned)
         return self._pool
 
     # ---- Taking ----

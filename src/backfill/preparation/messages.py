@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from backfill.blending.pool import Learned
 from backfill.blending.requests import OrderName
 from backfill.core.errors import BackfillError, RequestError
 from backfill.generation.tokenizer import Tokenizer
@@ -212,6 +213,12 @@ class OpenLines(msgspec.Struct, tag=True, frozen=True):
     running: dict[int, RunningTokens] = {}
 
 
+class PoolLearned(msgspec.Struct, tag=True, frozen=True):
+    """What the pool of the process before had learned; sent before the first reader is opened."""
+
+    learned: Learned
+
+
 class CloseLines(msgspec.Struct, tag=True, frozen=True):
     reader_id: int
 
@@ -256,7 +263,7 @@ class OnlineTraffic(msgspec.Struct, tag=True, frozen=True):
     held_tokens: int
 
 
-LineChange = OpenLines | CloseLines | EndLine | PutBackLine | LinesProgress | OnlineTraffic
+LineChange = PoolLearned | OpenLines | CloseLines | EndLine | PutBackLine | LinesProgress | OnlineTraffic
 ToPreparation = Job | Configure | CancelCheck | LineChange
 
 
@@ -294,10 +301,12 @@ class LinesTaken(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         unreadable: a reader whose next line could not be read back. It was closed.
+        learned: by the pool so far; None without lines.
     """
 
     lines: list[TakenLine]
     unreadable: int | None = None
+    learned: Learned | None = None
 
 
 class RequestFailure(msgspec.Struct, tag=True, frozen=True):

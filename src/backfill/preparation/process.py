@@ -49,6 +49,7 @@ from backfill.preparation.messages import (
     Loaded,
     OnlineTraffic,
     OpenLines,
+    PoolLearned,
     PreparationSetup,
     PrepareBody,
     PutBackLine,
@@ -117,7 +118,9 @@ class Preparation:
         self._bodies = ThreadPoolExecutor(_NUM_BODY_THREADS, "bodies")
         self._lines = ThreadPoolExecutor(1, "lines")
         self._checks = ThreadPoolExecutor(1, "checks")
-        self._pool = LinePool(lambda: create_pool(order, preparer.engine, preparer.model.folder))
+        self._pool = LinePool(
+            lambda learned: create_pool(order, preparer.engine, preparer.model.folder, learned)
+        )
         self._wanted_checks: set[int] = set()
         self._working: dict[int, float] = {}  # by thread: when it began the current body or line
 
@@ -156,6 +159,8 @@ class Preparation:
         """Runs in the thread of lines, which owns the pool."""
         try:
             match message:
+                case PoolLearned(learned):
+                    self._pool.learned = learned
                 case OpenLines(reader_id, selection, running):
                     self._pool.open(reader_id, selection, self._file(selection), running)
                 case CloseLines(reader_id):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from backfill.blending.pool import Learned
 from backfill.preparation.line_file import mark
 from backfill.preparation.lines import BatchLine
 from backfill.preparation.messages import (
@@ -23,6 +24,7 @@ from backfill.preparation.messages import (
     LinesProgress,
     LinesTaken,
     OpenLines,
+    PoolLearned,
     Position,
     PutBackLine,
     ReadNames,
@@ -42,7 +44,8 @@ _RETRY_S = 5.0
 class LineReaders:
     """Open input files. One task indexes them ahead; what waits to run is taken in the order of the pool.
 
-    A process that is started again is told what KV its predecessor's running lines take. Each file is indexed
+    A process that is started again is told what KV its predecessor's running lines take, and what its pool
+    had learned when lines were last taken. Each file is indexed
     again, without the lines that were taken. A line that ends the process is handed out as one that cannot be
     prepared, after four ends: two over a group of lines, and two over this line alone.
 
@@ -56,6 +59,7 @@ class LineReaders:
         self._can_index = False
         self._num_taken = 0  # lines since files that are held up were last tried
         self._num_put_back = 0  # groups of lines
+        self._learned: Learned | None = None
         self._changed = asyncio.Event()  # there may be something to index
         self._more_ready = asyncio.Event()  # more lines may be taken; replaced each time
 
@@ -78,6 +82,8 @@ class LineReaders:
 
     def restart(self) -> None:
         """There is a new process."""
+        if self._learned is not None:
+            self.process.send(PoolLearned(self._learned))
         for lines in self._open.values():
             self._restart(lines)
 
@@ -119,6 +125,7 @@ class LineReaders:
         self._note_unreadable(taken)
 
     def _note_taken(self, taken: LinesTaken) -> list[tuple[PreparedLines, BatchLine]]:
+        self._learned = taken.learned or self._learned
         found = []
         for each in taken.lines:
             lines = self._open.get(each.reader_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from backfill.blending.memory_forecast import SLACK_BLOCKS, MemoryForecast
-from backfill.blending.pool import OfflinePool
+from backfill.blending.pool import Learned, OfflinePool
 from backfill.blending.requests import OrderName
 from backfill.blending.resources import ResourceModel
 from backfill.costs.model import CostModel
@@ -19,7 +19,7 @@ _DTYPE_BYTES = {"float32": 4}
 
 
 def create_pool(
-    order: OrderName, facts: EngineFacts, folder: Path
+    order: OrderName, facts: EngineFacts, folder: Path, learned: Learned | None = None
 ) -> tuple[OfflinePool, MemoryForecast | None]:
     """An empty pool for the engine, and a forecast of its KV where the order asks for it.
 
@@ -29,7 +29,7 @@ def create_pool(
     block_size = facts.info.block_size
     kv_tokens = facts.info.num_blocks * block_size
     forecast = MemoryForecast(kv_tokens, SLACK_BLOCKS * block_size) if order == "blend" else None
-    return OfflinePool(order, resources, kv_tokens=kv_tokens), forecast
+    return OfflinePool(order, resources, kv_tokens=kv_tokens, learned=learned), forecast
 
 
 def resources_of(facts: EngineFacts, model: ModelConfig) -> ResourceModel:
