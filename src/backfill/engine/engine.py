@@ -21,10 +21,11 @@ from backfill.engine.stopping import StepStopper, SubmittedStep
 from backfill.execution.executor import Executor, pipelined
 from backfill.kvcache.create import create_kv_cache
 from backfill.offloading.residency import Residency, ResidencyPolicy, SharedLinkPolicy
+from backfill.scheduling.committed import CommittedToken
 from backfill.scheduling.objectives import ServerObjectives
 from backfill.scheduling.policies.create import PolicyFactory, create_policy
 from backfill.scheduling.prediction import StepPredictor
-from backfill.scheduling.scheduler import CommittedToken, Scheduler
+from backfill.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:  # these import numpy and torch, which the server does not need
     from backfill.bus.member import BusMember

@@ -4,42 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
-from backfill.core.plan import SampledToken, StepOutcome, StepPlan, TokenLogprobs
+from backfill.core.plan import SampledToken, StepOutcome, StepPlan
 from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.kvcache.manager import KVCacheManager
 from backfill.offloading.residency import ResidencyPolicy
+from backfill.scheduling.committed import CommittedToken, PromptScores
 from backfill.scheduling.in_flight import StepsInFlight
 from backfill.scheduling.memory_division import MemoryDivision
 from backfill.scheduling.planner import StepPlanner
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.preemption import Preemption
-from backfill.scheduling.prompt_scores import PromptScores
 from backfill.scheduling.queues import LevelRule, UnfinishedRequests
 from backfill.scheduling.suspension import Suspension
-
-
-class CommittedToken(NamedTuple):
-    """One output token that now belongs to its request.
-
-    Attributes:
-        number: of the output's tokens, from 1.
-        stop_token_id: the requested stop token that ended the output, if one did.
-        finish_reason: why the output has ended with this token; None if it has not.
-        prompt_logprobs: see ``PromptScores``; with the first token.
-    """
-
-    request: Request
-    sampled: SampledToken
-    number: int
-    stop_token_id: int | None
-    finish_reason: FinishReason | None
-    prompt_logprobs: list[TokenLogprobs] | None
 
 
 class Scheduler:
@@ -80,17 +61,7 @@ class Scheduler:
         self.kv = kv
         self.policy = policy
         self.predictor = predictor
-        rule = LevelRule(
-            config.promote_before if policy.promotes else 0.0,
-            policy.relegates,
-            predictor,
-            min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens),
-        )
-        self.requests = UnfinishedRequests(
-            rule,
-            lambda request: kv.match(request).num_tokens,
-            orders_by_deadline=policy.orders_by_deadline,
-        )
+        self.requests = _no_requests(config, kv, policy, predictor)
         self.counters: Mapping[ServiceClass, ClassCounters] = kv.counters
         self._default_slo = default_slo
         self._end_token_ids = frozenset(end_token_ids)
@@ -111,19 +82,7 @@ class Scheduler:
         self._preemption = Preemption(
             policy, self.requests, kv, self._suspension, self.counters, self.in_flight
         )
-        self._division: MemoryDivision | None = None
-        if residency is not None:
-            assert predictor is not None, "residency is chosen by predicted steps"
-            self._division = MemoryDivision(
-                residency,
-                config,
-                kv,
-                self.requests,
-                self._suspension,
-                self._preemption,
-                predictor,
-                block_copy_s,
-            )
+        self._division = None if residency is None else self._divide(residency, block_copy_s)
         self._planner = StepPlanner(
             config,
             kv,
@@ -136,6 +95,19 @@ class Scheduler:
             copy_interference=copy_interference,
             division=self._division,
             in_flight=self.in_flight,
+        )
+
+    def _divide(self, residency: ResidencyPolicy, block_copy_s: float | None) -> MemoryDivision:
+        assert self.predictor is not None, "residency is chosen by predicted steps"
+        return MemoryDivision(
+            residency,
+            self.config,
+            self.kv,
+            self.requests,
+            self._suspension,
+            self._preemption,
+            self.predictor,
+            block_copy_s,
         )
 
     @property
@@ -398,3 +370,18 @@ class Scheduler:
         if len(request.output_token_ids) >= request.max_tokens:
             return FinishReason.LENGTH, None
         return None, None
+
+
+def _no_requests(
+    config: SchedulerConfig, kv: KVCacheManager, policy: Policy, predictor: StepPredictor | None
+) -> UnfinishedRequests:
+    """Queues without requests, ordered and changed by what the policy asks for."""
+    rule = LevelRule(
+        config.promote_before if policy.promotes else 0.0,
+        policy.relegates,
+        predictor,
+        min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens),
+    )
+    return UnfinishedRequests(
+        rule, lambda request: kv.match(request).num_tokens, orders_by_deadline=policy.orders_by_deadline
+    )

@@ -1,0 +1,52 @@
+"""What the commit of a step gives: output tokens, and log probabilities of the prompts that it completes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from backfill.core.plan import PromptLogprobs, SampledToken, TokenLogprobs
+from backfill.core.request import FinishReason, Request, RequestId
+
+
+class CommittedToken(NamedTuple):
+    """One output token that now belongs to its request.
+
+    Attributes:
+        number: of the output's tokens, from 1.
+        stop_token_id: the requested stop token that ended the output, if one did.
+        finish_reason: why the output has ended with this token; None if it has not.
+        prompt_logprobs: see ``PromptScores``; with the first token.
+    """
+
+    request: Request
+    sampled: SampledToken
+    number: int
+    stop_token_id: int | None
+    finish_reason: FinishReason | None
+    prompt_logprobs: list[TokenLogprobs] | None
+
+
+class PromptScores:
+    """Log probabilities of prompts in progress, collected over the steps that compute them.
+
+    Each token's once: it may be computed again, and scored then too.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[RequestId, list[TokenLogprobs]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, scored: Iterable[PromptLogprobs], known: Collection[RequestId]) -> None:
+        """Those of a step. ``known``: requests that have not ended and have lost no earlier chunk."""
+        for request_id, start, tokens in scored:
+            if request_id in known:
+                so_far = self._by_id.setdefault(request_id, [])
+                assert start <= len(so_far) + 1, f"{request_id}: from {start} on, up to {len(so_far)}"
+                so_far += tokens[len(so_far) + 1 - start :]
+
+    def take(self, request_id: RequestId) -> list[TokenLogprobs] | None:
+        """Of all prompt tokens but the first, once they are complete; None if the request asks for none."""
+        return self._by_id.pop(request_id, None)
