@@ -21,6 +21,7 @@ FIGURES = {
     "itl_p99_s": ("gap P99 s", ".3f"),
     "itl_attainment": ("gaps met", ".2%"),
     "offline_tok_s": ("offline tok/s", ".0f"),
+    "offline_rps": ("ended/s", ".3f"),
 }
 SUMMARY = {
     "over_online_only": "worst goodput / online-only",
