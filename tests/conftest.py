@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, settings
 _REPEATABLE = settings(
     derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile(SHORT, _REPEATABLE)
+settings.register_profile(SHORT, _REPEATABLE, max_examples=50)
 settings.register_profile(LONG, _REPEATABLE)
 settings.load_profile(SHORT)
 

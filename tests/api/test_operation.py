@@ -313,8 +313,8 @@ def test_invalid_options_are_refused_in_a_line(
     assert_refused(result, part)
 
 
+@pytest.mark.slow  # in this process, with all reasons: tests/cli/test_serve.py
 def test_a_server_whose_engine_cannot_start_says_why_in_a_line(small_model: Path, tmp_path: Path) -> None:
-    """All reasons are in tests/cli/test_serve.py."""
     result = run_cli(
         "serve", str(small_model), "--kv-gib", "100000", "--port", "0", "--data-dir", str(tmp_path)
     )

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.api.servers import RunningServer, small_server, wait_until
 
 # 60 blocks of 16 KiB hold 960 tokens; the offline requests below need 1,500.
@@ -22,6 +24,7 @@ def complete(server: RunningServer, prompt: list[int], max_tokens: int, **fields
     return server.tokens(prompt, max_tokens, cache_salt=f"call {next(_salts)}", **fields)
 
 
+@pytest.mark.slow  # without HTTP: tests/engine/test_restored_tokens.py
 def test_preemption_does_not_change_tokens(small_model: Path, tmp_path: Path) -> None:
     options = (*POOL, "--max-model-len", "400")
     with small_server(small_model, *options, data_dir=tmp_path) as server:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.api.batch_inputs import as_jsonl, completion_line, parse_jsonl
 from tests.api.servers import MODEL
 from tests.cli.running import run_cli_here
@@ -23,6 +25,7 @@ def answers(model: Path, folder: Path, name: str, *options: str) -> dict[str, st
     return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines}
 
 
+@pytest.mark.slow  # three runs; test_invariance.py is quick
 def test_answers_are_the_same_in_another_order_and_without_the_cache(
     small_model: Path, tmp_path: Path
 ) -> None:

@@ -176,7 +176,7 @@ def test_preempted_requests_continue_with_the_same_tokens(
     assert counters.num_recomputed_tokens < 8 * len(OFFLINE_SHAPES)  # a block each; 200 without copies
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("prefix_caching", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stops_every", [1, 2, 3])
 def test_suspended_steps_beside_reclaimed_and_restored_blocks(
     make_executor: MakeExecutor, undisturbed: list[list[int]], stops_every: int, prefix_caching: bool
@@ -229,7 +229,7 @@ class Clumsy:
 
 @pytest.mark.parametrize("fails_at", [{0}, {60}, {0, 10, 60}], ids=str)
 @pytest.mark.parametrize("policy", ["priority", "slo"])
-@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("prefix_caching", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_requests_run_again_after_failed_steps_give_the_same_tokens(
     make_executor: MakeExecutor,
     undisturbed: list[list[int]],
@@ -284,7 +284,7 @@ def undisturbed_crowd(model_dir: Path) -> list[list[int]]:
     return [request.output_token_ids for request in crowd_on(engine, executor)]
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("prefix_caching", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["priority", "slo", "bros"])
 @pytest.mark.parametrize(
     ("checkpointing", "restore"),

@@ -154,7 +154,7 @@ def expected(model_dir: Path) -> dict[str, list[int]]:
     )
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("prefix_caching", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("preemption", ["suspend", "discard"])
 @pytest.mark.parametrize("layer", range(NUM_LAYERS + 1))
 def test_an_arrival_at_any_point_of_a_step_changes_no_token(

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from backfill.models.config import ModelConfig
 from backfill.offloading.interval import num_device_layers
 from tests.models.tiny import save_tiny_llama_config
@@ -42,6 +44,7 @@ def anonymous_bytes(folder: Path, interval: str, cache: Path) -> int:
     return found
 
 
+@pytest.mark.slow  # three processes; what is planned and streamed is in test_memory.py and test_offloading.py
 def test_what_is_offloaded_takes_no_memory(tmp_path: Path) -> None:
     """Also at the first start, which writes the file."""
     save_tiny_llama_config(

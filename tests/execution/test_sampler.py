@@ -13,6 +13,7 @@ from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.execution.sampler import RequestState, Sampler, _invert_cdf, uniform_at
 from backfill.execution.shaping import add_biases, exclude, penalise
+from tests.shared import examples
 
 VOCAB = 3000  # more than the sampler's candidates, so that whole rows are sorted too
 END = 2
@@ -256,7 +257,7 @@ def shaped(row: torch.Tensor, state: RequestState) -> list[float]:
 
 
 @given(st.lists(SHAPED, min_size=1, max_size=5), st.integers(0, 1000))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_rows_are_shaped_by_their_own_request_alone(rows: list[dict[str, Any]], seed: int) -> None:
     logits = make_logits(len(rows), seed)
     states = [make_state(**row) for row in rows]

@@ -22,7 +22,7 @@ from experiments.blendserve.sources import SOURCES
 from experiments.blendserve.traffic import KINDS
 from tests.cli.running import assert_fits, run_cli_here
 
-TINY = Coserving(traffics="alternating", density=2.5, requests=400, phase=4.0, warmup_s=2.0, duration=16.0)
+TINY = Coserving(traffics="alternating", density=2.5, requests=400, phase=3.0, warmup_s=1.0, duration=9.0)
 
 
 @pytest.fixture

@@ -127,9 +127,8 @@ def test_figure_8_has_an_entry_for_each_step_and_all_on_reaches_the_paper() -> N
     assert policies["slo"].recomputed_token_share < 0.01
 
 
-@pytest.mark.parametrize(
-    "kind", [Slow10, *(pytest.param(each, marks=pytest.mark.slow) for each in (Slow1, Slow100))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Slow1, Slow10, Slow100])
 def test_the_default_keeps_up_with_no_safepoints(kind: type[Slow1]) -> None:
     """A P99 of 150 chats is the second slowest: it moves by a tenth from seed to seed (docs/coserving.md)."""
     points = run_study(kind())
@@ -161,6 +160,7 @@ def test_default_objectives_of_a_slow_device_are_attainable_by_ordinary_prompts(
     assert server_slo(config, fast.costs.cost) == SLO(1.0, 0.15)
 
 
+@pytest.mark.slow  # the sweep itself is in tests/simulation/test_goodput.py
 def test_the_goodput_of_a_slow_device_falls_with_its_speed() -> None:
     sweep = Goodput(
         workloads="conversation", cvs="1", loads="0.5", policies="slo", num_requests=60, num_for_capacity=300

@@ -9,6 +9,7 @@ from backfill.offloading.interval import LayerTimes, step_time_s
 from backfill.simulation.device import HOST_S
 from experiments.selectn.bus import BusEngine, run_beside
 from experiments.selectn.model import SHAPES, OffloadedModel, PhaseLoad
+from tests.shared import examples
 
 
 def engine(interval: int | None, *, num_layers: int = 12, layer_s: float = 0.001) -> BusEngine:
@@ -24,7 +25,7 @@ def test_alone_steps_are_those_of_the_simulated_executor(interval: int | None) -
     assert alone.seconds[:60] == pytest.approx(model.run(load, interval, num_steps=60).seconds)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 12))
 def test_alone_mean_steps_take_what_the_formula_says(
     num_layers: int, interval: int, transfer_ms: int

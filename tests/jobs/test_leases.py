@@ -40,6 +40,7 @@ from backfill.jobs.results import ResultsLost
 from backfill.jobs.store import JobStore
 from backfill.jobs.suspects import Losses, Suspects
 from backfill.preparation.lines import BatchLine
+from tests.shared import examples
 
 DURATION_S = 10.0
 clock = Table("clock", MetaData(), Column("id", Integer, primary_key=True), Column("now_s", Float))
@@ -263,7 +264,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 def test_at_most_one_server_holds_a_batch_and_only_it_records(engine: Engine, tmp_path: Path) -> None:
-    max_examples = 40 if engine.dialect.name == "sqlite" else 12  # a server takes longer
+    max_examples = examples(40 if engine.dialect.name == "sqlite" else 12)  # a server takes longer
     machine = type("Machine", (LeaseMachine,), {"engine": engine, "folder": tmp_path})
     run_state_machine_as_test(
         machine,
@@ -276,7 +277,7 @@ def test_at_most_one_server_holds_a_batch_and_only_it_records(engine: Engine, tm
     )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     num_parts=st.lists(st.integers(1, 8), min_size=2, max_size=4),
     turns=st.lists(st.integers(0, 1), min_size=4, max_size=16),

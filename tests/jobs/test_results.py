@@ -16,6 +16,7 @@ from backfill.jobs.lines import LineResult, completed, unanswered
 from backfill.jobs.records import TokenUsage
 from backfill.jobs.results import ForeignResults, ResultLog, ResultsLost
 from backfill.preparation.lines import BatchLine
+from tests.shared import examples
 
 
 def result(number: int, *, fails: bool = False) -> LineResult:
@@ -54,7 +55,7 @@ def test_what_is_appended_is_read_back(log: ResultLog, paths: tuple[Path, Path])
         assert known.usage == TokenUsage(6, 4, 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     groups=st.lists(st.lists(st.booleans(), min_size=1, max_size=4), max_size=6),
     torn=st.tuples(st.integers(0, 400), st.integers(0, 400)),

@@ -26,7 +26,7 @@ llm.generate([[1000]] * 200, SamplingParams(max_tokens=None, ignore_eos=True), u
 """
 
 
-@pytest.mark.parametrize("way", ["file", "standard input"])
+@pytest.mark.parametrize("way", ["file", pytest.param("standard input", marks=pytest.mark.slow)])
 def test_a_script_needs_no_guard_and_ends_quietly(way: str, small_model: Path, tmp_path: Path) -> None:
     script = SCRIPT.format(model=str(small_model))
     (tmp_path / "script.py").write_text(script)

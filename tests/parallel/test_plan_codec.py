@@ -33,6 +33,7 @@ from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.parallel.messages import StepDone, outcome_of, sampled_of, step_done
 from backfill.parallel.plan_codec import PlanDecoder, PlanEncoder, Sampled
+from tests.shared import examples
 
 IDS = st.sampled_from([RequestId(name) for name in "abcdef"])
 NUMBERS = st.integers(0, 2000)
@@ -141,7 +142,7 @@ class Codec(RuleBasedStateMachine):
 
 
 TestCodec = Codec.TestCase
-TestCodec.settings = settings(max_examples=40, stateful_step_count=10, deadline=None)
+TestCodec.settings = settings(max_examples=examples(40), stateful_step_count=10, deadline=None)
 
 
 def test_a_step_of_decodes_costs_bytes_for_its_tokens_alone() -> None:

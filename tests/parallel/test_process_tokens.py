@@ -30,7 +30,8 @@ from tests.parallel.test_rank_tokens import tokens
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"tensor_parallel_size": 2, "offload_interval": 1},
+        # In one process, with threads as ranks: test_rank_offloading.py.
+        pytest.param({"tensor_parallel_size": 2, "offload_interval": 1}, marks=pytest.mark.slow),
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_micro_batches": 2},
     ],
     ids=["tp2-offloaded", "tp2-pp2-micro-batches"],
@@ -72,6 +73,7 @@ def load_over_gloo(config: EngineConfig, context: RankContext) -> TorchExecutor:
         return load.load_rank(config, context)
 
 
+@pytest.mark.slow  # its groups and links: test_groups.py and test_links.py
 def test_tokens_of_processes_that_are_connected_by_gloo(tmp_path: Path) -> None:
     """What CUDA devices are connected by, with gloo in NCCL's place."""
     save_tiny_model("llama", tmp_path)
@@ -112,6 +114,7 @@ def structured_outputs(executor: TorchExecutor | ParallelExecutor) -> list[tuple
     return [(request.output_token_ids, ends[request.request_id]) for request in requests]
 
 
+@pytest.mark.slow  # of one process: tests/engine/test_structured_outputs.py
 def test_structured_outputs_of_ranks_are_those_of_one_process(small_model: Path) -> None:
     common = {
         "model_dir": str(small_model),

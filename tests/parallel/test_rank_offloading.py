@@ -39,6 +39,7 @@ from tests.models.tiny import save_tiny_model
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
 from tests.parallel.test_rank_pipeline import ADMITTED, scheduled
 from tests.parallel.test_rank_stops import LAYOUTS, make_engine
+from tests.shared import examples
 
 NUM_LAYERS = 12
 LARGEST = 3  # whose memory has room for all smaller intervals too
@@ -173,7 +174,7 @@ def test_tokens_are_the_same_while_memory_changes_hands_on_tensor_ranks(
 
 
 @settings(
-    max_examples=10,
+    max_examples=examples(10),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -31,6 +31,7 @@ from tests.engine.interruptions import (
 )
 from tests.models.tiny import save_tiny_model
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
+from tests.shared import examples
 
 NUM_LAYERS = 4
 LAYOUTS = [Sizes(tensor=2), Sizes(pipeline=2), Sizes(2, 2)]
@@ -78,7 +79,7 @@ def test_an_arrival_at_any_point_of_a_step_changes_no_token(
 
 
 @settings(
-    max_examples=15,
+    max_examples=examples(15),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

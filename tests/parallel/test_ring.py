@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from backfill.parallel.shared_memory import RingReader, RingWriter, create_ring
 from backfill.parallel.worker import DriverClosed
+from tests.shared import examples
 
 TIMEOUT_S = 60.0
 
@@ -36,7 +37,7 @@ def ring(
     num_readers=st.integers(1, 3),
     messages=st.lists(st.binary(max_size=60), max_size=6),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_every_reader_reads_every_message(capacity: int, num_readers: int, messages: Sequence[bytes]) -> None:
     writer, readers = ring(capacity, num_readers)
     found: list[list[bytes]] = [[] for _ in readers]

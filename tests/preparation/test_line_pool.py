@@ -30,6 +30,7 @@ from tests.preparation.pool_doubles import (
     prompts,
     take_all,
 )
+from tests.shared import examples
 
 
 def numbers(found: Sequence[tuple[int, BatchLine]]) -> list[int]:
@@ -366,7 +367,7 @@ class Driver:
                 pass
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(order=st.sampled_from(ORDERS), seed=st.integers(0, 2**32), num_steps=st.integers(1, 80))
 def test_each_line_is_taken_once_whatever_happens(
     order: OrderName, seed: int, num_steps: int, tmp_path_factory: pytest.TempPathFactory

@@ -44,6 +44,7 @@ from backfill.protocol.preparer import RequestContext
 from tests.api.servers import TIMEOUT_S
 from tests.jobs.feeder_doubles import until
 from tests.preparation.pool_doubles import lines_of, make_pool, prepare, prompts, selection_of
+from tests.shared import examples
 
 pytestmark = pytest.mark.anyio
 
@@ -321,9 +322,9 @@ async def test_files_that_wait_for_room_are_tried_now_and_then(
         num_jobs += isinstance(work, IndexLines)
 
     process.before_job = count
-    path = write(tmp_path / "in", *[[n] for n in range(1500)])
+    path = write(tmp_path / "in", *[[n] for n in range(600)])
     async with process.running() as readers:
-        opened = [readers.open(selection_of(path, owner=str(index))) for index in range(12)]
+        opened = [readers.open(selection_of(path, owner=str(index))) for index in range(6)]
         while not all(lines.is_held_up for lines in opened):
             await asyncio.sleep(0)
         num_jobs = 0
@@ -333,7 +334,7 @@ async def test_files_that_wait_for_room_are_tried_now_and_then(
             await asyncio.sleep(0)
         assert num_jobs < 3 * 32, "each read lets its own file be tried, not all of them"
         for lines in opened:
-            assert len(numbers(await rest(lines, 256))) == 1500 - 256 * (lines is opened[0])
+            assert len(numbers(await rest(lines, 256))) == 600 - 256 * (lines is opened[0])
 
 
 async def test_lines_of_a_file_that_is_closed_are_not_returned(tmp_path: Path) -> None:
@@ -349,7 +350,7 @@ async def test_lines_of_a_file_that_is_closed_are_not_returned(tmp_path: Path) -
         assert {lines for lines, _ in found} == {second}
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**32),
     files=st.lists(st.integers(0, 60), min_size=1, max_size=4),
