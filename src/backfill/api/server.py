@@ -74,7 +74,7 @@ class Server:
         self._on_ready = on_ready
         self._stats_log = StatsLog(self._objective_counts)
         self._tasks = TaskWatch()
-        client.set_callbacks(on_report=self._on_report, on_profile=self._on_profile, tasks=self._tasks)
+        client.on_report, client.on_profile, client.tasks = self._on_report, self._on_profile, self._tasks
         setup = PreparationSetup(
             model=model,
             chat_template=chat_template,

@@ -41,11 +41,11 @@ class EngineClient:
     Attributes:
         info: the running engine's; None while none runs.
         default_slo: of the first engine, until widened defaults return. Later engines keep it.
-
-    Args:
         on_report: called with each step's report, for metrics.
         on_profile: called with each refined cost profile.
         tasks: starts the client's own tasks.
+
+    Args:
         load: makes the engine, in its process.
     """
 
@@ -56,14 +56,13 @@ class EngineClient:
         on_report: Callable[[StepReport], None] = lambda _: None,
         on_profile: Callable[[CostProfile], None] = lambda _: None,
         log_level: str = "INFO",
-        tasks: TaskWatch | None = None,
         load: EngineLoader = load_engine,
     ) -> None:
         self.config = config
-        self._on_report = on_report
-        self._on_profile = on_profile
+        self.on_report = on_report
+        self.on_profile = on_profile
         self._log_level = log_level
-        self._tasks = tasks or TaskWatch()
+        self.tasks = TaskWatch()
         self._load = load
         self._watchdog = Watchdog(0.0)
         self._connection: EngineConnection | None = None
@@ -91,16 +90,6 @@ class EngineClient:
     def silent_s(self) -> float:
         """Seconds since the engine's last report; for a dead engine, until its death."""
         return self._watchdog.silent_s
-
-    def set_callbacks(
-        self,
-        *,
-        on_report: Callable[[StepReport], None],
-        on_profile: Callable[[CostProfile], None],
-        tasks: TaskWatch,
-    ) -> None:
-        """Set what was not known yet when the client was made. Called before ``start``."""
-        self._on_report, self._on_profile, self._tasks = on_report, on_profile, tasks
 
     def launch(self) -> None:
         """Start the process without waiting for it; ``start`` waits. It needs no event loop.
@@ -140,7 +129,7 @@ class EngineClient:
         self._keep_slo(first.default_slo)
         self.info = first.info
         self._watchdog = Watchdog(first.hang_timeout_s)
-        self._reader = self._tasks.start(self._read(connection), "engine-reports")
+        self._reader = self.tasks.start(self._read(connection), "engine-reports")
         return first
 
     async def wait_dead(self) -> None:
@@ -244,7 +233,7 @@ class EngineClient:
     async def _read(self, connection: EngineConnection) -> None:
         """Hand out reports until the process ends; then end its requests."""
         try:
-            await connection.read(self._on_message, self._watchdog, self._tasks)
+            await connection.read(self._on_message, self._watchdog, self.tasks)
         finally:
             self.info = None
             self._streams.lose_all(connection.why_it_ended())
@@ -259,8 +248,8 @@ class EngineClient:
         self._watchdog.on_report()
         if isinstance(message, ProfileRefined):
             self._keep_slo(message.default_slo)
-            self._on_profile(message.profile)
+            self.on_profile(message.profile)
             return
         assert isinstance(message, StepReport)
         self._streams.put(message)
-        self._on_report(message)
+        self.on_report(message)

@@ -54,7 +54,7 @@ class WeightSizes:
         return self.other_bytes + self.num_device_layers(interval) * self.layer_bytes
 
     def host_layers_bytes(self, interval: int | None) -> int:
-        """Of all layers, if some are offloaded."""
+        """Of all layers, which a device that is not the host keeps there too if some are offloaded."""
         return 0 if interval is None else self.num_layers * self.layer_bytes
 
 
@@ -66,8 +66,6 @@ class MemoryPlan:
         num_layers, num_offloaded: those with weights there, and those of them that are offloaded.
         num_device_layers: layers' worth of memory, resident layers and staging buffers together.
         weights_bytes: these layers and all weights outside the layers.
-        host_layers_bytes: of all layers, which a device that is not the host keeps in host memory too if
-            some are offloaded.
         activation_bytes: the most that a step takes beside weights and KV; counted only against a limit.
     """
 
@@ -75,7 +73,6 @@ class MemoryPlan:
     num_offloaded: int
     num_device_layers: int
     weights_bytes: int
-    host_layers_bytes: int
     activation_bytes: int
     kv_bytes: int
     num_blocks: int
@@ -149,7 +146,6 @@ def plan_memory(
         weights.num_offloaded(interval),
         weights.num_device_layers(interval),
         weights_bytes,
-        weights.host_layers_bytes(interval),
         activation_bytes,
         kv_bytes,
         num_blocks=kv_bytes // block_bytes,

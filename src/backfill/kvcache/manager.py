@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from backfill.core.block import BlockRef
@@ -42,7 +42,6 @@ class KVCacheManager:
         blocking: copies of these directions complete before their step computes a slice.
         prefix_caching: requests share content; without it, each finds only its own, after a preemption.
         bidirectional: offline requests fill their blocks from the last slot, and blocks may be shared.
-        counters: hits, evictions and copied tokens are added to them.
         secret: of the keys; random by default.
         max_num_blocks: the most that the device's pool may grow to; None: it keeps its size.
     """
@@ -58,7 +57,6 @@ class KVCacheManager:
         prefix_caching: bool = True,
         prefix_cache_scope: PrefixCacheScope = "owner",
         bidirectional: bool = False,
-        counters: Mapping[ServiceClass, ClassCounters] | None = None,
         secret: bytes | None = None,
         max_num_blocks: int | None = None,
     ) -> None:
@@ -66,7 +64,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.num_host_blocks = num_host_blocks
         self.blocking = blocking
-        self.counters = counters or {each: ClassCounters() for each in ServiceClass}
+        self.counters = {each: ClassCounters() for each in ServiceClass}
         self._prefix_caching = prefix_caching
         scope = prefix_cache_scope if prefix_caching else "request"
         self._keys = KeyChain(block_size, scope, secret or secrets.token_bytes(32))

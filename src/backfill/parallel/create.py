@@ -46,7 +46,7 @@ def create_parallel_executor(config: EngineConfig, load: RankLoader = load_rank)
     return _warmed_up(ParallelExecutor(config, threads_of_rank(config), load), config)
 
 
-def create_ray_executor(config: EngineConfig, load: RankLoader = load_rank) -> ParallelExecutor:
+def create_ray_executor(config: EngineConfig) -> ParallelExecutor:
     """Start the ranks as actors of Ray and load the model there.
 
     Raises: BackfillError with a message for the user; no actor is left then.
@@ -65,7 +65,8 @@ def create_ray_executor(config: EngineConfig, load: RankLoader = load_rank) -> P
     bundle = plan_stages(config)
     config = replace(config, device="cuda" if bundle.num_gpus else "cpu")
     threads = max(1, bundle.threads // config.tensor_parallel_size)
-    return _warmed_up(ParallelExecutor(config, threads, load, start=partial(start_stages, bundle)), config)
+    start = partial(start_stages, bundle)
+    return _warmed_up(ParallelExecutor(config, threads, load_rank, start=start), config)
 
 
 def _check_sizes(config: EngineConfig) -> None:
