@@ -85,8 +85,8 @@ def test_a_stop_that_costs_offline_work_is_paid_for_by_a_share_of_it() -> None:
     assert not stops(step, [prompt], 10.2, budget=budget)
     budget.earn(10.0)
     assert stops(step, [prompt], 10.2, budget=budget)
-    patient = ArrivedPrompt(100, ttft_deadline_at_s=30.0)
-    assert not stops(step, [patient], 10.2, budget=budget), "0.6 s are little of 20 s"
+    patient = ArrivedPrompt(100, ttft_deadline_at_s=60.0)
+    assert not stops(step, [patient], 10.2, budget=budget), "0.6 s are little of 50 s"
     budget.spend(step.stop_costs_s(10.2))
     assert not stops(step, [prompt], 10.2, budget=budget)
     late = ArrivedPrompt(100, ttft_deadline_at_s=10.8)

@@ -13,7 +13,7 @@ from backfill.costs.model import CostModel
 # With suspending, a step is stopped only if that saves more than this many times the wait for a safepoint.
 _MIN_GAIN = 1.0
 # Part of the least slack of first tokens that a stop which costs offline work must save.
-_MIN_SAVED_SHARE = 0.05
+_MIN_SAVED_SHARE = 0.02
 # Steps of a pipeline stop between two stages, where a stop costs nothing: only what gains little is left out.
 _MIN_STAGE_GAIN = 0.1
 # What stops may cost offline work: a share of its time, and of so much of it at most at once.
