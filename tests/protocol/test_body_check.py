@@ -15,6 +15,7 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestError
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
+from backfill.generation.message_format import MessageFormat
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.body_check import bounded_max_tokens, has_warning, refuse_unknown_fields, warning_of
@@ -110,6 +111,8 @@ def test_what_a_chat_cannot_echo_is_refused() -> None:
 
 class TwoTokens:
     """A tokenizer that encodes every text as two tokens."""
+
+    message_format = MessageFormat()
 
     def encode(self, text: str, **_: object) -> list[int]:
         return [5, 6]

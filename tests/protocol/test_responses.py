@@ -12,12 +12,8 @@ from backfill.core.request import FinishReason
 from backfill.generation.generator import TextDelta
 from backfill.generation.tokenizer import Tokenizer
 from backfill.protocol.encoding import EncodedBody
-from backfill.protocol.responses import (
-    ChatShape,
-    CompletionShape,
-    Response,
-    error_of,
-)
+from backfill.protocol.responses import Response, error_of
+from backfill.protocol.shapes import ChatShape, CompletionShape
 from tests.protocol.builders import make_generation
 
 GENERATION = make_generation()

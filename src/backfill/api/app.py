@@ -22,7 +22,7 @@ from backfill.http.streaming import EventStream, WholeResponse
 from backfill.protocol.chat import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
 from backfill.protocol.generation import CompletionRequest, GenerationEndpoint
 from backfill.protocol.preparer import RequestPreparer, TextEndpoint
-from backfill.protocol.responses import Json
+from backfill.protocol.shapes import Json
 
 _UNCOUNTED_PATHS = frozenset({"/health", "/health/live", "/ping", "/metrics"})
 

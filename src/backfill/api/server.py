@@ -78,6 +78,8 @@ class Server:
         setup = PreparationSetup(
             model=model,
             chat_template=chat_template,
+            tool_call_parser=server_config.tool_call_parser,
+            reasoning_parser=server_config.reasoning_parser,
             uses_generation_config=server_config.uses_generation_config,
             max_response_tokens=server_config.max_response_tokens,
             is_strict=server_config.strict,

@@ -111,6 +111,8 @@ def run_batch(
         setup=PreparationSetup(
             model=served,
             chat_template=template,
+            tool_call_parser=requests.tool_call_parser,
+            reasoning_parser=requests.reasoning_parser,
             uses_generation_config=requests.uses_generation_config,
             is_strict=requests.strict,
             log_level=requests.log_level.upper(),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers.decoders import ByteLevel
 
 from backfill.core.errors import CorruptModel, ModelError, RequestError
+from backfill.generation.message_format import MessageFormat, ReasoningParserName, ToolCallParserName
 
 # Files that transformers can convert if there is no tokenizer.json.
 _OTHER_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
@@ -21,15 +22,22 @@ MAX_CHARS = 1 << 20
 _CUT_MARGIN_TOKENS = 64
 
 
+_PLAIN = MessageFormat()
+
+
 class Tokenizer:
     """Text to token ids and back.
 
     Wraps a fast tokenizer of ``transformers``: its Rust core encodes, its Jinja sandbox renders chat
     templates.
+
+    Attributes:
+        message_format: how the model writes calls of tools and reasoning.
     """
 
-    def __init__(self, wrapped: Any) -> None:
+    def __init__(self, wrapped: Any, message_format: MessageFormat = _PLAIN) -> None:
         self.wrapped = wrapped
+        self.message_format = message_format
         self.backend = wrapped.backend_tokenizer
         self._special_ids = frozenset(wrapped.all_special_ids)
         self.is_byte_level = isinstance(self.backend.decoder, ByteLevel)
@@ -39,11 +47,19 @@ class Tokenizer:
         self._template_parameters = frozenset(inspect.signature(wrapped.apply_chat_template).parameters)
 
     @classmethod
-    def from_folder(cls, folder: Path, *, chat_template: str | None = None) -> Tokenizer:
+    def from_folder(
+        cls,
+        folder: Path,
+        *,
+        chat_template: str | None = None,
+        tool_call_parser: ToolCallParserName = "auto",
+        reasoning_parser: ReasoningParserName = "auto",
+    ) -> Tokenizer:
         """Load from a Hugging Face style folder.
 
         Args:
             chat_template: Jinja source that replaces the folder's own.
+            tool_call_parser, reasoning_parser: auto: as the chat template writes messages.
         Raises: ModelError if the folder has no readable tokenizer, CorruptModel if its files are damaged.
         """
         try:
@@ -54,7 +70,9 @@ class Tokenizer:
             raise CorruptModel(f"The tokenizer in {folder} cannot be read: {error}") from error
         if chat_template is not None:
             wrapped.chat_template = chat_template
-        return cls(wrapped)
+        templates = wrapped.chat_template or ""
+        text = templates if isinstance(templates, str) else "\n".join(templates.values())
+        return cls(wrapped, MessageFormat.of(text, tool_call_parser, reasoning_parser))
 
     def encode(
         self,
@@ -150,6 +168,14 @@ class Tokenizer:
                 f"The chat template refused the messages: {error}", param="messages"
             ) from error
         return text
+
+    @cached_property
+    def has_special_marks(self) -> bool:
+        """Whether marks of the message format are special tokens, which text does not have otherwise."""
+        special = {
+            token.content for token in self.backend.get_added_tokens_decoder().values() if token.special
+        }
+        return not special.isdisjoint(self.message_format.marks)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token alone; with replacement characters if it is part of a character."""

@@ -20,7 +20,8 @@ from backfill.http.metrics import exposed
 from backfill.http.middleware import ApiKeyMiddleware, ErrorMiddleware
 from backfill.http.openapi import DOCS_HEADERS, ERRORS, answers, docs_page, openapi_document
 from backfill.http.request_head import RequestHeadMiddleware
-from backfill.protocol.responses import Json, error_body
+from backfill.protocol.responses import error_body
+from backfill.protocol.shapes import Json
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from backfill.jobs.records import BatchRecord, TokenUsage
 from backfill.preparation.lines import LineError
 from backfill.protocol.batches import CreateBatchRequest, parse_window_s
 from backfill.protocol.parsing import parse_body
-from backfill.protocol.responses import Json
+from backfill.protocol.shapes import Json
 
 _DEFAULT_PAGE, _MAX_PAGE = 20, 100
 _MAX_BODY_BYTES = 64 << 10

@@ -25,7 +25,7 @@ from backfill.protocol.batches import (
     check_purpose,
     clean_filename,
 )
-from backfill.protocol.responses import Json
+from backfill.protocol.shapes import Json
 
 _MAX_PAGE = 10_000
 

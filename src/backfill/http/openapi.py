@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from backfill.protocol.responses import Json
+from backfill.protocol.shapes import Json
 
 # The page has no script and loads no file.
 DOCS_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}

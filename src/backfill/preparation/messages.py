@@ -10,6 +10,7 @@ import msgspec
 from backfill.blending.pool import Learned
 from backfill.blending.requests import OrderName
 from backfill.core.errors import BackfillError, RequestError
+from backfill.generation.message_format import ReasoningParserName, ToolCallParserName
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.preparation.lines import BadLine, BatchLine, LineError
@@ -26,6 +27,8 @@ class PreparationSetup:
     model: ServedModel
     order: OrderName
     chat_template: str | None = None
+    tool_call_parser: ToolCallParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
     uses_generation_config: bool = True
     max_response_tokens: int = MAX_RESPONSE_TOKENS
     is_strict: bool = False
@@ -33,7 +36,12 @@ class PreparationSetup:
 
     def load_tokenizer(self) -> Tokenizer:
         """Raises: ModelError."""
-        return Tokenizer.from_folder(self.model.folder, chat_template=self.chat_template)
+        return Tokenizer.from_folder(
+            self.model.folder,
+            chat_template=self.chat_template,
+            tool_call_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
+        )
 
     def create_preparer(self, tokenizer: Tokenizer) -> RequestPreparer:
         """Raises: ModelError where the model's defaults cannot be read."""

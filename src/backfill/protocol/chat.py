@@ -12,6 +12,7 @@ from backfill.core.errors import RequestError
 from backfill.core.sampling import MAX_LOGPROBS
 from backfill.protocol.generation_fields import GenerationFields
 from backfill.protocol.parsing import FailFastList, StrictModel
+from backfill.protocol.tools import ToolFields, Tools
 
 MAX_MESSAGES = 2048  # OpenAI's
 MAX_PARTS = 2048
@@ -86,10 +87,11 @@ class ConversationFields(BaseModel):
     add_special_tokens: bool | None = None
 
 
-class ChatCompletionRequest(GenerationFields, ConversationFields):
+class ChatCompletionRequest(GenerationFields, ConversationFields, ToolFields):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Messages
+    include_reasoning: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -115,6 +117,7 @@ class ChatCompletionRequest(GenerationFields, ConversationFields):
         if not self.messages:
             raise RequestError("messages must have at least one message.", param="messages")
         check_conversation(self.messages, self.continue_final_message)
+        self.check_tools()
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
 
@@ -152,6 +155,7 @@ class TokenizeRequest(ConversationFields):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
 
     def check(self) -> None:
         """Raise RequestError for a combination of fields that cannot be served."""

@@ -10,6 +10,7 @@ import msgspec
 from backfill.core.errors import RequestError
 from backfill.core.slo import SLO
 from backfill.generation.generator import GenerationRequest
+from backfill.generation.message_parser import MessageParsing
 from backfill.protocol.chat import ChatCompletionRequest
 from backfill.protocol.generation_fields import MAX_CHOICES, GenerationFields
 from backfill.protocol.parsing import FailFastList, parse_body
@@ -115,6 +116,7 @@ class Generation(msgspec.Struct, tag=True, frozen=True, kw_only=True):
             mean. None: all.
         returns_logprobs: the response has those of output tokens, if the engine gives them.
         returns_prompt_logprobs: the response has them in a field of their own.
+        parsing: how a chat's outputs are; None: all of them is content.
         reported_slo: objectives whose attainment the response reports; None where the client set none.
         warning: fields of the body that have no effect, in printable ASCII; None if there are none.
     """
@@ -135,6 +137,7 @@ class Generation(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     streams: bool = False
     includes_usage: bool = False
     usage_on_every_chunk: bool = False
+    parsing: MessageParsing | None = None
     reported_slo: SLO | None = None
     warning: str | None = None
 

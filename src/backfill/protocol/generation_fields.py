@@ -60,13 +60,11 @@ IGNORED_FIELDS = frozenset(
     {
         "guided_decoding_backend",
         "guided_whitespace_pattern",
-        "include_reasoning",
         "kv_transfer_params",
         "length_penalty",
         "media_io_kwargs",
         "metadata",
         "mm_processor_kwargs",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
@@ -74,7 +72,6 @@ IGNORED_FIELDS = frozenset(
         "session_id",
         "spaces_between_special_tokens",
         "store",
-        "tool_choice",
         "verbosity",
         "vllm_xargs",
     }

@@ -9,6 +9,7 @@ from typing import Literal
 from backfill.core.config import check_log_level
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types
+from backfill.generation.message_format import ReasoningParserName, ToolCallParserName
 
 MAX_RESPONSE_TOKENS = 1 << 20  # a response stays in memory until its client has read it
 
@@ -21,6 +22,9 @@ class RequestOptions:
         served_model_name: name clients use; repeatable, the first is echoed. Default: what the model is
             called.
         chat_template: file with a Jinja chat template to use instead of the model's.
+        tool_call_parser: how the model writes calls of tools. auto: as its chat template does.
+        reasoning_parser: how the model marks its reasoning, which chats then have beside the content. auto:
+            as its chat template does; none: reasoning is content.
         generation_config: where sampling defaults come from. auto: the model; vllm: none.
         strict: refuse requests with unknown fields or an empty slo, rather than warn of them. Known fields
             that are ignored, such as metadata, and keys inside messages are accepted.
@@ -29,6 +33,8 @@ class RequestOptions:
 
     served_model_name: tuple[str, ...] = ()
     chat_template: Path | None = None
+    tool_call_parser: ToolCallParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
     generation_config: Literal["auto", "vllm"] = "auto"
     strict: bool = False
     log_level: str = "INFO"

@@ -6,7 +6,7 @@ import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +43,7 @@ from backfill.protocol.generation import (
 from backfill.protocol.generation_fields import Objective
 from backfill.protocol.options import MAX_RESPONSE_TOKENS
 from backfill.protocol.parsing import parse_body
+from backfill.protocol.tools import MessagePlan, Tool, plan_message, tool_inputs
 from backfill.scheduling.objectives import impossible_objectives, objectives_below_floor
 
 TextEndpoint = Literal["/tokenize", "/detokenize"]
@@ -150,16 +151,14 @@ class RequestPreparer:
         body.check()
         if self.is_strict:
             refuse_unknown_fields(body)
-        if (structured := body.structured) is not None:
+        texts = self._prompts(body)
+        plan = self._plan(body, texts)
+        if plan.structured is not None:
             if not compiles:
                 raise GrammarNeeded
-            self._check_grammar(
-                structured, "response_format" if body.response_format else "structured_outputs"
-            )
-        # A prompt that is known to be too long is not tokenized to its end.
-        is_cut = body.truncate_prompt_tokens is not None
-        prompts = self._tokenized(body, most_tokens=None if is_cut else self.engine.info.max_model_len)
-        samplings = self._samplings(body, prompts)
+            self._check_grammar(plan.structured, plan.field)
+        prompts = self._tokenized(body, texts)
+        samplings = self._samplings(body, prompts, plan)
         objectives = body.objectives
         self._check_achievable(objectives, max(map(len, prompts)))
         slo = self._slo(body.service_class, objectives)
@@ -193,6 +192,7 @@ class RequestPreparer:
             streams=bool(body.stream),
             includes_usage=options is not None and bool(options.include_usage),
             usage_on_every_chunk=options is not None and bool(options.continuous_usage_stats),
+            parsing=plan.parsing,
             reported_slo=slo if objectives else None,
             # A batch's warnings were logged when its file was checked.
             warning=None if context.is_batch_line else warning_of(body),
@@ -213,51 +213,65 @@ class RequestPreparer:
                 code="model_not_found",
             )
 
-    def _tokenized(self, body: GenerationBody, most_tokens: int | None) -> list[list[int]]:
-        """The body's prompts as token ids, truncated to ``truncate_prompt_tokens``."""
-        last_tokens = body.truncate_prompt_tokens
+    def _prompts(self, body: GenerationBody) -> Sequence[str | list[int]]:
+        """The body's prompts, text or token ids; a conversation as its template writes it."""
         if isinstance(body, ChatCompletionRequest):
-            prompts = [
-                self._encode_chat(body, body.messages, most_tokens=most_tokens, last_tokens=last_tokens)
-            ]
-        else:
-            prompts = [
-                self.tokenizer.encode(
-                    prompt,
-                    add_special_tokens=body.add_special_tokens,
-                    most_tokens=most_tokens,
-                    last_tokens=last_tokens,
-                )
-                if isinstance(prompt, str)
-                else prompt
-                for prompt in body.prompts
-            ]
-        return [body.truncated(prompt) for prompt in prompts]
+            return [self._render_chat(body, body.messages, body.tools)]
+        return body.prompts
 
-    def _encode_chat(
-        self,
-        fields: ConversationFields,
-        messages: Sequence[ChatMessage],
-        most_tokens: int | None = None,
-        last_tokens: int | None = None,
-    ) -> list[int]:
-        text = self.tokenizer.render_chat(
+    def _render_chat(
+        self, fields: ConversationFields, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None
+    ) -> str:
+        return self.tokenizer.render_chat(
             [message.as_template_input() for message in messages],
+            tools=tool_inputs(tools),
             add_generation_prompt=fields.add_generation_prompt,
             continue_final_message=fields.continue_final_message,
             template_kwargs=fields.chat_template_kwargs,
         )
-        return self.tokenizer.encode(
-            text,
-            add_special_tokens=bool(fields.add_special_tokens),
-            most_tokens=most_tokens,
-            last_tokens=last_tokens,
+
+    def _plan(self, body: GenerationBody, prompts: Sequence[str | list[int]]) -> MessagePlan:
+        """What the output must be, and how it is parsed. Raises: RequestError."""
+        field = "response_format" if body.response_format else "structured_outputs"
+        if not isinstance(body, ChatCompletionRequest):
+            return MessagePlan(body.structured, field)
+        (prompt,) = prompts
+        assert isinstance(prompt, str), "a conversation is text"
+        return plan_message(
+            body,
+            body.structured,
+            field,
+            self.tokenizer.message_format,
+            prompt,
+            returns_reasoning=body.include_reasoning is not False,
         )
 
-    def _samplings(self, body: GenerationBody, prompts: list[list[int]]) -> list[SamplingParams]:
+    def _tokenized(self, body: GenerationBody, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """The prompts as token ids, truncated to ``truncate_prompt_tokens``."""
+        last_tokens = body.truncate_prompt_tokens
+        # A prompt that is known to be too long is not tokenized to its end.
+        most_tokens = None if last_tokens is not None else self.engine.info.max_model_len
+        token_ids = [
+            self.tokenizer.encode(
+                prompt,
+                add_special_tokens=bool(body.add_special_tokens),
+                most_tokens=most_tokens,
+                last_tokens=last_tokens,
+            )
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+        return [body.truncated(prompt) for prompt in token_ids]
+
+    def _samplings(
+        self, body: GenerationBody, prompts: list[list[int]], plan: MessagePlan
+    ) -> list[SamplingParams]:
         """The sampling of every choice. Raises: RequestError for a request the engine can never serve."""
         info = self.engine.info
-        sampling = body.sampling(self.defaults.recommended)
+        sampling = replace(body.sampling(self.defaults.recommended), structured_outputs=plan.structured)
+        if plan.parsing is not None and self.tokenizer.has_special_marks:
+            sampling = replace(sampling, skip_special_tokens=False)
         self._check_prompt_logprobs(body, sampling, prompts)
         samplings = []
         bad_words = self.tokenizer.spellings(sampling.bad_words) if sampling.bad_words else ()
@@ -307,7 +321,8 @@ class RequestPreparer:
         self.check_model(body.model)
         body.check()
         if body.messages is not None:
-            tokens = self._encode_chat(body, body.messages)
+            text = self._render_chat(body, body.messages, body.tools)
+            tokens = self.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
         else:
             tokens = self.tokenizer.encode(
                 body.prompt or "", add_special_tokens=body.add_special_tokens is not False

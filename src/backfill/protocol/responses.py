@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import Any
 
 from backfill.core.errors import BackfillError, EngineDead, NotReady, RequestError
-from backfill.core.plan import TokenLogprobs
 from backfill.core.request import FinishReason
 from backfill.core.slo import SLO
-from backfill.generation.detokenizer import IncrementalDetokenizer
 from backfill.generation.generator import TextDelta
+from backfill.generation.message_parser import MessageParser
 from backfill.generation.timeline import Wait
-from backfill.generation.tokenizer import Tokenizer
 from backfill.protocol.encoding import EncodedList
 from backfill.protocol.generation import Generation
-
-Json = dict[str, Any]
+from backfill.protocol.shapes import CompletionShape, Json, ResponseShape
 
 _MAX_ECHOED_CHARS = 500
 
@@ -91,8 +85,9 @@ class Attainment:
 
 @dataclass(slots=True)
 class _Choice:
-    """One choice's output so far."""
+    """One choice's output so far. ``parser``: None where all of it is content."""
 
+    parser: MessageParser | None = None
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: dict[str, EncodedList] = field(default_factory=dict)
@@ -104,118 +99,6 @@ class _Choice:
     stop_reason: int | str | None = None
 
 
-class ResponseShape(ABC):
-    """What the two endpoints' bodies differ in."""
-
-    object: str
-    chunk_object: str
-    has_one_prompt: bool
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    @abstractmethod
-    def delta(self, text: str) -> Json:
-        """Text in a chunk."""
-
-    @abstractmethod
-    def opening(self, echoed: str) -> Json | None:
-        """What a choice's first chunk holds; None if nothing precedes the output."""
-
-    @abstractmethod
-    def whole(self, text: str) -> Json:
-        """Text in a whole body."""
-
-    @abstractmethod
-    def logprobs(self, token_id: int, logprobs: TokenLogprobs, num_chars: int) -> Json:
-        """One token's log probabilities. ``num_chars``: length of its choice's text before it."""
-
-    def prompt_logprobs(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs]) -> list[Json | None]:
-        """vLLM's field: for each prompt token but the first, it and the most likely ones by token id."""
-        text = self._tokenizer.token_text
-        entries: list[Json | None] = [None]
-        for token_id, each in zip(token_ids[1:], logprobs, strict=True):
-            ranked = [(other, logprob, rank) for rank, (other, logprob) in enumerate(each.top, start=1)]
-            entries.append(
-                {
-                    str(other): {"logprob": logprob, "rank": rank, "decoded_token": text(other)}
-                    for other, logprob, rank in [(token_id, each.logprob, each.rank), *ranked]
-                }
-            )
-        return entries
-
-
-class ChatShape(ResponseShape):
-    """Bodies of ``/v1/chat/completions``."""
-
-    object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-    has_one_prompt = True
-
-    def delta(self, text: str) -> Json:
-        return {"delta": {"content": text}}
-
-    def opening(self, echoed: str) -> Json | None:
-        return {"delta": {"role": "assistant", "content": echoed}}
-
-    def whole(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text}}
-
-    def logprobs(self, token_id: int, logprobs: TokenLogprobs, num_chars: int) -> Json:
-        top = [self._entry(other, logprob) for other, logprob in logprobs.top]
-        return {"content": [{**self._entry(token_id, logprobs.logprob), "top_logprobs": top}]}
-
-    def _entry(self, token_id: int, logprob: float) -> Json:
-        text = self._tokenizer.token_text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(self._tokenizer.token_bytes(token_id))}
-
-
-class CompletionShape(ResponseShape):
-    """Bodies of ``/v1/completions``."""
-
-    object = "text_completion"
-    chunk_object = "text_completion"
-    has_one_prompt = False
-
-    def delta(self, text: str) -> Json:
-        return {"text": text}
-
-    def opening(self, echoed: str) -> Json | None:
-        return {"text": echoed} if echoed else None
-
-    def whole(self, text: str) -> Json:
-        return {"text": text}
-
-    def logprobs(self, token_id: int, logprobs: TokenLogprobs, num_chars: int) -> Json:
-        return {
-            "tokens": [self._tokenizer.token_text(token_id)],
-            "token_logprobs": [logprobs.logprob],
-            "top_logprobs": [self._top(logprobs.top)],
-            "text_offset": [num_chars],
-        }
-
-    def echoed_logprobs(
-        self, echoed: str, token_ids: list[int], logprobs: Sequence[TokenLogprobs], num_top: int
-    ) -> Json:
-        """Those of a prompt that is echoed, with ``num_top`` of the most likely tokens each."""
-        detokenizer = IncrementalDetokenizer(self._tokenizer, (), skip_special_tokens=False)
-        lens = [len(detokenizer.push(token_id)) for token_id in token_ids]
-        # Special tokens that the tokenizer adds at the start are not in the text.
-        num_added = sum(lens) + len(detokenizer.flush()) - len(echoed)
-        return {
-            "tokens": [self._tokenizer.token_text(token_id) for token_id in token_ids],
-            "token_logprobs": [None, *(each.logprob for each in logprobs)],
-            "top_logprobs": [None, *(self._top(each.top[:num_top]) for each in logprobs)],
-            "text_offset": [
-                max(0, end - num - num_added) for end, num in zip(accumulate(lens), lens, strict=True)
-            ],
-        }
-
-    def _top(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """By text; of several tokens with one text, the most likely one."""
-        return {self._tokenizer.token_text(token_id): logprob for token_id, logprob in reversed(top)}
-
-
 class Response:
     """The response to one API request, as its tokens arrive: in chunks, or whole."""
 
@@ -223,7 +106,7 @@ class Response:
         self._generation = generation
         self._shape = shape
         self._choices = [
-            _Choice(num_chars=len(generation.echo_of(index)))
+            _Choice(shape.parser(generation.parsing), num_chars=len(generation.echo_of(index)))
             for index in range(generation.request.num_choices)
         ]
         self._num_open = len(self._choices)
@@ -256,14 +139,16 @@ class Response:
         for position, index in enumerate(self._best()):
             state = self._choices[index]
             assert state.finish_reason is not None
+            text = self._generation.echo_of(index) + "".join(state.text)
+            message = None if state.parser is None else state.parser.push(text, is_last=True)
             choice = self._choice(
                 position,
-                self._shape.whole(self._generation.echo_of(index) + "".join(state.text)),
+                self._shape.whole(text if message is None else message),
                 state.logprobs or None,
                 token_ids=state.token_ids,
                 prompt_token_ids=self._generation.request.prompt_of(index),
             )
-            choice = _ended(choice, state.finish_reason, state.stop_reason)
+            choice = _ended(choice, state.finish_reason, state.stop_reason, state.parser)
             if state.prompt_logprobs is not None and not self._shape.has_one_prompt:
                 choice["prompt_logprobs"] = state.prompt_logprobs
             choices.append(choice)
@@ -338,8 +223,11 @@ class Response:
     def _part(self, index: int, delta: TextDelta, logprobs: Json | None) -> Json:
         """A choice's part of a chunk."""
         token_ids = [] if self._generation.echoes_only else [delta.token_id]
-        part = self._choice(index, self._shape.delta(delta.text), logprobs, token_ids=token_ids)
-        return part if delta.finish_reason is None else _ended(part, delta.finish_reason, delta.stop_reason)
+        parser, reason = self._choices[index].parser, delta.finish_reason
+        message = None if parser is None else parser.push(delta.text, is_last=reason is not None)
+        content = self._shape.delta(delta.text if message is None else message)
+        part = self._choice(index, content, logprobs, token_ids=token_ids)
+        return part if reason is None else _ended(part, reason, delta.stop_reason, parser)
 
     def _shown(self, delta: TextDelta) -> TextDelta:
         """What the response has of it."""
@@ -392,5 +280,9 @@ class Response:
         return body
 
 
-def _ended(choice: Json, finish_reason: FinishReason, stop_reason: int | str | None) -> Json:
-    return {**choice, "finish_reason": finish_reason.value, "stop_reason": stop_reason}
+def _ended(
+    choice: Json, finish_reason: FinishReason, stop_reason: int | str | None, parser: MessageParser | None
+) -> Json:
+    has_calls = finish_reason is FinishReason.STOP and parser is not None and parser.num_calls > 0
+    reason = "tool_calls" if has_calls else finish_reason.value
+    return {**choice, "finish_reason": reason, "stop_reason": stop_reason}

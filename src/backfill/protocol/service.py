@@ -10,7 +10,8 @@ from backfill.generation.generator import ChoiceListener, TextGenerator
 from backfill.generation.timeline import Deliveries
 from backfill.generation.tokenizer import Tokenizer
 from backfill.protocol.generation import Generation
-from backfill.protocol.responses import ChatShape, CompletionShape, Json, Response, ResponseShape
+from backfill.protocol.responses import Response
+from backfill.protocol.shapes import ChatShape, CompletionShape, Json, ResponseShape
 
 
 @dataclass(slots=True, eq=False)

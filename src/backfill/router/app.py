@@ -23,7 +23,7 @@ from backfill.http.middleware import ADMIN_PATH, HttpMiddleware, RequestIdMiddle
 from backfill.jobs.errors import Conflict, NotFound
 from backfill.jobs.manager import JobManager
 from backfill.protocol.parsing import parse_body
-from backfill.protocol.responses import Json
+from backfill.protocol.shapes import Json
 from backfill.router.config import RouterConfig, engine_url
 from backfill.router.engines import Engine, Engines
 from backfill.router.looks import EngineRefused

@@ -1,0 +1,199 @@
+"""What models of each family write, cut anywhere, as content, reasoning and calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backfill.generation.message_format import MessageFormat
+from backfill.generation.message_parser import MessageParser, MessageParsing
+
+# As their chat templates have them.
+QWEN = MessageFormat.of(
+    '<tool_call>\\n{"name": <function-name>, "arguments": <args>}\\n</tool_call> </think>'
+)
+LLAMA = MessageFormat.of('<|start_header_id|> "parameters": ')
+MISTRAL_7B = MessageFormat.of("[TOOL_CALLS] [")
+MAGISTRAL = MessageFormat.of("[TOOL_CALLS] [ARGS] [/THINK]")
+FORMATS = {"qwen": QWEN, "llama": LLAMA, "mistral-7b": MISTRAL_7B, "magistral": MAGISTRAL}
+
+
+class Message(NamedTuple):
+    content: str
+    reasoning: str = ""
+    calls: Sequence[tuple[str, str]] = ()
+
+
+def parsed(message_format: MessageFormat, text: str, cuts: Iterable[int] = (), **parsing: Any) -> Message:
+    """The sum of the deltas of an output that comes in parts."""
+    parser = MessageParser(message_format, MessageParsing(**{"calls": "free", **parsing}))
+    message = Message("")
+    calls: list[tuple[str, str]] = []
+    ids: set[str | None] = set()
+    bounds = [0, *sorted(cuts), len(text)]
+    for number, (begin, end) in enumerate(pairwise(bounds), start=2):
+        delta = parser.push(text[begin:end], is_last=number == len(bounds))
+        message = Message(message.content + delta.content, message.reasoning + delta.reasoning)
+        assert len({call.index for call in delta.tool_calls}) == len(delta.tool_calls)
+        for call in delta.tool_calls:
+            assert (call.id is None) == (call.name is None) == (call.index < len(calls))
+            if call.name is not None:
+                calls.append((call.name, ""))
+                ids.add(call.id)
+            calls[call.index] = (calls[call.index][0], calls[call.index][1] + call.arguments)
+    assert len(ids) == len(calls)
+    return message._replace(calls=calls or ())
+
+
+NESTED = r'{"a": "}\"{", "b": [{"c": "\\"}]}'
+TWO = f"""Sure.
+<tool_call>
+{{"name": "f", "arguments": {NESTED}}}
+</tool_call>
+<tool_call>
+{{"name": "g", "arguments": {{}}}}
+</tool_call>"""
+CASES = {
+    "reasoning and two calls": (
+        "qwen",
+        f"<think>\nhm\n</think>\n\n{TWO}",
+        Message("Sure.", "hm", [("f", NESTED), ("g", "{}")]),
+    ),
+    "text after calls": ("qwen", f"{TWO}\n\nDone.", Message("Sure.Done.", "", [("f", NESTED), ("g", "{}")])),
+    "no space between calls": (
+        "qwen",
+        '<tool_call>{"name":"f","arguments":{}}</tool_call><tool_call>{"name":"g","arguments":{}}</tool_call>',
+        Message("", "", [("f", "{}"), ("g", "{}")]),
+    ),
+    "keys in another order": (
+        "qwen",
+        '<tool_call>\n{"arguments": {"a": "ø"}, "name": "f"}\n</tool_call>',
+        Message("", "", [("f", '{"a": "ø"}')]),
+    ),
+    "a call that is cut off": (
+        "qwen",
+        '<tool_call>\n{"name": "f", "arguments": {"a": "x\\',
+        Message("", "", [("f", '{"a": "x\\')]),
+    ),
+    "a call that is none": (
+        "qwen",
+        'So <tool_call>\n{"name\n</tool_call> it is <b>',
+        Message('So <tool_call>\n{"name\n</tool_call>it is <b>'),
+    ),
+    "what follows arguments": (
+        "qwen",
+        '<tool_call>{"name": "f", "arguments": {}, "x": 3}</tool_call>',
+        Message(', "x": 3}</tool_call>', "", [("f", "{}")]),
+    ),
+    "marks without end": (
+        "qwen",
+        "<tool_call><tool_call></tool_call>",
+        Message("<tool_call><tool_call></tool_call>"),
+    ),
+    "reasoning alone": ("qwen", "<think>so it goes", Message("", "so it goes")),
+    "reasoning that begins late": ("qwen", "I <think> so", Message("I <think> so")),
+    "llama": ("llama", '{"name": "f", "parameters": {"a": 3}}', Message("", "", [("f", '{"a": 3}')])),
+    "llama with its tag": (
+        "llama",
+        '<|python_tag|>{"name": "f", "parameters": {"a": 3}}',
+        Message("", "", [("f", '{"a": 3}')]),
+    ),
+    "llama, two": (
+        "llama",
+        '{"name": "f", "parameters": {}}; {"name": "g"}',
+        Message('; {"name": "g"}', "", [("f", "{}")]),
+    ),
+    "llama, other JSON": ("llama", '{"name": "Ada"}', Message('{"name": "Ada"}')),
+    "llama, text": ("llama", 'It is {"name": 3}', Message('It is {"name": 3}')),
+    "mistral, a list": (
+        "mistral-7b",
+        'ok[TOOL_CALLS] [{"name": "f", "arguments": {"a": [1]}}, {"name": "g", "arguments": {}}]',
+        Message("ok", "", [("f", '{"a": [1]}'), ("g", "{}")]),
+    ),
+    "mistral, half a list": ("mistral-7b", '[TOOL_CALLS] [{"name', Message('[TOOL_CALLS] [{"name')),
+    "mistral, a list with a call that is none": (
+        "mistral-7b",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {}}, 5]',
+        Message('[TOOL_CALLS] [{"name": "f", "arguments": {}}, 5]'),
+    ),
+    "mistral, arguments": (
+        "magistral",
+        '[THINK]a[/THINK]b[TOOL_CALLS]f[ARGS]{"a": 3}[TOOL_CALLS]g.h[ARGS]{}',
+        Message("b", "a", [("f", '{"a": 3}'), ("g.h", "{}")]),
+    ),
+    "mistral, no arguments": (
+        "magistral",
+        "[TOOL_CALLS][TOOL_CALLS]f [TOOL_CALLS]g[ARGS]{}",
+        Message("[TOOL_CALLS][TOOL_CALLS]f", "", [("g", "{}")]),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "text", "message"), CASES.values(), ids=CASES)
+def test_the_parts_of_a_message_are_the_same_wherever_it_is_cut(
+    name: str, text: str, message: Message
+) -> None:
+    assert parsed(FORMATS[name], text) == message
+    for cut in range(1, len(text)):
+        assert parsed(FORMATS[name], text, [cut]) == message
+    assert parsed(FORMATS[name], text, range(1, len(text))) == message
+
+
+@given(st.data())
+def test_nothing_but_space_around_marks_is_lost_of_any_text(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(FORMATS)))
+    pieces = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "f[ARGS]", "<|python_tag|>", '{"name": "f", ']
+    pieces += ['"arguments": {', "}", '"', "\\", "[", " \n", "text", "}}"]
+    text = "".join(data.draw(st.lists(st.sampled_from(pieces), min_size=1, max_size=12)))
+    cuts = data.draw(st.sets(st.integers(1, len(text)), max_size=5))
+    message = parsed(FORMATS[name], text)
+    assert parsed(FORMATS[name], text, cuts) == message
+    if not message.calls:
+        assert "".join(message.content.split()) == "".join(text.split())
+
+
+def test_reasoning_that_the_prompt_begins() -> None:
+    for prompt, begun in [("<|im_start|>assistant\n<think>\n", "<think>"), ("A <think>?<|im_end|>", "")]:
+        assert QWEN.begun(prompt) == begun
+    assert parsed(QWEN, "\nhm\n</think>\n\nYes.", begun="<think>") == Message("Yes.", "hm")
+    assert LLAMA.begun("<think>") == ""
+
+
+def test_what_is_not_asked_for_is_left_out() -> None:
+    text = f"<think>hm</think>{TWO}"
+    assert parsed(QWEN, text, is_parallel=False) == Message("Sure.", "hm", [("f", NESTED)])
+    assert parsed(QWEN, text, calls="none") == Message(TWO, "hm")
+    assert parsed(QWEN, text, returns_reasoning=False) == Message("Sure.", "", [("f", NESTED), ("g", "{}")])
+
+
+def test_ids_are_as_the_family_has_them() -> None:
+    (call,) = MessageParser(MAGISTRAL, MessageParsing(calls="free")).push("[TOOL_CALLS]f[ARGS]{}").tool_calls
+    assert call.id is not None and len(call.id) == 9 and call.id.isalnum()
+    (call,) = MessageParser(MessageFormat(), MessageParsing(calls="forced")).push(TWO + "\n").tool_calls[:1]
+    assert call.id is not None and call.id.startswith("call_")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "",
+        "{{ messages }}",
+        "<tool_call>{name}\n<arg_key>",
+        "<tool_call>\n<function=name>",
+        "<|start_header_id|>",
+    ],
+)
+def test_templates_of_other_families_tell_no_format_of_calls(template: str) -> None:
+    assert MessageFormat.of(template) == MessageFormat()
+    assert MessageFormat.of(template, "hermes", "deepseek_r1") == QWEN
+    assert MessageFormat.of(template, "llama3_json", "none") == LLAMA
+
+
+def test_names_of_parsers_go_before_the_template() -> None:
+    assert MessageFormat.of("</think>", reasoning_parser="none").reasoning is None
+    assert MessageFormat.of("[TOOL_CALLS] [ARGS]", "mistral", "mistral") == MAGISTRAL

@@ -1,0 +1,157 @@
+"""What tools and reasoning make of a chat's prompt, grammar and answer, for a model whose family is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from backfill.core.errors import RequestError
+from backfill.core.request import FinishReason
+from backfill.generation.generator import TextDelta
+from backfill.generation.message_format import MessageFormat
+from backfill.generation.message_parser import MessageParsing
+from backfill.generation.tokenizer import Tokenizer
+from backfill.models.generation_config import GenerationDefaults
+from backfill.protocol.generation import Generation
+from backfill.protocol.preparer import RequestContext, RequestPreparer, ServedModel
+from backfill.protocol.responses import Response
+from backfill.protocol.shapes import ChatShape
+from tests.preparation.facts import FACTS
+
+TEMPLATE = """{% for tool in tools or [] %}{{ tool | tojson }}<tool_call>{% endfor %}\
+{% for message in messages %}{{ message.content }}{% endfor %}\
+{% if thinks is not defined %}<think>
+{% endif %}{% if false %}</think>{% endif %}"""
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}},
+    {"type": "function", "function": {"name": "g"}},
+]
+JSON = {"response_format": {"type": "json_object"}}
+QUIET = {"chat_template_kwargs": {"thinks": False}}
+NAMED = {"tool_choice": {"type": "function", "function": {"name": "g"}}}
+F = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+G = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def preparer(default_model: Path) -> RequestPreparer:
+    model = ServedModel(names=("m",), root="m", folder=default_model, created=0)
+    tokenizer = Tokenizer.from_folder(default_model, chat_template=TEMPLATE)
+    preparer = RequestPreparer(model, tokenizer, GenerationDefaults())
+    preparer.facts = FACTS
+    return preparer
+
+
+def prepared(preparer: RequestPreparer, **fields: Any) -> Generation:
+    body = {"messages": [{"role": "user", "content": "Rain?"}], "tools": TOOLS, "max_tokens": 90, **fields}
+    return preparer.prepare("/v1/chat/completions", json.dumps(body).encode(), RequestContext())
+
+
+def allows(preparer: RequestPreparer, generation: Generation, text: str) -> bool:
+    """Whether the output may be this text."""
+    structured = generation.request.samplings[0].structured_outputs
+    if structured is None:
+        return True
+    assert preparer._compiler is not None
+    matcher = preparer._compiler.matcher(structured)
+    token_ids = preparer.tokenizer.encode(text, add_special_tokens=False)
+    is_allowed: bool = matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+    return is_allowed
+
+
+def test_the_template_is_given_tools_unless_there_are_none(preparer: RequestPreparer) -> None:
+    with_tools, without = (
+        preparer.tokenizer.decode(prepared(preparer, tools=tools).request.prompts[0]) for tools in (TOOLS, [])
+    )
+    assert '"name": "f"' in with_tools and '"name": "g"' in with_tools
+    assert without == "Rain?<think>\n"
+    body = {"messages": [{"role": "user", "content": "Rain?"}], "tools": TOOLS}
+    answer = json.loads(preparer.answer("/tokenize", json.dumps(body).encode()))
+    assert preparer.tokenizer.decode(answer["tokens"]) == with_tools
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed", "refused"),
+    [
+        ({}, ["Hm</think>Yes."], []),
+        ({"tool_choice": "none", **JSON}, ['{"b": 1}'], ["Hm</think>{}", G]),
+        (JSON, ['{"b": 1}', F, f"{F}\n{G}"], ["Yes.", F.replace("1", '"1"')]),
+        ({"tool_choice": "required"}, [f"Hm </thin></think>{F}\n{G}"], [F, f"</think>{F} so", "</think>"]),
+        ({"tool_choice": "required", **QUIET}, [f"<think>Hm</think>{F}", F], [f"Hm{F}", f"</think>{F}"]),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, [f"</think>{F}"], [f"</think>{F}\n{G}"]),
+        (NAMED, [f"</think>{G}"], [f"</think>{F}", f"</think>{G}\n{G}", f"</think>{G.replace('{}', '[]')}"]),
+    ],
+)
+def test_what_an_answer_may_be(
+    preparer: RequestPreparer, fields: dict[str, Any], allowed: list[str], refused: list[str]
+) -> None:
+    generation = prepared(preparer, **fields)
+    assert [text for text in allowed if not allows(preparer, generation, text)] == []
+    assert [text for text in refused if allows(preparer, generation, text)] == []
+
+
+@pytest.mark.parametrize(
+    "field", [{"structured_outputs": {"regex": "a"}}, {"tool_choice": "required", **JSON}]
+)
+def test_a_grammar_that_leaves_no_place_for_calls_is_refused(
+    preparer: RequestPreparer, field: dict[str, Any]
+) -> None:
+    with pytest.raises(RequestError, match=r"structured_outputs|response_format"):
+        prepared(preparer, **field)
+
+
+def test_tools_that_are_too_large_for_a_grammar_are_refused(preparer: RequestPreparer) -> None:
+    large = {"type": "function", "function": {"name": "f", "parameters": {"title": "x" * (64 << 10)}}}
+    with pytest.raises(RequestError, match="characters") as raised:
+        prepared(preparer, tools=[large], tool_choice="required")
+    assert raised.value.param == "tools"
+
+
+def test_marks_that_are_special_tokens_are_part_of_the_text(preparer: RequestPreparer) -> None:
+    own = preparer.tokenizer.message_format
+    assert prepared(preparer).request.samplings[0].skip_special_tokens
+    try:
+        preparer.tokenizer.message_format = MessageFormat(own.calls, ("<|im_start|>", "<|im_end|>"))
+        del preparer.tokenizer.has_special_marks
+        assert not prepared(preparer).request.samplings[0].skip_special_tokens
+        assert prepared(preparer, tool_choice="none", **JSON).request.samplings[0].skip_special_tokens
+    finally:
+        preparer.tokenizer.message_format = own
+        del preparer.tokenizer.has_special_marks
+
+
+def test_each_choice_is_parsed_whole_as_in_a_stream(preparer: RequestPreparer) -> None:
+    generation = prepared(preparer, n=2, tool_choice="auto")
+    generation = msgspec.msgpack.decode(msgspec.msgpack.encode(generation), type=Generation)
+    assert generation.parsing == MessageParsing(calls="free", begun="<think>")
+    shape = ChatShape(preparer.tokenizer)
+    stream, whole = Response(generation, shape), Response(generation, shape)
+    deltas: list[list[dict[str, Any]]] = [[], []]
+    reasons = []
+    for index, text in enumerate([f"Hm</think>Two: {F}\n{G}", "Hm</think>No."]):
+        for position, letter in enumerate(text, start=1):
+            reason = FinishReason.STOP if position == len(text) else None
+            delta = TextDelta(letter, 5, None, reason)
+            whole.add(index, delta)
+            choices = [chunk["choices"][0] for chunk in stream.chunks(index, delta)]
+            deltas[index] += [choice["delta"] for choice in choices]
+        reasons.append(choices[-1]["finish_reason"])
+    assert reasons == ["tool_calls", "stop"]
+    first, second = whole.whole()["choices"]
+    assert [first["finish_reason"], second["finish_reason"]] == reasons
+    assert second["message"] == {
+        "role": "assistant",
+        "content": "No.",
+        "reasoning": "Hm",
+        "reasoning_content": "Hm",
+    }
+    for message, parts in zip([first["message"], second["message"]], deltas, strict=True):
+        for name in ("content", "reasoning", "reasoning_content"):
+            assert "".join(part.get(name) or "" for part in parts) == message[name]
+    functions = [call["function"] for call in first["message"]["tool_calls"]]
+    assert functions == [{"name": "f", "arguments": '{"a": 1}'}, {"name": "g", "arguments": "{}"}]
+    assert "tool_calls" not in second["message"]
