@@ -113,6 +113,9 @@ def test_chat_is_the_template_written_out(llm: LLM) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     (with_tools,) = llm.chat(messages, GREEDY, use_tqdm=False, tools=[tool])
     assert with_tools.prompt == rendered, "this model's template knows no tools"
+    (output,) = with_tools.outputs
+    assert output.message == {"role": "assistant", "content": output.text}
+    assert generate(llm, PROMPTS[0], GREEDY)[0].outputs[0].message is None
     for tools, match in (
         ([{"name": "f"}], r"tools\[0\] must be"),
         (tool, "tools must be a list"),

@@ -28,6 +28,8 @@ def test_unknown_keywords_are_a_type_error_that_names_them(kind: type[LLM | Asyn
         ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, r"^max_num_batched_tokens \(4\).*max_num_seqs"),
         ({"host_kv_gib": 0, "checkpointing": "eager"}, "^checkpointing eager needs .* and host_kv_gib is 0"),
         ({"generation_config": "none"}, "^generation_config must be auto or vllm"),
+        ({"tool_call_parser": "none"}, "^tool_call_parser must be auto, hermes"),
+        ({"reasoning_parser": "r1"}, "^reasoning_parser must be auto, none"),
         ({"log_level": "LOUD"}, "^log_level must be"),
         ({"seed": "x"}, "^seed must be a whole number, got 'x'"),
         ({"chat_template": "{{ messages"}, "^chat_template, line 1"),

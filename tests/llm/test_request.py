@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from backfill.core.request import FinishReason, ServiceClass
 from backfill.core.slo import SLO
 from backfill.execution.grammars import GrammarCompiler
 from backfill.generation.generator import TextDelta
-from backfill.llm.inputs import PromptInput, parse_prompt
+from backfill.generation.message_format import MessageFormat
+from backfill.llm.inputs import PromptInput, parse_conversation, parse_prompt
 from backfill.llm.request import AbortHandle, PreparedRequest, Preparer, run_request
 from tests.api.test_fields import HI, OK, make_tokenizer
 from tests.builders import make_info
@@ -108,3 +110,29 @@ def test_without_a_token_nothing_is_known_of_the_cache() -> None:
     (output,) = outputs_of(ScriptedGenerator([], RequestAborted("Aborted.")), prepare(PromptInput("hi")))
     assert output.finished
     assert output.num_cached_tokens is None
+
+
+def test_an_output_of_a_chat_is_a_message_that_the_conversation_may_go_on_with() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.message_format = MessageFormat.of("<tool_call> </think>")
+    preparer = Preparer(tokenizer, make_info(), None, SchedulerConfig(), random.Random(0), GRAMMARS)
+    prompt = preparer.render_chat(
+        [{"role": "user", "content": "hi"}],
+        tools=[{"type": "function", "function": {"name": "f"}}],
+        add_generation_prompt=True,
+        continue_final_message=False,
+        chat_template_kwargs=None,
+        cache_salt=None,
+    )
+    request = replace(prepare(PromptInput("hi")), parsing=prompt.parsing)
+    texts = ["<think>hm</think>Yes. ", '<tool_call>{"name": "f", "arguments": {}}', "</tool_call>"]
+    reasons = [None, None, FinishReason.STOP]
+    deltas = [(0, TextDelta(text, OK, None, reason)) for text, reason in zip(texts, reasons, strict=True)]
+    generator = ScriptedGenerator(deltas)
+    generator.tokenizer = tokenizer
+    *earlier, last = (output.outputs[0] for output in outputs_of(generator, request))
+    assert [each.message for each in earlier] == [None, None] and last.text == "".join(texts)
+    assert last.message is not None and len(last.message["tool_calls"]) == 1
+    message = parse_conversation([last.message, {"role": "tool", "content": "ok"}])[0]
+    assert (message["content"], message["reasoning"]) == ("Yes.", "hm")
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}

@@ -116,12 +116,12 @@ def test_marks_that_are_special_tokens_are_part_of_the_text(preparer: RequestPre
     assert prepared(preparer).request.samplings[0].skip_special_tokens
     try:
         preparer.tokenizer.message_format = MessageFormat(own.calls, ("<|im_start|>", "<|im_end|>"))
-        del preparer.tokenizer.has_special_marks
+        del preparer.tokenizer._special_marks
         assert not prepared(preparer).request.samplings[0].skip_special_tokens
         assert prepared(preparer, tool_choice="none", **JSON).request.samplings[0].skip_special_tokens
     finally:
         preparer.tokenizer.message_format = own
-        del preparer.tokenizer.has_special_marks
+        del preparer.tokenizer._special_marks
 
 
 def test_each_choice_is_parsed_whole_as_in_a_stream(preparer: RequestPreparer) -> None:

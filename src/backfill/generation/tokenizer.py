@@ -12,6 +12,7 @@ from tokenizers.decoders import ByteLevel
 
 from backfill.core.errors import CorruptModel, ModelError, RequestError
 from backfill.generation.message_format import MessageFormat, ReasoningParserName, ToolCallParserName
+from backfill.generation.message_parser import MessageParsing
 
 # Files that transformers can convert if there is no tokenizer.json.
 _OTHER_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
@@ -169,13 +170,18 @@ class Tokenizer:
             ) from error
         return text
 
+    def needs_marks(self, parsing: MessageParsing) -> bool:
+        """Whether the text must have special tokens, as some tell the parts of a message apart."""
+        return bool(self._special_marks) and (
+            parsing.calls != "none" or self.message_format.reasoning is not None
+        )
+
     @cached_property
-    def has_special_marks(self) -> bool:
-        """Whether marks of the message format are special tokens, which text does not have otherwise."""
+    def _special_marks(self) -> set[str]:
         special = {
             token.content for token in self.backend.get_added_tokens_decoder().values() if token.special
         }
-        return not special.isdisjoint(self.message_format.marks)
+        return special.intersection(self.message_format.marks)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token alone; with replacement characters if it is part of a character."""

@@ -126,8 +126,8 @@ class AsyncLLM(BaseLLM):
         Args:
             continue_final_message: continue the last message, which must be the assistant's.
             chat_template_kwargs: variables of the template.
-            tools: functions in OpenAI's form, for the template. The output's text has the model's calls as
-                it writes them.
+            tools: functions in OpenAI's form, for the template. An output's text has the model's calls as it
+                writes them, its ``message`` has them apart.
             cache_salt: only requests of the same salt share cached prefixes.
         """
 

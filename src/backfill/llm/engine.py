@@ -21,6 +21,7 @@ from backfill.engine.options import check_profile
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.grammars import GrammarCompiler
 from backfill.generation.generator import TextGenerator
+from backfill.generation.message_format import ReasoningParserName, ToolCallParserName
 from backfill.generation.timeline import Observer
 from backfill.generation.tokenizer import Tokenizer
 from backfill.llm.options import (
@@ -51,6 +52,7 @@ class LocalEngine:
     Attributes:
         config: complete but for the model's folder.
         chat_template: Jinja source that replaces the model's own.
+        tool_call_parser, reasoning_parser: as in ``RequestOptions``.
         generator, default_params, preparer: from ``start`` on.
     """
 
@@ -58,6 +60,8 @@ class LocalEngine:
     revision: str | None
     config: EngineConfig
     chat_template: str | None
+    tool_call_parser: ToolCallParserName
+    reasoning_parser: ReasoningParserName
     uses_generation_config: bool
     log_level: str
     client: EngineClient | None = field(default=None, init=False)
@@ -165,7 +169,12 @@ class LocalEngine:
     def _load(self, client: EngineClient) -> tuple[TextGenerator, SamplingParams]:
         """Load the tokenizer and the sampling defaults. Raises: ModelError."""
         folder = Path(client.config.model_dir)
-        tokenizer = Tokenizer.from_folder(folder, chat_template=self.chat_template)
+        tokenizer = Tokenizer.from_folder(
+            folder,
+            chat_template=self.chat_template,
+            tool_call_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
+        )
         defaults = GenerationDefaults()
         if self.uses_generation_config:
             defaults = GenerationDefaults.from_folder(folder)
@@ -183,6 +192,8 @@ class BaseLLM(ABC):
         *,
         revision: str | None = None,
         chat_template: str | Path | None = None,
+        tool_call_parser: ToolCallParserName = "auto",
+        reasoning_parser: ReasoningParserName = "auto",
         generation_config: str = "auto",
         seed: int = 0,
         log_level: str = "WARNING",
@@ -193,6 +204,8 @@ class BaseLLM(ABC):
             model: known name, Hugging Face folder, GGUF file or hub id.
             revision: branch, tag or commit of a hub model.
             chat_template: Jinja source, or a file of it, to use instead of the model's.
+            tool_call_parser: how the model writes calls of tools. "auto": as its chat template does.
+            reasoning_parser: how the model marks its reasoning. "auto": as its chat template does.
             generation_config: "auto" takes sampling defaults from the model, "vllm" does not.
             seed: seeds requests that set none; the same requests in the same order get the same seeds.
             log_level: of the engine process, which logs to standard error.
@@ -206,7 +219,10 @@ class BaseLLM(ABC):
             check_log_level(log_level)
             if type(seed) is not int:
                 raise ConfigError(f"must be a whole number, got {seed!r:.80}.", field="seed")
-            options_of(RequestOptions)["generation_config"].check(generation_config)
+            options = options_of(RequestOptions)
+            options["generation_config"].check(generation_config)
+            options["tool_call_parser"].check(tool_call_parser)
+            options["reasoning_parser"].check(reasoning_parser)
             engine.validate()
             template = template_text(chat_template)
         self._max_num_seqs = engine.scheduler.max_num_seqs
@@ -215,6 +231,8 @@ class BaseLLM(ABC):
             revision=revision,
             config=replace(engine.with_checkpointing(), seed=seed),
             chat_template=template,
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
             uses_generation_config=generation_config == "auto",
             log_level=log_level.upper(),
         )

@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar, cast
 
 from backfill.core.errors import InvalidRequest
+from backfill.generation.message_parser import MessageParsing
 from backfill.llm.options import in_library_terms
 
 
@@ -34,12 +35,13 @@ _PROMPT_FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
-    """One prompt, as text or as token ids. Its salt is not checked yet."""
+    """One prompt, as text or as token ids. Its salt is not checked yet. ``parsing``: of a chat's outputs."""
 
     text: str | None = None
     token_ids: list[int] | None = None
     cache_salt: str | None = None
     add_special_tokens: bool = True
+    parsing: MessageParsing | None = None
 
 
 def parse_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PromptInput]:

@@ -123,8 +123,8 @@ class LLM(BaseLLM):
         Args:
             continue_final_message: continue the last message, which must be the assistant's.
             chat_template_kwargs: variables of the template.
-            tools: functions in OpenAI's form, for the template. The output's text has the model's calls as
-                it writes them.
+            tools: functions in OpenAI's form, for the template. An output's text has the model's calls as it
+                writes them, its ``message`` has them apart.
             cache_salt: one for all conversations, or one for each; only requests of the same salt share
                 cached prefixes.
         """

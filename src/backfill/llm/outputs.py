@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,9 @@ class CompletionOutput:
         cumulative_logprob: sum over the tokens; None if not requested.
         finish_reason: "stop", "length" or "abort"; None while the output grows.
         stop_reason: the stop token or stop string that ended it; None for the model's end token.
+        message: of a chat, once the output is finished: the text as a message of OpenAI's, with
+            ``tool_calls`` and ``reasoning`` apart, which a conversation may go on with. Of deltas it has
+            the last one's text alone.
     """
 
     index: int
@@ -38,6 +42,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    message: dict[str, Any] | None = None
 
     @property
     def finished(self) -> bool:

@@ -19,9 +19,11 @@ from backfill.costs.profile import CostProfile
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.grammars import GrammarCompiler
 from backfill.generation.generator import GenerationRequest, TextDelta, TextGenerator
+from backfill.generation.message_parser import MessageParser, MessageParsing
 from backfill.generation.tokenizer import Tokenizer
 from backfill.llm.inputs import PromptInput, parse_tools
 from backfill.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from backfill.protocol.shapes import whole_message
 from backfill.scheduling.objectives import impossible_objectives, objectives_below_floor
 
 _MAX_PRIORITY = 2**31 - 1
@@ -33,12 +35,14 @@ class PreparedRequest:
 
     Attributes:
         prompt: the prompt's text; None if token ids were given.
+        parsing: of a chat's outputs.
         arrived_at_s: on the monotonic clock.
     """
 
     request_id: str
     prompt: str | None
     generation: GenerationRequest
+    parsing: MessageParsing | None = None
     arrived_at_s: float = field(default_factory=time.monotonic)
 
 
@@ -82,8 +86,10 @@ class Preparer:
             continue_final_message=continue_final_message,
             template_kwargs=chat_template_kwargs,
         )
+        known = self.tokenizer.message_format
+        parsing = MessageParsing(calls="free" if tools and known.calls else "none", begun=known.begun(text))
         # The template writes the special tokens.
-        return PromptInput(text=text, cache_salt=cache_salt, add_special_tokens=False)
+        return PromptInput(text=text, cache_salt=cache_salt, add_special_tokens=False, parsing=parsing)
 
     def prepare(
         self,
@@ -115,6 +121,11 @@ class Preparer:
                 most_tokens=self.info.max_model_len,
             )
         self._check_slo(slo, service_class, len(token_ids))
+        parsing = prompt.parsing
+        if parsing is not None and params.structured_outputs is not None:
+            parsing = MessageParsing()  # the grammar holds the whole output
+        if parsing is not None and self.tokenizer.needs_marks(parsing):
+            params = replace(params, skip_special_tokens=False)
         left = max(1, self.info.max_model_len - len(token_ids))
         max_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
         bad_words = self.tokenizer.spellings(params.bad_words) if params.bad_words else ()
@@ -125,6 +136,7 @@ class Preparer:
         return PreparedRequest(
             request_id=request_id,
             prompt=prompt.text,
+            parsing=parsing,
             generation=GenerationRequest(
                 prompts=[token_ids],
                 samplings=choices,
@@ -234,6 +246,9 @@ class OutputsSoFar:
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + delta.logprobs.logprob
         if delta.finish_reason is not None:
             output.finish_reason, output.stop_reason = delta.finish_reason.value, delta.stop_reason
+            if self._request.parsing is not None:
+                parser = MessageParser(tokenizer.message_format, self._request.parsing)
+                output.message = whole_message(parser.push(output.text, is_last=True))
         metrics.last_token_time = time.monotonic()
         if metrics.first_token_time is None:
             metrics.first_token_time = metrics.arrival_time + delta.waited_s

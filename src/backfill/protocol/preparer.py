@@ -270,7 +270,7 @@ class RequestPreparer:
         """The sampling of every choice. Raises: RequestError for a request the engine can never serve."""
         info = self.engine.info
         sampling = replace(body.sampling(self.defaults.recommended), structured_outputs=plan.structured)
-        if plan.parsing is not None and self.tokenizer.has_special_marks:
+        if plan.parsing is not None and self.tokenizer.needs_marks(plan.parsing):
             sampling = replace(sampling, skip_special_tokens=False)
         self._check_prompt_logprobs(body, sampling, prompts)
         samplings = []

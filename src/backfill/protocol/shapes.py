@@ -80,14 +80,7 @@ class ChatShape(ResponseShape):
         return {"delta": {"role": "assistant", "content": echoed}}
 
     def whole(self, output: str | MessageDelta) -> Json:
-        if isinstance(output, str):
-            return {"message": {"role": "assistant", "content": output}}
-        has_others = output.reasoning or output.tool_calls
-        content = output.content or (None if has_others else "")
-        message: Json = {"role": "assistant", "content": content, **_reasoning(output)}
-        if output.tool_calls:
-            message["tool_calls"] = [_tool_call(call) for call in output.tool_calls]
-        return {"message": message}
+        return {"message": whole_message(MessageDelta(output) if isinstance(output, str) else output)}
 
     def logprobs(self, token_id: int, logprobs: TokenLogprobs, num_chars: int) -> Json:
         top = [self._entry(other, logprob) for other, logprob in logprobs.top]
@@ -142,6 +135,16 @@ class CompletionShape(ResponseShape):
     def _top(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
         """By text; of several tokens with one text, the most likely one."""
         return {self._tokenizer.token_text(token_id): logprob for token_id, logprob in reversed(top)}
+
+
+def whole_message(message: MessageDelta) -> Json:
+    """A whole message of OpenAI's, as it may be sent back."""
+    has_others = message.reasoning or message.tool_calls
+    parts: Json = {"role": "assistant", "content": message.content or (None if has_others else "")}
+    parts |= _reasoning(message)
+    if message.tool_calls:
+        parts["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    return parts
 
 
 def _reasoning(message: MessageDelta) -> Json:

@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 
 RowFunction: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
 
-_OF_LLM = ("revision", "chat_template", "generation_config", "seed", "log_level")
+_OF_LLM = (
+    "revision",
+    "chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
+    "generation_config",
+    "seed",
+    "log_level",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
