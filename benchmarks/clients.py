@@ -2,9 +2,10 @@
 
     clients.py --python CLIENTS_ENV/bin/python
 
-The environment has some of `openai`, `langchain-openai`, `litellm` and `instructor`; those that are missing
-are named. Each line has a client, its version, what was checked, and ok or what went wrong; the exit status
-is 1 if anything did. The model is small, so the grammar makes it call: what it says is not judged.
+The environment has some of `openai`, `langchain-openai`, `litellm` with `mcp`, and `instructor`; those that
+are missing are named. Each line has a client, its version, what was checked, and ok or what went wrong; the
+exit status is 1 if anything did. The model is small, so the grammar makes it call: what it says is not
+judged.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import asyncio
 import importlib.util
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from importlib.metadata import version
@@ -32,6 +34,7 @@ TOOLS: list[Any] = [
 ]
 NAMED: Any = {"type": "function", "function": {"name": "describe"}}
 MAX_TOKENS = 200
+ENVIRONMENT = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would download one
 
 Check = Callable[[str], None]
 CHECKS: dict[str, list[Check]] = {}
@@ -52,7 +55,8 @@ def main() -> None:
 
     with served("--kv-gib", "0.5", "--max-model-len", "2048", "--tool-call-parser", "hermes") as port:
         command = [args.python, __file__, "--url", f"http://127.0.0.1:{port}/v1"]
-        raise SystemExit(subprocess.run(command, check=False).returncode)
+        status = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, check=False).returncode
+    raise SystemExit(status)
 
 
 def run_checks(url: str) -> int:
@@ -68,7 +72,7 @@ def run_checks(url: str) -> int:
                 outcome = "ok"
             except Exception as error:  # whatever a client raises
                 status, outcome = 1, f"FAILED: {type(error).__name__}: {error}"[:400]
-            print(f"{package:17} {version(package):9} {check.__doc__:60} {outcome}", flush=True)
+            print(f"{package:17} {version(package):9} {check.__doc__:74} {outcome}", flush=True)
     return status
 
 
@@ -217,8 +221,9 @@ def litellm_tools(url: str) -> None:
     import litellm
 
     request = {
-        "model": f"hosted_vllm/{MODEL}",
+        "model": f"openai/{MODEL}",  # hosted_vllm would drop additionalProperties from tools
         "api_base": url,
+        "api_key": "none",
         "messages": QUESTION,
         "max_tokens": MAX_TOKENS,
     }
