@@ -35,9 +35,13 @@ def step_report(
 
 
 def add(
-    load: OnlineLoad, *prompt_tokens: int, priority: int = 0, first_token_by_s: float = math.inf
+    load: OnlineLoad,
+    *prompt_tokens: int,
+    priority: int = 0,
+    owner: str = "",
+    first_token_by_s: float = math.inf,
 ) -> list[OpenChoice]:
-    return load.add(prompt_tokens, priority=priority, first_token_by_s=first_token_by_s)
+    return load.add(prompt_tokens, priority=priority, owner=owner, first_token_by_s=first_token_by_s)
 
 
 def end(choices: list[OpenChoice]) -> None:
@@ -49,6 +53,7 @@ def predict(
     load: OnlineLoad,
     *prompt_tokens: int,
     priority: int = 0,
+    owner: str = "",
     waited_s: float = 0.0,
     ttft_slo_s: float = math.inf,
     now_s: float = 0.0,
@@ -57,10 +62,24 @@ def predict(
     return load.predict(
         prompt_tokens,
         priority=priority,
+        owner=owner,
         arrived_at_s=arrived_at_s,
         first_token_by_s=arrived_at_s + ttft_slo_s,
         now_s=now_s,
     )
+
+
+def test_a_flood_of_another_owner_counts_up_to_the_tokens_of_ones_own() -> None:
+    load = make_load()
+    flood = [add(load, 100, owner="flood", priority=-9, first_token_by_s=50.0) for _ in range(20)]
+    assert predict(load, 100, owner="late").ttft_s == pytest.approx(2 * 0.15)
+    assert predict(load, 100, owner="flood").ttft_s == pytest.approx(21 * 0.15)
+    assert predict(load, 100, owner="late", ttft_slo_s=0.0).ttft_s == pytest.approx(21 * 0.15), "it is late"
+    add(load, 100, owner="late")
+    assert predict(load, 100, owner="late").ttft_s == pytest.approx(4 * 0.15)
+    for choices in flood[1:]:
+        end(choices)
+    assert predict(load, 100, owner="late").ttft_s == pytest.approx(3 * 0.15), "there is no more of it"
 
 
 def test_prompts_are_computed_in_full_steps() -> None:

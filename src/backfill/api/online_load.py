@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import NamedTuple
 
 from backfill.core.config import SchedulerConfig
 from backfill.costs.correction import BiasCorrection
@@ -22,6 +23,13 @@ from backfill.preparation.messages import OnlineTraffic
 _PERIOD_S = 1.0
 # KV is left to as many online tokens as there were lately: the time constant of the policies' reserve.
 _RESERVE_DECAY_S = 60.0
+
+
+class _Queue(NamedTuple):
+    """Prompts that are served one after the other."""
+
+    owner: str
+    priority: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,7 @@ class OpenChoice:
 
     load: OnlineLoad
     prompt_tokens: int
-    priority: int
+    queue: _Queue
     number: int  # of all choices
     relegated_at_s: float
     is_relegated: bool = False
@@ -70,7 +78,9 @@ class OnlineLoad:
     """Counts the prompts that wait for their first token, and the requests that decode or soon will.
 
     Prompts that the scheduler has relegated (``scheduling/queues.py``) are counted apart: they are served
-    after those that can still be in time. A prompt counts whole until its first token, so one that is partly
+    after those that can still be in time. Between owners there are turns (``scheduling/owner_shares.py``):
+    prompts of each other one count up to the tokens of its own that a request has before it, as if all had
+    one weight. A prompt counts whole until its first token, so one that is partly
     computed is taken for relegated too early.
 
     A decode gains a token in each step with online work, so its context is counted in steps: about right, and
@@ -87,8 +97,8 @@ class OnlineLoad:
         self._relegates = config.policy == "slo"
         self._correction = BiasCorrection()
         self.bus_least_step_s = 0.0
-        self._in_time: dict[int, StepLoad] = {}  # waiting prompts by priority
-        self._relegated: dict[int, StepLoad] = {}  # the same of those that cannot be in time any more
+        self._in_time: dict[_Queue, StepLoad] = {}  # waiting prompts
+        self._relegated: dict[_Queue, StepLoad] = {}  # the same of those that cannot be in time any more
         self._relegations: list[tuple[float, int, OpenChoice]] = []  # of prompts in time; sorted by instant
         self._num_opened = 0  # choices, ever
         self._num_open = 0  # choices
@@ -140,6 +150,7 @@ class OnlineLoad:
         prompt_tokens: Sequence[int],
         *,
         priority: int,
+        owner: str = "",
         arrived_at_s: float,
         first_token_by_s: float,
         now_s: float,
@@ -153,13 +164,10 @@ class OnlineLoad:
         own = StepLoad()
         for tokens in prompt_tokens:
             self._put(own, tokens)
-        ahead = own.copy()
         is_late = self._relegated_at_s(max(prompt_tokens), first_token_by_s) <= now_s
-        for other, load in self._in_time.items():
-            if is_late or other <= priority:
-                _add(ahead, load)
-        for other, load in self._relegated.items():
-            if is_late and other <= priority:
+        ahead = self._ahead(own, _Queue(owner, priority), self._relegated if is_late else self._in_time)
+        if is_late:
+            for load in self._in_time.values():
                 _add(ahead, load)
         waited_s = now_s - arrived_at_s
         return Prediction(
@@ -168,6 +176,19 @@ class OnlineLoad:
             decode_s=self._decode_s(prompt_tokens, self._num_open),
             decode_alone_s=self._decode_s(prompt_tokens, 0),
         )
+
+    def _ahead(self, own: StepLoad, queue: _Queue, level: Mapping[_Queue, StepLoad]) -> StepLoad:
+        """Of the prompts of one level: a request's own, and those that are served before it."""
+        ahead, of_others = own.copy(), dict[str, StepLoad]()
+        for other, load in level.items():
+            if other.owner != queue.owner:
+                _add(of_others.setdefault(other.owner, StepLoad()), load)
+            elif other.priority <= queue.priority:
+                _add(ahead, load)
+        num_tokens = ahead.num_tokens
+        for load in of_others.values():
+            _add(ahead, load, min(1.0, num_tokens / load.num_tokens))
+        return ahead
 
     def num_too_many(self, prompt_tokens: Sequence[int], limit_s: float) -> int:
         """The fewest open choices that must end before a step that decodes the others and this request takes
@@ -182,7 +203,7 @@ class OnlineLoad:
         return low
 
     def add(
-        self, prompt_tokens: Sequence[int], *, priority: int, first_token_by_s: float
+        self, prompt_tokens: Sequence[int], *, priority: int, owner: str = "", first_token_by_s: float
     ) -> list[OpenChoice]:
         """Count the choices of a request, whose prompts wait, until they end.
 
@@ -190,14 +211,14 @@ class OnlineLoad:
             prompt_tokens: of each choice's prompt.
             first_token_by_s: the instant of its TTFT objective.
         """
-        choices = []
+        choices, queue = [], _Queue(owner, priority)
         for tokens in prompt_tokens:
             relegated_at_s = self._relegated_at_s(tokens, first_token_by_s)
-            choice = OpenChoice(self, tokens, priority, self._num_opened, relegated_at_s)
+            choice = OpenChoice(self, tokens, queue, self._num_opened, relegated_at_s)
             self._num_opened += 1
             self._num_open += 1
             self._num_prompt_tokens += tokens
-            self._put(self._in_time.setdefault(priority, StepLoad()), tokens)
+            self._put(self._in_time.setdefault(queue, StepLoad()), tokens)
             bisect.insort(self._relegations, (relegated_at_s, choice.number, choice))
             choices.append(choice)
         return choices
@@ -234,7 +255,7 @@ class OnlineLoad:
         num_due = bisect.bisect_right(self._relegations, now_s, key=itemgetter(0))
         for _, _, choice in self._relegations[:num_due]:
             self._take(self._in_time, choice)
-            self._put(self._relegated.setdefault(choice.priority, StepLoad()), choice.prompt_tokens)
+            self._put(self._relegated.setdefault(choice.queue, StepLoad()), choice.prompt_tokens)
             choice.is_relegated = True
         del self._relegations[:num_due]
 
@@ -242,12 +263,12 @@ class OnlineLoad:
         for slice_ in _slices(num_tokens, self._step_tokens):
             load.put(*slice_)
 
-    def _take(self, loads: dict[int, StepLoad], choice: OpenChoice) -> None:
-        load = loads[choice.priority]
+    def _take(self, loads: dict[_Queue, StepLoad], choice: OpenChoice) -> None:
+        load = loads[choice.queue]
         for slice_ in _slices(choice.prompt_tokens, self._step_tokens):
             load.take(*slice_)
         if load.num_requests == 0:
-            del loads[choice.priority]
+            del loads[choice.queue]
 
     def _prefill_s(self, load: StepLoad) -> float:
         return self._correction.mean * prefill_time_s(self._cost, load, self._step_tokens)
@@ -335,10 +356,10 @@ def _slices(length: int, step_tokens: int) -> list[tuple[int, int, bool]]:
     ]
 
 
-def _add(load: StepLoad, other: StepLoad) -> None:
-    load.num_tokens += other.num_tokens
-    load.num_sampled += other.num_sampled
-    load.num_requests += other.num_requests
-    load.prefill_pairs += other.prefill_pairs
-    load.prefill_context_tokens += other.prefill_context_tokens
-    load.decode_context_tokens += other.decode_context_tokens
+def _add(load: StepLoad, other: StepLoad, part: float = 1.0) -> None:
+    load.num_tokens += round(part * other.num_tokens)
+    load.num_sampled += round(part * other.num_sampled)
+    load.num_requests += round(part * other.num_requests)
+    load.prefill_pairs += round(part * other.prefill_pairs)
+    load.prefill_context_tokens += round(part * other.prefill_context_tokens)
+    load.decode_context_tokens += round(part * other.decode_context_tokens)

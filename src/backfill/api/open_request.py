@@ -129,6 +129,7 @@ def count_online(state: ServerState, generation: Generation, arrived_at_s: float
     predicted = load.predict(
         prompt_tokens,
         priority=request.priority,
+        owner=request.owner,
         arrived_at_s=arrived_at_s,
         first_token_by_s=first_token_by_s,
         now_s=state.clock.now_s(),
@@ -138,7 +139,9 @@ def count_online(state: ServerState, generation: Generation, arrived_at_s: float
     default = state.ready_preparer().engine.default_slo
     end_s = partial(state.admission.retry_after_s, ServiceClass.ONLINE)
     check_objectives(request.slo, default, load, predicted, prompt_tokens, end_s)
-    return load.add(prompt_tokens, priority=request.priority, first_token_by_s=first_token_by_s)
+    return load.add(
+        prompt_tokens, priority=request.priority, owner=request.owner, first_token_by_s=first_token_by_s
+    )
 
 
 def _context_of(request: Request, owner_weight: float) -> RequestContext:
