@@ -108,7 +108,7 @@ async def keep_open(send: Callable[[], Awaitable[None]], count: int) -> None:
 
 async def measure(url: str, args: argparse.Namespace, *, is_flooded: bool) -> dict[str, Any]:
     """One phase."""
-    endpoint = Endpoint(url, "/v1/completions", "", ignore_eos=True, headers=_header("tenant"))
+    endpoint = Endpoint(url, "/v1/completions", args.model, ignore_eos=True, headers=_header("tenant"))
     rng = np.random.default_rng(is_flooded)
     due_at_s = np.cumsum(rng.exponential(1 / args.rate, int(args.rate * args.seconds)))
     prompts = rng.integers(100, 40_000, (len(due_at_s), args.input_len)).tolist()
@@ -135,6 +135,8 @@ async def measure(url: str, args: argparse.Namespace, *, is_flooded: bool) -> di
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     ttft_s = [each.ttft_s for each in records if each.outcome is Outcome.COMPLETED]
+    if not ttft_s:
+        raise SystemExit(f"no chat of the tenant has ended: {records[0].error}")
     offline = {"tenant": tenant.num_offline_tokens, "adversary": adversary.num_offline_tokens}
     return {
         "num_refused": sum(each.outcome is Outcome.FAILED for each in records),
