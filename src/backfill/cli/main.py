@@ -28,12 +28,19 @@ app = App(
     version=_version,
 )
 app.command("backfill.cli.serve:app", name="serve", help="Serve a model over an OpenAI-compatible HTTP API.")
+app.command("backfill.cli.chat:chat_app", name="chat", help="Talk with a model in the terminal.")
+app.command("backfill.cli.chat:run_app", name="run", help="Answer one prompt in the terminal.")
 app.command(
     "backfill.cli.run_batch:app", name="run-batch", help="Answer requests of a file without a server."
 )
 app.command("backfill.cli.router:app", name="router", help="Divide requests among several servers.")
 app.command("backfill.cli.pull:app", name="pull", help="Fetch a model, and print its folder.")
 app.command("backfill.cli.profile:app", name="profile", help="Time a model and save its cost profile.")
+app.command(
+    "backfill.cli.doctor:app",
+    name="doctor",
+    help="Say what this machine has, and what auto chooses.",
+)
 app.command("backfill.cli.simulate:app", name="simulate", help="Run a scenario in simulated time.")
 app.command(bench)
 

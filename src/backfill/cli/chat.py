@@ -1,0 +1,144 @@
+"""``backfill chat`` and ``backfill run``: a model in the terminal, without a server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from backfill.cli.command import VARIABLES, command
+from backfill.cli.interrupts import interruptible
+from backfill.core.errors import BackfillError, ConfigError
+from backfill.core.sampling import RequestOutputKind, SamplingParams
+from backfill.engine.options import ModelOptions
+from backfill.llm.async_llm import AsyncLLM
+from backfill.llm.llm import LoopThread
+
+_ENDS = ("/bye", "/exit", "/quit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """How answers are made.
+
+    Attributes:
+        system: the system message.
+        temperature: 0 takes the likeliest token each time.
+        max_tokens: of an answer. Default: what the context leaves.
+    """
+
+    system: str | None = None
+    temperature: float = 0.7
+    max_tokens: int | None = None
+
+    def validate(self) -> None:
+        """Raises: RequestError."""
+        self.sampling()
+
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature, max_tokens=self.max_tokens, output_kind=RequestOutputKind.DELTA
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """What is asked.
+
+    Attributes:
+        prompt: the question. Default: what standard input holds.
+    """
+
+    prompt: str | None = None
+
+    def text(self) -> str:
+        """Raises: ConfigError if there is none."""
+        text = self.prompt if self.prompt is not None or sys.stdin.isatty() else sys.stdin.read()
+        if not text or not text.strip():
+            raise ConfigError("is empty.", field="prompt")
+        return text
+
+
+class _Chat:
+    """A conversation with a model of this process's own, on an event loop beside the terminal's thread."""
+
+    def __init__(self, model: ModelOptions, answers: AnswerOptions) -> None:
+        self._llm = AsyncLLM(model.model, revision=model.revision)
+        self._sampling = answers.sampling()
+        self._messages: list[Mapping[str, str]] = []
+        if answers.system:
+            self._messages.append({"role": "system", "content": answers.system})
+        self._loop = LoopThread("backfill-chat")
+
+    def __enter__(self) -> _Chat:
+        self._loop.run(self._llm.start())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._loop.run(self._llm.shutdown())
+        self._loop.close()
+
+    def ask(self, question: str) -> None:
+        """Print the answer as it comes; Ctrl-C stops it, and what has come is kept. Raises: BackfillError."""
+        answer = self._loop.submit(self._answer(question))
+        try:
+            answer.result()
+        except KeyboardInterrupt:
+            answer.cancel()
+
+    async def _answer(self, question: str) -> None:
+        self._messages.append({"role": "user", "content": question})
+        parts: list[str] = []
+        try:
+            async for output in self._llm.chat(self._messages, self._sampling):
+                parts.append(output.outputs[0].text)
+                print(parts[-1], end="", flush=True)
+        except BackfillError:
+            self._messages.pop()
+            raise
+        finally:
+            if parts:
+                print()
+                self._messages.append({"role": "assistant", "content": "".join(parts)})
+
+
+def run(prompt: PromptOptions, model: ModelOptions, answers: AnswerOptions) -> None:
+    """Answer PROMPT and end."""
+    question = prompt.text()
+    with interruptible(), _Chat(model, answers) as chat:
+        chat.ask(question)
+
+
+def chat(model: ModelOptions, answers: AnswerOptions) -> None:
+    """Talk with MODEL. Ctrl-C stops an answer; Ctrl-D, /bye or Ctrl-C at the prompt ends."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  # input() then has a history
+    with interruptible(), _Chat(model, answers) as chat:
+        while (question := _read_question()) is not None:
+            try:
+                if question.strip():
+                    chat.ask(question)
+            except BackfillError as error:
+                print(f"backfill: {error}", file=sys.stderr)
+
+
+def _read_question() -> str | None:
+    """None at the end."""
+    try:
+        question = input(">>> " if sys.stdin.isatty() else "")
+    except (EOFError, KeyboardInterrupt):
+        return None
+    return None if question.strip() in _ENDS else question
+
+
+_ANSWERS = "system temperature max_tokens"
+chat_app = command(
+    chat, {"Model": "model revision", "Answers": _ANSWERS}, positional="model", variables=VARIABLES
+)
+run_app = command(
+    run,
+    {"Question": "prompt", "Model": "model revision", "Answers": _ANSWERS},
+    positional="prompt",
+    variables=VARIABLES,
+)

@@ -1,0 +1,70 @@
+"""A model in the terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import TIMEOUT_S, run_cli, run_cli_here
+
+OPTIONS = ("--temperature", "0")
+
+
+def test_one_prompt_is_answered_from_an_argument_or_standard_input(small_model: Path) -> None:
+    options = ("--model", str(small_model), "--max-tokens", "4", *OPTIONS)
+    answer = run_cli("run", "What is gravity?", *options)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.strip()
+    command = [sys.executable, "-m", "backfill", "run", *options]
+    piped = subprocess.run(
+        command, input="What is gravity?", capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert piped.stdout == answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        (("run", " "), "--prompt is empty."),
+        (("run", "x", "--temperature", "-1"), "temperature must be between 0 and 2"),
+        (("chat", "no-such-model"), "no model 'no-such-model'"),
+    ],
+)
+def test_wrong_options_are_named(arguments: tuple[str, ...], wrong: str) -> None:
+    done = run_cli_here(*arguments)
+    assert (done.returncode, done.stderr.startswith(f"backfill: {wrong}")) == (1, True), done.stderr
+
+
+def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(small_model: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "backfill", "chat", str(small_model), *OPTIONS]
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, start_new_session=True
+    )
+    os.close(theirs)
+
+    def read_to(end: bytes) -> bytes:
+        text = b""
+        while not text.endswith(end):
+            text += os.read(ours, 4096)
+        return text
+
+    try:
+        read_to(b">>> ")
+        os.write(ours, b"Count to one thousand.\n")
+        shown = b""
+        while len(shown) < 60:  # the question, as the terminal shows it, and some of the answer
+            shown += os.read(ours, 4096)
+        process.send_signal(signal.SIGINT)
+        read_to(b">>> ")
+        os.write(ours, b"/bye\n")
+        assert process.wait(TIMEOUT_S) == 0
+    finally:
+        process.kill()
+        os.close(ours)
