@@ -21,10 +21,16 @@ ELSEWHERE = {
     "triton": "kernels/triton_ops/",  # comes with torch's CUDA build, and is of use with that only
     "fsspec": "jobs/object_store.py",  # comes with the extra s3
 }
+# Modules that many distributions share, by the one that stands for them.
+NAMESPACES = {"opentelemetry": ["opentelemetry-sdk"]}
 PLOTS = ("bench/coserve_result.py", "cli/studies.py", "simulation/")
 
 # Extras, and the only files or folders that import what is in them.
-EXTRAS = {"plot": PLOTS, "ray": ("ray/", "parallel/ray_", "parallel/__init__.py")}
+EXTRAS = {
+    "otel": ("api/tracing.py",),
+    "plot": PLOTS,
+    "ray": ("ray/", "parallel/ray_", "parallel/__init__.py"),
+}
 
 
 def imported_modules(path: Path) -> Iterator[str]:
@@ -43,7 +49,7 @@ def imported_distributions(folder: str) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in (ROOT / folder).rglob("*.py"):
         for module in set(imported_modules(path)) - own - sys.stdlib_module_names:
-            for name in distributions.get(module, [module]):
+            for name in NAMESPACES.get(module) or distributions.get(module, [module]):
                 found.setdefault(canonicalize_name(name), set()).add(str(path.relative_to(ROOT / folder)))
     return found
 

@@ -135,3 +135,14 @@ async def test_an_offline_request_that_is_refused_holds_nothing(monkeypatch: pyt
 )
 def test_class_and_choices_are_read_without_parsing(raw: bytes, expected: tuple[ServiceClass, int]) -> None:
     assert peek(raw) == expected
+
+
+def test_a_tier_in_a_header_is_that_of_a_body_without_one() -> None:
+    for raw, expected in (
+        (b'{"prompt": "x"}', OFFLINE),
+        (b'{"n": 2, "service_tier": null}', OFFLINE),
+        (b'{"service_tier": "default"}', ONLINE),
+        (b"not JSON", OFFLINE),
+    ):
+        assert peek(raw, "flex")[0] is expected
+    assert peek(b"{}", "default") == (ONLINE, 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from backfill.core.errors import ConfigError
 from backfill.http.config import ServerConfig
 from backfill.http.request_head import allowed_hosts
 from tests.api.in_process import InProcessServer, in_process_server
@@ -17,11 +18,14 @@ from tests.api.sockets import RawClient, request
 
 BODY = json.dumps({"prompt": [7], "max_tokens": 1}).encode()
 JSON_TYPE = {"Content-Type": "application/json"}
+OFFLINE = ("X-Gateway-Inference-Objective=batch",)
 
 
 @pytest.fixture(scope="module")
 def server(default_model: Path) -> Iterator[InProcessServer]:
-    with in_process_server(default_model, allowed_hosts=("models.example:9000",)) as server:
+    with in_process_server(
+        default_model, allowed_hosts=("models.example:9000",), offline_header=OFFLINE
+    ) as server:
         yield server
 
 
@@ -31,6 +35,21 @@ def ask(server: InProcessServer, headers: dict[str, str], method: str = "POST") 
         client.send(request(method, path, BODY if method == "POST" else b"", {**JSON_TYPE, **headers}))
         status, body = client.answer()
         return status, json.loads(body).get("error", {}).get("message", "")
+
+
+def test_a_header_of_a_gateway_makes_a_request_offline(server: InProcessServer) -> None:
+    for value, tier in (("batch", "flex"), ("chat", "default")):
+        with RawClient(server.port) as client:
+            headers = {**JSON_TYPE, "x-gateway-inference-objective": value}
+            client.send(request("POST", "/v1/completions", BODY, headers))
+            status, body = client.answer()
+        assert (status, json.loads(body)["service_tier"]) == (200, tier)
+
+
+@pytest.mark.parametrize("header", ["batch", "=batch", "x-a=", "x a=b", "x-a= b", "x-a=\u00e9"])
+def test_an_option_that_is_no_header_is_refused(header: str) -> None:
+    with pytest.raises(ConfigError, match="NAME=VALUE"):
+        ServerConfig(offline_header=(header,)).validate()
 
 
 @pytest.mark.parametrize("name", ["x-slo-ttft", "X-SLO-Ttft-S"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from backfill.core.config import PolicyName, SchedulerConfig
 from backfill.core.errors import RequestError
+from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile, FitError
 from backfill.generation.generator import GenerationRequest
@@ -124,3 +126,25 @@ def test_owner_and_salt_go_to_the_engine_and_never_into_a_log(is_batch_line: boo
     for logged in (repr(request), repr(context)):
         assert "a-digest" not in logged and "a-secret" not in logged
     assert request_of().cache_salt == request_of(cache_salt=None).cache_salt == ""
+
+
+def prepare_with(headers: dict[str, str], **fields: object) -> Generation:
+    raw = json.dumps({"prompt": [5], "max_tokens": 1, **fields}).encode()
+    return make_preparer().prepare("/v1/completions", raw, RequestContext(headers=headers))
+
+
+def test_a_gateway_s_time_for_an_offline_request_is_its_window() -> None:
+    before_s = time.monotonic()
+    for headers, fields in (({}, {"service_tier": "flex"}), ({"x-service-tier": "flex"}, {})):
+        request = prepare_with({"x-slo-ttft-ms": "60000", **headers}, **fields).request
+        assert request.service_class is ServiceClass.OFFLINE and request.slo is None
+        assert request.complete_by_s is not None and 60 <= request.complete_by_s - before_s < 120
+    assert prepare_with({"x-service-tier": "flex"}).request.complete_by_s is None
+    with pytest.raises(RequestError, match="x-slo-tpot-ms is for online requests"):
+        prepare_with({"x-service-tier": "flex", "x-slo-tpot-ms": "50"})
+
+
+def test_a_tier_in_the_body_goes_before_the_header() -> None:
+    assert prepare_with({"x-service-tier": "flex"}, service_tier="default").service_tier == "default"
+    with pytest.raises(RequestError, match=r"x-service-tier must be .*flex.*, got 'batch'"):
+        prepare_with({"x-service-tier": "batch"})

@@ -18,10 +18,11 @@ from backfill.core.request import ServiceClass
 from backfill.http.bodies import json_body, owner_of
 from backfill.http.limits import OwnerSlot
 from backfill.protocol.generation import Generation, GenerationEndpoint
-from backfill.protocol.generation_fields import MAX_CHOICES, REQUEST_HEADERS
+from backfill.protocol.generation_fields import MAX_CHOICES, REQUEST_HEADERS, TIER_HEADER
 from backfill.protocol.preparer import RequestContext
 
 _FLEX = b'"flex"'
+_NO_TIER = (b"", b"null")
 _PEEKED_NAMES = (b'"service_tier"', b'"n"')
 
 
@@ -79,7 +80,7 @@ async def open_request(state: ServerState, endpoint: GenerationEndpoint, request
         slot = state.limiter.enter(owner_of(request))
         held.callback(slot.release)
         async with json_body(request, state.bodies, state.server_config.max_body_bytes) as body:
-            service_class, num_choices = peek(body.raw)
+            service_class, num_choices = peek(body.raw, request.headers.get(TIER_HEADER))
             slot.resize(num_choices)
             reservation = state.admission.reserve(service_class, num_choices)
             held.callback(reservation.release)
@@ -99,18 +100,26 @@ async def open_request(state: ServerState, endpoint: GenerationEndpoint, request
             return OpenRequest(generation, arrived_at_s, slot, reservation, in_load, held.pop_all())
 
 
-def peek(raw: bytes) -> tuple[ServiceClass, int]:
+def peek(raw: bytes, tier_header: str | None = None) -> tuple[ServiceClass, int]:
     """The service class and number of choices of a request, by a cheap look at its body.
 
-    A body that cannot be read counts as one online choice; preparing it finds the error or the real values.
+    A body that cannot be read counts as one choice; preparing it finds the error or the real values.
+
+    Args:
+        tier_header: the service tier of a body that names none.
     """
+    default = ServiceClass.OFFLINE if tier_header == "flex" else ServiceClass.ONLINE
     if not any(name in raw for name in _PEEKED_NAMES):  # a search takes a tenth of the time of decoding
-        return ServiceClass.ONLINE, 1
+        return default, 1
     try:
         fields = _peeked_decoder.decode(raw)
     except (msgspec.DecodeError, RecursionError):
-        return ServiceClass.ONLINE, 1
-    service_class = ServiceClass.OFFLINE if bytes(fields.service_tier) == _FLEX else ServiceClass.ONLINE
+        return default, 1
+    tier = bytes(fields.service_tier)
+    if tier in _NO_TIER:
+        service_class = default
+    else:
+        service_class = ServiceClass.OFFLINE if tier == _FLEX else ServiceClass.ONLINE
     n = bytes(fields.n)[:4]
     return service_class, min(MAX_CHOICES, max(1, int(n))) if n.isdigit() else 1
 

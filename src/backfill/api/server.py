@@ -17,6 +17,7 @@ from backfill.api.online_load import OnlineLoad, OnlineTrafficMeter
 from backfill.api.replica_state import StateReporter
 from backfill.api.state import Phase, ServerState
 from backfill.api.stats_log import StatsLog
+from backfill.api.tracing import RequestTracer
 from backfill.core.config import EngineConfig
 from backfill.core.errors import EngineDead
 from backfill.core.heap import freeze_heap
@@ -90,6 +91,9 @@ class Server:
         self.state = ServerState(
             server_config, engine_config, client, self._processes.preparation, api_keys=api_keys
         )
+        self._tracer: RequestTracer | None = None
+        if (endpoint := server_config.otlp_traces_endpoint) is not None:
+            self._tracer = RequestTracer.to_endpoint(endpoint, model.names[0], self.state.clock)
         self._reporter = StateReporter(model.names, model.folder)
         self.state.reporter = self._reporter
         self._traffic: OnlineTrafficMeter | None = None
@@ -130,6 +134,8 @@ class Server:
                 # Only now: the next server on the data folder clears away uploads that have no end.
                 await state.jobs.stop()
             await processes.preparation.stop()
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)
         if not engine.cancelled():
             engine.result()  # raises the reason where the engine cannot run
         return None if self._was_ready else self._signals.first
@@ -177,6 +183,7 @@ class Server:
                 preparation=self._processes.preparation,
                 task_failures=self._tasks.failures,
                 vllm_names=self.state.server_config.vllm_metrics,
+                trace=None if self._tracer is None else self._tracer.record,
             )
             self.state.preparer = preparer
             self.state.service = self._processes.create_service(preparer, self.state.metrics.requests)

@@ -71,7 +71,7 @@ app = command(
     {
         "Engines": "engines policy engine_api_key admin_key poll_interval engine_timeout retry_timeout",
         "Address": "host port uds ssl_certfile ssl_keyfile root_path allowed_hosts allowed_origins",
-        "Server": "data_dir api_key api_key_file shutdown_timeout log_level",
+        "Server": "data_dir api_key api_key_file offline_header shutdown_timeout log_level",
         "Limits": "max_body_bytes max_inflight_body_bytes max_connections head_timeout body_timeout "
         "write_timeout",
         "Batches": "order batch_api batch_database_url batch_file_store batch_lease_timeout batch_max_lines "

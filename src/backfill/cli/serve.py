@@ -82,8 +82,8 @@ app = command(
         "KV memory": "kv_gib block_size host_kv_gib checkpointing checkpoint_from checkpoint_all_from "
         "kv_restore victims prefix_caching prefix_cache_scope kv_layout",
         "Address": "host port uds ssl_certfile ssl_keyfile root_path allowed_hosts allowed_origins",
-        "Server": "data_dir api_key api_key_file strict shed_hopeless shutdown_timeout "
-        "sse_keep_alive_interval vllm_metrics log_level",
+        "Server": "data_dir api_key api_key_file offline_header strict shed_hopeless shutdown_timeout "
+        "sse_keep_alive_interval vllm_metrics otlp_traces_endpoint log_level",
         "Limits": "max_queued_requests max_queued_offline_requests max_body_bytes max_inflight_body_bytes "
         "max_response_tokens max_connections head_timeout body_timeout write_timeout",
         "Batches": "order batch_api batch_database_url batch_file_store batch_lease_timeout batch_max_lines "

@@ -14,6 +14,7 @@ from backfill.protocol.options import MAX_RESPONSE_TOKENS, RequestOptions
 
 # A browser writes a name in Punycode, so nothing but ASCII can match.
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+", re.ASCII | re.IGNORECASE)
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+=[!-~]([ -~]*[!-~])?")
 _PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
@@ -36,6 +37,8 @@ class ServerConfig(RequestOptions):
         api_key_file: file with lines NAME=KEY, and NAME LIMIT=VALUE; read again when it changes.
         allowed_hosts: further Host that requests may name, where it is checked: on loopback without an API
             key. Repeatable; * allows any.
+        offline_header: NAME=VALUE of a header by which a gateway marks requests as offline; they are, unless
+            their body names a service_tier. Repeatable.
         allowed_origins: origin of web pages that may use the server (CORS), such as https://app.example.
             Repeatable; * allows any.
         max_connections: connections open at once. Default: what open files allow, at most 8192.
@@ -50,6 +53,8 @@ class ServerConfig(RequestOptions):
         max_response_tokens: choices x max_tokens x (1 + logprobs) of one request; more get HTTP 400.
         shutdown_timeout: seconds that running requests have to end after a signal.
         sse_keep_alive_interval: seconds between comments on a silent stream; 0 sends none.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a trace of each request, such as
+            http://localhost:4318/v1/traces. Needs the extra otel.
         vllm_metrics: also expose the core metrics under vllm: names.
         shed_hopeless: refuse online requests whose first token would come more than twice as late as their
             objective, with HTTP 429.
@@ -65,6 +70,7 @@ class ServerConfig(RequestOptions):
     api_key: tuple[str, ...] = secret(())
     api_key_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
+    offline_header: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     max_connections: int | None = bounded(None, least=1)
     head_timeout: float = bounded(10.0, above=0)
@@ -77,6 +83,7 @@ class ServerConfig(RequestOptions):
     max_response_tokens: int = bounded(MAX_RESPONSE_TOKENS, least=1)
     shutdown_timeout: float = 30.0
     sse_keep_alive_interval: float = 0.0
+    otlp_traces_endpoint: str | None = None
     vllm_metrics: bool = False
     shed_hopeless: bool = False
 
@@ -93,6 +100,12 @@ class ServerConfig(RequestOptions):
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def offline_headers(self) -> frozenset[tuple[bytes, bytes]]:
+        """``offline_header`` as a request has them: names in lower case, and values."""
+        parts = (each.partition("=") for each in self.offline_header)
+        return frozenset((name.lower().encode(), value.encode()) for name, _, value in parts)
 
     @property
     def certificate(self) -> tuple[Path, Path | None] | None:
@@ -113,6 +126,12 @@ class ServerConfig(RequestOptions):
                     "must be * or scheme://host[:port] without a path, such as https://app.example, "
                     f"got {origin!r}.",
                     field="allowed_origins",
+                )
+        for header in self.offline_header:
+            if not _HEADER.fullmatch(header):
+                raise ConfigError(
+                    f"must be NAME=VALUE, such as x-gateway-inference-objective=batch, got {header!r}.",
+                    field="offline_header",
                 )
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("needs the certificate, `ssl_certfile`.", field="ssl_keyfile")

@@ -18,7 +18,7 @@ from backfill.core.errors import RequestError
 from backfill.http.config import ServerConfig
 from backfill.http.errors import Forbidden
 from backfill.http.middleware import HttpMiddleware
-from backfill.protocol.generation_fields import SLO_HEADERS
+from backfill.protocol.generation_fields import SLO_HEADERS, TIER_HEADER
 
 _SLO_NAMES = frozenset(SLO_HEADERS.values())
 _SLO_PREFIX = "x-slo-"
@@ -91,12 +91,15 @@ class RequestHeadMiddleware(HttpMiddleware):
         super().__init__(app)
         self._allowed_hosts = allowed_hosts(config)
         self._allowed_origins = frozenset(config.known_origins)
+        self._offline_headers = config.offline_headers
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         check_headers(headers)
         if self._allowed_hosts is not None:
             check_host(scope["method"], headers, self._allowed_hosts, self._allowed_origins)
+        if self._offline_headers and not self._offline_headers.isdisjoint(map(tuple, scope["headers"])):
+            scope["headers"] = [*scope["headers"], (TIER_HEADER.encode(), b"flex")]
         await self.app(scope, receive, send)
 
 

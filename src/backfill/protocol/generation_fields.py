@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
@@ -79,7 +79,9 @@ IGNORED_FIELDS = frozenset(
 IGNORED_STREAM_OPTIONS = frozenset({"include_obfuscation"})
 SLO_HEADERS = {"ttft": "x-slo-ttft-ms", "tpot": "x-slo-tpot-ms"}  # by the field of ``slo``
 PRIORITY_HEADER = "x-vllm-priority"
-REQUEST_HEADERS = (*SLO_HEADERS.values(), PRIORITY_HEADER)
+TIER_HEADER = "x-service-tier"
+TRACE_HEADER = "traceparent"
+REQUEST_HEADERS = (*SLO_HEADERS.values(), PRIORITY_HEADER, TIER_HEADER, TRACE_HEADER)
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARS)]
@@ -210,6 +212,7 @@ class GenerationFields(BaseModel):
 
     has_best_of: ClassVar[bool] = False  # the endpoint does
     _header_objectives: dict[str, Objective] = PrivateAttr(default_factory=dict)
+    _window_s: float | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> GenerationFields:
@@ -289,9 +292,23 @@ class GenerationFields(BaseModel):
         in_body = {field: Objective(seconds, f"slo.{field}") for field, seconds in fields.items()}
         return {**self._header_objectives, **in_body}
 
+    @property
+    def window_s(self) -> float | None:
+        """Seconds that an offline request has to its end, from its arrival; None: as long as it takes."""
+        return self._window_s
+
     def apply_headers(self, headers: Mapping[str, str]) -> None:
-        """Take objectives and priority from headers where the body has none. Raises: RequestError."""
+        """Take the tier, objectives and priority from headers where the body has none. Raises: RequestError.
+
+        Of an offline request the objective to the first token is its window: a batch gateway sends the time
+        that is left to its job there.
+        """
+        if self.service_tier is None and TIER_HEADER in headers:
+            self.service_tier = _tier_of(headers[TIER_HEADER])
         for field, name in SLO_HEADERS.items():
+            if self.service_class is ServiceClass.OFFLINE and field == "ttft" and name in headers:
+                self._window_s = Objective.from_header(name, headers[name]).seconds
+                continue
             if name in headers and field not in self.objectives:
                 self._header_objectives[field] = Objective.from_header(name, headers[name])
         if self.priority is None and PRIORITY_HEADER in headers:
@@ -380,3 +397,13 @@ def _token_biases(biases: Mapping[str, float] | None) -> dict[int, float]:
             raise RequestError(f"logit_bias keys must be token ids, got {key[:40]!r}.", param="logit_bias")
         parsed[int(key)] = bias
     return parsed
+
+
+def _tier_of(text: str) -> ServiceTier:
+    """Raises: RequestError for a header that is no tier."""
+    for tier in get_args(ServiceTier):
+        if tier == text:
+            return tier  # type: ignore[no-any-return]
+    raise RequestError(
+        f"{TIER_HEADER} must be {', '.join(get_args(ServiceTier))}, got {text[:40]!r}.", param=TIER_HEADER
+    )

@@ -40,7 +40,7 @@ from backfill.protocol.generation import (
     GenerationEndpoint,
     parse_generation,
 )
-from backfill.protocol.generation_fields import Objective
+from backfill.protocol.generation_fields import TRACE_HEADER, Objective
 from backfill.protocol.options import MAX_RESPONSE_TOKENS
 from backfill.protocol.parsing import parse_body
 from backfill.protocol.tools import MessagePlan, Tool, plan_message, tool_inputs
@@ -172,7 +172,8 @@ class RequestPreparer:
                 service_class=body.service_class,
                 priority=body.priority or 0,
                 slo=slo,
-                complete_by_s=context.complete_by_s,
+                complete_by_s=_complete_by_s(body, context),
+                traceparent=context.headers.get(TRACE_HEADER, ""),
                 owner=context.owner,
                 owner_weight=context.owner_weight,
                 cache_salt=body.cache_salt or "",
@@ -373,3 +374,10 @@ class RequestPreparer:
                 f"the request needs {objective.show(needed_s)} even alone. Ask for at least that.",
                 param=objective.name,
             )
+
+
+def _complete_by_s(body: GenerationBody, context: RequestContext) -> float | None:
+    """When an offline request must have ended, on the monotonic clock; None: at no time."""
+    if context.complete_by_s is not None or body.window_s is None:
+        return context.complete_by_s
+    return time.monotonic() + body.window_s

@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from backfill.http.bodies import SMALL_BODY_BYTES
-from backfill.protocol.generation_fields import SLO_HEADERS
+from backfill.protocol.generation_fields import SLO_HEADERS, TIER_HEADER
 from backfill.router.policy import RoutedRequest
 from backfill.router.prefixes import BYTES_PER_TOKEN, text_keys
 
@@ -63,8 +63,13 @@ def peek(raw: bytes, headers: Mapping[str, str], owner: str = "") -> RoutedReque
         text_keys(prompt, salt),
         _ttft_s(fields, headers),
         streams=bytes(fields.stream) == b"true",
-        is_offline=bytes(fields.service_tier) == _FLEX,
+        is_offline=_is_offline(fields, headers),
     )
+
+
+def _is_offline(fields: _Fields, headers: Mapping[str, str]) -> bool:
+    tier = bytes(fields.service_tier)
+    return headers.get(TIER_HEADER) == "flex" if tier in (b"", b"null") else tier == _FLEX
 
 
 def _ttft_s(fields: _Fields, headers: Mapping[str, str]) -> float | None:

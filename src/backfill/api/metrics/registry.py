@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
@@ -12,6 +12,7 @@ from backfill.api.metrics.requests import RequestMetrics
 from backfill.api.metrics.server import HttpMetrics, LoopLag, ProcessMetrics
 from backfill.core.slo import SLO
 from backfill.execution.executor import ExecutorInfo
+from backfill.generation.timeline import RequestRecord
 from backfill.http.metrics import JobMetrics
 from backfill.preparation.client import PreparationClient
 
@@ -33,6 +34,7 @@ class Metrics:
         jobs: None where the Batch API is switched off.
         preparation: the process that prepares large bodies; its state is read when scraped.
         task_failures: how often each long-lived task, by name, ended with an exception; read when scraped.
+        trace: is called with each request that has ended.
         vllm_names: expose the metrics that routers and autoscalers read under vLLM's names too.
     """
 
@@ -46,6 +48,7 @@ class Metrics:
         preparation: PreparationClient | None = None,
         task_failures: Mapping[str, int] | None = None,
         vllm_names: bool = False,
+        trace: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         # Collectors name no metrics when they are registered: ``name[]`` asks all of them.
         self.registry = _Registry(support_collectors_without_names=True)
@@ -54,7 +57,7 @@ class Metrics:
             self.registry.register(jobs)
         labels = {"model_name": model_name, "engine": "0"}
         self.engine = EngineMetrics(self.registry, labels, info, slo, vllm_names=vllm_names)
-        self.requests = RequestMetrics(self.registry, labels, info.max_model_len, slo)
+        self.requests = RequestMetrics(self.registry, labels, info.max_model_len, slo, trace)
         self.http = HttpMetrics(self.registry)
         self.registry.register(ProcessMetrics(preparation, task_failures or {}))
 

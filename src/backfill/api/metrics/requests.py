@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -42,11 +42,18 @@ class RequestMetrics(Observer):
 
     Args:
         slo: the server's own objectives; they become bucket bounds.
+        trace: is called with each request that has ended.
     """
 
     def __init__(
-        self, registry: CollectorRegistry, labels: dict[str, str], max_model_len: int, slo: SLO
+        self,
+        registry: CollectorRegistry,
+        labels: dict[str, str],
+        max_model_len: int,
+        slo: SLO,
+        trace: Callable[[RequestRecord], None] | None = None,
     ) -> None:
+        self._trace = trace
         self._instruments = Instruments(registry, labels)
         self._labels = labels
         self._define_latencies(slo)
@@ -80,6 +87,8 @@ class RequestMetrics(Observer):
         self._client_stalled[service_class].inc(seconds)
 
     def on_finished(self, record: RequestRecord) -> None:
+        if self._trace is not None:
+            self._trace(record)
         which = record.service_class
         self._success.labels(
             **self._labels, **{"class": which.value, "finished_reason": record.finish_reason.value}
