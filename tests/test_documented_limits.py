@@ -28,7 +28,7 @@ from backfill.jobs.config import JobsConfig
 from backfill.kvcache import protection
 from backfill.preparation import process as preparation_process
 from backfill.preparation import supervisor as preparation_supervisor
-from backfill.protocol import chat, generation_fields, parsing
+from backfill.protocol import chat, generation_fields, parsing, tools
 from backfill.scheduling import builder, planner
 from backfill.simulation.variants import VARIANTS
 from tests.test_docs import ROOT
@@ -61,6 +61,7 @@ OPERATIONS = [
         f"{parsing.MAX_CONTAINERS:,}; {parsing.MAX_KEYS:,}; {parsing.MAX_ITEMS:,} ",
     ),
     ("messages;", f"{chat.MAX_MESSAGES:,}; {chat.MAX_PARTS:,} "),
+    ("tools;", f"{tools.MAX_TOOLS}; {tools.MAX_NAME_CHARS} "),
     (
         "choices (prompts",
         f"{generation_fields.MAX_CHOICES}; {generation_fields.MAX_STOP_STRINGS}; "

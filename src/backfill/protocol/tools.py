@@ -17,7 +17,8 @@ from backfill.generation.message_parser import MessageParsing
 from backfill.protocol.parsing import FailFastList
 
 MAX_TOOLS = 128  # OpenAI's
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_NAME_CHARS = 64  # OpenAI's
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_NAME_CHARS}}}")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -86,8 +87,8 @@ class ToolFields(BaseModel):
             name = tool.function.name
             if not _NAME.fullmatch(name):
                 raise RequestError(
-                    f"tools[{index}].function.name must be 1 to 64 of the characters a-z, A-Z, 0-9, _, . and "
-                    f"-, got {name[:80]!r}.",
+                    f"tools[{index}].function.name must be 1 to {MAX_NAME_CHARS} of the characters a-z, A-Z, "
+                    f"0-9, _, . and -, got {name[:80]!r}.",
                     param="tools",
                 )
             if name in names:
