@@ -99,10 +99,12 @@ def expect_fruit(arguments: Any) -> None:
 def fruit_model() -> Any:
     from typing import Literal
 
-    from pydantic import BaseModel, create_model
+    from pydantic import ConfigDict, create_model
 
     kind: Any = Literal["red", "green", "yellow"]
-    return create_model("Fruit", colour=(kind, ...), sour=(bool, ...), __base__=BaseModel)
+    # Else the schema allows more keys, and a small model writes them until max_tokens.
+    closed = ConfigDict(extra="forbid")
+    return create_model("Fruit", colour=(kind, ...), sour=(bool, ...), __config__=closed)
 
 
 def openai_client(url: str) -> Any:
