@@ -7,13 +7,51 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from backfill.cli.chat import AnswerOptions, Chat
+from backfill.core.errors import RequestError
+from backfill.engine.options import ModelOptions
 from tests.cli.running import TIMEOUT_S, run_cli, run_cli_here
 
 OPTIONS = ("--temperature", "0")
+
+
+class FakeLLM:
+    """Answers in two parts, and fails after the first one where it is asked to."""
+
+    def __init__(self, model: str, revision: str | None) -> None:
+        self.seen: list[list[str]] = []
+
+    async def start(self) -> None: ...
+    async def shutdown(self) -> None: ...
+
+    async def chat(self, messages: list[dict[str, str]], sampling: object) -> AsyncIterator[Any]:
+        self.seen.append([each["content"] for each in messages])
+        fails = messages[-1]["content"]
+        if fails == "fail at once":
+            raise RequestError("too long")
+        yield SimpleNamespace(outputs=[SimpleNamespace(text="one ")])
+        if fails == "fail later":
+            raise RequestError("lost")
+        yield SimpleNamespace(outputs=[SimpleNamespace(text="two")])
+
+
+def test_a_conversation_has_the_questions_that_were_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backfill.cli.chat.AsyncLLM", FakeLLM)
+    with Chat(ModelOptions(), AnswerOptions(system="be short")) as chat:
+        chat.ask("first")
+        for question in ("fail at once", "fail later"):
+            with pytest.raises(RequestError):
+                chat.ask(question)
+        chat.ask("last")
+        seen = chat.llm.seen  # type: ignore[attr-defined]
+    assert seen[-1] == ["be short", "first", "one two", "fail later", "one ", "last"]
 
 
 def test_one_prompt_is_answered_from_an_argument_or_standard_input(small_model: Path) -> None:

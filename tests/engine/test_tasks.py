@@ -24,6 +24,6 @@ async def test_a_task_that_an_exception_ends_is_logged_and_counted(caplog: pytes
     assert await tasks.start(succeed(), "fine") == 3
     started[-1].cancel()
     await asyncio.wait(started)
-    assert tasks.failures == {"sweeper": 2}
+    assert dict(tasks.failures) == {"sweeper": 2, "cancelled": 0, "fine": 0}, "growth from 0 can be seen"
     assert "the task sweeper was ended by an exception" in caplog.text
     assert "disk on fire" in caplog.text

@@ -60,23 +60,23 @@ class PromptOptions:
         return text
 
 
-class _Chat:
+class Chat:
     """A conversation with a model of this process's own, on an event loop beside the terminal's thread."""
 
     def __init__(self, model: ModelOptions, answers: AnswerOptions) -> None:
-        self._llm = AsyncLLM(model.model, revision=model.revision)
+        self.llm = AsyncLLM(model.model, revision=model.revision)
         self._sampling = answers.sampling()
         self._messages: list[Mapping[str, str]] = []
         if answers.system:
             self._messages.append({"role": "system", "content": answers.system})
         self._loop = LoopThread("backfill-chat")
 
-    def __enter__(self) -> _Chat:
-        self._loop.run(self._llm.start())
+    def __enter__(self) -> Chat:
+        self._loop.run(self.llm.start())
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._loop.run(self._llm.shutdown())
+        self._loop.run(self.llm.shutdown())
         self._loop.close()
 
     def ask(self, question: str) -> None:
@@ -88,25 +88,22 @@ class _Chat:
             answer.cancel()
 
     async def _answer(self, question: str) -> None:
-        self._messages.append({"role": "user", "content": question})
+        asked = {"role": "user", "content": question}
         parts: list[str] = []
         try:
-            async for output in self._llm.chat(self._messages, self._sampling):
+            async for output in self.llm.chat([*self._messages, asked], self._sampling):
                 parts.append(output.outputs[0].text)
                 print(parts[-1], end="", flush=True)
-        except BackfillError:
-            self._messages.pop()
-            raise
         finally:
-            if parts:
+            if parts:  # a question without any answer is not part of the conversation
                 print()
-                self._messages.append({"role": "assistant", "content": "".join(parts)})
+                self._messages += [asked, {"role": "assistant", "content": "".join(parts)}]
 
 
 def run(prompt: PromptOptions, model: ModelOptions, answers: AnswerOptions) -> None:
     """Answer PROMPT and end."""
     question = prompt.text()
-    with interruptible(), _Chat(model, answers) as chat:
+    with interruptible(), Chat(model, answers) as chat:
         chat.ask(question)
 
 
@@ -114,7 +111,7 @@ def chat(model: ModelOptions, answers: AnswerOptions) -> None:
     """Talk with MODEL. Ctrl-C stops an answer; Ctrl-D, /bye or Ctrl-C at the prompt ends."""
     with suppress(ImportError):
         import readline  # noqa: F401  # input() then has a history
-    with interruptible(), _Chat(model, answers) as chat:
+    with interruptible(), Chat(model, answers) as chat:
         while (question := _read_question()) is not None:
             try:
                 if question.strip():

@@ -21,6 +21,7 @@ class TaskWatch:
 
     def start(self, coroutine: Coroutine[Any, Any, Result], name: str) -> asyncio.Task[Result]:
         """Run it in the running loop. The caller keeps a reference, and may await or cancel it."""
+        self.failures[name] += 0  # a count that begins with a failure shows no growth
         task = asyncio.create_task(coroutine, name=name)
         task.add_done_callback(self._on_done)
         return task

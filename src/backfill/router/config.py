@@ -31,7 +31,8 @@ class RouterConfig:
         admin_key: key of whoever lists, adds and removes engines. Without one, programs of this machine may,
             where the router listens on loopback, for no further hosts, and has no other key.
         poll_interval: seconds between two looks at an engine's state.
-        engine_timeout: seconds for an engine to be reached at the start, and until a silent one is dead.
+        engine_timeout: seconds for an engine to be reached at the start, and, or for eight
+            times ``poll_interval``, until a silent one is dead.
         retry_timeout: seconds that a request waits for an engine where none is up; then HTTP 503.
         join_timeout: seconds for all engines to be reached at the start; None for ``engine_timeout``.
     """
