@@ -10,7 +10,7 @@ from filelock import FileLock
 from hypothesis import settings
 
 SHORT, LONG = "short", "long"  # the Hypothesis profiles of make test and of make test-all
-RUN_FOLDER_VARIABLE = "BACKFILL_TESTS_RUN_FOLDER"
+RUN_FOLDER_VARIABLE = "TESTS_OF_BACKFILL_RUN_FOLDER"
 
 
 def made_once(name: str, make: Callable[[Path], object]) -> Path:

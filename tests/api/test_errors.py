@@ -87,7 +87,6 @@ def test_fields_out_of_range_are_named(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
         ({"guided_json": {}}, "guided_json"),
         ({"best_of": 4}, "best_of"),
     ],

@@ -314,5 +314,6 @@ def test_variables_of_a_server_are_none_of_a_measurement(monkeypatch: pytest.Mon
 
 def test_a_measurement_says_which_variables_its_servers_do_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BACKFILL_DTYPE", "float32")
+    monkeypatch.setenv("BACKFILL_BENCH_ROUNDS", "1")
     done = run_cli_here("bench", "coserve", "--policies", "slo", "--model", "/no/such/model")
-    assert "Not used, as servers take options from --server-option here: BACKFILL_DTYPE" in done.stderr
+    assert "Not used, as servers take options from --server-option here: BACKFILL_DTYPE\n" in done.stderr

@@ -35,6 +35,7 @@ from backfill.models.resolve import DEFAULT_MODEL
 from backfill.simulation.tables import print_figures
 
 _DEFAULT_POLICIES = "online-only,fcfs,priority,slo"
+_PREFIX = "BACKFILL_BENCH_"
 _LOG_LINES = 15
 
 _FIGURES = (
@@ -140,7 +141,8 @@ def coserve(servers: ServerOptions, load: CoserveLoad, output: ResultOptions) ->
     """
     check_plot(output.plot)
     check_folder("result", output.result)
-    if servers.base_url is None and (unused := os.environ.keys() - server_environment().keys()):
+    unused = {name for name in os.environ.keys() - server_environment() if not name.startswith(_PREFIX)}
+    if servers.base_url is None and unused:
         note(f"Not used, as servers take options from --server-option here: {', '.join(sorted(unused))}")
     result = CoserveResult(load, servers.model or "")
     for path in output.compare:
@@ -165,7 +167,7 @@ app = command(
         "Offline load": "offline_mode offline_input_len offline_output_len offline_concurrency offline_lines",
         "Output": "compare result plot json no_progress",
     },
-    prefix="BACKFILL_BENCH_",
+    prefix=_PREFIX,
 )
 
 
