@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -37,7 +39,7 @@ def record(**fields: object) -> RequestRecord:
         "finished_at_s": 18.0,
         "finish_reason": FinishReason.LENGTH,
         "num_preemptions": 2,
-        "request_id": "cmpl-1",
+        "response_id": "cmpl-1",
     }
     return RequestRecord(**{**values, **fields})  # type: ignore[arg-type]
 
@@ -71,6 +73,7 @@ def test_a_request_is_a_span_with_its_queue_prefill_and_decode() -> None:
     assert {f"{span.context.trace_id:032x}" for span in spans.values() if span.context} == {TRACE}
     assert whole.attributes is not None
     assert whole.attributes["backfill.class"] == "offline" and whole.attributes["backfill.preemptions"] == 2
+    assert whole.attributes["gen_ai.response.id"] == "cmpl-1"
     assert whole.attributes["gen_ai.response.finish_reasons"] == ("length",)
 
 
@@ -102,6 +105,16 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_a_collector_that_never_answers_holds_up_no_stop() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
+        tracer = RequestTracer.to_endpoint(endpoint, "m", WallClock())
+        tracer.record(record())
+        began_s = time.monotonic()
+        tracer.close()
+    assert time.monotonic() - began_s < 9, "an attempt alone would take ten seconds"
 
 
 @pytest.mark.slow  # a server of its own

@@ -40,7 +40,7 @@ def ask(server: InProcessServer, headers: dict[str, str], method: str = "POST") 
 def test_a_header_of_a_gateway_makes_a_request_offline(server: InProcessServer) -> None:
     for value, tier in (("batch", "flex"), ("chat", "default")):
         with RawClient(server.port) as client:
-            headers = {**JSON_TYPE, "x-gateway-inference-objective": value}
+            headers = {**JSON_TYPE, "x-service-tier": "default", "x-gateway-inference-objective": value}
             client.send(request("POST", "/v1/completions", BODY, headers))
             status, body = client.answer()
         assert (status, json.loads(body)["service_tier"]) == (200, tier)

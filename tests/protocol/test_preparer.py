@@ -140,6 +140,8 @@ def test_a_gateway_s_time_for_an_offline_request_is_its_window() -> None:
         assert request.service_class is ServiceClass.OFFLINE and request.slo is None
         assert request.complete_by_s is not None and 60 <= request.complete_by_s - before_s < 120
     assert prepare_with({"x-service-tier": "flex"}).request.complete_by_s is None
+    hasty = prepare_with({"x-service-tier": "flex", "x-slo-ttft-ms": "1"}).request.complete_by_s
+    assert hasty is not None and hasty - before_s >= 60, "else it would go before all batches at once"
     with pytest.raises(RequestError, match="x-slo-tpot-ms is for online requests"):
         prepare_with({"x-service-tier": "flex", "x-slo-tpot-ms": "50"})
 

@@ -1,7 +1,8 @@
-"""OpenTelemetry traces: one span a request, and in it those of its queue, its prefill and its decode."""
+"""OpenTelemetry traces: a span of each choice, and in it those of its queue, its prefill and its decode."""
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from backfill.generation.timeline import RequestRecord
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-_FLUSH_MS = 2000
+_CLOSE_S = 2.0
 
 
 class RequestTracer:
@@ -74,7 +75,7 @@ class RequestTracer:
                 {
                     "gen_ai.request.model": self._model,
                     "gen_ai.request.max_tokens": record.max_tokens,
-                    "gen_ai.response.id": record.request_id,
+                    "gen_ai.response.id": record.response_id,
                     "gen_ai.response.finish_reasons": (record.finish_reason.value,),
                     "gen_ai.usage.input_tokens": record.num_prompt_tokens,
                     "gen_ai.usage.output_tokens": record.num_output_tokens,
@@ -98,5 +99,7 @@ class RequestTracer:
 
     def close(self) -> None:
         """Export what is left, for two seconds at most."""
-        self._provider.force_flush(_FLUSH_MS)
-        self._provider.shutdown()
+        # Its own timeouts are of each attempt, and a collector that never answers takes most of a minute.
+        closing = threading.Thread(target=self._provider.shutdown, name="traces-end", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)

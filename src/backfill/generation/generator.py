@@ -34,7 +34,7 @@ class GenerationRequest:
         complete_by_s: end of an offline request's completion window, on the monotonic clock.
         owner, cache_salt: who shares cached prefixes with it (``core.request.Request``). Never logged.
         owner_weight: see ``Request``.
-        traceparent: see ``RequestRecord``.
+        response_id, traceparent: see ``RequestRecord``.
         num_reused_tokens: leading tokens of its prompt that waiting requests need too; None if not known.
     """
 
@@ -48,6 +48,7 @@ class GenerationRequest:
     owner_weight: float = 1.0
     cache_salt: str = field(default="", repr=False)
     num_reused_tokens: int | None = None
+    response_id: str = ""
     traceparent: str = field(default="", repr=False)
 
     @property
@@ -151,7 +152,13 @@ class TextGenerator:
                 on_first_token=None if listener is None else partial(listener.on_first_token, choice),
                 on_end=None if listener is None else partial(listener.on_choice_end, choice),
             )
-            timeline = Timeline(engine_request, self.observer, self.clock, request.traceparent)
+            timeline = Timeline(
+                engine_request,
+                self.observer,
+                self.clock,
+                response_id=request.response_id,
+                traceparent=request.traceparent,
+            )
             streams.append(self._stream_choice(choice, tokens, timeline, deliveries))
         return merge(streams)
 

@@ -18,7 +18,7 @@ class RequestRecord:
     """A request, for metrics; complete when it has finished. Instants are on the monotonic clock.
 
     Attributes:
-        request_id: of the choice, as the engine knows it.
+        response_id: of the answer that it is a choice of.
         traceparent: header of the trace that the request belongs to (W3C Trace Context); empty for none.
         client_stalled_s: between its first and last token, seconds in which its client kept the server from
             writing.
@@ -29,7 +29,7 @@ class RequestRecord:
     num_prompt_tokens: int
     max_tokens: int
     arrived_at_s: float
-    request_id: str = ""
+    response_id: str = ""
     traceparent: str = ""
     finish_reason: FinishReason = FinishReason.ABORT  # unless the output ends otherwise
     num_output_tokens: int = 0
@@ -67,7 +67,15 @@ class Wait(NamedTuple):
 class Timeline:
     """The tokens of one choice, from the engine to its client."""
 
-    def __init__(self, request: Request, observer: Observer, clock: Clock, traceparent: str = "") -> None:
+    def __init__(
+        self,
+        request: Request,
+        observer: Observer,
+        clock: Clock,
+        *,
+        response_id: str = "",
+        traceparent: str = "",
+    ) -> None:
         self.request = request
         self.record = RequestRecord(
             service_class=request.service_class,
@@ -75,7 +83,7 @@ class Timeline:
             num_prompt_tokens=request.num_prompt_tokens,
             max_tokens=request.max_tokens,
             arrived_at_s=request.arrived_at_s,
-            request_id=str(request.request_id),
+            response_id=response_id,
             traceparent=traceparent,
         )
         self._observer = observer

@@ -18,8 +18,9 @@ from backfill.core.errors import RequestError
 from backfill.http.config import ServerConfig
 from backfill.http.errors import Forbidden
 from backfill.http.middleware import HttpMiddleware
-from backfill.protocol.generation_fields import SLO_HEADERS, TIER_HEADER
+from backfill.protocol.generation_fields import SLO_HEADERS, TIER_HEADER, TRACE_HEADER
 
+_TIER = TIER_HEADER.encode()
 _SLO_NAMES = frozenset(SLO_HEADERS.values())
 _SLO_PREFIX = "x-slo-"
 _SINGLE_HEADERS = frozenset(
@@ -30,6 +31,8 @@ _SINGLE_HEADERS = frozenset(
         "content-type",
         "host",
         "origin",
+        TIER_HEADER,
+        TRACE_HEADER,
         "transfer-encoding",
         "x-request-id",
         "x-vllm-priority",
@@ -99,7 +102,8 @@ class RequestHeadMiddleware(HttpMiddleware):
         if self._allowed_hosts is not None:
             check_host(scope["method"], headers, self._allowed_hosts, self._allowed_origins)
         if self._offline_headers and not self._offline_headers.isdisjoint(map(tuple, scope["headers"])):
-            scope["headers"] = [*scope["headers"], (TIER_HEADER.encode(), b"flex")]
+            others = [header for header in scope["headers"] if header[0] != _TIER]
+            scope["headers"] = [*others, (_TIER, b"flex")]
         await self.app(scope, receive, send)
 
 

@@ -81,6 +81,8 @@ SLO_HEADERS = {"ttft": "x-slo-ttft-ms", "tpot": "x-slo-tpot-ms"}  # by the field
 PRIORITY_HEADER = "x-vllm-priority"
 TIER_HEADER = "x-service-tier"
 TRACE_HEADER = "traceparent"
+# The least window of a batch too: near its end a request goes before all others of its class.
+_MIN_WINDOW_S = 60.0
 REQUEST_HEADERS = (*SLO_HEADERS.values(), PRIORITY_HEADER, TIER_HEADER, TRACE_HEADER)
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -301,13 +303,13 @@ class GenerationFields(BaseModel):
         """Take the tier, objectives and priority from headers where the body has none. Raises: RequestError.
 
         Of an offline request the objective to the first token is its window: a batch gateway sends the time
-        that is left to its job there.
+        that is left to its job there. It is a minute at least.
         """
         if self.service_tier is None and TIER_HEADER in headers:
             self.service_tier = _tier_of(headers[TIER_HEADER])
         for field, name in SLO_HEADERS.items():
             if self.service_class is ServiceClass.OFFLINE and field == "ttft" and name in headers:
-                self._window_s = Objective.from_header(name, headers[name]).seconds
+                self._window_s = max(_MIN_WINDOW_S, Objective.from_header(name, headers[name]).seconds)
                 continue
             if name in headers and field not in self.objectives:
                 self._header_objectives[field] = Objective.from_header(name, headers[name])

@@ -163,6 +163,7 @@ class RequestPreparer:
         self._check_achievable(objectives, max(map(len, prompts)))
         slo = self._slo(body.service_class, objectives)
         prefix = "chatcmpl" if endpoint == "/v1/chat/completions" else "cmpl"
+        response_id = f"{prefix}-{body.request_id or context.request_id or uuid.uuid4().hex}"
         options = body.stream_options
         completion = body if isinstance(body, CompletionRequest) else None
         return Generation(
@@ -173,13 +174,14 @@ class RequestPreparer:
                 priority=body.priority or 0,
                 slo=slo,
                 complete_by_s=_complete_by_s(body, context),
+                response_id=response_id,
                 traceparent=context.headers.get(TRACE_HEADER, ""),
                 owner=context.owner,
                 owner_weight=context.owner_weight,
                 cache_salt=body.cache_salt or "",
             ),
             endpoint=endpoint,
-            response_id=f"{prefix}-{body.request_id or context.request_id or uuid.uuid4().hex}",
+            response_id=response_id,
             created=int(time.time()),
             model=self.model.names[0],
             service_tier="flex" if body.service_tier == "flex" else "default",
