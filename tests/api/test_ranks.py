@@ -31,7 +31,7 @@ def tokens_of_one_process(model: Path) -> list[int]:
     return request.output_token_ids
 
 
-@pytest.mark.slow  # without HTTP: tests/parallel/test_engine.py
+@pytest.mark.slow  # long; deaths of ranks, without HTTP: tests/parallel/test_engine.py
 def test_a_server_on_two_processes_answers_as_one_and_survives_the_death_of_a_rank(
     small_model: Path, tmp_path: Path
 ) -> None:

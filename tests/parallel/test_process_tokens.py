@@ -114,7 +114,7 @@ def structured_outputs(executor: TorchExecutor | ParallelExecutor) -> list[tuple
     return [(request.output_token_ids, ends[request.request_id]) for request in requests]
 
 
-@pytest.mark.slow  # of one process: tests/engine/test_structured_outputs.py
+@pytest.mark.slow  # long; without ranks: tests/engine/test_structured_outputs.py
 def test_structured_outputs_of_ranks_are_those_of_one_process(small_model: Path) -> None:
     common = {
         "model_dir": str(small_model),

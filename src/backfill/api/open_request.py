@@ -18,8 +18,9 @@ from backfill.core.request import ServiceClass
 from backfill.http.bodies import json_body, owner_of
 from backfill.http.limits import OwnerSlot
 from backfill.protocol.generation import Generation, GenerationEndpoint
-from backfill.protocol.generation_fields import MAX_CHOICES, REQUEST_HEADERS, TIER_HEADER
+from backfill.protocol.generation_fields import MAX_CHOICES
 from backfill.protocol.preparer import RequestContext
+from backfill.protocol.request_headers import REQUEST_HEADERS, TIER_HEADER
 
 _FLEX = b'"flex"'
 _NO_TIER = (b"", b"null")

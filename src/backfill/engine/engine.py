@@ -118,9 +118,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """A step now would do something. Requests that the policy does not serve do not count."""
-        if self._arrived or self._in_flight:
-            return True
-        return self.scheduler.has_work and not self._is_stalled
+        return bool(self._arrived or self._in_flight) or (self.scheduler.has_work and not self._is_stalled)
 
     @property
     def has_unfinished(self) -> bool:

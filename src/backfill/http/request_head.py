@@ -18,7 +18,7 @@ from backfill.core.errors import RequestError
 from backfill.http.config import ServerConfig
 from backfill.http.errors import Forbidden
 from backfill.http.middleware import HttpMiddleware
-from backfill.protocol.generation_fields import SLO_HEADERS, TIER_HEADER, TRACE_HEADER
+from backfill.protocol.request_headers import SLO_HEADERS, TIER_HEADER, TRACE_HEADER
 
 _TIER = TIER_HEADER.encode()
 _SLO_NAMES = frozenset(SLO_HEADERS.values())

@@ -38,8 +38,7 @@ MAX_TOKENS = 1 << 28
 # A batch beyond these limits, or whose lines the disk refuses, is held this many lines ahead.
 WINDOW_LINES = 64
 
-# Lines are planned in groups of this share of those that wait. The pool then plans all of them together, and
-# yet each only a few times.
+# Lines are planned in groups of this share of those that wait: all together, and yet each only a few times.
 _GROUP_SHARE = 0.5
 _LEAST_GROUP_LINES = 32
 _TAKE_BYTES = 1 << 20
@@ -93,8 +92,7 @@ class LinePool:
         learned: by the pool of an earlier process.
 
     Args:
-        create: the pool, and where the order asks for it the forecast of the KV; called for the first line,
-            with ``learned``.
+        create: the pool from ``learned``, and the KV's forecast where the order has one; at the first line.
     """
 
     def __init__(self, create: Callable[[Learned | None], tuple[OfflinePool, MemoryForecast | None]]) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_args
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
@@ -15,6 +13,15 @@ from backfill.core.request import ServiceClass, check_cache_salt
 from backfill.core.sampling import SamplingParams
 from backfill.core.structured import StructuredOutputsParams
 from backfill.protocol.parsing import FailFastList, StrictModel
+from backfill.protocol.request_headers import (
+    MIN_WINDOW_S,
+    PRIORITY_HEADER,
+    SLO_HEADERS,
+    TIER_HEADER,
+    Objective,
+    ServiceTier,
+    tier_of,
+)
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -26,7 +33,6 @@ MAX_BAD_WORD_CHARS = 256
 MAX_PRIORITY = 2**31 - 1
 MAX_REQUEST_ID_CHARS = 128
 # All but flex are online.
-ServiceTier = Literal["auto", "default", "fast", "flex", "priority", "scale", "standard"]
 # Not implemented, and they would change the answer, so a request that sets one is refused.
 UNSUPPORTED_FIELDS = frozenset(
     {
@@ -77,14 +83,6 @@ IGNORED_FIELDS = frozenset(
     }
 )
 IGNORED_STREAM_OPTIONS = frozenset({"include_obfuscation"})
-SLO_HEADERS = {"ttft": "x-slo-ttft-ms", "tpot": "x-slo-tpot-ms"}  # by the field of ``slo``
-PRIORITY_HEADER = "x-vllm-priority"
-TIER_HEADER = "x-service-tier"
-TRACE_HEADER = "traceparent"
-# The least window of a batch too: near its end a request goes before all others of its class.
-_MIN_WINDOW_S = 60.0
-REQUEST_HEADERS = (*SLO_HEADERS.values(), PRIORITY_HEADER, TIER_HEADER, TRACE_HEADER)
-
 Number = Annotated[float, Field(allow_inf_nan=False)]
 BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARS)]
 Seconds = Annotated[float, Field(allow_inf_nan=False, gt=0)]
@@ -100,32 +98,6 @@ class SloFields(BaseModel):
     def as_dict(self) -> dict[str, float]:
         """The objectives that are set."""
         return self.model_dump(exclude_none=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """One objective of a request, with the name and the unit that the client used."""
-
-    seconds: float
-    name: str
-    unit: Literal["s", "ms"] = "s"
-
-    @classmethod
-    def from_header(cls, name: str, text: str) -> Objective:
-        """Raises: RequestError for a header that is no positive number of milliseconds."""
-        try:
-            value = math.nan if "_" in text else float(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and value > 0):
-            raise RequestError(
-                f"{name} must be a number of milliseconds above 0, got {text[:40]!r}.", param=name
-            )
-        return cls(value / 1000, name, "ms")
-
-    def show(self, seconds: float) -> str:
-        """A time in the client's unit, such as ``0.5 s``."""
-        return f"{seconds * (1000 if self.unit == 'ms' else 1):g} {self.unit}"
 
 
 class StreamOptions(BaseModel):
@@ -306,10 +278,10 @@ class GenerationFields(BaseModel):
         that is left to its job there. It is a minute at least.
         """
         if self.service_tier is None and TIER_HEADER in headers:
-            self.service_tier = _tier_of(headers[TIER_HEADER])
+            self.service_tier = tier_of(headers[TIER_HEADER])
         for field, name in SLO_HEADERS.items():
             if self.service_class is ServiceClass.OFFLINE and field == "ttft" and name in headers:
-                self._window_s = max(_MIN_WINDOW_S, Objective.from_header(name, headers[name]).seconds)
+                self._window_s = max(MIN_WINDOW_S, Objective.from_header(name, headers[name]).seconds)
                 continue
             if name in headers and field not in self.objectives:
                 self._header_objectives[field] = Objective.from_header(name, headers[name])
@@ -399,13 +371,3 @@ def _token_biases(biases: Mapping[str, float] | None) -> dict[int, float]:
             raise RequestError(f"logit_bias keys must be token ids, got {key[:40]!r}.", param="logit_bias")
         parsed[int(key)] = bias
     return parsed
-
-
-def _tier_of(text: str) -> ServiceTier:
-    """Raises: RequestError for a header that is no tier."""
-    for tier in get_args(ServiceTier):
-        if tier == text:
-            return tier  # type: ignore[no-any-return]
-    raise RequestError(
-        f"{TIER_HEADER} must be {', '.join(get_args(ServiceTier))}, got {text[:40]!r}.", param=TIER_HEADER
-    )

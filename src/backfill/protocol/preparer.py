@@ -40,9 +40,9 @@ from backfill.protocol.generation import (
     GenerationEndpoint,
     parse_generation,
 )
-from backfill.protocol.generation_fields import TRACE_HEADER, Objective
 from backfill.protocol.options import MAX_RESPONSE_TOKENS
 from backfill.protocol.parsing import parse_body
+from backfill.protocol.request_headers import TRACE_HEADER, Objective
 from backfill.protocol.tools import MessagePlan, Tool, plan_message, tool_inputs
 from backfill.scheduling.objectives import impossible_objectives, objectives_below_floor
 

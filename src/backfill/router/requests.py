@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from backfill.http.bodies import SMALL_BODY_BYTES
-from backfill.protocol.generation_fields import SLO_HEADERS, TIER_HEADER
+from backfill.protocol.request_headers import SLO_HEADERS, TIER_HEADER
 from backfill.router.policy import RoutedRequest
 from backfill.router.prefixes import BYTES_PER_TOKEN, text_keys
 
