@@ -143,14 +143,7 @@ class RequestPreparer:
 
         Raises: RequestError; GrammarNeeded for a body with a grammar, unless it ``compiles`` it.
         """
-        body = parse_generation(endpoint, raw)
-        self.check_model(body.model)
-        if context.is_batch_line:
-            body.become_batch_line()
-        body.apply_headers(context.headers)
-        body.check()
-        if self.is_strict:
-            refuse_unknown_fields(body)
+        body = self._checked(endpoint, raw, context)
         texts = self._prompts(body)
         plan = self._plan(body, texts)
         if plan.structured is not None:
@@ -200,6 +193,18 @@ class RequestPreparer:
             # A batch's warnings were logged when its file was checked.
             warning=None if context.is_batch_line else warning_of(body),
         )
+
+    def _checked(self, endpoint: GenerationEndpoint, raw: bytes, context: RequestContext) -> GenerationBody:
+        """The body with what its headers add. Raises: RequestError."""
+        body = parse_generation(endpoint, raw)
+        self.check_model(body.model)
+        if context.is_batch_line:
+            body.become_batch_line()
+        body.apply_headers(context.headers)
+        body.check()
+        if self.is_strict:
+            refuse_unknown_fields(body)
+        return body
 
     def answer(self, endpoint: TextEndpoint, raw: bytes) -> bytes:
         """The JSON answer of ``/tokenize`` or ``/detokenize``. Raises: RequestError."""
