@@ -75,6 +75,16 @@ CASES = {
         '<tool_call>\n{"arguments": {"a": "ø"}, "name": "f"}\n</tool_call>',
         Message("", "", [("f", '{"a": "ø"}')]),
     ),
+    "half a character": (
+        "qwen",
+        '<tool_call>{"arguments": {"a": "\\ud83d", "b": "ø"}, "name": "f"}</tool_call>',
+        Message("", "", [("f", r'{"a": "\ud83d", "b": "\u00f8"}')]),
+    ),
+    "a name of half a character": (
+        "mistral-7b",
+        '[TOOL_CALLS] [{"name": "\\ud83d", "arguments": {}}]',
+        Message('[TOOL_CALLS] [{"name": "\\ud83d", "arguments": {}}]'),
+    ),
     "a call that is cut off": (
         "qwen",
         '<tool_call>\n{"name": "f", "arguments": {"a": "x\\',

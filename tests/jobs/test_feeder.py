@@ -223,6 +223,21 @@ async def test_the_source_learns_what_has_ended_and_how_long_it_was() -> None:
     assert source.ended == {0: 0, 1: 1, 2: 2, 3: None, 4: None, 5: 5}, "those that were lost ended once"
 
 
+async def test_a_result_that_cannot_be_encoded_fails_its_line_alone() -> None:
+    class Answers(Engine):
+        async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+            result = await super().run(line, count)
+            return replace(result, response={"text": "\ud83d"}) if line.number == 3 else result
+
+    engine, sink = Answers(), Sink()
+    feed = Feed("b", Source(lines_up_to(6)), 6, sink, lambda results: None)
+    engine.feeder.add(feed)
+    engine.start()
+    await asyncio.wait_for(feed.finished, TIMEOUT_S)
+    failed = [result.line.number for result in sink.results if result.error is not None]
+    assert (len(sink.results), failed) == (6, [3])
+
+
 @pytest.mark.parametrize("reports", [True, False])
 async def test_the_source_learns_how_far_running_lines_are(
     reports: bool, monkeypatch: pytest.MonkeyPatch

@@ -155,3 +155,12 @@ def test_each_choice_is_parsed_whole_as_in_a_stream(preparer: RequestPreparer) -
     functions = [call["function"] for call in first["message"]["tool_calls"]]
     assert functions == [{"name": "f", "arguments": '{"a": 1}'}, {"name": "g", "arguments": "{}"}]
     assert "tool_calls" not in second["message"]
+
+
+@pytest.mark.parametrize(("text", "reason"), [(F[: F.index("1")], "stop"), (f"{F}\n", "tool_calls")])
+def test_a_stop_string_within_arguments_ends_no_call(
+    preparer: RequestPreparer, text: str, reason: str
+) -> None:
+    response = Response(prepared(preparer, tool_choice="auto"), ChatShape(preparer.tokenizer))
+    response.add(0, TextDelta(f"</think>{text}", 5, None, FinishReason.STOP, stop_reason="1"))
+    assert response.whole()["choices"][0]["finish_reason"] == reason

@@ -20,7 +20,13 @@ Format = dict[str, Any]
 """A format of xgrammar's structural tags (``execution/structural_tags.py``)."""
 
 _SPACE = r"\s{0,4}"  # bounded: runs of whitespace would take quadratic time
-_NAMED_JSON = r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+_GAP = r"\s{0,8}"
+_NAMED_JSON = (
+    rf'{_GAP}\{{{_GAP}"name"{_GAP}:{_GAP}"([^"\\]{{1,128}})"{_GAP},{_GAP}'
+    rf'"(?:arguments|parameters)"{_GAP}:{_GAP}(?=\{{)'
+)
+# Above all that a head matches: beyond it a region has none.
+MAX_HEAD_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +105,7 @@ _MISTRAL_ARGS = CallFormat(
     end="",
     open=r"\[TOOL_CALLS\]",
     close=rf"(?={_SPACE}\[TOOL_CALLS\])",
-    head=re.compile(r"\s*([\w.-]+)\s*\[ARGS\]\s*(?=\{)"),
+    head=re.compile(rf"{_GAP}([\w.-]{{1,128}}){_GAP}\[ARGS\]{_GAP}(?=\{{)"),
     has_short_ids=True,
 )
 _CALL_MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")

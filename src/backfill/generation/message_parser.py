@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from backfill.generation.message_format import CallFormat, CallSource, MessageFormat
+from backfill.generation.message_format import MAX_HEAD_CHARS, CallFormat, CallSource, MessageFormat
 
 _SYNTAX = re.compile(r'[{}"]|\\.?', re.DOTALL)
 _END_OF_CALL = re.compile(r"\A\s*\}?\s*")
@@ -131,6 +131,11 @@ class MessageParser:
             delta.tool_calls.append(ToolCallDelta(self.num_calls - 1, id=self._new_id(), name=name))
 
     @property
+    def is_cut(self) -> bool:
+        """The last call has begun, and its arguments have not ended."""
+        return self._call.name is not None and not self._call.has_ended
+
+    @property
     def _is_wanted(self) -> bool:
         """The current call."""
         return self._parsing.is_parallel or self.num_calls == 1
@@ -161,7 +166,9 @@ class _CallText:
         """Add text. Returns: what is added to the arguments."""
         self.text += text
         if self.name is None:
-            head = None if self._format.head is None else self._format.head.match(self.text)
+            # Tried again and again, a long text would take quadratic time.
+            pattern = self._format.head if len(self.text) - len(text) <= MAX_HEAD_CHARS else None
+            head = None if pattern is None else pattern.match(self.text)
             if head is None:
                 return ""
             self.name, self._position = head[1], head.end()
@@ -210,5 +217,15 @@ def _named_arguments(call: object) -> tuple[str, str] | None:
             "name": str(name),
             "parameters": dict(arguments),
         }:
-            return name, json.dumps(arguments, ensure_ascii=False)
+            text = json.dumps(arguments, ensure_ascii=False)
+            if _is_unicode(name):  # a written "\ud83d" is half a character, which no answer can hold
+                return name, text if _is_unicode(text) else json.dumps(arguments)
     return None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

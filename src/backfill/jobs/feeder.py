@@ -317,6 +317,7 @@ class Feeder:
         result, goes_on = None, False
         try:
             result = await self._runner.run(line, count)
+            result.encode("")  # here, as what cannot be encoded would fail the lines that are written with it
         except RequestLost as error:
             if error.num_lost > 0:
                 goes_on = isinstance(error, StepFailed)
