@@ -172,3 +172,15 @@ def test_what_can_never_be_let_in_is_an_error_of_the_request() -> None:
     with pytest.raises(OwnerLimited) as refused:
         limiter.enter("a").queue([60])
     assert refused.value.headers["x-ratelimit-remaining-tokens"] == "40"
+
+
+def test_what_a_router_sends_was_counted_by_it_and_keeps_its_weight() -> None:
+    limiter = OwnerLimiter(lambda _: OwnerLimits(1, 3, 1, weight=0.5), VirtualClock())
+    slots = [limiter.enter("a", is_routed=True) for _ in range(5)]
+    for slot in slots:
+        slot.resize(4)
+        slot.queue([100] * 4)
+    assert {slot.weight for slot in slots} == {0.5}
+    for slot in slots:
+        slot.release()
+    assert limiter.num_owners == 0

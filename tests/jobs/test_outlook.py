@@ -68,3 +68,24 @@ async def test_a_batch_whose_window_is_too_short_says_so_from_its_creation_on(st
     assert manager.outlook.warning(short.id) is None
     assert manager.outlook.warning(long.id) is None
     runner.release()
+
+
+async def test_a_cancelled_batch_leaves_no_time_that_counts_as_work(start: Start) -> None:
+    clock = VirtualClock()
+    runner = TwoSecondsALine(clock)
+    reader = InThreadReader(lambda *_: make_generation())
+    manager = await start(runner, num_in_flight=1, clock=clock, wall=clock.now_s, reader=reader)
+    ready(manager)
+    await run_batch(manager, input_of(50))
+    runner.hold()
+    cancelled = await submit(manager, input_of(100), window_s=10_000)
+    await in_status(manager, cancelled.id, BatchStatus.IN_PROGRESS)
+    await manager.cancel_batch("owner", cancelled.id)
+    await ended(manager, cancelled.id)
+    clock.advance(8 * 3600)
+    runner.release()
+    await run_batch(manager, input_of(50))
+    runner.hold()
+    batch = await submit(manager, input_of(100), window_s=2000)
+    assert manager.outlook.warning(batch.id) is None, "it needs 200 s"
+    runner.release()

@@ -22,6 +22,7 @@ from backfill.router import line_runner
 from backfill.router.line_reader import PlannedBytes, RoutedLine, RoutedLines, RoutedReader
 from backfill.router.line_runner import EngineRunner
 from backfill.router.metrics import RouterMetrics
+from backfill.router.requests import peek
 from tests.api.batch_inputs import completion_line
 from tests.jobs.test_shared_store import start_process
 from tests.router.stubs import COMPLETIONS, TIMEOUT_S, RunningRouter, StubEngine, routing, until
@@ -201,6 +202,22 @@ async def test_an_engine_that_loses_every_line_is_not_held_against_lines(tmp_pat
         batch, _ = await ended(router, await create_batch(router, lines_of(30)))
         assert batch["request_counts"] == {"total": 30, "completed": 30, "failed": 0}
         assert engines[0].seen
+
+
+async def test_a_line_that_waits_for_another_engine_holds_up_no_other_line() -> None:
+    engines = [StubEngine(max_num_seqs=2), StubEngine(max_num_seqs=2)]
+    async with routing(engines) as router:
+        runner = EngineRunner(router.engines, RouterMetrics(router.engines, WallClock()))
+        line = RoutedLine(number=1, custom_id="a", body=b'{"prompt": "x"}')
+        lost_on = {engines[0].url}
+        request, held = peek(line.body, {}), 0
+        while router.engines.replicas.place_line(request, lost_on) is not None:
+            held += 1
+        waits = asyncio.create_task(runner._place(line, lost_on))
+        await asyncio.sleep(0.01)
+        placed = await asyncio.wait_for(runner._place(line, set()), TIMEOUT_S)
+        assert held and placed.replica.name == engines[0].url and not waits.done()
+        waits.cancel()
 
 
 async def test_batches_belong_to_owners_and_engines_are_told(tmp_path: Path) -> None:

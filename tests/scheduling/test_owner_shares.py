@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backfill.core.request import Request
+from backfill.core.slo import SLO
 from backfill.scheduling.owner_shares import OwnerShares
 from backfill.scheduling.policies.baselines import FcfsPolicy
-from tests.builders import make_request
+from backfill.scheduling.policies.create import PolicyFactory
+from tests.builders import linear_cost, make_request
 from tests.scheduling.bench import Bench, bros_policy, conserve_policy, offline, slo_policy
 
 
@@ -140,3 +142,27 @@ def test_flex_requests_of_one_owner_do_not_delay_lines_of_another() -> None:
     for _ in range(12):
         bench.step()
     assert line.finish_reason is not None
+
+
+@pytest.mark.parametrize("policy", [slo_policy, bros_policy])
+def test_a_long_prompt_of_one_owner_holds_up_no_short_ones_of_another(policy: PolicyFactory) -> None:
+    """A prompt of 8 s with an objective of a minute, beside chats that have a second."""
+    bench = Bench(
+        policy,
+        cost=linear_cost(token_s=0.001, step_s=0.001),
+        num_blocks=10_000,
+        max_num_batched_tokens=1000,
+        max_prefill_chunk_tokens=1000,
+    )
+    bench.step(make_request(8000, 1, owner="long", slo=SLO(ttft_s=60.0, tpot_s=1.0)))
+    chats: list[Request] = []
+    while bench.scheduler.has_unfinished:
+        if len(chats) < bench.clock.now_s() / 0.5:
+            chat = make_request(
+                50, 1, owner="short", arrived_at_s=bench.clock.now_s(), slo=SLO(ttft_s=1.0, tpot_s=1.0)
+            )
+            chats.append(chat)
+            bench.add(chat)
+        bench.step()
+    late = [each for each in chats if (each.first_token_at_s or 99) - each.arrived_at_s > 1.15]
+    assert len(chats) > 10 and not late

@@ -78,7 +78,7 @@ async def open_request(state: ServerState, endpoint: GenerationEndpoint, request
     state.admission.check_capacity()
     arrived_at_s: float = request.state.arrived_at_s
     with ExitStack() as held:
-        slot = state.limiter.enter(owner_of(request))
+        slot = state.limiter.enter(owner_of(request), is_routed=getattr(request.state, "is_routed", False))
         held.callback(slot.release)
         async with json_body(request, state.bodies, state.server_config.max_body_bytes) as body:
             service_class, num_choices = peek(body.raw, request.headers.get(TIER_HEADER))

@@ -182,11 +182,15 @@ class CostModel:
         Larger ones than the first gain at most ``1 - fraction`` of throughput, and every arrival waits longer
         for them. Candidates are the knots of ``rows_s`` and ``at_most``. On GPUs the knots are multiples of a
         matrix product's tile: one token more costs a whole tile.
+
+        Sizes beyond all of these count too, for steps that hold as many decodes already: a model that was
+        fitted beside other programs may take a few tokens for the best size, and larger steps correct it.
         """
-        candidates = {*(x for x in self.rows_s.x if 1 <= x <= at_most), at_most}
-        cost = {int(x): self.rows_s(x) / x for x in candidates}
-        least = min(cost.values())
-        return tuple(sorted(x for x, each in cost.items() if each <= least / fraction))
+        candidates = sorted({*(int(x) for x in self.rows_s.x if 1 <= x <= at_most), at_most})
+        cost = {x: self.rows_s(x) / x for x in candidates}
+        most = min(cost.values()) / fraction
+        efficient = [x for x in candidates if cost[x] <= most]
+        return tuple(x for x in candidates if x in efficient or x > efficient[-1])
 
     def efficient_prefill_s(self, decodes: StepLoad, fraction: float, at_most: int) -> float:
         """Seconds of the smallest step with prompts beside ``decodes`` at ``fraction`` of the best rate.

@@ -123,9 +123,16 @@ class OwnerLimiter:
         """Of which something is known."""
         return len(self._uses)
 
-    def enter(self, owner: str) -> OwnerSlot:
-        """Count a request, of one choice until it is resized. Raises, counting nothing: OwnerLimited."""
+    def enter(self, owner: str, *, is_routed: bool = False) -> OwnerSlot:
+        """Count a request, of one choice until it is resized.
+
+        Args:
+            is_routed: a router sends it, which has limits of its own: here its weight counts alone.
+        Raises, counting nothing: OwnerLimited.
+        """
         now_s, limits = self._clock.now_s(), self._limits_of(owner)
+        if is_routed:
+            limits = OwnerLimits(weight=limits.weight)
         use = self._uses.get(owner) or _Use(EndRate(self._clock))
         _check_choices(limits, use, 1)
         if (most := limits.requests_per_minute) is not None:

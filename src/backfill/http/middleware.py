@@ -110,7 +110,7 @@ class ApiKeyMiddleware(HttpMiddleware):
 
     A router's administration is excluded too: it checks a key of its own.
 
-    ``scope["state"]`` gets ``owner``, the owner of the key.
+    ``scope["state"]`` gets ``owner``, the owner of the key, and ``is_routed`` if a router speaks for it.
     """
 
     excluded_paths = _PUBLIC_PATHS | {ADMIN_PATH}
@@ -124,7 +124,9 @@ class ApiKeyMiddleware(HttpMiddleware):
         owner = None if key is None else self.keys.owner_of(key)
         if owner is None:
             raise InvalidApiKey("Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'.")
+        state = scope.setdefault("state", {})
         if owner == self.router_name:
+            state["is_routed"] = True
             owner = Headers(scope=scope).get(OWNER_HEADER, owner)
-        scope.setdefault("state", {})["owner"] = owner
+        state["owner"] = owner
         await self.app(scope, receive, send)

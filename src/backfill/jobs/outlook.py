@@ -42,12 +42,11 @@ class Outlook:
 
     def on_ended(self, results: Sequence[LineResult]) -> None:
         """Lines have ended that still count as in flight."""
-        if not all(result.outcome in _RAN for result in results):
-            return
         now_s, at_s, feeder = self._clock.now_s(), self._at_s, self._feeder
         self._at_s = now_s if feeder.has_waiting or feeder.num_in_flight > len(results) else None
-        if at_s is None:
-            return  # since when they ran is not known
+        results = [result for result in results if result.outcome in _RAN]
+        if at_s is None or not results:
+            return  # since when they ran is not known, or none ran
         ended, kept = self._ended, 0.5 ** ((now_s - at_s) / _HALF_LIFE_S)
         self._ended = _Ended(
             kept * ended.num_lines + len(results),
@@ -66,13 +65,13 @@ class Outlook:
             return None
         if ended.num_lines < _LEAST_LINES or ended.seconds <= 0.0:
             return None
-        owners = {each.batch.owner for each in self._jobs.values()}
+        owners = {each.batch.owner for each in self._jobs.values() if self._num_lines_left(each) > 0}
         num_lines = sum(
             self._num_lines_left(each)
             for each in self._jobs.values()
             if each.batch.owner == job.batch.owner and each.deadline_s <= job.deadline_s
         )
-        needed_s = num_lines * len(owners) * ended.seconds / ended.num_lines
+        needed_s = num_lines * max(1, len(owners)) * ended.seconds / ended.num_lines
         if needed_s <= job.left_s:
             return None
         return (

@@ -30,6 +30,7 @@ from backfill.router.engines import Engines
 from backfill.router.line_reader import RoutedLine, RoutedReader
 from backfill.router.looks import EngineLost
 from backfill.router.metrics import RouterMetrics
+from backfill.router.policy import RoutedRequest
 from backfill.router.replica import Placement
 from backfill.router.requests import apart, peek
 
@@ -137,19 +138,30 @@ class EngineRunner:
     async def _place(self, line: RoutedLine, lost_on: Set[str]) -> Placement:
         """Wait for an engine with headroom; lines that wait get theirs in turn.
 
-        ``lost_on`` are engines that lost the line: they get it only where no other may.
+        ``lost_on`` are engines that lost the line: they get it only where no other takes lines. While it
+        waits for another one it does not hold up those that any engine may have.
         """
         request = await apart(line.num_bytes, peek, line.body, {}, line.owner)
         async with self._turn:
-            while True:
-                besides = self._besides
-                if any(each.is_up and each.url not in besides | lost_on for each in self.engines.all):
-                    besides |= lost_on
-                placement = self.engines.replicas.place_line(request, besides)
-                if placement is not None:
-                    return placement
-                self._changed.clear()
-                await self._changed.wait()
+            while (placement := self._placement(request, lost_on)) is None and not lost_on:
+                await self._change()
+        while placement is None:
+            await self._change()
+            placement = self._placement(request, lost_on)
+        return placement
+
+    def _placement(self, request: RoutedRequest, lost_on: Set[str]) -> Placement | None:
+        """None where no engine that may have the line has headroom."""
+        replicas, besides = self.engines.replicas, self._besides
+        others = [each for each in self.engines.all if each.is_up and each.url not in besides | lost_on]
+        if any(replicas.takes_lines(each.url) for each in others):
+            besides |= lost_on
+        return replicas.place_line(request, besides)
+
+    async def _change(self) -> None:
+        """Wait until an engine's state has changed."""
+        self._changed.clear()
+        await self._changed.wait()
 
     def _note_fault(self, url: str, status: int) -> None:
         """The engine, and not the line, is at fault: it gets none for a while."""

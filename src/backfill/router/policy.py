@@ -199,6 +199,11 @@ class ReplicaSet:
         self._prefixes.note_sent(replica.name, request.keys)
         return Placement(replica, request.num_tokens, chosen.tokens_to_compute, chosen.ttft_s, now_s)
 
+    def takes_lines(self, name: str) -> bool:
+        """Whether the replica may get offline requests, now or once it has headroom."""
+        replica = self._replicas.get(name)
+        return replica is not None and replica.is_open and replica.takes_lines
+
     def place_line(
         self, request: RoutedRequest, besides: Collection[str] = (), *, may_exceed: bool = False
     ) -> Placement | None:

@@ -318,7 +318,9 @@ class StepBuilder:
         pending, most = request.num_pending_tokens, self._most_tokens(request)
         least = most if limits.is_whole else min(most, MIN_PREFILL_CHUNK_TOKENS)
         if limits.step_sizes:
-            least_size = batch.load.num_tokens - batch.num_prefill_tokens + limits.step_sizes[0] // 2
+            # With less than the least chunk beside the decodes, no prompt would begin while any request runs.
+            beside = max(limits.step_sizes[0] // 2, MIN_PREFILL_CHUNK_TOKENS)
+            least_size = batch.load.num_tokens - batch.num_prefill_tokens + beside
             index = min(bisect_left(limits.step_sizes, least_size), len(limits.step_sizes) - 1)
             most = min(most, max(0, limits.step_sizes[index] - batch.load.num_tokens))
         if limits.max_step_s < math.inf:

@@ -134,7 +134,7 @@ class ChunkLimits:
         max_step_s: of the predicted time of the whole step with the chunk. The first slice of a step is
             exempt: it gets ``MIN_PREFILL_CHUNK_TOKENS`` in any case.
         step_sizes: tokens, ascending. The chunk fills the step up to the first size that leaves at least half
-            of the smallest size to prefills. Empty: up to the step's limit.
+            of the smallest size to prefills, and ``MIN_PREFILL_CHUNK_TOKENS``. Empty: up to the step's limit.
         guarantees_progress: the step's first prefill gets ``MIN_PREFILL_CHUNK_TOKENS`` even past
             ``max_step_s``.
         is_whole: the chunk is not cut for time: it has all the tokens that the step's limits leave, or none.
@@ -309,10 +309,21 @@ def split(requests: Sequence[R]) -> tuple[Sequence[R], Sequence[R]]:
 
 
 def in_turn(prefills: Sequence[R], waiting: Sequence[R]) -> Sequence[R]:
-    """Prompts in their order; where there are several owners, begun ones have had their turn and go first."""
-    if len({each.owner for each in (*prefills, *waiting)}) > 1:
-        return [*prefills, *waiting]
-    return list(merge(prefills, waiting, key=order_key))
+    """Prompts in their order, of one owner.
+
+    Where there are several, an owner's first waiting prompt has its place among the begun ones if the owner
+    has begun none: else one long prompt would hold up all that others send while it is computed. The rest
+    follows in turn.
+    """
+    if len({each.owner for each in (*prefills, *waiting)}) < 2:
+        return list(merge(prefills, waiting, key=order_key))
+    has_turn = {each.owner for each in prefills}
+    first: list[R] = []
+    rest: list[R] = []
+    for each in waiting:
+        (rest if each.owner in has_turn else first).append(each)
+        has_turn.add(each.owner)
+    return [*merge(prefills, sorted(first, key=order_key), key=order_key), *rest]
 
 
 def _merged(levels: Sequence[Sequence[R]]) -> Sequence[R]:

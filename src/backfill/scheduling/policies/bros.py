@@ -174,6 +174,7 @@ class _Step(Generic[R]):
     may_preempt: Collection[PriorityLevel]  # for waiting online requests
     _bound_s: float = field(init=False, default=math.inf)
     _swap_s: float = field(init=False, default=0.0)  # of restoring what was admitted, as a predicted time
+    _owners_begun: set[str] = field(init=False, default_factory=set)  # with a prompt that is computed
     _online: list[R] = field(init=False, default_factory=list)  # in the batch, the most urgent first
 
     @property
@@ -196,6 +197,7 @@ class _Step(Generic[R]):
             (*urgency(each), each.order_key, each) for each in self.view.running[PriorityLevel.ONLINE]
         )
         running, waiting = deque([each for *_, each in keyed]), deque(self._waiting_online())
+        self._owners_begun = {each.owner for each in running if not each.is_decoding}
         self._bound_s = self.residuals.bound_s(self.view)
         limits = ChunkLimits(max_step_s=self._bound_s, is_whole=True)
         while batch.num_seqs < self.batch_size and batch.has_headroom and (running or waiting):
@@ -209,6 +211,7 @@ class _Step(Generic[R]):
                 request = waiting.popleft()
                 admission = self._admit(request, limits, self.may_preempt)
                 is_added = admission is Admission.ADMITTED
+                self._owners_begun.add(request.owner)
                 if admission is Admission.DEFERRED:
                     continue
                 if admission is Admission.REFUSED:
@@ -223,9 +226,10 @@ class _Step(Generic[R]):
         return self._time_s > self._bound_s
 
     def _goes_before(self, waiting: R, running: R) -> bool:
-        """A waiting request goes before a running one of its owner alone: others wait for their turn."""
+        """By urgency, but for a request whose owner has begun others: those of several owners take turns."""
         urgency = self.residuals.urgency
-        return waiting.owner == running.owner and urgency(waiting) < urgency(running)
+        has_turn = waiting.owner == running.owner or waiting.owner not in self._owners_begun
+        return has_turn and urgency(waiting) < urgency(running)
 
     def add_offline(self) -> None:
         """Lines 17 to 33: by swap cost. Requests on the device have none; of them, decodes come first."""
