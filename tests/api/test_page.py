@@ -116,7 +116,7 @@ def test_a_batch_is_uploaded_watched_and_its_results_downloaded(
     page.goto(f"{server.url}/")
     page.get_by_label("Requests, JSONL").set_input_files(tmp_path / "five.jsonl")
     page.get_by_role("button", name="Upload and run").click()
-    expect(page.locator("#batch-message")).to_contain_text("runs five.jsonl")
+    expect(page.locator("#batch-message")).to_contain_text("five.jsonl is batch")
     row = page.locator("#batch-list tbody tr").first
     expect(row).to_contain_text("completed")
     expect(row).to_contain_text("5 of 5")

@@ -89,10 +89,9 @@ def _request_error(error: ValidationError) -> RequestError:
         return RequestError(f"'{where}' may have at most {first['ctx']['max_length']} items.", param=name)
     if name is None:
         return RequestError(f"The body must be a JSON object: {first['msg']}.")
-    got = json.dumps(first["input"], default=repr)[:80]
-    return RequestError(
-        f"Invalid value for '{where}': {first['msg']}, got {got}.", param=where if name == "slo" else name
-    )
+    got, fault = json.dumps(first["input"], default=repr)[:80], first["msg"].removeprefix("Value error, ")
+    param = where if name == "slo" else name
+    return RequestError(f"Invalid value for '{where}': {fault}, got {got}.", param=param)
 
 
 def _is_type_name(part: int | str) -> bool:

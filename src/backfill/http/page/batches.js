@@ -117,7 +117,7 @@ export class Batches {
       const uploaded = await (await request("v1/files", { method: "POST", body: form })).json();
       const body = { input_file_id: uploaded.id, endpoint, completion_window: element("batch-window").value };
       const batch = await (await postJson("v1/batches", body)).json();
-      this.say(`Batch ${batch.id} runs ${file.name}`);
+      this.say(`${file.name} is batch ${batch.id}`);
       this.cursors = [null];
       await this.read();
     } catch (error) {
