@@ -45,6 +45,7 @@ REQUESTS = r"curl http://127\.0\.0\.1:8000/v1/(chat/)?completions "
 # Of what is not ours, and a name; the library's snippets are run by tests/llm/test_documents.py.
 OTHERS = {
     "pip install openai",
+    "pip install 'backfill[otel]'",
     "pip install 'backfill[plot]'",
     "pip install 'backfill[ray]'",
     "pip install 'backfill[s3]'",
@@ -96,7 +97,7 @@ def test_each_line_that_looks_like_a_command_is_checked() -> None:
     requests = {line for line in printed if re.match(REQUESTS, line)}
     assert printed - makes - scripts - requests - set(OURS) == OTHERS
     assert RUN.keys() <= set(OURS)
-    assert len(makes) > 4 and len(scripts) > 4 and len(requests) == 2
+    assert len(makes) > 4 and len(scripts) > 4 and len(requests) == 3
 
 
 @pytest.mark.parametrize("line", OURS)
