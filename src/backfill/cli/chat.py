@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from threading import Event
 
 from backfill.cli.command import VARIABLES, command
 from backfill.cli.interrupts import interruptible
@@ -15,6 +16,7 @@ from backfill.engine.options import ModelOptions
 from backfill.llm.async_llm import AsyncLLM
 from backfill.llm.llm import LoopThread
 
+_STOP_S = 5.0
 _ENDS = ("/bye", "/exit", "/quit")
 
 
@@ -81,13 +83,15 @@ class Chat:
 
     def ask(self, question: str) -> None:
         """Print the answer as it comes; Ctrl-C stops it, and what has come is kept. Raises: BackfillError."""
-        answer = self._loop.submit(self._answer(question))
+        has_ended = Event()
+        answer = self._loop.submit(self._answer(question, has_ended))
         try:
             answer.result()
         except KeyboardInterrupt:
             answer.cancel()
+            has_ended.wait(_STOP_S)  # else the prompt would come before the answer's end
 
-    async def _answer(self, question: str) -> None:
+    async def _answer(self, question: str, has_ended: Event) -> None:
         asked = {"role": "user", "content": question}
         parts: list[str] = []
         try:
@@ -98,6 +102,7 @@ class Chat:
             if parts:  # a question without any answer is not part of the conversation
                 print()
                 self._messages += [asked, {"role": "assistant", "content": "".join(parts)}]
+            has_ended.set()
 
 
 def run(prompt: PromptOptions, model: ModelOptions, answers: AnswerOptions) -> None:
