@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pty
 import signal
@@ -39,6 +40,9 @@ class FakeLLM:
         yield SimpleNamespace(outputs=[SimpleNamespace(text="one ")])
         if fails == "fail later":
             raise RequestError("lost")
+        if fails == "stop":
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)
         yield SimpleNamespace(outputs=[SimpleNamespace(text="two")])
 
 
@@ -49,9 +53,11 @@ def test_a_conversation_has_the_questions_that_were_answered(monkeypatch: pytest
         for question in ("fail at once", "fail later"):
             with pytest.raises(RequestError):
                 chat.ask(question)
+        with pytest.raises(KeyboardInterrupt):  # so that `run` ends with status 130
+            chat.ask("stop")
         chat.ask("last")
         seen = chat.llm.seen  # type: ignore[attr-defined]
-    assert seen[-1] == ["be short", "first", "one two", "fail later", "one ", "last"]
+    assert seen[-1] == ["be short", "first", "one two", "fail later", "one ", "stop", "one ", "last"]
 
 
 def test_one_prompt_is_answered_from_an_argument_or_standard_input(small_model: Path) -> None:

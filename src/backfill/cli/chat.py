@@ -82,7 +82,10 @@ class Chat:
         self._loop.close()
 
     def ask(self, question: str) -> None:
-        """Print the answer as it comes; Ctrl-C stops it, and what has come is kept. Raises: BackfillError."""
+        """Print the answer as it comes; what has come is kept.
+
+        Raises: BackfillError; KeyboardInterrupt once the answer has been stopped.
+        """
         has_ended = Event()
         answer = self._loop.submit(self._answer(question, has_ended))
         try:
@@ -90,6 +93,7 @@ class Chat:
         except KeyboardInterrupt:
             answer.cancel()
             has_ended.wait(_STOP_S)  # else the prompt would come before the answer's end
+            raise
 
     async def _answer(self, question: str, has_ended: Event) -> None:
         asked = {"role": "user", "content": question}
@@ -120,7 +124,8 @@ def chat(model: ModelOptions, answers: AnswerOptions) -> None:
         while (question := _read_question()) is not None:
             try:
                 if question.strip():
-                    chat.ask(question)
+                    with suppress(KeyboardInterrupt):
+                        chat.ask(question)
             except BackfillError as error:
                 print(f"backfill: {error}", file=sys.stderr)
 
