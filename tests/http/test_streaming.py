@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ async def still_connected() -> dict[str, object]:
     raise AssertionError
 
 
-def sent_by(body: dict[str, object]) -> list[dict[str, Any]]:
+def sent_by(body: dict[str, object], on_end: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
     async def work() -> dict[str, object]:
         return body
 
@@ -23,8 +24,16 @@ def sent_by(body: dict[str, object]) -> list[dict[str, Any]]:
         sent.append(message)
 
     sent: list[dict[str, Any]] = []
-    asyncio.run(WholeResponse(work(), lambda: None)({"type": "http"}, still_connected, send))
+    asyncio.run(WholeResponse(work(), on_end)({"type": "http"}, still_connected, send))
     return sent
+
+
+@pytest.mark.parametrize("value", ["\ud83d", object()])
+def test_a_body_that_cannot_be_encoded_is_an_error_of_the_server(value: object) -> None:
+    ends: list[None] = []
+    start, message = sent_by({"id": "r", "content": value}, lambda: ends.append(None))
+    assert start["status"] == 500 and len(ends) == 1
+    assert msgspec.json.decode(message["body"])["error"]["type"] == "server_error"
 
 
 @pytest.mark.parametrize(("num_entries", "least", "most"), [(3, 1, 1), (3000, 8, 20)])

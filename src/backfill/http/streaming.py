@@ -102,11 +102,10 @@ class WholeResponse(LongResponse):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await self._work
+            encoded = EncodedBody(await self._work)
         except Exception as error:
             await error_response(error, response_id_of(scope))(scope, receive, send)
             return
-        encoded = EncodedBody(body)
         headers = [
             (b"content-length", str(encoded.num_bytes).encode()),
             (b"content-type", b"application/json"),
