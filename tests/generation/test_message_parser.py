@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.utils.chat_parsing import ResponseParser
 
 from backfill.generation.message_format import MessageFormat
-from backfill.generation.message_parser import MessageParser, MessageParsing
+from backfill.generation.message_parser import MAX_CALL_REGIONS, MessageParser, MessageParsing
 
 # As their chat templates have them.
 QWEN = MessageFormat.of(
@@ -93,7 +94,33 @@ CASES = {
     "a call that is none": (
         "qwen",
         'So <tool_call>\n{"name\n</tool_call> it is <b>',
-        Message('So <tool_call>\n{"name\n</tool_call>it is <b>'),
+        Message('So <tool_call>\n{"name\n</tool_call> it is <b>'),
+    ),
+    "marks in arguments": (
+        "qwen",
+        '<tool_call>{"name": "f", "arguments": {"a": "</tool_call><tool_call>"}}</tool_call> Done.',
+        Message("Done.", "", [("f", '{"a": "</tool_call><tool_call>"}')]),
+    ),
+    "marks in arguments before the name": (
+        "qwen",
+        '<tool_call>{"arguments": {"a": "</tool_call>"}, "name": "f"}</tool_call>',
+        Message("", "", [("f", '{"a": "</tool_call>"}')]),
+    ),
+    "arguments without their brace": (
+        "qwen",
+        '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": {"a": 1</tool_call>So.',
+        Message("So.", "", [("f", '{"a": 1}'), ("g", '{"a": 1')]),
+    ),
+    "arguments without their quote": (
+        "qwen",
+        '<tool_call>\n{"name": "f", "arguments": {"a": "x}}\n</tool_call>\nSo.',
+        Message("So.", "", [("f", '{"a": "x}}\n')]),
+    ),
+    "an end that is cut off": (
+        "qwen",
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_c',
+        Message("", "", [("f", "{}")]),
     ),
     "what follows arguments": (
         "qwen",
@@ -113,6 +140,11 @@ CASES = {
         '<|python_tag|>{"name": "f", "parameters": {"a": 3}}',
         Message("", "", [("f", '{"a": 3}')]),
     ),
+    "llama with its type": (
+        "llama",
+        '{"type": "function", "name": "f", "parameters": {"a": 3}}',
+        Message("", "", [("f", '{"a": 3}')]),
+    ),
     "llama, two": (
         "llama",
         '{"name": "f", "parameters": {}}; {"name": "g"}',
@@ -129,12 +161,37 @@ CASES = {
     "mistral, a list with a call that is none": (
         "mistral-7b",
         '[TOOL_CALLS] [{"name": "f", "arguments": {}}, 5]',
-        Message('[TOOL_CALLS] [{"name": "f", "arguments": {}}, 5]'),
+        Message(", 5]", "", [("f", "{}")]),
+    ),
+    "mistral, a list that is cut off": (
+        "mistral-7b",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b',
+        Message("", "", [("f", '{"a": 1}'), ("g", '{"b')]),
+    ),
+    "mistral, a list that is cut off in a name": (
+        "mistral-7b",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g',
+        Message("", "", [("f", '{"a": 1}')]),
     ),
     "mistral, arguments": (
         "magistral",
         '[THINK]a[/THINK]b[TOOL_CALLS]f[ARGS]{"a": 3}[TOOL_CALLS]g.h[ARGS]{}',
         Message("b", "a", [("f", '{"a": 3}'), ("g.h", "{}")]),
+    ),
+    "mistral, ids of its own": (
+        "magistral",
+        '[TOOL_CALLS]f[CALL_ID]VvvODy9mT[ARGS]{"a": 3}[TOOL_CALLS]g[CALL_ID]VvvODy9mU[ARGS]{}',
+        Message("", "", [("f", '{"a": 3}'), ("g", "{}")]),
+    ),
+    "mistral, marks in arguments": (
+        "magistral",
+        '[TOOL_CALLS]f[ARGS]{"a": "[TOOL_CALLS]g[ARGS]{}"}[TOOL_CALLS]h[ARGS]{}',
+        Message("", "", [("f", '{"a": "[TOOL_CALLS]g[ARGS]{}"}'), ("h", "{}")]),
+    ),
+    "mistral, broken arguments": (
+        "magistral",
+        '[TOOL_CALLS]f[ARGS]{"a": [1[TOOL_CALLS]g[ARGS]{}',
+        Message("", "", [("f", '{"a": [1'), ("g", "{}")]),
     ),
     "mistral, no arguments": (
         "magistral",
@@ -158,7 +215,7 @@ def test_the_parts_of_a_message_are_the_same_wherever_it_is_cut(
 def test_nothing_but_space_around_marks_is_lost_of_any_text(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(FORMATS)))
     pieces = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "f[ARGS]", "<|python_tag|>", '{"name": "f", ']
-    pieces += ['"arguments": {', "}", '"', "\\", "[", " \n", "text", "}}"]
+    pieces += ['"arguments": {', "}", '"', "\\", "[", "]", ",", " \n", "text", "}}"]
     text = "".join(data.draw(st.lists(st.sampled_from(pieces), min_size=1, max_size=12)))
     cuts = data.draw(st.sets(st.integers(1, len(text)), max_size=5))
     message = parsed(FORMATS[name], text)
@@ -167,11 +224,75 @@ def test_nothing_but_space_around_marks_is_lost_of_any_text(data: st.DataObject)
         assert "".join(message.content.split()) == "".join(text.split())
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_of_forced_calls_that_are_cut_no_markup_is_content(name: str) -> None:
+    calls = FORMATS[name].forced_calls
+    begun = f"{calls.before}{calls.begin}".replace("{name}", "f")
+    whole = f'{begun}{{"a": "</tool_call>[TOOL_CALLS]"}}{calls.end}{calls.after}'
+    for end in range(1, len(whole) + 1):
+        message = parsed(FORMATS[name], whole[:end], calls="forced")
+        assert message.content == ""
+        assert [name for name, _ in message.calls] == ["f"] * (end > len(begun))
+    assert parsed(FORMATS[name], whole, calls="forced").calls == [("f", '{"a": "</tool_call>[TOOL_CALLS]"}')]
+
+
+@pytest.mark.parametrize(
+    "text", ["[TOOL_CALLS]", "[TOOL_CALLS]f[ARGS]{}", '[TOOL_CALLS]{"\\"', "[TOOL_CALLS]f"]
+)
+def test_many_marks_take_linear_time(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    num_fed = 0
+
+    class Counting(ResponseParser):
+        def feed(self, text: str) -> Any:
+            nonlocal num_fed
+            num_fed += len(text)
+            return super().feed(text)
+
+    monkeypatch.setattr("transformers.utils.chat_parsing.ResponseParser", Counting)
+    num = 10 * MAX_CALL_REGIONS
+    message = parsed(MAGISTRAL, text * num)
+    assert num_fed <= (MAX_CALL_REGIONS + 1) * num * len(text)
+    assert len(message.calls) == (MAX_CALL_REGIONS if text.endswith("{}") else 0)
+    assert message.content == text * (num - len(message.calls))
+
+
+@pytest.mark.parametrize("num_spaces", [8, 9])
+def test_the_space_in_a_head_is_bounded(num_spaces: int) -> None:
+    text = f'<tool_call>{" " * num_spaces}{{"name": "f", "arguments": {{}}}}</tool_call>'
+    message = parsed(QWEN, text, range(1, len(text)))
+    assert (
+        message
+        == parsed(QWEN, text)
+        == (Message("", "", [("f", "{}")]) if num_spaces == 8 else Message(text))
+    )
+
+
+def test_a_head_at_its_bounds_is_found_wherever_it_is_cut() -> None:
+    gap, name = " " * 8, "n" * 128
+    keys = gap.join(
+        ["", "{", '"type"', ":", '"function"', ",", '"name"', ":", f'"{name}"', ",", '"arguments"', ":"]
+    )
+    for text in (
+        f"<tool_call>{keys}{gap}{{}}}}",
+        f"<tool_call>{gap}{name}{gap}[CALL_ID]{gap}{'i' * 32}{gap}[ARGS]{gap}{{}}",
+    ):
+        assert (
+            parsed(QWEN, text) == parsed(QWEN, text, range(1, len(text))) == Message("", "", [(name, "{}")])
+        )
+
+
 def test_reasoning_that_the_prompt_begins() -> None:
     for prompt, begun in [("<|im_start|>assistant\n<think>\n", "<think>"), ("A <think>?<|im_end|>", "")]:
         assert QWEN.begun(prompt) == begun
     assert parsed(QWEN, "\nhm\n</think>\n\nYes.", begun="<think>") == Message("Yes.", "hm")
     assert LLAMA.begun("<think>") == ""
+    for continued, begun in [
+        ("<think>\nSo", "<think>"),
+        ("<think>So</think>Yes", ""),
+        ("Yes <think>", "<think>"),
+        ("Yes <think> so", ""),
+    ]:
+        assert QWEN.begun(f"User: <think><|im_start|>assistant\n{continued}", continued) == begun
 
 
 def test_what_is_not_asked_for_is_left_out() -> None:

@@ -20,13 +20,6 @@ Format = dict[str, Any]
 """A format of xgrammar's structural tags (``execution/structural_tags.py``)."""
 
 _SPACE = r"\s{0,4}"  # bounded: runs of whitespace would take quadratic time
-_GAP = r"\s{0,8}"
-_NAMED_JSON = (
-    rf'{_GAP}\{{{_GAP}"name"{_GAP}:{_GAP}"([^"\\]{{1,128}})"{_GAP},{_GAP}'
-    rf'"(?:arguments|parameters)"{_GAP}:{_GAP}(?=\{{)'
-)
-# Above all that a head matches: beyond it a region has none.
-MAX_HEAD_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +29,8 @@ class CallFormat:
     Attributes:
         begin: with ``{name}`` for the function's.
         separator: between two calls; None: a message has one call at most.
-        open, close: regular expressions of what begins a region of calls, and of where it ends. No region may
-            be empty, or transformers' parser would find it again without end.
-        end_mark: that a region ends with.
-        head: of a region with one call: what precedes its arguments, which can be shown as they are written.
+        open: regular expression of what begins a region of calls. Its JSON tells where the region ends.
+        end_mark: that may follow a region's calls.
         has_short_ids: ids of calls must have nine letters and digits.
     """
 
@@ -49,9 +40,7 @@ class CallFormat:
     after: str = ""
     separator: str | None = ""
     open: str
-    close: str | None = None
     end_mark: str = ""
-    head: re.Pattern[str] | None = None
     has_short_ids: bool = False
 
     def structure(self, schemas: Mapping[str, Mapping[str, Any]], *, is_parallel: bool) -> Format:
@@ -80,16 +69,16 @@ _HERMES = CallFormat(
     end="}\n</tool_call>",
     separator="\n",
     open="<tool_call>",
-    close=rf"(?<=</tool_call>){_SPACE}",
     end_mark="</tool_call>",
-    head=re.compile(_NAMED_JSON),
 )
 _LLAMA3 = CallFormat(
     begin='{"name": "{name}", "parameters": ',
     end="}",
     separator=None,
-    open=rf'(?<=\A{_SPACE})(?:<\|python_tag\|>)?(?={_SPACE}\{{{_SPACE}"name"{_SPACE}:)',
-    head=re.compile(_NAMED_JSON),
+    open=(
+        rf"(?<=\A{_SPACE})(?:<\|python_tag\|>)?"
+        rf'(?={_SPACE}\{{{_SPACE}(?:"type"{_SPACE}:{_SPACE}"function"{_SPACE},{_SPACE})?"name"{_SPACE}:)'
+    ),
 )
 _MISTRAL_LIST = CallFormat(
     before="[TOOL_CALLS] [",
@@ -104,8 +93,6 @@ _MISTRAL_ARGS = CallFormat(
     begin="[TOOL_CALLS]{name}[ARGS]",
     end="",
     open=r"\[TOOL_CALLS\]",
-    close=rf"(?={_SPACE}\[TOOL_CALLS\])",
-    head=re.compile(rf"{_GAP}([\w.-]{{1,128}}){_GAP}\[ARGS\]{_GAP}(?=\{{)"),
     has_short_ids=True,
 )
 _CALL_MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
@@ -145,11 +132,16 @@ class MessageFormat:
         """All that tell the parts of a message apart. Where they are tokens, the text must have these."""
         return [*_CALL_MARKS, *(self.reasoning or ())]
 
-    def begun(self, prompt: str) -> str:
-        """The part of an answer that its prompt ends with: where reasoning begins, or nothing."""
-        if self.reasoning is None or not prompt.rstrip().endswith(self.reasoning[0]):
+    def begun(self, prompt: str, continued: str = "") -> str:
+        """The part of an answer that its prompt ends with: where reasoning begins, or nothing.
+
+        ``continued``: the message that the prompt ends with, if the answer continues it.
+        """
+        if self.reasoning is None:
             return ""
-        return self.reasoning[0]
+        begin, end = self.reasoning
+        is_open = continued.lstrip().startswith(begin) and end not in continued
+        return begin if is_open or prompt.rstrip().endswith(begin) else ""
 
     def forced(self, calls: Format, begun: str) -> Format:
         """The structural tag of an answer that has nothing but ``calls``, after any reasoning."""
@@ -203,13 +195,14 @@ class MessageFormat:
 def _call_region(calls: CallFormat | None) -> dict[str, Any]:
     if calls is None:
         return {}
-    region: dict[str, Any] = {
-        "open_pattern": f"(?P<mark>{_SPACE}{calls.open})",
-        "content_args": {"strip": False},
-        "transform": {"mark": "{mark}", "text": "{content}"},
-        "repeats": True,
+    return {
+        "tool_calls": {
+            "open_pattern": f"(?P<mark>{_SPACE}{calls.open})",
+            "content_args": {"strip": False},
+            "transform": {"mark": "{mark}", "text": "{content}"},
+            "repeats": True,
+        }
     }
-    return {"tool_calls": region if calls.close is None else {**region, "close_pattern": calls.close}}
 
 
 def _call_format(chat_template: str, name: ToolCallParserName) -> CallFormat | None:

@@ -6,14 +6,26 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from functools import cache
+from typing import Literal
 
-from backfill.generation.message_format import MAX_HEAD_CHARS, CallFormat, CallSource, MessageFormat
+from backfill.generation.message_format import CallSource, MessageFormat
 
-_SYNTAX = re.compile(r'[{}"]|\\.?', re.DOTALL)
-_END_OF_CALL = re.compile(r"\A\s*\}?\s*")
+MAX_CALL_REGIONS = 128  # as many as a message with calls may have: finding one takes longer than its text
+MAX_HEAD_CHARS = 384  # above all that ``_HEAD`` matches
+_GAP = r"\s{0,8}"  # bounded: runs of whitespace would take quadratic time
+_LEAD = re.compile(rf"{_GAP}(?:\[{_GAP})?")
+_HEAD = re.compile(
+    rf"{_GAP}(?P<list>\[{_GAP})?"
+    rf'(?:(?P<object>\{{){_GAP}(?:"type"{_GAP}:{_GAP}"function"{_GAP},{_GAP})?'
+    rf'"name"{_GAP}:{_GAP}"(?P<key>[^"\\\x00-\x1f]{{1,128}})"{_GAP},{_GAP}'
+    rf'"(?:arguments|parameters)"{_GAP}:{_GAP}'
+    rf"|(?P<word>[\w.-]{{1,128}}){_GAP}(?:\[CALL_ID\]{_GAP}\w{{1,32}}{_GAP})?\[ARGS\]{_GAP})(?=\{{)"
+)
+_IN_WORD = re.compile(r"[\w.-]")
+_AFTER_CALLS = "."  # a parser that begins after calls finds nothing that only begins a message
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -61,79 +73,84 @@ class MessageDelta:
 
 
 class MessageParser:
-    """Splits one output. Text in a region of calls that is no call becomes content."""
+    """Splits one output. Text in a region of calls that is no call becomes content, unless calls are forced.
+
+    ``transformers`` finds where a region of calls begins; where it ends, the JSON of its calls tells.
+    """
 
     def __init__(self, message_format: MessageFormat, parsing: MessageParsing) -> None:
-        from transformers.utils.chat_parsing import ResponseParser
-
-        self._regions = ResponseParser(message_format.template(parsing.calls), parsing.begun)
+        self._message_format = message_format
         self._format = message_format.forced_calls
         self._parsing = parsing
-        self._call = _CallText(self._format)  # of the last region of calls
+        self._begin_regions(parsing.calls, parsing.begun)
+        self._calls: _CallRegion | None = None  # while one is being written
+        self._num_regions = 0  # of calls
         self.num_calls = 0
 
     def push(self, text: str, *, is_last: bool = False) -> MessageDelta:
         """Add text. ``is_last``: nothing follows."""
         delta = MessageDelta()
-        events = self._regions.feed(text)
-        if is_last:
-            events += self._regions.finalize()[1]
-        for event in events:
-            self._apply(event, delta)
+        rest: str | None = text
+        while rest is not None:
+            if self._calls is None:
+                rest = self._find_calls(rest, delta, is_last=is_last)
+            if self._calls is not None and rest is not None:
+                rest = self._add_calls(self._calls, rest, delta, is_last=is_last)
         return delta
 
-    def _apply(self, event: Mapping[str, Any], delta: MessageDelta) -> None:
-        match event["field"], event["type"]:
-            case "content", "region_chunk":
-                delta.content += event["text"]
-            case "reasoning", "region_chunk" if self._parsing.returns_reasoning:
-                delta.reasoning += event["text"]
-            case "tool_calls", "region_open":
-                self._call = _CallText(self._format)
-            case "tool_calls", "region_chunk":
-                self._write(event["text"], delta)
-            case "tool_calls", "region_close":
-                self._close(event["value"]["mark"], delta)
+    @property
+    def is_cut(self) -> bool:
+        """The last call has begun, and its arguments have not ended."""
+        return self._calls is not None and self._calls.is_in_arguments
 
-    def _write(self, text: str, delta: MessageDelta) -> None:
-        """Show what is known of a call that is being written."""
-        call = self._call
-        was_shown = call.name is not None
-        arguments = call.push(text)
-        if call.name is not None and not was_shown:
-            self._begin(call.name, delta)
-        if self._is_wanted:
-            delta.add_arguments(self.num_calls - 1, arguments)
+    def _begin_regions(self, calls: CallSource, prefix: str) -> None:
+        from transformers.utils.chat_parsing import ResponseParser
 
-    def _close(self, mark: str, delta: MessageDelta) -> None:
-        """Show the region's calls, unless its one call has been shown as it was written.
+        self._regions = ResponseParser(self._message_format.template(calls), prefix)
 
-        ``mark`` is what the region began with.
-        """
-        call = self._call
-        if call.name is not None:
-            if call.has_ended:
-                delta.content += call.rest()
-            elif self._is_wanted:
-                delta.add_arguments(self.num_calls - 1, call.rest())
-            return
-        calls = list(call.calls())
-        if not calls:
-            delta.content += mark + call.text
-        for name, arguments in calls:
-            self._begin(name, delta)
-            if self._is_wanted:
-                delta.add_arguments(self.num_calls - 1, arguments)
+    def _find_calls(self, text: str, delta: MessageDelta, *, is_last: bool) -> str | None:
+        """Add what precedes the next region of calls. Returns: what follows its mark; None without one."""
+        events = self._regions.feed(text)
+        if is_last or any(event["field"] == "tool_calls" for event in events):
+            events += self._regions.finalize()[1]
+        for event in events:
+            match event["field"], event["type"]:
+                case "content", "region_chunk":
+                    self._add_content(event["text"], delta)
+                case "reasoning", "region_chunk" if self._parsing.returns_reasoning:
+                    delta.reasoning += event["text"]
+                case "tool_calls", "region_close":
+                    self._calls = _CallRegion(event["value"]["mark"], self._format.end_mark)
+                    following: str = event["value"]["text"]
+                    return following
+        return None
+
+    def _add_calls(self, calls: _CallRegion, text: str, delta: MessageDelta, *, is_last: bool) -> str | None:
+        """Returns: what follows the region of calls; None if it has not ended."""
+        for part, value in calls.push(text, is_last=is_last):
+            match part:
+                case "name":
+                    self._begin(value, delta)
+                case "arguments" if self._is_wanted:
+                    delta.add_arguments(self.num_calls - 1, value)
+                case "content":
+                    self._add_content(value, delta)
+                case "rest":
+                    self._calls = None
+                    self._num_regions += 1
+                    is_full = self._num_regions == MAX_CALL_REGIONS
+                    self._begin_regions("none" if is_full else self._parsing.calls, _AFTER_CALLS)
+                    return value
+        return None
+
+    def _add_content(self, text: str, delta: MessageDelta) -> None:
+        if self._parsing.calls != "forced":  # then it is markup that has been cut
+            delta.content += text
 
     def _begin(self, name: str, delta: MessageDelta) -> None:
         self.num_calls += 1
         if self._is_wanted:
             delta.tool_calls.append(ToolCallDelta(self.num_calls - 1, id=self._new_id(), name=name))
-
-    @property
-    def is_cut(self) -> bool:
-        """The last call has begun, and its arguments have not ended."""
-        return self._call.name is not None and not self._call.has_ended
 
     @property
     def _is_wanted(self) -> bool:
@@ -146,69 +163,188 @@ class MessageParser:
         return f"call_{secrets.token_hex(12)}"
 
 
-class _CallText:
-    """A region of calls as it is written.
+_Part = Literal["name", "arguments", "content", "rest"]
 
-    ``name`` is the function's once the region has begun in the usual form. Then its arguments are shown as
-    they come.
+
+class _CallRegion:
+    """Calls as they are written: one, or a JSON list of them, and then ``end_mark``.
+
+    ``mark`` is what the region began with.
     """
 
-    def __init__(self, call_format: CallFormat) -> None:
-        self.text = ""
-        self.name: str | None = None
-        self._format = call_format
-        self._position = 0  # of what is not shown
+    def __init__(self, mark: str, end_mark: str) -> None:
+        self._end_mark = end_mark
+        self._stop = end_mark or mark.strip()  # ends a call whose JSON is broken
+        self._text = ""  # what is not decided
+        self._lead = mark  # precedes it, and is content like it if it is no call
+        self._num_tried = 0  # characters of it, with which a head was looked for
+        self._json = _JsonObject(self._stop)
+        self._num_followed = 0  # characters of it, by ``_json``
+        self._has_call = False
+        self._is_list = False
+        self._tail: list[str] = []  # marks that may follow, in this order
+        self._read: Callable[[bool], Iterator[tuple[_Part, str]]] = self._read_head
+
+    @property
+    def is_in_arguments(self) -> bool:
+        return self._read == self._read_arguments
+
+    def push(self, text: str, *, is_last: bool) -> Iterator[tuple[_Part, str]]:
+        """Add text. Yields: parts of calls; last "rest", what follows the region, once it has ended."""
+        self._text += text
+        read = None
+        while read != self._read:
+            read = self._read
+            yield from read(is_last)
+
+    def _read_head(self, is_last: bool) -> Iterator[tuple[_Part, str]]:
+        """A call from its start to its arguments; all of one whose keys are in another order."""
+        text = self._text
+        # Tried again and again, a long text would take quadratic time.
+        head = _HEAD.match(text) if self._num_tried <= MAX_HEAD_CHARS else None
+        self._num_tried = len(text)
+        lead = _LEAD.match(text)
+        assert lead is not None, "it may be empty"
+        first = text[lead.end() : lead.end() + 1]
+        if head is not None:
+            self._is_list |= head["list"] is not None
+            yield "name", head["key"] or head["word"]
+            self._json = _JsonObject(self._stop)
+            self._text = text[head.end() :]
+            self._tail = ["}"] if head["object"] else []
+            self._read = self._read_arguments
+        elif first == "{":
+            self._num_followed = self._json.follow(text, max(lead.end(), self._num_followed))
+            if self._json.has_ended:
+                yield from self._read_object(text[lead.end() : self._num_followed], "[" in lead[0])
+            elif self._json.is_broken:
+                yield from self._fail(self._num_followed)
+            elif is_last:
+                yield from self._cut()
+        elif first and (is_last or len(text) > MAX_HEAD_CHARS or not _IN_WORD.match(first)):
+            yield from self._fail(0)
+        elif is_last:
+            yield from self._cut()
+
+    def _read_object(self, written: str, opens_list: bool) -> Iterator[tuple[_Part, str]]:
+        call = _call_of(written)
+        if call is None:
+            yield from self._fail(self._num_followed)
+            return
+        self._is_list |= opens_list
+        yield "name", call[0]
+        yield "arguments", call[1]
+        self._end_call(self._num_followed, [])
+
+    def _fail(self, end: int) -> Iterator[tuple[_Part, str]]:
+        """What is not decided is no call up to ``end``."""
+        yield "content", self._lead + self._text[:end]
+        yield "rest", self._text[end:]
+
+    def _cut(self) -> Iterator[tuple[_Part, str]]:
+        """The output ends before it is known whether a call has begun: after another call one has."""
+        if not self._has_call:
+            yield "content", self._lead + self._text
+        yield "rest", ""
+
+    def _read_arguments(self, is_last: bool) -> Iterator[tuple[_Part, str]]:
+        end = self._json.follow(self._text, 0)
+        has_ended = self._json.has_ended or self._json.is_broken
+        if is_last and not has_ended:
+            end = len(self._text)
+        yield "arguments", self._text[:end]
+        if has_ended:
+            self._end_call(end, self._tail)
+        else:
+            self._text = self._text[end:]
+
+    def _end_call(self, end: int, tail: list[str]) -> None:
+        self._has_call = True
+        self._text = self._text[end:]
+        self._tail = [*tail, *([",", "]"] if self._is_list else []), self._end_mark]
+        self._read = self._read_tail
+
+    def _read_tail(self, is_last: bool) -> Iterator[tuple[_Part, str]]:
+        """What ends a call, and the region; or a comma before another call."""
+        while True:
+            text = self._text = self._text.lstrip()
+            if not self._tail:
+                break
+            mark = self._tail[0]
+            if not text.startswith(mark):
+                if not mark.startswith(text):
+                    del self._tail[0]
+                elif is_last:
+                    text = ""  # the mark is cut
+                    break
+                else:
+                    return
+                continue
+            del self._tail[0]
+            self._text = text.removeprefix(mark)
+            if mark == ",":
+                self._lead, self._num_tried, self._num_followed = mark, 0, 0
+                self._json = _JsonObject(self._stop)
+                self._read = self._read_head
+                return
+        if text or is_last:
+            yield "rest", text
+
+
+class _JsonObject:
+    """Follows a JSON object that is being written. ``stop`` ends it where it cannot be JSON's."""
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
         self._depth = 0
         self._is_in_string = False
-        self.has_ended = False  # the arguments have
+        self._is_torn = False  # by a line break in a string
+        self.has_ended = False
+        self.is_broken = False
 
-    def push(self, text: str) -> str:
-        """Add text. Returns: what is added to the arguments."""
-        self.text += text
-        if self.name is None:
-            # Tried again and again, a long text would take quadratic time.
-            pattern = self._format.head if len(self.text) - len(text) <= MAX_HEAD_CHARS else None
-            head = None if pattern is None else pattern.match(self.text)
-            if head is None:
-                return ""
-            self.name, self._position = head[1], head.end()
-        if self.has_ended:
-            return ""
-        begin, self._position = self._position, self._end_of_arguments()
-        return self.text[begin : self._position]
-
-    def rest(self) -> str:
-        """What is not shown, unless it only ends the call."""
-        rest = _END_OF_CALL.sub("", self.text[self._position :])
-        return "" if rest.strip() == self._format.end_mark else rest
-
-    def calls(self) -> Iterator[tuple[str, str]]:
-        """Names and arguments, from the whole region; none if it is not what the format says."""
-        try:
-            written = json.loads(self.text.strip().removesuffix(self._format.end_mark))
-        except (ValueError, RecursionError):
-            return
-        calls = written if isinstance(written, list) else [written]
-        parsed = [_named_arguments(each) for each in calls]
-        if None not in parsed:
-            yield from (each for each in parsed if each is not None)
-
-    def _end_of_arguments(self) -> int:
-        """Where the arguments end, or what is known of them: their braces outside strings are balanced."""
-        for mark in _SYNTAX.finditer(self.text, self._position):
-            match mark[0]:
+    def follow(self, text: str, begin: int) -> int:
+        """Follow ``text`` from ``begin``. Returns: where the object ends, or what is known of it."""
+        for found in _syntax(self._stop).finditer(text, begin):
+            match found[0]:
                 case "\\":  # what it escapes is not known yet
-                    return mark.start()
+                    return found.start()
                 case '"':
                     self._is_in_string = not self._is_in_string
+                case "\n":
+                    self._is_torn |= self._is_in_string
                 case "{" if not self._is_in_string:
                     self._depth += 1
                 case "}" if not self._is_in_string:
                     self._depth -= 1
                     if self._depth == 0:
                         self.has_ended = True
-                        return mark.end()
-        return len(self.text)
+                        return found.end()
+                case self._stop if self._can_stop:
+                    self.is_broken = True
+                    return found.start()
+        return len(text) - (self._num_of_stop(text) if self._can_stop else 0)
+
+    @property
+    def _can_stop(self) -> bool:
+        return self._is_torn or not self._is_in_string
+
+    def _num_of_stop(self, text: str) -> int:
+        """Characters at the end of ``text`` that may begin ``stop``."""
+        lens = range(min(len(text), len(self._stop) - 1), 0, -1)
+        return next((num for num in lens if text.endswith(self._stop[:num])), 0)
+
+
+@cache
+def _syntax(stop: str) -> re.Pattern[str]:
+    return re.compile(r'[{}"\n]|\\.?' + (f"|{re.escape(stop)}" if stop else ""), re.DOTALL)
+
+
+def _call_of(written: str) -> tuple[str, str] | None:
+    """Name and arguments of a call that is a JSON object; None if it is no call."""
+    try:
+        return _named_arguments(json.loads(written))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _named_arguments(call: object) -> tuple[str, str] | None:
