@@ -94,6 +94,13 @@ def test_what_an_answer_may_be(
     assert [text for text in refused if allows(preparer, generation, text)] == []
 
 
+def test_reasoning_that_a_continued_message_has_begun_goes_on(preparer: RequestPreparer) -> None:
+    messages = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "<think>So it"}]
+    generation = prepared(preparer, messages=messages, continue_final_message=True, tool_choice="required")
+    assert generation.parsing is not None and generation.parsing.begun == "<think>"
+    assert allows(preparer, generation, f" rains.</think>{F}") and not allows(preparer, generation, F)
+
+
 @pytest.mark.parametrize(
     "field", [{"structured_outputs": {"regex": "a"}}, {"tool_choice": "required", **JSON}]
 )

@@ -87,7 +87,8 @@ class Preparer:
             template_kwargs=chat_template_kwargs,
         )
         known = self.tokenizer.message_format
-        parsing = MessageParsing(calls="free" if tools and known.calls else "none", begun=known.begun(text))
+        begun = known.begun(text, messages[-1]["content"] if continue_final_message else "")
+        parsing = MessageParsing(calls="free" if tools and known.calls else "none", begun=begun)
         # The template writes the special tokens.
         return PromptInput(text=text, cache_salt=cache_salt, add_special_tokens=False, parsing=parsing)
 

@@ -56,17 +56,21 @@ class ChatMessage(BaseModel):
     content: str | Annotated[FailFastList[TextPart], Field(max_length=MAX_PARTS)] | None = None
     tool_calls: Annotated[FailFastList[ToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
 
+    @property
+    def text(self) -> str:
+        """Its content, whose text parts are joined."""
+        if isinstance(self.content, list):
+            return "".join(part.text or "" for part in self.content)
+        return self.content or ""
+
     def as_template_input(self) -> dict[str, Any]:
         """The message as chat templates expect it.
 
-        Text parts are joined, ``developer`` is ``system``, arguments of calls are objects. A message without
+        ``developer`` is ``system``, arguments of calls are objects. A message without
         calls has no ``tool_calls``: Llama 3's template refuses an empty list.
         """
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text or "" for part in content)
         role = "system" if self.role == "developer" else self.role
-        message = {**(self.model_extra or {}), "role": role, "content": content or ""}
+        message = {**(self.model_extra or {}), "role": role, "content": self.text}
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return message

@@ -245,12 +245,14 @@ class RequestPreparer:
             return MessagePlan(body.structured, field)
         (prompt,) = prompts
         assert isinstance(prompt, str), "a conversation is text"
+        continued = body.messages[-1].text if body.continue_final_message else ""
+        message_format = self.tokenizer.message_format
         return plan_message(
             body,
             body.structured,
             field,
-            self.tokenizer.message_format,
-            prompt,
+            message_format,
+            message_format.begun(prompt, continued),
             returns_reasoning=body.include_reasoning is not False,
         )
 

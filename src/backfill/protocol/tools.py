@@ -134,7 +134,7 @@ def plan_message(
     structured: StructuredOutputsParams | None,
     field: str,
     message_format: MessageFormat,
-    prompt: str,
+    begun: str,
     *,
     returns_reasoning: bool,
 ) -> MessagePlan:
@@ -144,8 +144,9 @@ def plan_message(
 
     Args:
         structured, field: what the body asks for without its tools, and the field that does.
+        begun: the part of the answer that its prompt ends with.
     """
-    chosen, begun = fields.chosen, message_format.begun(prompt)
+    chosen = fields.chosen
     is_parallel = fields.parallel_tool_calls is not False and not isinstance(chosen, FunctionName)
     match chosen:
         case "none":
