@@ -159,7 +159,10 @@ class Response:
         return body
 
     def chunks(self, index: int, delta: TextDelta) -> list[Json]:
-        """The chunks of a choice's next token. A choice's first token is preceded by its opening."""
+        """The chunks of a choice's next token, whose text may be withheld: then there may be none.
+
+        A choice's first token is preceded by its opening.
+        """
         kind = self._shape.chunk_object
         choice = self._choices[index]
         opening = self._opening(index, delta) if choice.num_cached_tokens is None else None
@@ -170,6 +173,8 @@ class Response:
         is_last = self._num_open == 0 and not self._generation.includes_usage
         usage = self._usage if self._generation.usage_on_every_chunk else None
         chunks = [] if opening is None else [self._body(kind, [opening], usage)]
+        if part.get("delta") == {} and delta.finish_reason is None and not self._tells_tokens:
+            return chunks
         return [*chunks, self._body(kind, [part], usage, self._attainment if is_last else None)]
 
     def usage_chunk(self) -> Json:
@@ -228,6 +233,11 @@ class Response:
         content = self._shape.delta(delta.text if message is None else message)
         part = self._choice(index, content, logprobs, token_ids=token_ids)
         return part if reason is None else _ended(part, reason, delta.stop_reason, parser)
+
+    @property
+    def _tells_tokens(self) -> bool:
+        """Every chunk has more than the text of its token."""
+        return self._generation.returns_logprobs or self._generation.returns_token_ids
 
     def _shown(self, delta: TextDelta) -> TextDelta:
         """What the response has of it."""

@@ -77,7 +77,8 @@ class CompletionService:
             async with aclosing(stream) as deltas:
                 async for index, delta in deltas:
                     response.count_wait(deliveries.wait(index))  # so far, for a chunk that reports it
-                    yield response.chunks(index, delta)
+                    if chunks := response.chunks(index, delta):
+                        yield chunks
                     response.count_wait(deliveries.written(index))
                     if delta.finish_reason is not None:
                         deliveries.finish(index)
