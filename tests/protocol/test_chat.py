@@ -67,12 +67,34 @@ def test_a_message_without_calls_has_no_list_of_them() -> None:
     assert all("tool_calls" not in each.as_template_input() for each in body.messages)
 
 
+NO_OBJECTS = ['{"city": "Os', "[1]", "[" * 20_000, '{"a": NaN}', r'{"a": "\ud83d"}', "Oslo"]
+
+
+@pytest.mark.parametrize("arguments", NO_OBJECTS)
+def test_arguments_that_are_no_object_stay_text_for_templates_that_take_it(
+    tokenizer: Tokenizer, default_model: Path, arguments: str
+) -> None:
+    messages = conversation([call("{}"), call(arguments)])
+    with pytest.raises(RequestError, match=r"messages\[1\]\.tool_calls\[1\]\.function\.arguments is no"):
+        rendered(tokenizer, messages)
+    lenient = "{% for call in messages[1].tool_calls %}{{ call.function.arguments }};{% endfor %}"
+    assert (
+        rendered(Tokenizer.from_folder(default_model, chat_template=lenient), messages)
+        == f"{{}};{arguments};"
+    )
+
+
+def test_arguments_reach_the_template_as_they_were_written() -> None:
+    text = '{"b": 1.0, "a": [123456789012345678901234567890, "\\u00f8", null, true], "é": {"b": {}}}'
+    body = parse_body(ChatCompletionRequest, json.dumps({"messages": conversation([call(text)])}).encode())
+    arguments = body.messages[1].as_template_input()["tool_calls"][0]["function"]["arguments"]
+    assert json.dumps(arguments) == json.dumps(json.loads(text))
+
+
 @pytest.mark.parametrize(
     ("calls", "where"),
     [
-        ([call("{")], "messages.1.tool_calls.0.function.arguments"),
-        ([call("[1]")], "messages.1.tool_calls.0.function.arguments"),
-        ([call("[" * 20_000)], "messages.1.tool_calls.0.function.arguments"),
+        ([call(5)], "messages.1.tool_calls.0.function.arguments"),
         ([call("{}", name=5)], "messages.1.tool_calls.0.function.name"),
         ([{"id": "c1", "type": "function"}], "messages.1.tool_calls.0.function"),
         ([{**call("{}"), "type": "custom"}], "messages.1.tool_calls.0.type"),

@@ -165,8 +165,10 @@ class Tokenizer:
                 **(template_kwargs or {}),
             )
         except Exception as error:  # templates may raise any error
+            place = _text_arguments(messages)
+            hint = "" if place is None else f". {place} is no JSON object."
             raise RequestError(
-                f"The chat template refused the messages: {error}", param="messages"
+                f"The chat template refused the messages: {error}{hint}", param="messages"
             ) from error
         return text
 
@@ -200,6 +202,19 @@ class Tokenizer:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes([int(token[3:5], 16)])
         return self.token_text(token_id).encode()
+
+
+def _text_arguments(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """The place of the first arguments of a call that are text, as those that are no JSON object."""
+    return next(
+        (
+            f"messages[{number}].tool_calls[{index}].function.arguments"
+            for number, message in enumerate(messages)
+            for index, call in enumerate(message.get("tool_calls") or ())
+            if isinstance(call["function"]["arguments"], str)
+        ),
+        None,
+    )
 
 
 def _load(folder: Path) -> Any:

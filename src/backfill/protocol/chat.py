@@ -26,21 +26,22 @@ class TextPart(BaseModel):
 
 
 def _as_object(arguments: object) -> object:
+    """Text that is no JSON object, such as that of a call that ``max_tokens`` cut off, stays text."""
     if not isinstance(arguments, str):
         return arguments
-    try:
-        return msgspec.json.decode(arguments or "{}")  # unlike json, it refuses NaN and halves of characters
+    try:  # unlike json, msgspec refuses NaN and halves of characters
+        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
-        raise ValueError("arguments must be a JSON object") from None
+        return arguments
 
 
 class FunctionCall(BaseModel):
-    """``arguments`` are text in OpenAI's API, and objects for chat templates."""
+    """``arguments`` are text in OpenAI's API, and objects for chat templates where they can be."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     name: str
     arguments: Annotated[
-        dict[str, Any], BeforeValidator(_as_object, json_schema_input_type=str | dict[str, Any])
+        dict[str, Any] | str, BeforeValidator(_as_object, json_schema_input_type=str | dict[str, Any])
     ] = Field(default_factory=dict)
 
 
