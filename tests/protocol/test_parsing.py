@@ -6,6 +6,7 @@ import pytest
 
 from backfill.core.errors import RequestError
 from backfill.protocol.chat import ChatCompletionRequest
+from backfill.protocol.generation import CompletionRequest
 from backfill.protocol.parsing import MAX_CONTAINERS, MAX_ITEMS, MAX_KEYS, check_shape, parse_body
 
 
@@ -61,3 +62,13 @@ def test_a_misspelt_objective_is_named_with_the_known_ones() -> None:
     with pytest.raises(RequestError, match=r"'slo\.ttfs'.*takes ttft and tpot") as refused:
         parse_body(ChatCompletionRequest, b'{"messages": [], "slo": {"ttfs": 1}}')
     assert (refused.value.param, refused.value.code) == ("slo.ttfs", "unknown_parameter")
+
+
+@pytest.mark.parametrize("num_levels", [200, 202])
+def test_a_body_of_too_many_levels_is_refused_with_their_number(num_levels: int) -> None:
+    nested = b'{"prompt": "", "x": ' + b"[" * (num_levels - 1) + b"]" * (num_levels - 1) + b"}"
+    if num_levels == 200:
+        parse_body(CompletionRequest, nested)
+        return
+    with pytest.raises(RequestError, match="at most 200 levels"):
+        parse_body(CompletionRequest, nested)

@@ -16,9 +16,12 @@ from backfill.generation.message_format import MessageFormat
 from backfill.generation.message_parser import MessageParsing
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
+from backfill.preparation.line_file import LineFile
+from backfill.preparation.lines import Refusal
+from backfill.preparation.messages import START, LineSelection
 from backfill.protocol.generation import Generation
 from backfill.protocol.preparer import RequestContext, RequestPreparer, ServedModel
-from backfill.protocol.responses import Response
+from backfill.protocol.responses import Response, error_of
 from backfill.protocol.shapes import ChatShape
 from tests.preparation.facts import FACTS
 
@@ -118,6 +121,41 @@ def test_tools_that_are_too_large_for_a_grammar_are_refused(preparer: RequestPre
     assert raised.value.param == "tools"
 
 
+def test_a_schema_that_cannot_be_used_is_refused_with_its_tool(preparer: RequestPreparer) -> None:
+    wrong = {"type": "function", "function": {"name": "h", "parameters": {"properties": {"a": {"not": {}}}}}}
+    for fields in ({"tool_choice": "required"}, JSON):
+        with pytest.raises(RequestError, match=r"Tool 'h': .*#/properties/a.*not") as raised:
+            prepared(preparer, tools=[*TOOLS, wrong], **fields)
+        assert raised.value.param == "tools"
+    schema = {"name": "n", "schema": {"not": {}}}
+    form = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    for tools, choice in ((TOOLS, "auto"), ([wrong], "none")):
+        with pytest.raises(RequestError, match="not") as raised:
+            prepared(preparer, tools=tools, tool_choice=choice, **form)
+        assert raised.value.param == "response_format"
+
+
+def test_a_line_whose_tools_the_model_cannot_be_asked_for_is_refused_alone(
+    preparer: RequestPreparer, tmp_path: Path
+) -> None:
+    own, url = preparer.tokenizer.message_format, "/v1/chat/completions"
+    messages = [{"role": "user", "content": "Rain?"}]
+    bodies = [{"messages": messages, "tools": TOOLS, "tool_choice": each} for each in ("auto", "none")]
+    lines = [{"custom_id": str(n), "method": "POST", "url": url, "body": b} for n, b in enumerate(bodies)]
+    path = tmp_path / "input"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    try:
+        preparer.tokenizer.message_format = MessageFormat()
+        with pytest.raises(RequestError) as raised:
+            prepared(preparer, tool_choice="auto")
+        file = LineFile(LineSelection(path=str(path), max_line_bytes=10_000), preparer.prepare)
+        first, second = file.read(START, 2).lines
+    finally:
+        preparer.tokenizer.message_format = own
+    assert first.refusal == Refusal(*error_of(raised.value)) and first.generation is None
+    assert second.refusal is None and second.generation is not None
+
+
 def test_marks_that_are_special_tokens_are_part_of_the_text(preparer: RequestPreparer) -> None:
     own = preparer.tokenizer.message_format
     assert prepared(preparer).request.samplings[0].skip_special_tokens
@@ -147,6 +185,7 @@ def test_each_choice_is_parsed_whole_as_in_a_stream(preparer: RequestPreparer) -
             choices = [chunk["choices"][0] for chunk in stream.chunks(index, delta)]
             deltas[index] += [choice["delta"] for choice in choices]
         reasons.append(choices[-1]["finish_reason"])
+        assert {} not in deltas[index][:-1]
     assert reasons == ["tool_calls", "stop"]
     first, second = whole.whole()["choices"]
     assert [first["finish_reason"], second["finish_reason"]] == reasons

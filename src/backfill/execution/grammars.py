@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,8 @@ _MAX_COMPILE_S = 5.0  # more than the largest that is allowed takes, so that onl
 _WHITESPACE = r"[ \t\n\r]{0,41}"
 _MAX_PLACES = 256  # of a schema, that are looked at for an error's
 _MAX_REASON_CHARS = 400
+_RECURSION = re.compile("recursion (limit|depth) exceeded")  # what the library says, and Python
+_TOO_DEEP = "it has more than 128 levels of objects and arrays"  # the limit of the library's JSON parser
 _NAMES: dict[GrammarKind, str] = {
     "json": "The JSON schema",
     "regex": "The regular expression",
@@ -179,6 +182,8 @@ def _source(params: StructuredOutputsParams, tokenizer: LLTokenizer | None) -> s
 
 
 def _unusable(params: StructuredOutputsParams, reason: str, place: str = "") -> RequestError:
+    if _RECURSION.search(reason):
+        reason, place = _TOO_DEEP, ""
     shown = " ".join(reason.split())[:_MAX_REASON_CHARS]
     return RequestError(f"{_NAMES[params.kind]} cannot be used{place}: {shown}.", param="structured_outputs")
 

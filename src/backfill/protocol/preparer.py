@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -149,7 +149,7 @@ class RequestPreparer:
         if plan.structured is not None:
             if not compiles:
                 raise GrammarNeeded
-            self._check_grammar(plan.structured, plan.field)
+            self._check_grammar(plan.structured, plan.field, body)
         prompts = self._tokenized(body, texts)
         samplings = self._samplings(body, prompts, plan)
         objectives = body.objectives
@@ -293,15 +293,25 @@ class RequestPreparer:
             samplings += choices
         return samplings
 
-    def _check_grammar(self, structured: StructuredOutputsParams, field: str) -> None:
-        """Raises: RequestError naming the field if its grammar cannot be used."""
+    def _check_grammar(self, structured: StructuredOutputsParams, field: str, body: GenerationBody) -> None:
+        """Raises: RequestError naming the field or the tool whose grammar cannot be used."""
         if self._compiler is None:
             info = self.engine.info
             self._compiler = GrammarCompiler(self.model.folder, info.vocab_size, info.end_token_ids)
         try:
             self._compiler.matcher(structured)
         except RequestError as error:
+            if isinstance(body, ChatCompletionRequest) and body.chosen != "none":
+                self._check_schemas(self._compiler, body.schemas)
             raise RequestError(str(error), param=field) from None
+
+    def _check_schemas(self, compiler: GrammarCompiler, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raises: RequestError for the first tool whose schema cannot be used alone."""
+        for name, schema in schemas.items():
+            try:
+                compiler.matcher(StructuredOutputsParams(json=schema))
+            except RequestError as error:
+                raise RequestError(f"Tool {name!r}: {error}", param="tools") from None
 
     def _check_prompt_logprobs(
         self, body: GenerationBody, sampling: SamplingParams, prompts: list[list[int]]

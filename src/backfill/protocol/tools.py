@@ -189,7 +189,7 @@ def _as_format(structured: StructuredOutputsParams, field: str) -> Format:
         )
     try:
         return {"type": "json_schema", "json_schema": json.loads(structured.text)}
-    except ValueError:
+    except (ValueError, RecursionError):
         raise RequestError(f"{field} is no JSON schema.", param=field) from None
 
 
