@@ -82,7 +82,10 @@ def test_one_owner_cannot_take_the_places_of_another(default_model: Path, tmp_pa
                 client.send(request(path="/v1/completions", headers=headers))
                 assert client.answer()[0] == 429, "before its body has come"
             server.engine.may_end.set()
-            assert server.http.post("/v1/completions", json=ONLINE, headers=other).status_code == 200
+            answer = server.http.post("/v1/completions", json=ONLINE, headers=other)
+            assert answer.status_code == 200
+            assert answer.headers["x-ratelimit-limit-requests"] == "100"
+            assert answer.headers["x-ratelimit-remaining-requests"] == "99"
         assert post(server, {**ONLINE, "n": 4}).status_code == 400, "more than it may ever have"
         assert post(server, ONLINE).status_code == 200
         weights = {each.owner: each.owner_weight for each in server.engine.requests}

@@ -143,6 +143,20 @@ def test_who_asks_too_often_hears_when_to_come_back() -> None:
         limiter.enter("a")
 
 
+def test_every_answer_says_how_many_requests_are_left() -> None:
+    limiter, clock = make_limiter(requests_per_minute=30)
+    for _ in range(30):
+        slot = limiter.enter("a")
+        slot.release()
+    for seconds, left, reset in [(0.0, "0", "60.000s"), (20.0, "10", "40.000s"), (50.0, "30", "0.000s")]:
+        clock.advance(seconds)
+        assert slot.headers() == {
+            "x-ratelimit-limit-requests": "30",
+            "x-ratelimit-remaining-requests": left,
+            "x-ratelimit-reset-requests": reset,
+        }
+
+
 def test_who_has_too_much_comes_back_at_the_rate_of_its_own_ends() -> None:
     limiter, clock = make_limiter(concurrency=4)
     slot = limiter.enter("a")
@@ -169,6 +183,7 @@ def test_what_can_never_be_let_in_is_an_error_of_the_request() -> None:
     with pytest.raises(RequestError, match="at most 100 prompt tokens at once, got 101"):
         slot.queue([101])
     slot.queue([60])
+    assert slot.headers() == {"x-ratelimit-limit-tokens": "100", "x-ratelimit-remaining-tokens": "40"}
     with pytest.raises(OwnerLimited) as refused:
         limiter.enter("a").queue([60])
     assert refused.value.headers["x-ratelimit-remaining-tokens"] == "40"
@@ -180,6 +195,7 @@ def test_what_a_router_sends_was_counted_by_it_and_keeps_its_weight() -> None:
     for slot in slots:
         slot.resize(4)
         slot.queue([100] * 4)
+        assert slot.headers() == {}
     assert {slot.weight for slot in slots} == {0.5}
     for slot in slots:
         slot.release()

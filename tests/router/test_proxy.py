@@ -304,6 +304,7 @@ async def test_an_owner_has_its_limits_at_the_router(tmp_path: Path) -> None:
             headers = {"authorization": f"Bearer {key}"}
             async with router.http.post(COMPLETIONS, json={"prompt": "p"}, headers=headers) as response:
                 assert ("Retry-After" in response.headers) == (response.status == 429)
+                assert ("x-ratelimit-remaining-requests" in response.headers) == (key == "one")
                 return response.status
 
         assert [await status_of("one") for _ in range(3)] == [200, 200, 429]

@@ -80,6 +80,7 @@ async def open_request(state: ServerState, endpoint: GenerationEndpoint, request
     with ExitStack() as held:
         slot = state.limiter.enter(owner_of(request), is_routed=getattr(request.state, "is_routed", False))
         held.callback(slot.release)
+        request.state.answer_headers = slot.headers
         async with json_body(request, state.bodies, state.server_config.max_body_bytes) as body:
             service_class, num_choices = peek(body.raw, request.headers.get(TIER_HEADER))
             slot.resize(num_choices)

@@ -141,6 +141,9 @@ class OwnerLimiter:
         use.num_choices += 1
         return OwnerSlot(self, owner, limits, use)
 
+    def now_s(self) -> float:
+        return self._clock.now_s()
+
     def leave(self, owner: str) -> None:
         """Forget an owner that has nothing, and might ask as often as one that never did."""
         use = self._uses.get(owner)
@@ -162,6 +165,16 @@ class OwnerSlot:
     @property
     def weight(self) -> float:
         return self._limits.weight
+
+    def headers(self) -> dict[str, str]:
+        """Of the request's answer: OpenAI's, of what its owner has left now."""
+        limits, headers = self._limits, dict[str, str]()
+        if limits.requests_per_minute is not None:
+            owed_s = self._use.paid_until_s - self._limiter.now_s()
+            headers |= _request_headers(limits.requests_per_minute, owed_s)
+        if limits.queued_tokens is not None:
+            headers |= _token_headers(limits.queued_tokens, self._use.num_queued_tokens)
+        return headers
 
     def resize(self, num_choices: int) -> None:
         """Raises, changing nothing: OwnerLimited, RequestError for more than all that the owner may have."""
@@ -187,8 +200,7 @@ class OwnerSlot:
                 f"This API key may queue at most {most} prompt tokens at once, got {num_tokens}."
             )
         if most is not None and self._use.num_queued_tokens + num_tokens > most:
-            left = str(most - self._use.num_queued_tokens)
-            headers = {"x-ratelimit-limit-tokens": str(most), "x-ratelimit-remaining-tokens": left}
+            headers = _token_headers(most, self._use.num_queued_tokens)
             raise OwnerLimited(f"{most} queued prompt tokens", self._use.ends.retry_after_s(1), headers)
         self._queued = list(prompt_tokens)
         self._use.num_queued_tokens += num_tokens
@@ -228,13 +240,26 @@ def _pay(most: int, paid_until_s: float, now_s: float) -> float:
     until_s = max(paid_until_s, now_s) + part_s
     wait_s = until_s - now_s - _MINUTE_S
     if wait_s > _ROUNDING_S:
-        headers = {
-            "x-ratelimit-limit-requests": str(most),
-            "x-ratelimit-remaining-requests": "0",
-            "x-ratelimit-reset-requests": f"{paid_until_s - now_s:.3f}s",
-        }
+        headers = _request_headers(most, paid_until_s - now_s)
         raise OwnerLimited(f"{most} requests a minute", _whole_s(wait_s), headers)
     return until_s
+
+
+def _request_headers(most: int, owed_s: float) -> dict[str, str]:
+    """``owed_s``: the part of a minute that is paid ahead."""
+    left_s = _MINUTE_S - max(0.0, owed_s) + _ROUNDING_S
+    return {
+        "x-ratelimit-limit-requests": str(most),
+        "x-ratelimit-remaining-requests": str(max(0, int(left_s * most / _MINUTE_S))),
+        "x-ratelimit-reset-requests": f"{max(0.0, owed_s):.3f}s",
+    }
+
+
+def _token_headers(most: int, num_queued: int) -> dict[str, str]:
+    return {
+        "x-ratelimit-limit-tokens": str(most),
+        "x-ratelimit-remaining-tokens": str(max(0, most - num_queued)),
+    }
 
 
 def _whole_s(seconds: float) -> int:

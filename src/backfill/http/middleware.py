@@ -55,6 +55,8 @@ class HttpMiddleware(ABC):
 class RequestIdMiddleware(HttpMiddleware):
     """Gives every response an ``x-request-id``: the client's own if it is printable, else a new one.
 
+    And what ``answer_headers`` in ``scope["state"]`` returns when the response begins.
+
     ``scope["state"]`` gets ``response_id``, the header's value; ``request_id``, the client's own id or None;
     ``arrived_at_s``, when the request's first byte was received; ``client_stalls``, the connection's
     ``ClientStalls``. Where the ASGI server tells neither, the request arrives here, and its client never
@@ -72,10 +74,14 @@ class RequestIdMiddleware(HttpMiddleware):
         state.update(request_id=asked or None, response_id=response_id)
         state["arrived_at_s"] = state.get("received_at_s", self.clock.now_s())
         state.setdefault("client_stalls", ClientStalls(self.clock))
+        state["answer_headers"] = dict  # none, unless a limit counts the request
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = response_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = response_id
+                for name, value in state["answer_headers"]().items():
+                    headers.setdefault(name, value)
             await send(message)
 
         await self.app(scope, receive, send_with_id)

@@ -142,6 +142,7 @@ class Proxy:
         request = Request(scope, receive)
         owner = owner_of(request)
         slot = self.limiter.enter(owner)
+        request.state.answer_headers = slot.headers
         self.num_open += 1
         try:
             async with json_body(request, self.bodies, self.max_body_bytes) as body:
