@@ -91,7 +91,9 @@ def test_content_types_are_those_of_the_routes(
     operation = document["paths"][path][method]
     body = operation.get("requestBody", {"content": {}})
     assert set(body["content"]) == ({taken} if taken else set())
-    assert set(operation["responses"]["200"]["content"]) == answered
+    content = operation["responses"]["200"]["content"]
+    assert set(content) == answered
+    assert content.get("text/event-stream", {"schema": {}}) == {"schema": {}}, "neither text nor an object"
 
 
 def test_the_docs_page_has_every_endpoint_and_loads_nothing(app: FastAPI) -> None:

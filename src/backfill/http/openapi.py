@@ -69,6 +69,7 @@ def answers(*content_types: str) -> dict[int | str, dict[str, Any]]:
     schemas: dict[str, Json] = {
         "application/json": {"type": "object"},
         "application/octet-stream": {"type": "string", "format": "binary"},
+        "text/event-stream": {},  # some programs take it for an event's, which is an object, and some for all
     }
     content = {kind: {"schema": schemas.get(kind, {"type": "string"})} for kind in content_types}
     return {200: {"description": "Success", "content": content}}
