@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -209,6 +210,35 @@ def test_the_parts_of_a_message_are_the_same_wherever_it_is_cut(
     for cut in range(1, len(text)):
         assert parsed(FORMATS[name], text, [cut]) == message
     assert parsed(FORMATS[name], text, range(1, len(text))) == message
+
+
+PIECES = [
+    "<tool_call>",
+    "\n</tool_call>",
+    "[TOOL_CALLS]",
+    "f[ARGS]{}",
+    '{"name": "f", ',
+    "}",
+    '"',
+    "\\",
+    "\n",
+    "ø",
+]
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=4).map("".join)
+
+
+@given(st.data())
+def test_arguments_come_as_they_are_written_whatever_their_texts_are(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(FORMATS)))
+    calls, source = FORMATS[name].forced_calls, data.draw(st.sampled_from(["free", "forced"]))
+    num = data.draw(st.integers(1, 3 if calls.separator is not None else 1))
+    arguments = st.dictionaries(TEXTS, TEXTS | st.lists(TEXTS, max_size=2), max_size=2)
+    written = [json.dumps(data.draw(arguments), ensure_ascii=False) for _ in range(num)]
+    begun = calls.begin.replace("{name}", "f")
+    each = [f"{begun}{one}{calls.end}" for one in written]
+    text = calls.before + (calls.separator or "").join(each) + calls.after
+    cuts = data.draw(st.sets(st.integers(1, len(text)), max_size=5))
+    assert parsed(FORMATS[name], text, cuts, calls=source) == Message("", "", [("f", one) for one in written])
 
 
 @given(st.data())
