@@ -58,7 +58,7 @@ OPERATIONS = [
     ("JSON bodies of `flex`", f"1/{bodies._OFFLINE_PART} of"),
     (
         "objects and arrays",
-        f"{parsing.MAX_CONTAINERS:,}; {parsing.MAX_KEYS:,}; {parsing.MAX_ITEMS:,} ",
+        f"{parsing.MAX_CONTAINERS:,}; {parsing.MAX_KEYS:,}; {parsing.MAX_ITEMS:,}; {parsing.MAX_LEVELS} ",
     ),
     ("messages;", f"{chat.MAX_MESSAGES:,}; {chat.MAX_PARTS:,} "),
     ("tools;", f"{tools.MAX_TOOLS}; {tools.MAX_NAME_CHARS} "),

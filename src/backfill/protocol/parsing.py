@@ -21,7 +21,7 @@ MAX_CONTAINERS = 16_384
 MAX_KEYS = 65_536
 MAX_ITEMS = 524_288
 
-_MAX_LEVELS = 200  # of pydantic's parser
+MAX_LEVELS = 200  # of pydantic's parser
 # Name, the marks that are counted, and how many of them are allowed outside strings.
 _LIMITS = (
     ("objects and arrays", (b"{", b"["), MAX_CONTAINERS),
@@ -75,7 +75,7 @@ def _request_error(error: ValidationError) -> RequestError:
     first = next((each for each in errors if each["type"] == "too_long"), errors[0])
     if first["type"] == "json_invalid":
         if "recursion limit" in first["msg"]:
-            return RequestError(f"The body may have at most {_MAX_LEVELS} levels of objects and arrays.")
+            return RequestError(f"The body may have at most {MAX_LEVELS} levels of objects and arrays.")
         return RequestError(f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}.")
     path = first["loc"]
     name = str(path[0]) if path else None
