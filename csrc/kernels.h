@@ -62,9 +62,17 @@ struct AttentionArgs {
   float scale;
 };
 
+// Of a weight of codes, see quantized.h.
+struct QuantizedFormat {
+  int bits;             // of a code: 4 or 8
+  int64_t group;        // inputs that share a scale: 16 or a multiple of 32
+  int64_t scale_bytes;  // of a scale or an offset: 2 (half precision) or 4
+  bool has_offsets;     // else -8 scales with 4 bits, 0 with 8
+};
+
 struct LinearArgs {
   const void* x;
-  const void* weight;                       // packed, see linear.h
+  const void* weight;                       // packed, see linear.h and quantized.h
   const void* bias;                         // null: none
   void* out;                                // dense
   int64_t rows, in_features, out_features;  // in_features: a multiple of a tile's inputs
@@ -80,6 +88,7 @@ struct KernelTable {
   void (*rotate_and_write_kv[2])(const RotateArgs&);
   void (*attention[2])(const AttentionArgs&);
   void (*linear[2])(const LinearArgs&);
+  void (*quantized_linear[2])(const LinearArgs&, const QuantizedFormat&);
 };
 
 namespace generic {

@@ -30,6 +30,8 @@ constexpr int64_t kTileUnits = 16;                // units of inputs of a tile
 constexpr int64_t kTileFloats = kTileUnits * 16;  // a tile's 32-bit units
 constexpr int64_t kSumsSize = 512 << 10;          // sums kept in memory between chunks of the depth
 
+constexpr int64_t kChunkInputs = 32;  // what a chunk of the depth is a multiple of
+
 // Inputs of a tile: what in_features is a multiple of.
 template <class T>
 constexpr int64_t kTileInputs = kTileUnits * 4 / (int64_t)sizeof(T);
@@ -124,8 +126,32 @@ BACKFILL_INLINE void begin_writing(SumsWriter<T>& writer, const LinearArgs& args
                std::min(kPanel, args.out_features - column));
 }
 
+// A weight whose tiles lie in memory as the products read them.
+template <class T>
+class PlainWeight {
+ public:
+  explicit PlainWeight(const LinearArgs& args)
+      : weight_(static_cast<const T*>(args.weight)), depth_(args.in_features) {}
+
+  // Inputs that `tiles` gives at once, with so many groups of rows.
+  int64_t step(int64_t) const { return depth_; }
+
+  // Inputs [first, first + inputs) of a panel.
+  const T* tiles(int64_t panel, int64_t first, int64_t) const {
+    return weight_ + (panel * depth_ + first) * kPanel;
+  }
+
+  Prefetcher prefetcher(int64_t last_panel, int64_t num_reads) const {
+    return Prefetcher(weight_ + last_panel * depth_ * kPanel, num_reads);
+  }
+
+ private:
+  const T* weight_;
+  int64_t depth_;
+};
+
 // Of one call, whose rows a product packs; sizes in bytes are multiples of 64.
-//   T                              type of x, weight and out
+//   T                              type of x and out
 //   kRows                          rows multiplied at once
 //   kPackedBytes, kMaxChunk        bytes of packed rows that stay in the second-level cache; inputs of a chunk
 //                                  of rows that do not
@@ -133,27 +159,28 @@ BACKFILL_INLINE void begin_writing(SumsWriter<T>& writer, const LinearArgs& args
 //                                  a product of kRows rows and a panel
 //   packed_bytes(inputs)           of kRows rows
 //   pack(x, x_stride, rows, next_rows, inputs, packed)    next_rows: rows after these, of the same call
-//   multiply(panel, rows, packed, inputs, continues, prefetcher, writer, sums [kRows, 32])
-template <class Product>
-void multiply_part(const LinearArgs& args, const LinearPart& part) {
+//   packed_at(packed, rows, first)                        where input `first` of packed rows is
+//   multiply(tiles, rows, packed, inputs, continues, prefetcher, writer, sums [kRows, 32])
+template <class Product, class Weight>
+void multiply_part(const LinearArgs& args, const LinearPart& part, Weight weight) {
   using T = typename Product::T;
   constexpr int64_t kRows = Product::kRows;
   const auto* x = static_cast<const T*>(args.x);
-  const auto* weight = static_cast<const T*>(args.weight);
   const int64_t depth = args.in_features, row_groups = (part.last_row - part.first_row + kRows - 1) / kRows;
   // Rows that stay in the cache whole are not divided: panels are then read, and prefetched, in order.
   const bool fits = row_groups * Product::packed_bytes(depth) <= Product::kPackedBytes;
   const int64_t num_chunks = fits ? 1 : (depth + Product::kMaxChunk - 1) / Product::kMaxChunk;
-  const int64_t chunk = round_up((depth + num_chunks - 1) / num_chunks, kTileInputs<T>);
+  const int64_t chunk = round_up((depth + num_chunks - 1) / num_chunks, kChunkInputs);
   const int64_t group_bytes = Product::packed_bytes(chunk);
   const int64_t block =
       kRows * std::min(row_groups, std::max<int64_t>(1, Product::kPackedBytes / group_bytes));
-  const bool sums_wait = num_chunks > 1;
+  const int64_t step = weight.step(row_groups);
+  const bool sums_wait = num_chunks > 1, in_steps = step < chunk;
   const int64_t panel_sums = block * kPanel, num_panels = part.last_panel - part.first_panel;
   const int64_t group =
       sums_wait ? std::min(num_panels, std::max<int64_t>(1, kSumsSize / panel_sums)) : num_panels;
   const int64_t packed_bytes = block / kRows * group_bytes;
-  const int64_t num_sums = sums_wait ? group * panel_sums : 2 * kRows * kPanel;
+  const int64_t num_sums = sums_wait ? group * panel_sums : in_steps ? 2 * panel_sums : 2 * kRows * kPanel;
   auto* packed = static_cast<char*>(scratch(kWork, packed_bytes + num_sums * sizeof(float)));
   auto* all_sums = reinterpret_cast<float*>(packed + packed_bytes);
   Product product;
@@ -167,23 +194,28 @@ void multiply_part(const LinearArgs& args, const LinearPart& part) {
       const int64_t last = std::min(first + group, part.last_panel);
       for (int64_t k = 0; k < depth; k += chunk) {
         const int64_t length = std::min(chunk, depth - k);
-        Prefetcher prefetcher(weight + last * depth * kPanel, (last_row - first_row + kRows - 1) / kRows);
+        Prefetcher prefetcher = weight.prefetcher(last, (last_row - first_row + kRows - 1) / kRows);
         for (int64_t index = first; index < last; index++) {
-          for (int64_t row = first_row; row < last_row; row += kRows, turn ^= 1) {
-            const int64_t rows = std::min(kRows, last_row - row), offset = row - first_row;
-            char* packed_rows = packed + offset / kRows * group_bytes;
-            if (index == first)
-              Product::pack(x + row * args.x_stride + k, args.x_stride, rows,
-                            std::min(kRows, part.last_row - row - rows), length, packed_rows);
-            float* sums = all_sums + (sums_wait ? (index - first) * panel_sums + offset * kPanel
-                                                : turn * kRows * kPanel);
-            product.multiply(weight + (index * depth + k) * kPanel, rows, packed_rows, length, k > 0,
-                             prefetcher, writer, sums);
-            if (k + length == depth) begin_writing(writer, args, sums, row, rows, index);
+          for (int64_t done = 0; done < length; done += step) {
+            const int64_t inputs = std::min(step, length - done);
+            const auto* tiles = weight.tiles(index, k + done, inputs);
+            for (int64_t row = first_row; row < last_row; row += kRows, turn ^= 1) {
+              const int64_t rows = std::min(kRows, last_row - row), offset = row - first_row;
+              char* packed_rows = packed + offset / kRows * group_bytes;
+              if (index == first && done == 0)
+                Product::pack(x + row * args.x_stride + k, args.x_stride, rows,
+                              std::min(kRows, part.last_row - row - rows), length, packed_rows);
+              float* sums = all_sums + (sums_wait  ? (index - first) * panel_sums + offset * kPanel
+                                        : in_steps ? (index & 1) * panel_sums + offset * kPanel
+                                                   : turn * kRows * kPanel);
+              product.multiply(tiles, rows, Product::packed_at(packed_rows, rows, done), inputs, k + done > 0,
+                               prefetcher, writer, sums);
+              if (k + done + inputs == depth) begin_writing(writer, args, sums, row, rows, index);
+            }
           }
         }
       }
-      if (sums_wait) writer.finish();  // before the next group overwrites the sums
+      if (sums_wait || in_steps) writer.finish();  // before sums are overwritten
     }
   }
   writer.finish();

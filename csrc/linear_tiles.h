@@ -130,6 +130,10 @@ class TileProduct {
     publish(packed);
   }
 
+  static const void* packed_at(const void* packed, int64_t, int64_t first) {
+    return static_cast<const bf16*>(packed) + first * kRows;
+  }
+
   BACKFILL_INLINE void multiply(const bf16* panel, int64_t rows, const void* packed_rows, int64_t inputs,
                                 bool continues, Prefetcher& prefetcher, SumsWriter<bf16>& writer,
                                 float* sums) {
@@ -171,7 +175,7 @@ inline void tile_linear(const LinearArgs& args) {
     if (args.rows <= kFewRows)
       multiply_few_rows(args, part);
     else
-      multiply_part<TileProduct>(args, part);
+      multiply_part<TileProduct>(args, part, PlainWeight<bf16>(args));
   });
 }
 

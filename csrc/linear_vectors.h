@@ -17,10 +17,10 @@ constexpr int kTileVectors = 16 / kLanes;
 constexpr int kMostSums = kLanes == 16 ? 24 : 12;
 
 // sums [Rows, 32] of Tiles tiles = (continues ? sums : 0) + rows * tiles^T; num_tiles: of the depth.
-template <class T, int Rows, int Tiles>
+template <class W, int Rows, int Tiles>
 BACKFILL_INLINE void multiply_block(const float* tiles, const float* rows, int64_t num_tiles, bool continues,
                                     bool prefetches, Prefetcher& prefetcher, float* sums) {
-  constexpr bool kSplit = sizeof(T) == 2 && !kPaired<T>;  // a stored unit is two units
+  constexpr bool kSplit = sizeof(W) == 2 && !kPaired<W>;  // a stored unit is two units
   constexpr int kVectors = Tiles * kTileVectors;
   const Words upper = Words{} + 0xffff0000u;
   const auto weights_at = [&](const float* row, int v) __attribute__((always_inline)) {
@@ -42,7 +42,7 @@ BACKFILL_INLINE void multiply_block(const float* tiles, const float* rows, int64
       }
       for (int r = 0; r < Rows; r++) {
         const Floats x = broadcast(rows[r]);
-        for (int v = 0; v < kVectors; v++) acc[r][v] = multiply_add<kPaired<T>>(acc[r][v], x, weights[v]);
+        for (int v = 0; v < kVectors; v++) acc[r][v] = multiply_add<kPaired<W>>(acc[r][v], x, weights[v]);
       }
       rows += Rows;
       if constexpr (kSplit) {
@@ -59,7 +59,8 @@ BACKFILL_INLINE void multiply_block(const float* tiles, const float* rows, int64
     for (int v = 0; v < kVectors; v++) store(sums + r * kPanel + v * kLanes, acc[r][v]);
 }
 
-template <class Element>
+// Of rows of Element, and tiles of W.
+template <class Element, class W = Element>
 class VectorProduct {
  public:
   using T = Element;
@@ -81,10 +82,14 @@ class VectorProduct {
     }
   }
 
-  void multiply(const T* panel, int64_t rows, const void* packed, int64_t inputs, bool continues,
+  static const void* packed_at(const void* packed, int64_t rows, int64_t first) {
+    return static_cast<const float*>(packed) + first / kPerUnit<T> * rows;
+  }
+
+  void multiply(const W* tiles, int64_t rows, const void* packed, int64_t inputs, bool continues,
                 Prefetcher& prefetcher, SumsWriter<T>&, float* sums) {
-    multiply_rows<kRows>(reinterpret_cast<const float*>(panel), rows, static_cast<const float*>(packed),
-                         inputs / kTileInputs<T>, continues, prefetcher, sums);
+    multiply_rows<kRows>(reinterpret_cast<const float*>(tiles), rows, static_cast<const float*>(packed),
+                         inputs / kTileInputs<W>, continues, prefetcher, sums);
   }
 
  private:
@@ -103,10 +108,10 @@ class VectorProduct {
                                                        int64_t num_tiles, bool continues,
                                                        Prefetcher& prefetcher, float* sums) {
     if constexpr (Rows * 2 * kTileVectors <= kMostSums) {
-      multiply_block<T, Rows, 2>(panel, packed, num_tiles, continues, true, prefetcher, sums);
+      multiply_block<W, Rows, 2>(panel, packed, num_tiles, continues, true, prefetcher, sums);
     } else {
-      multiply_block<T, Rows, 1>(panel, packed, num_tiles, continues, true, prefetcher, sums);
-      multiply_block<T, Rows, 1>(panel + kTileFloats, packed, num_tiles, continues, false, prefetcher,
+      multiply_block<W, Rows, 1>(panel, packed, num_tiles, continues, true, prefetcher, sums);
+      multiply_block<W, Rows, 1>(panel + kTileFloats, packed, num_tiles, continues, false, prefetcher,
                                  sums + 16);
     }
   }
@@ -114,8 +119,9 @@ class VectorProduct {
 
 template <class T>
 void vector_linear(const LinearArgs& args) {
-  for_each_part<VectorProduct<T>>(
-      args, [&](const LinearPart& part) { multiply_part<VectorProduct<T>>(args, part); });
+  for_each_part<VectorProduct<T>>(args, [&](const LinearPart& part) {
+    multiply_part<VectorProduct<T>>(args, part, PlainWeight<T>(args));
+  });
 }
 
 }  // namespace backfill::BACKFILL_VARIANT

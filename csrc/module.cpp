@@ -84,6 +84,14 @@ class KernelSet {
                               address<void>(out), rows, in_features, out_features, x_stride});
   }
 
+  void quantized_linear(int type, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t rows,
+                        int64_t in_features, int64_t out_features, int64_t x_stride, int bits, int64_t group,
+                        int64_t scale_bytes, bool has_offsets) const {
+    isa_.table->quantized_linear[type]({address<void>(x), address<void>(weight), address<void>(bias),
+                                        address<void>(out), rows, in_features, out_features, x_stride},
+                                       {bits, group, scale_bytes, has_offsets});
+  }
+
   void norm(int type, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, int64_t rows,
             int64_t size, int64_t x_stride, float eps) const {
     isa_.table->norm[type]({address<void>(x), address<void>(residual), address<void>(weight),
@@ -197,6 +205,7 @@ NB_MODULE(_kernels, m) {
            "ValueError for an ISA this machine lacks; '' is the best.")
       .def_prop_ro("isa", &KernelSet::isa)
       .def("linear", &KernelSet::linear, nogil)
+      .def("quantized_linear", &KernelSet::quantized_linear, nogil)
       .def("norm", &KernelSet::norm, nogil)
       .def("silu_and_mul", &KernelSet::silu_and_mul, nogil)
       .def("rotate_and_write_kv", &KernelSet::rotate_and_write_kv, nogil)

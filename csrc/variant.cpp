@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "linear_tiles.h"
 #include "linear_vectors.h"
+#include "quantized.h"
 #include "rotary.h"
 #include "rowwise.h"
 
@@ -18,6 +19,7 @@ const KernelTable table = {
 #else
     {vector_linear<bf16>, vector_linear<float>},
 #endif
+    {quantized_linear<bf16>, quantized_linear<float>},
 };
 
 }  // namespace backfill::BACKFILL_VARIANT

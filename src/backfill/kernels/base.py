@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from backfill.kernels.quantized import QuantizedWeight
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
@@ -49,6 +51,9 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x [T, in_features] -> [T, out_features]``, bias included, in x's dtype."""
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows of the weight, as they are multiplied: int64 ``[T]`` to dense ``[T, in_features]``."""
 
     @property
     def layout(self) -> str:
@@ -104,8 +109,15 @@ class Kernels(ABC):
     def description(self) -> str:
         """Which kernels these are, and why these: for a line of the log."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Pack ``weight [out, in]`` once. The caller may free ``weight``, and must not change it."""
+    def linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Linear:
+        """Pack ``weight [out, in]`` once. The caller may free ``weight``, and must not change it.
+
+        The results of a quantized weight are, to the bit, those of the dequantized one.
+        """
+        if isinstance(weight, QuantizedWeight):
+            if bias is not None:
+                self._check_vector("bias", bias, weight.shape[0], weight.dtype)
+            return self._quantized_linear(weight, bias)
         if weight.dim() != 2 or weight.shape[1] == 0 or not self._takes(weight):
             raise ValueError(f"weight: expected {self._kind} [out, in], got {describe(weight)}")
         if bias is not None:
@@ -184,6 +196,10 @@ class Kernels(ABC):
 
     @abstractmethod
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear: ...
+
+    def _quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        """Dequantized, where a set of kernels has nothing better."""
+        return self._linear(weight.dequantized().to(self._device), bias)
 
     @abstractmethod
     def _rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -17,12 +17,16 @@ from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.errors import ConfigError
 from backfill.kernels.base import AttentionMetadata, Kernels, LayerInputs, Linear, as_bytes, describe
 from backfill.kernels.isa import ISA_VARIABLE
+from backfill.kernels.panels import (
+    padded_features,
+    panels_of,
+    quantized_panels_of,
+    rows_of_panels,
+    rows_of_quantized_panels,
+)
+from backfill.kernels.quantized import QuantizedFormat, QuantizedWeight
 
 _TYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
-
-# Outputs of a panel, and units of 32 bits of inputs of a tile, in csrc/linear.h.
-_PANEL = 32
-_TILE_UNITS = 16
 
 
 def available_isas() -> list[str]:
@@ -39,31 +43,40 @@ def _isa_of_environment() -> str:
 
 
 class CpuLinear:
-    """A weight in the panels of ``csrc/linear.h``. A row's result depends on no other row.
+    """A weight in panels. A row's result depends on no other row.
 
     Args:
-        weight: ``panels_of`` the weight.
-        in_features: of the weight; the panels are padded to whole tiles.
+        weight: the panels.
+        dtype: of x, the bias and the result.
+        shape: outputs, inputs, and inputs in the panels.
+        form: of a quantized weight.
     """
-
-    layout = "panels of 32"
 
     def __init__(
         self,
         cpp: _kernels.KernelSet,
         weight: Tensor,
-        in_features: int,
-        out_features: int,
         bias: Tensor | None,
+        dtype: torch.dtype,
+        shape: tuple[int, int, int],
+        form: QuantizedFormat | None = None,
     ) -> None:
-        self.in_features, self.out_features = in_features, out_features
+        self.out_features, self.in_features, self._padded_features = self._shape = shape
         self._cpp = cpp
         self._weight = weight
         self._bias = bias
-        self._padded_features = _padded_features(in_features, weight.dtype)
-        self._code = _TYPE_CODES[weight.dtype]
+        self._dtype = dtype
+        self._form = form
+        self._code = _TYPE_CODES[dtype]
         self._weight_address, self._bias_address = weight.data_ptr(), _address(bias)
-        self._multiply = cpp.linear
+        self._multiply = cpp.linear if form is None else cpp.quantized_linear
+        self._of_form = (
+            () if form is None else (form.bits, form.group, form.scale_type.itemsize, form.has_offsets)
+        )
+
+    @property
+    def layout(self) -> str:
+        return f"panels of 32, {self._form or self._dtype}"
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -71,15 +84,14 @@ class CpuLinear:
 
     def placed(self, memory: Sequence[Tensor]) -> CpuLinear:
         weight = memory[0].view(self._weight.dtype).view(self._weight.shape)
-        bias = memory[1].view(self._weight.dtype) if self._bias is not None else None
-        return CpuLinear(self._cpp, weight, self.in_features, self.out_features, bias)
+        bias = memory[1].view(self._dtype) if self._bias is not None else None
+        return CpuLinear(self._cpp, weight, bias, self._dtype, self._shape, self._form)
 
     def __call__(self, x: Tensor) -> Tensor:
         is_matrix = x.dim() == 2 and x.shape[1] == self.in_features and x.stride(1) == 1
-        if not is_matrix or x.dtype != self._weight.dtype or not x.is_cpu:
+        if not is_matrix or x.dtype != self._dtype or not x.is_cpu:
             raise ValueError(
-                f"x: expected {self._weight.dtype} [T, {self.in_features}] with dense rows on cpu, "
-                f"got {describe(x)}"
+                f"x: expected {self._dtype} [T, {self.in_features}] with dense rows on cpu, got {describe(x)}"
             )
         if self.in_features != self._padded_features:
             x = F.pad(x, (0, self._padded_features - self.in_features))
@@ -95,27 +107,14 @@ class CpuLinear:
             self._padded_features,
             self.out_features,
             x.stride(0),
+            *self._of_form,
         )
         return out
 
-
-def _padded_features(in_features: int, dtype: torch.dtype) -> int:
-    return in_features + -in_features % (_TILE_UNITS * 4 // dtype.itemsize)
-
-
-def panels_of(weight: Tensor) -> Tensor:
-    """``[out, in]`` to ``[out / 32, in / tile, 2, 16, 16]`` units, as ``csrc/linear.h`` reads them.
-
-    A unit is two inputs of bfloat16 or one of float32. Each panel has two tiles for every 16 units of
-    inputs, one for each half of its outputs; a tile holds 16 units by 16 outputs. Padded with zeros.
-    """
-    missing_in = _padded_features(weight.shape[1], weight.dtype) - weight.shape[1]
-    missing_out = -weight.shape[0] % _PANEL
-    padded = F.pad(weight, (0, missing_in, 0, missing_out)) if missing_in or missing_out else weight
-    # A unit moves as one int32, in a fifth of the time: every start packs all weights.
-    units = padded.contiguous().view(torch.int32)
-    panels = units.view(-1, 2, 16, units.shape[1] // _TILE_UNITS, _TILE_UNITS).permute(0, 3, 1, 4, 2)
-    return panels.contiguous().view(weight.dtype)
+    def rows(self, index: Tensor) -> Tensor:
+        if self._form is not None:
+            return rows_of_quantized_panels(self._weight, self._form, self._dtype, index)
+        return rows_of_panels(self._weight, index)[:, : self.in_features].contiguous()
 
 
 class CpuKernels(Kernels):
@@ -152,7 +151,15 @@ class CpuKernels(Kernels):
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         bias = None if bias is None else bias.clone()
-        return CpuLinear(self._cpp, panels_of(weight), weight.shape[1], weight.shape[0], bias)
+        out_features, in_features = weight.shape
+        shape = out_features, in_features, padded_features(in_features, weight.dtype)
+        return CpuLinear(self._cpp, panels_of(weight), bias, weight.dtype, shape)
+
+    def _quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        bias = None if bias is None else bias.clone()
+        shape = *weight.shape, weight.shape[1]
+        panels = quantized_panels_of(weight)
+        return CpuLinear(self._cpp, panels, bias, weight.dtype, shape, weight.format)
 
     def _rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         rows, size = x.shape

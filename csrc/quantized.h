@@ -1,0 +1,192 @@
+// Weights of 4 or 8 bits: y = x * weight^T where an output's weight is code * scale + offset, rounded to x's
+// type, with a scale and an offset for each group of inputs.
+//
+// They are packed into the panels of linear.h, and a panel is unpacked a few hundred inputs at a time, into
+// tiles that the products of linear_vectors.h and linear_tiles.h read: so a row's result is, to the bit, that of
+// the unpacked weight, whatever the number of rows, and memory delivers a third of the bytes.
+//
+// A panel is a row of blocks, each for a group of inputs, or for two groups of 16: scales [groups][32], offsets
+// [groups][32] if there are any, then for every 32 inputs codes [2][32 / inputs of a word][16], a word of 32
+// bits having neighbouring inputs of an output.
+#pragma once
+
+#include "linear_tiles.h"
+#include "linear_vectors.h"
+
+namespace backfill::BACKFILL_VARIANT {
+
+// Of IEEE's half precision, finite: its exponent is put right by a product, which also serves subnormals.
+BACKFILL_INLINE Floats widen_half(Halves bits) {
+  const Words word = __builtin_convertvector(bits, Words);
+  const Floats magnitude = (Floats)((word & 0x7fff) << 13) * broadcast(0x1p112f);
+  return (Floats)((Words)magnitude | (word & 0x8000) << 16);
+}
+
+template <class Scale>
+BACKFILL_INLINE Floats load_scales(const char* p) {
+  if constexpr (sizeof(Scale) == 4) return load(reinterpret_cast<const float*>(p));
+  Halves bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return widen_half(bits);
+}
+
+// The codes that are in place `index` of each word, as floats: 4 bits are 0 to 15, 8 bits -128 to 127.
+template <int Bits>
+BACKFILL_INLINE Floats codes_of(Words words, int index) {
+  if constexpr (Bits == 8) return __builtin_convertvector((Ints)(words << (24 - 8 * index)) >> 24, Floats);
+#if defined(__AVX512F__)
+  alignas(64) static constexpr float kValues[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return _mm512_permutexvar_ps((__m512i)(words >> (4 * index)), _mm512_load_ps(kValues));
+#else
+  return __builtin_convertvector((Ints)(words >> (4 * index) & 15), Floats);
+#endif
+}
+
+// A pair of bf16 in each lane, rounded to nearest even: `low` is the input that comes first.
+BACKFILL_INLINE Words pairs_of(Floats low, Floats high) {
+#if defined(__AVX512BF16__)
+  alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                           21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                           11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return (Words)_mm512_permutexvar_epi16(_mm512_load_si512(kInterleave),
+                                         (__m512i)_mm512_cvtne2ps_pbh(high, low));
+#else
+  return (Words)interleave(narrow(low), narrow(high));
+#endif
+}
+
+// A float with the bits of a bf16.
+BACKFILL_INLINE Floats rounded_to_bf16(Floats v) {
+  const Words bits = (Words)v;
+  return (Floats)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
+}
+
+// What a product of T reads as its weight's elements.
+template <class T>
+using TileElement = std::conditional_t<kPaired<T>, bf16, float>;
+
+// Inputs `input` and the next one of 32, for a vector of outputs of a half.
+template <class T>
+BACKFILL_INLINE void store_inputs(float* tiles, int half, int input, Floats low, Floats high) {
+  if constexpr (kPaired<T>) {
+    const Words pairs = pairs_of(low, high);
+    std::memcpy(tiles + half * kTileFloats + input / 2 * 16, &pairs, sizeof pairs);
+  } else {
+    // Two tiles of 16 inputs: [input / 16][half][input % 16][16].
+    float* row = tiles + (input / 16 * 2 + half) * kTileFloats + input % 16 * 16;
+    store(row, sizeof(T) == 2 ? rounded_to_bf16(low) : low);
+    store(row + 16, sizeof(T) == 2 ? rounded_to_bf16(high) : high);
+  }
+}
+
+// Inputs [first, first + inputs) of a panel, in 32s, as tiles of TileElement<T>.
+using Unpack = void (*)(const char* panel, int64_t group, int64_t first, int64_t inputs, void* tiles);
+
+// Group: 16, 32, or 0 for any other.
+template <class T, int Bits, class Scale, bool HasOffsets, int Group>
+void unpack(const char* panel, int64_t group, int64_t first, int64_t inputs, void* tiles) {
+  constexpr int Groups = Group == 16 ? 2 : 1;
+  constexpr int kVectors = 16 / kLanes, kPerWord = 32 / Bits, kWords = 32 / kPerWord;
+  constexpr int64_t kScales = Groups * kPanel * sizeof(Scale), kHeader = kScales * (HasOffsets ? 2 : 1);
+  constexpr int64_t kCodes = kPanel * 32 * Bits / 8, kAhead = 4 * kCodes;
+  auto* target = static_cast<float*>(tiles);
+  const int64_t of_block = Group == 0 ? group : 32;
+  for (int64_t k = first; k < first + inputs; k += 32, target += 32 * kPanel / kPerUnit<T>) {
+    const char* block = panel + k / of_block * (kHeader + of_block / 32 * kCodes);
+    const char* codes = block + kHeader + k % of_block / 32 * kCodes;
+    for (int64_t line = 0; line < kCodes + 64; line += 64) __builtin_prefetch(codes + kAhead + line);
+    for (int half = 0; half < 2; half++) {
+      for (int v = 0; v < kVectors; v++) {
+        const int64_t lane = 16 * half + v * kLanes;
+        for (int part = 0; part < Groups; part++) {
+          // Loaded here, because stores to the tiles might change them as far as the compiler knows.
+          const char* scales = block + (part * kPanel + lane) * sizeof(Scale);
+          const Floats scale = load_scales<Scale>(scales);
+          Floats offset = Bits == 4 ? scale * -8.0f : Floats{};
+          if constexpr (HasOffsets) offset = load_scales<Scale>(scales + kScales);
+#pragma GCC unroll 8
+          for (int word = part * kWords / Groups; word < (part + 1) * kWords / Groups; word++) {
+            Words bits;
+            std::memcpy(&bits, codes + ((half * kWords + word) * 16 + v * kLanes) * 4, sizeof bits);
+#pragma GCC unroll 4
+            for (int i = 0; i < kPerWord; i += 2) {
+              const Floats low = multiply_add(offset, codes_of<Bits>(bits, i), scale);
+              const Floats high = multiply_add(offset, codes_of<Bits>(bits, i + 1), scale);
+              store_inputs<T>(target + v * kLanes, half, word * kPerWord + i, low, high);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+template <class T, int Bits, class Scale, bool HasOffsets>
+Unpack unpack_of(int64_t group) {
+  return group == 16   ? unpack<T, Bits, Scale, HasOffsets, 16>
+         : group == 32 ? unpack<T, Bits, Scale, HasOffsets, 32>
+                       : unpack<T, Bits, Scale, HasOffsets, 0>;
+}
+
+template <class T, int Bits, class Scale>
+Unpack unpack_of(const QuantizedFormat& format) {
+  return format.has_offsets ? unpack_of<T, Bits, Scale, true>(format.group)
+                            : unpack_of<T, Bits, Scale, false>(format.group);
+}
+
+template <class T>
+Unpack unpack_of(const QuantizedFormat& format) {
+  if (format.bits == 4)
+    return format.scale_bytes == 4 ? unpack_of<T, 4, float>(format) : unpack_of<T, 4, uint16_t>(format);
+  return format.scale_bytes == 4 ? unpack_of<T, 8, float>(format) : unpack_of<T, 8, uint16_t>(format);
+}
+
+// Gives the tiles of one thread, in memory of its own.
+template <class T>
+class QuantizedWeight {
+ public:
+  using W = TileElement<T>;
+
+  QuantizedWeight(const LinearArgs& args, const QuantizedFormat& format)
+      : unpack_(unpack_of<T>(format)), panels_(static_cast<const char*>(args.weight)), group_(format.group) {
+    const int64_t of_group =
+        kPanel * (format.scale_bytes * (format.has_offsets ? 2 : 1) + group_ * format.bits / 8);
+    panel_bytes_ = args.in_features / group_ * of_group;
+    tiles_ = static_cast<W*>(scratch(kTiles, std::min(kManyRows, args.in_features * kInputBytes)));
+  }
+
+  // For few rows tiles stay in the first-level cache; for many, sums are loaded and stored less often.
+  int64_t step(int64_t num_row_groups) const {
+    return (num_row_groups == 1 ? kFewRows : kManyRows) / kInputBytes;
+  }
+
+  const W* tiles(int64_t panel, int64_t first, int64_t inputs) const {
+    unpack_(panels_ + panel * panel_bytes_, group_, first, inputs, tiles_);
+    return tiles_;
+  }
+
+  // Unpacking reads the weight, and prefetches it.
+  Prefetcher prefetcher(int64_t, int64_t) const { return Prefetcher(nullptr, 1); }
+
+ private:
+  static constexpr int64_t kInputBytes = kPanel * sizeof(W), kFewRows = 16 << 10, kManyRows = 96 << 10;
+
+  Unpack unpack_;
+  const char* panels_;
+  int64_t group_, panel_bytes_;
+  W* tiles_;
+};
+
+template <class T>
+void quantized_linear(const LinearArgs& args, const QuantizedFormat& format) {
+#if defined(__AMX_BF16__)
+  using Product = std::conditional_t<sizeof(T) == 2, TileProduct, VectorProduct<T>>;
+#else
+  using Product = VectorProduct<T, TileElement<T>>;
+#endif
+  for_each_part<Product>(args, [&](const LinearPart& part) {
+    multiply_part<Product>(args, part, QuantizedWeight<T>(args, format));
+  });
+}
+
+}  // namespace backfill::BACKFILL_VARIANT

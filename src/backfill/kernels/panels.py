@@ -1,0 +1,87 @@
+"""Weights in the layouts that ``csrc/linear.h`` and ``csrc/quantized.h`` read, and their rows again."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backfill.kernels.quantized import QuantizedFormat, QuantizedWeight
+
+# Outputs of a panel, and units of 32 bits of inputs of a tile, in csrc/linear.h.
+_PANEL = 32
+_TILE_UNITS = 16
+_WORD_INPUTS = 32  # inputs whose words lie together, in csrc/quantized.h
+
+
+def padded_features(in_features: int, dtype: torch.dtype) -> int:
+    """Inputs of a plain weight's panels: whole tiles."""
+    return in_features + -in_features % (_TILE_UNITS * 4 // dtype.itemsize)
+
+
+def panels_of(weight: Tensor) -> Tensor:
+    """``[out, in]`` to ``[out / 32, in / tile, 2, 16, 16]`` units.
+
+    A unit is two inputs of bfloat16 or one of float32. Each panel has two tiles for every 16 units of
+    inputs, one for each half of its outputs; a tile holds 16 units by 16 outputs. Padded with zeros.
+    """
+    missing_in = padded_features(weight.shape[1], weight.dtype) - weight.shape[1]
+    missing_out = -weight.shape[0] % _PANEL
+    padded = F.pad(weight, (0, missing_in, 0, missing_out)) if missing_in or missing_out else weight
+    # A unit moves as one int32, in a fifth of the time: every start packs all weights.
+    units = padded.contiguous().view(torch.int32)
+    panels = units.view(-1, 2, 16, units.shape[1] // _TILE_UNITS, _TILE_UNITS).permute(0, 3, 1, 4, 2)
+    return panels.contiguous().view(weight.dtype)
+
+
+def rows_of_panels(panels: Tensor, index: Tensor) -> Tensor:
+    """Rows ``[T, padded in]`` of a weight that ``panels_of`` packed; ``index`` is int64 ``[T]``."""
+    units = panels.view(torch.int32)
+    outputs = index % _PANEL
+    return units[index // _PANEL, :, outputs // 16, :, outputs % 16].flatten(1).view(panels.dtype)
+
+
+def quantized_panels_of(weight: QuantizedWeight) -> Tensor:
+    """A quantized weight as uint8 ``[out / 32, blocks, bytes of a block]``; outputs padded with zeros.
+
+    A block is one group of inputs, or two groups of 16. It has their scales ``[groups, 32]``, offsets if
+    there are any, and codes: for every 32 inputs ``[2, words, 16]`` words of 32 bits, each with 4 or 8
+    neighbouring inputs of one output.
+    """
+    form, (num_rows, num_inputs) = weight.format, weight.shape
+    if missing := -num_rows % _PANEL:
+        weight = weight.padded(missing)
+    codes = weight.codes.view(torch.uint8)
+    if form.bits == 4:
+        pairs = codes.view(-1, 2)
+        codes = pairs[:, 0] | pairs[:, 1] << 4
+    num_words = _WORD_INPUTS * form.bits // 32
+    words = codes.contiguous().view(torch.int32).view(-1, 2, 16, num_inputs // _WORD_INPUTS, num_words)
+    block = max(form.group, _WORD_INPUTS)
+    num_blocks, num_groups = num_inputs // block, num_inputs // form.group
+    blocks = words.permute(0, 3, 1, 4, 2).reshape(-1, num_blocks, block * form.bits).view(torch.uint8)
+    factors = [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
+    headers = [each.view(-1, _PANEL, num_groups).transpose(1, 2).contiguous() for each in factors]
+    parts = [each.view(torch.uint8).view(len(blocks), num_blocks, -1) for each in headers]
+    return torch.cat([*parts, blocks], dim=-1)
+
+
+def rows_of_quantized_panels(
+    panels: Tensor, form: QuantizedFormat, dtype: torch.dtype, index: Tensor
+) -> Tensor:
+    """Rows ``[T, in]`` of a weight that ``quantized_panels_of`` packed, dequantized."""
+    panel, output = index // _PANEL, index % _PANEL
+    num_words, num_groups = _WORD_INPUTS * form.bits // 32, max(form.group, _WORD_INPUTS) // form.group
+    width = num_groups * _PANEL * form.scale_type.itemsize
+
+    def factors(start: int) -> Tensor:
+        of_blocks = panels[..., start : start + width].view(form.scale_type)
+        return of_blocks.view(*panels.shape[:2], num_groups, _PANEL)[panel, :, :, output].flatten(1)
+
+    header = 2 * width if form.has_offsets else width
+    words = panels[..., header:].view(torch.int32).view(*panels.shape[:2], -1, 2, num_words, 16)
+    codes = words[panel, :, :, output // 16, :, output % 16].contiguous().view(torch.uint8)
+    codes = torch.stack((codes & 15, codes >> 4), dim=-1) if form.bits == 4 else codes.view(torch.int8)
+    offsets = factors(width) if form.has_offsets else None
+    codes = codes.reshape(len(index), -1)
+    return QuantizedWeight(form, dtype, codes, factors(0), offsets).dequantized()

@@ -1,0 +1,115 @@
+"""Weights of 4 and 8 bits: a linear layer of codes is, to the bit, that of the dequantized weight."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from backfill.kernels.cpu import CpuKernels
+from backfill.kernels.quantized import QuantizedFormat, QuantizedWeight, quantize
+from tests.kernels.cpu import REFERENCE, random_rows, seeded
+
+FORMATS = [
+    QuantizedFormat(bits, group, scale_type, has_offsets)
+    for bits, group, scale_type, has_offsets in product(
+        (4, 8), (16, 32, 96), (torch.float16, torch.float32), (False, True)
+    )
+]
+# Outputs and inputs: one step of unpacking or several, panels that are not full, several blocks of rows.
+SIZES = [(70, 96), (33, 576), (64, 3072)]
+
+
+def random_weight(
+    form: QuantizedFormat, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
+) -> QuantizedWeight:
+    """As files have them: scales and offsets of at most 16 significant bits."""
+    num_groups = shape[1] // form.group
+    low, high = (0, 16) if form.bits == 4 else (-128, 128)
+    codes = torch.randint(low, high, shape, generator=generator)
+    scales, offsets = (
+        torch.randn((shape[0], num_groups), generator=generator).mul(0.01).half().to(form.scale_type)
+        for _ in range(2)
+    )
+    return QuantizedWeight(
+        form,
+        dtype,
+        codes.to(torch.uint8 if form.bits == 4 else torch.int8),
+        scales,
+        offsets if form.has_offsets else None,
+    )
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+def test_a_linear_layer_of_codes_is_that_of_the_dequantized_weight(
+    kernels: CpuKernels, dtype: torch.dtype, form: QuantizedFormat, shape: tuple[int, int]
+) -> None:
+    generator = seeded("codes", form, shape)
+    weight = random_weight(form, shape, dtype, generator)
+    bias = random_rows(generator, shape[0], dtype=dtype)
+    linear, plain = kernels.linear(weight, bias), kernels.linear(weight.dequantized(), bias)
+    for rows in (0, 1, 13, 70):
+        x = random_rows(generator, rows, shape[1], dtype=dtype)
+        assert torch.equal(linear(x), plain(x)), rows
+    index = torch.tensor([shape[0] - 1, 0, 31, 32, 0])
+    assert torch.equal(linear.rows(index), weight.dequantized()[index])
+    assert torch.equal(plain.rows(index), weight.dequantized()[index])
+
+
+def test_rows_of_a_weight_whose_inputs_are_padded_are_dense(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    weight = random_rows(seeded("dense"), 5, 24, dtype=dtype)
+    rows = kernels.linear(weight).rows(torch.tensor([4, 1]))
+    assert rows.is_contiguous()
+    assert torch.equal(rows, weight[[4, 1]])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_rows_and_a_row_of_them_alone(kernels: CpuKernels, dtype: torch.dtype, bits: int) -> None:
+    generator = seeded("many rows", bits)
+    linear = kernels.linear(quantize(random_rows(generator, 100, 1536, dtype=dtype), bits))
+    x = random_rows(generator, 600, 1536, dtype=dtype)
+    whole = linear(x)
+    for first, last in [(0, 1), (5, 22), (60, 100), (7, 300), (599, 600)]:
+        assert torch.equal(linear(x[first:last]), whole[first:last])
+
+
+def test_it_can_be_placed_elsewhere(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    generator = seeded("placed")
+    linear = kernels.linear(quantize(random_rows(generator, 70, 96, dtype=dtype), 4))
+    placed = linear.placed([part.clone() for part in linear.memory])
+    x = random_rows(generator, 3, 96, dtype=dtype)
+    assert placed.layout == linear.layout
+    assert torch.equal(placed(x), linear(x))
+    assert linear.layout != kernels.linear(quantize(random_rows(generator, 70, 96, dtype=dtype), 8)).layout
+
+
+@pytest.mark.parametrize("forms", [*product(FORMATS[::5], FORMATS[1::4])], ids=str)
+def test_weights_of_two_formats_are_one_without_loss(forms: tuple[QuantizedFormat, QuantizedFormat]) -> None:
+    generator = seeded("common", forms)
+    weights = [random_weight(form, (5, 96), torch.float32, generator) for form in forms]
+    together = QuantizedWeight.concatenated(weights)
+    assert torch.equal(together.dequantized(), torch.cat([each.dequantized() for each in weights]))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_keeps_within_half_a_step(bits: int) -> None:
+    weight = torch.randn(50, 128, generator=seeded("rounding"))
+    weight[3] = 0.0
+    weight[4] = 1.0
+    rounded = quantize(weight, bits)
+    found = rounded.dequantized()
+    steps = rounded.scales.float().repeat_interleave(32, dim=1)
+    if bits == 8:
+        assert ((found - weight).abs() <= steps * 0.51).all()
+    # Four bits may cut the ends of a range off, where that makes the sum of squares less.
+    error = (found - weight).square().mean() / weight.square().mean()
+    assert error < (5e-5 if bits == 8 else 7e-3)
+    torch.testing.assert_close(found[3:5], weight[3:5], atol=1e-3, rtol=1e-3)
+
+
+def test_other_kernels_multiply_the_dequantized_weight() -> None:
+    weight = quantize(torch.randn(8, 32, generator=seeded("plain")), 4)
+    x = torch.randn(3, 32)
+    assert torch.equal(REFERENCE.linear(weight)(x), x @ weight.dequantized().T)
