@@ -25,18 +25,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from machine_limits import floor_of, measure_limits, processor_name
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from backfill.models.checkpoint import open_checkpoint
 from backfill.models.config import ModelConfig
 from backfill.models.resolve import resolve_model
 
@@ -84,7 +89,28 @@ class EngineCommand:
 def main() -> None:
     args = parse_arguments()
     folder = resolve_model(args.model)
-    engines = engine_commands(args, folder)
+    with tempfile.TemporaryDirectory() as scratch:
+        needs_safetensors = args.vllm is not None or args.transformers
+        run_all(args, folder, as_safetensors(folder, Path(scratch)) if needs_safetensors else folder)
+
+
+def as_safetensors(folder: Path, target: Path) -> Path:
+    """A model's folder as vLLM and transformers read it, with weights in bf16."""
+    if (folder / "model.safetensors").is_file() or (folder / "model.safetensors.index.json").is_file():
+        return folder
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    checkpoint = open_checkpoint(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(checkpoint.get(name, parameter.shape))
+    model.save_pretrained(target)
+    for file in folder.glob("*token*.json"):
+        shutil.copy(file, target)
+    return target
+
+
+def run_all(args: argparse.Namespace, folder: Path, others_folder: Path) -> None:
+    engines = engine_commands(args, others_folder)
     result: dict[str, Any] = {
         "benchmark": "peers",
         "date": time.strftime("%Y-%m-%d"),

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from backfill.core.clock import WallClock
 from backfill.core.config import DType, EngineConfig, SchedulerConfig
@@ -22,6 +21,7 @@ from backfill.execution.create import create_torch_executor
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.generation.tokenizer import Tokenizer
 from tests.builders import make_request
+from tests.models.gguf.builders import transformers_model
 
 NUM_NEW_TOKENS = 20
 # Of the real model, in blocks of 8: each output reaches into another block too.
@@ -120,7 +120,7 @@ def test_greedy_tokens_equal_transformers(default_model: Path, prompts: list[lis
     # Chunks of prompts beside decodes, and more prompts than one batch holds.
     limits = {"max_num_seqs": 16, "max_prefill_chunk_tokens": 16}
     outputs, _ = generate(executor, prompts, num_new_tokens=NUM_REAL_TOKENS, **limits)
-    model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
+    model = transformers_model(default_model)
     for first in range(0, len(prompts), NUM_COMPARED_AT_ONCE):
         compared = range(first, min(first + NUM_COMPARED_AT_ONCE, len(prompts)))
         prefixes = [prompts[index] + outputs[index][:-1] for index in compared]

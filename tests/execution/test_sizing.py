@@ -11,19 +11,21 @@ import torch
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.execution import sizing
-from backfill.execution.memory import MemoryPlan, WeightSizes, activation_bytes
+from backfill.execution.memory import MemoryPlan, WeightSizes, WeightWidths, activation_bytes
 from backfill.execution.sizing import RankPlan, Target
 from backfill.models.config import ModelConfig
 from backfill.models.placement import ModelPlacement
+from backfill.models.weights import DummyCheckpoint
 from tests.execution.tiny import dummy_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+WEIGHTS = DummyCheckpoint(dtype=torch.float32)
 MODEL = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64}
 
 
 def plans(config: EngineConfig, tensor: int, stages: int, device: torch.device = CPU) -> list[RankPlan]:
     placement = ModelPlacement.of(ModelConfig.from_folder(config.model_dir), tensor, stages)
-    target = Target(config, placement, device, torch.float32)
+    target = Target(config, placement, device, torch.float32, WEIGHTS)
     return [target.plan_rank(rank) for rank in range(placement.num_ranks)]
 
 
@@ -101,7 +103,7 @@ def test_each_stage_offloads_one_of_so_many_of_its_own_layers(tmp_path: Path, co
 
     def memory(interval: int | None, rank: int = 0, device: torch.device = CPU) -> MemoryPlan:
         divided = replace(config, offload_interval=interval or "none")
-        return Target(divided, placement, device, torch.float32).plan_rank(rank).memory
+        return Target(divided, placement, device, torch.float32, WEIGHTS).plan_rank(rank).memory
 
     together, resident = memory(3), memory(None)
     assert (together.num_layers, together.num_offloaded) == (14, 2 + 2)
@@ -126,10 +128,12 @@ def test_activations_and_weights_are_of_the_ranks_part(config: EngineConfig) -> 
     assert used[0] == used[1] == 100 * of_token
     assert used[3] - used[1] == 10 * 100 * 4  # half of the 199 logits, and padding
     assert used[2] - used[3] == 10 * 199 * (4 + 8)
-    whole = WeightSizes.of(ModelPlacement.of(model).shards(), 4, packs_tables=True)
-    together = WeightSizes.of(placement.shards(), 4, packs_tables=True)
+    whole = WeightSizes.of(ModelPlacement.of(model).shards(), WeightWidths(4, 4, 4))
+    together = WeightSizes.of(placement.shards(), WeightWidths(4, 4, 4))
     norms = 2 * 64 * 4
     assert together.num_layers == 4
     assert together.layer_bytes == whole.layer_bytes + norms
-    padding, final_norm = 2 * 64 * 4, 64 * 4
-    assert together.other_bytes == whole.other_bytes + padding + final_norm
+    # The first and the last stage have a table each, whose rows are padded to two parts of 100.
+    table, final_norm = 64 * 4, 64 * 4
+    assert whole.other_bytes == 199 * table + final_norm
+    assert together.other_bytes == 2 * 200 * table + 2 * final_norm

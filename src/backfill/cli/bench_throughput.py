@@ -41,7 +41,7 @@ def throughput(
 app = command(
     throughput,
     {
-        "Model": "model dtype load_format",
+        "Model": "model dtype quantization load_format",
         "Load": "num_prompts input_len output_len stream_len first_token_samples seed",
         "Engine": "tensor_parallel_size pipeline_parallel_size executor threads max_num_seqs "
         "max_num_batched_tokens kv_gib",

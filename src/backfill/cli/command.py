@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 # Sections of ``--help`` that several commands have.
 MODEL_SECTION = (
-    "model revision served_model_name dtype load_format max_model_len chat_template tool_call_parser "
-    "reasoning_parser generation_config"
+    "model revision served_model_name dtype quantization load_format max_model_len chat_template "
+    "tool_call_parser reasoning_parser generation_config"
 )
 LIMITS_SECTION = "max_num_seqs max_num_batched_tokens max_prefill_chunk_tokens"
 # Environment variables with names of their own, by option.

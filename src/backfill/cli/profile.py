@@ -76,7 +76,7 @@ def profile(options: ProfileOptions, model: ModelOptions, engine: EngineConfig) 
 app = command(
     profile,
     {
-        "Model": "model revision dtype load_format max_model_len",
+        "Model": "model revision dtype quantization load_format max_model_len",
         "Engine": "device tensor_parallel_size pipeline_parallel_size executor threads num_micro_batches "
         "gpu_memory_utilization device_memory offload_interval offload_bus offload_bus_gib_per_s",
         "Scheduling": "max_num_seqs max_num_batched_tokens ttft_slo tpot_slo",

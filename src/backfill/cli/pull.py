@@ -19,7 +19,7 @@ class PullOptions(ModelOptions):
     """What to fetch.
 
     Attributes:
-        download_dir: cache folder of converted models. Hub models go to HF_HOME. Default: ~/.cache/backfill.
+        download_dir: cache folder of GGUF models. Hub models go to HF_HOME. Default: ~/.cache/backfill.
     """
 
     download_dir: Path | None = None

@@ -13,6 +13,7 @@ from backfill.core.slo import SLO
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+Quantization = Literal["auto", "none", "int8", "int4"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 PreemptionMode = Literal["suspend", "discard"]
 CheckpointingName = Literal["adaptive", "eager", "swap", "lazy", "none"]
@@ -180,6 +181,8 @@ class EngineConfig:
         device: where the model runs.
         dtype: type of weights and KV.
         load_format: where weights come from. dummy: random weights of the model's shapes.
+        quantization: how matrices are kept. auto: as the model's file has them, in 4 or 8 bits; none: in
+            ``dtype``; int8 and int4: rounded when the model is loaded. On CUDA always in ``dtype``.
         max_model_len: tokens of prompt and output together, such as 4096 or 4K (4k is 4000). Default or auto:
             what the model and the KV pool allow.
         block_size: tokens of a KV block: 8, 16, 32 or 64.
@@ -221,6 +224,7 @@ class EngineConfig:
     device: DeviceKind = "auto"
     dtype: DType = "auto"
     load_format: LoadFormat = "auto"
+    quantization: Quantization = "auto"
     max_model_len: int | str | None = None
     block_size: int = 16
     kv_gib: float | None = bounded(None, above=0)

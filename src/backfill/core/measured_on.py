@@ -22,12 +22,17 @@ class MeasuredOn:
     Attributes:
         model: the model's shape, and a digest of its dimensions.
         device: kind of device; on CPU also the processor, the kernels and the number of threads.
-        dtype: of weights and KV.
+        dtype: of weights and KV, and the formats of weights that are codes.
     """
 
     model: str
     device: str
     dtype: str
+
+    @staticmethod
+    def types(dtype: str, stored_in: str) -> str:
+        """``dtype`` of a key. Args: stored_in: as ``ExecutorInfo`` has it."""
+        return f"{dtype} {stored_in}".strip().replace(" ", "-").lower()
 
 
 class MeasuredFile:

@@ -224,7 +224,8 @@ def record_key(config: EngineConfig) -> MeasuredOn:
     """
     target = target_of(config)
     name = device_name(config, target.device, config.threads or available_processors())
-    return MeasuredOn(target.placement.config.shape_key, name, target.dtype_name)
+    types = MeasuredOn.types(target.dtype_name, target.checkpoint.stored_in)
+    return MeasuredOn(target.placement.config.shape_key, name, types)
 
 
 def record_path(key: MeasuredOn) -> Path:

@@ -12,6 +12,7 @@ from backfill.bus.throttle import Bus
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.core.heap import trim_heap
+from backfill.core.measured_on import MeasuredOn
 from backfill.execution.copies import BlockCopier, create_copier
 from backfill.execution.decode_graphs import DecodeGraphs
 from backfill.execution.executor import ExecutorInfo, warm_up
@@ -28,11 +29,11 @@ from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels import create_kernels
 from backfill.kernels.base import Kernels
 from backfill.models.build import build_model
+from backfill.models.checkpoint import open_checkpoint
 from backfill.models.config import ModelConfig
 from backfill.models.decoder import DecoderModel
 from backfill.models.generation_config import GenerationDefaults, end_token_ids
 from backfill.models.placement import ModelPlacement
-from backfill.models.weights import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +66,13 @@ def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None 
         stage: its place among others.
     Raises: ConfigError, ModelError, InsufficientMemory.
     """
-    config, device, dtype = target.config, target.device, target.dtype
+    config, device = target.config, target.device
     if config.min_offload_interval is not None and device.type != "cpu":
         # A tensor of torch has memory for all of it. Memory that is mapped later needs cuMemCreate, cuMemMap.
         raise ConfigError("`min_offload_interval` is supported with `device` cpu only.")
     model_config, interval = target.placement.config, config.offload_every
     info = _executor_info(target, plan)
-    checkpoint = Checkpoint.open(
-        config.model_dir, dtype=dtype, load_format=config.load_format, seed=config.seed, device=device
-    )
+    checkpoint = target.checkpoint
     kernels = create_kernels(device)
     if stage.shard.is_first and stage.shard.group.rank == 0:
         _log_choices(target, kernels)
@@ -92,7 +91,7 @@ def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None 
         streamer = create_streamer(
             model,
             checkpoint,
-            name=f"{model_config.shape_key}-{info.dtype}",
+            name=f"{model_config.shape_key}-{MeasuredOn.types(info.dtype, info.stored_in)}",
             interval=interval,
             device=device,
             streams=streams,
@@ -145,6 +144,7 @@ def _executor_info(target: Target, plan: RankPlan) -> ExecutorInfo:
         end_token_ids=end_token_ids(model_config, GenerationDefaults.from_folder(config.model_dir)),
         device=target.device.type,
         dtype=target.dtype_name,
+        stored_in=target.checkpoint.stored_in,
         num_layers=model_config.num_layers,
         can_stop=True,
         num_host_blocks=plan.num_host_blocks,
@@ -181,7 +181,16 @@ def target_of(config: EngineConfig, tensor_parallel_size: int = 1, pipeline_para
     device = choose_device(config)
     dtype = _choose_dtype(config, model_config, device)
     placement = ModelPlacement.of(model_config, tensor_parallel_size, pipeline_parallel_size)
-    return Target(config, placement, device, dtype)
+    checkpoint = open_checkpoint(
+        config.model_dir,
+        dtype=dtype,
+        load_format=config.load_format,
+        # CUDA's kernels have no product with codes, so that there is no reason to round.
+        quantization=config.quantization if device.type == "cpu" else "none",
+        seed=config.seed,
+        device=device,
+    )
+    return Target(config, placement, device, dtype, checkpoint)
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -214,6 +223,8 @@ def _log_choices(target: Target, kernels: Kernels) -> None:
         reason = "as the model is stored"
     else:
         reason = f"the model is stored in {stored}"
+    if stored_in := target.checkpoint.stored_in:
+        name = f"{name}, weights in {stored_in}"
     threads = ""
     if target.device.type == "cpu":
         threads = f"; {torch.get_num_threads()} threads on {available_processors()} processors"

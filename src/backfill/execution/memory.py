@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,15 @@ from backfill.core.errors import InsufficientMemory
 from backfill.execution.machine import at_most
 from backfill.models.shard import ShardSizes
 from backfill.offloading.interval import num_device_layers, offloaded_layers
+
+
+@dataclass(frozen=True, slots=True)
+class WeightWidths:
+    """Bytes of a weight: on average in layers and in tables of the vocabulary, and of all others."""
+
+    layers: float
+    tables: float
+    others: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +35,14 @@ class WeightSizes:
     other_bytes: int
 
     @classmethod
-    def of(cls, shards: Sequence[ShardSizes], dtype_bytes: int, *, packs_tables: bool) -> WeightSizes:
-        """Of what lies in one memory: one rank's shard, or all ranks' shards of a model.
-
-        Args:
-            packs_tables: a tied embedding is kept twice, as a table and packed for the projection.
-        """
+    def of(cls, shards: Sequence[ShardSizes], widths: WeightWidths) -> WeightSizes:
+        """Of what lies in one memory: one rank's shard, or all ranks' shards of a model."""
         stages = dict.fromkeys(each.layers for each in shards)
         of_stage = (each for each in shards if each.layers == shards[0].layers)
-        layer_bytes = dtype_bytes * sum(each.layer_parameters for each in of_stage)
-        others = sum(each.other_parameters(packs_tables=packs_tables) for each in shards)
-        return cls(tuple(map(len, stages)), layer_bytes, others * dtype_bytes)
+        layer_bytes = math.ceil(widths.layers * sum(each.layer_parameters for each in of_stage))
+        tables = math.ceil(widths.tables * sum(each.table_parameters for each in shards))
+        others = widths.others * sum(each.other_parameters for each in shards)
+        return cls(tuple(map(len, stages)), layer_bytes, tables + others)
 
     @property
     def num_layers(self) -> int:

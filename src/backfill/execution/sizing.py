@@ -16,10 +16,11 @@ from backfill.core.block import KVLayout
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.execution.machine import available_host_bytes, check_host_pool_fits
-from backfill.execution.memory import MemoryPlan, WeightSizes, activation_bytes, plan_memory
+from backfill.execution.memory import MemoryPlan, WeightSizes, WeightWidths, activation_bytes, plan_memory
 from backfill.models.config import ModelConfig
 from backfill.models.placement import ModelPlacement
 from backfill.models.shard import ShardSizes, whole_model
+from backfill.models.weights import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +55,15 @@ class Target:
 
     Attributes:
         device: of the rank in question.
-        dtype: of weights and KV.
+        dtype: of rows and KV, and of weights that are not codes.
+        checkpoint: the model's weights.
     """
 
     config: EngineConfig
     placement: ModelPlacement
     device: torch.device
     dtype: torch.dtype
+    checkpoint: Checkpoint
 
     @property
     def dtype_name(self) -> str:
@@ -143,7 +146,9 @@ class Target:
 
     def weight_sizes(self, shards: Sequence[ShardSizes]) -> WeightSizes:
         """Of shards in the memory of one device."""
-        return WeightSizes.of(shards, self.dtype.itemsize, packs_tables=self.device.type == "cpu")
+        checkpoint = self.checkpoint
+        widths = WeightWidths(checkpoint.layer_width, checkpoint.table_width, self.dtype.itemsize)
+        return WeightSizes.of(shards, widths)
 
     def step_bytes(self, shards: Sequence[ShardSizes]) -> int:
         """What a step takes beside weights and KV, on ranks that share a memory."""

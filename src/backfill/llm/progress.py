@@ -44,7 +44,7 @@ class GenerationBar:
 
 
 class FetchLines:
-    """A line for each step of a model's download, which may take minutes. A ``models.gguf.Progress``."""
+    """A line for each step of a model's download, which may take minutes. A ``models.resolve.Progress``."""
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -7,7 +7,6 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from backfill.kernels.base import AttentionMetadata, Kernels, Linear
@@ -77,10 +76,10 @@ class DecoderModel(ABC):
         self._sizes = shard.sizes(config)
         self._num_heads = self._sizes.heads.length
         self._scale = config.attention_scale
-        self._table: Tensor | None = None  # of the first stage
+        self._table: Linear | None = None  # of the first stage
         self._lm_head: Linear | None = None  # of the last one
         loader = ShardLoader(checkpoint, kernels, device, self._sizes, self._PREFIX)
-        table: Tensor | None = None
+        table: Linear | None = None
         if shard.is_first or config.tie_word_embeddings:
             table = loader.vocabulary_table("embed_tokens", config.embedding_size)
         if shard.is_first:
@@ -89,8 +88,7 @@ class DecoderModel(ABC):
             if not config.tie_word_embeddings:
                 head = ShardLoader(checkpoint, kernels, device, self._sizes, "")
                 table = head.vocabulary_table("lm_head", config.embedding_size)
-            assert table is not None
-            self._lm_head = kernels.linear(table)
+            self._lm_head = table
         self._load_ends(loader, max_positions)
 
     @abstractmethod
@@ -129,11 +127,11 @@ class DecoderModel(ABC):
         """``[T]`` to ``[T, width]``. Each rank has the rows of some ids, and zeros for the others."""
         assert self._table is not None, "the first stage embeds"
         if self._group.size == 1:
-            return F.embedding(token_ids, self._table)
+            return self._table.rows(token_ids)
         held = self._sizes.vocabulary
         rows = token_ids - held.start
         is_held = (rows >= 0) & (rows < held.length)
-        found = F.embedding(rows * is_held, self._table)
+        found = self._table.rows(rows * is_held)
         return self._group.all_reduce(found.masked_fill_(~is_held[:, None], 0.0))
 
     def _attend(

@@ -103,7 +103,8 @@ def packed_file(
     Args:
         first: layer 0; a file with another one is of other weights and is replaced.
         load: loads a layer.
-    Raises: ConfigError if there is no space, ModelError if the file cannot be written or read.
+    Raises: ConfigError if there is no space or a layer is stored in another format than the first,
+        ModelError if the file cannot be written or read.
     """
     from filelock import FileLock
 
@@ -152,7 +153,12 @@ def _write(path: Path, form: PackedFormat, layers: Iterable[MovableWeights]) -> 
             file.write(form.header())
             flushed = 0
             for layer in layers:
-                assert layer.layout() == form.layout, "layers of one model are alike"
+                if layer.layout() != form.layout:
+                    raise ConfigError(
+                        "needs layers that are stored alike, and some are in other formats than the first: "
+                        "use `quantization` int8, int4 or none.",
+                        field="offload_interval",
+                    )
                 layer.copy_to(buffer)
                 file.write(buffer.numpy().data)
                 offset = file.tell()

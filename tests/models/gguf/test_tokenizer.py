@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from backfill.models.generation_config import GenerationDefaults
-from backfill.models.gguf import convert_gguf
+from backfill.models.gguf import folder_of_gguf
 from tests.models.gguf.builders import CORPUS, SPECIALS, make_vocabulary, write_tiny
 
 TEXTS = [*CORPUS, "", " ", "  two  spaces\n\n\t", "I've 3.14159 it's DON'T", "e\u0301 \u212b", "\x00\ufffd"]
@@ -19,7 +19,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def test_tokenizer_folder(tmp_path: Path) -> None:
-    folder = convert_gguf(write_tiny(tmp_path / "m.gguf"), tmp_path / "out")
+    folder = folder_of_gguf(write_tiny(tmp_path / "m.gguf"), tmp_path / "out")
     tokenizer = load_tokenizer(folder)
     tokens, _ = make_vocabulary()
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
@@ -38,7 +38,7 @@ def test_tokenizer_folder(tmp_path: Path) -> None:
 
 
 def test_tokenizer_loads_without_torch(tmp_path: Path) -> None:
-    folder = convert_gguf(write_tiny(tmp_path / "m.gguf"), tmp_path / "out")
+    folder = folder_of_gguf(write_tiny(tmp_path / "m.gguf"), tmp_path / "out")
     code = (
         "import sys, backfill.models.gguf; from transformers import PreTrainedTokenizerFast as T; "
         f"T.from_pretrained({str(folder)!r}); sys.exit('torch' in sys.modules)"
@@ -48,7 +48,7 @@ def test_tokenizer_loads_without_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", None])
 def test_every_text_survives_the_tokenizer(pre: str | None, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(convert_gguf(write_tiny(tmp_path / "m.gguf", pre=pre), tmp_path / "out"))
+    tokenizer = load_tokenizer(folder_of_gguf(write_tiny(tmp_path / "m.gguf", pre=pre), tmp_path / "out"))
     for text in TEXTS:
         decoded = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
         assert decoded == (text if pre != "qwen2" else text.replace("e\u0301", "é").replace("\u212b", "Å"))
@@ -64,7 +64,7 @@ def test_every_text_survives_the_tokenizer(pre: str | None, tmp_path: Path) -> N
     ],
 )
 def test_pre_tokenizer_splits(pre: str, pieces: list[str], tmp_path: Path) -> None:
-    folder = convert_gguf(write_tiny(tmp_path / "m.gguf", pre=pre), tmp_path / "out")
+    folder = folder_of_gguf(write_tiny(tmp_path / "m.gguf", pre=pre), tmp_path / "out")
     splitter = Tokenizer.from_file(str(folder / "tokenizer.json")).pre_tokenizer
     assert [piece for piece, _ in splitter.pre_tokenize_str("a 12345 DON'T")] == pieces
 
@@ -75,7 +75,7 @@ def test_pre_tokenizer_splits(pre: str, pieces: list[str], tmp_path: Path) -> No
 )
 def test_begin_token(pre: str, asked: bool | None, adds: bool, tmp_path: Path) -> None:
     extra = {"tokenizer.ggml.add_bos_token": asked}
-    folder = convert_gguf(write_tiny(tmp_path / "m.gguf", pre=pre, extra=extra), tmp_path / "out")
+    folder = folder_of_gguf(write_tiny(tmp_path / "m.gguf", pre=pre, extra=extra), tmp_path / "out")
     tokenizer = load_tokenizer(folder)
     ids = tokenizer.encode("cat")
     assert (ids[0] == tokenizer.bos_token_id) == adds
@@ -88,7 +88,7 @@ def test_user_defined_tokens_are_found_but_kept_in_text(tmp_path: Path) -> None:
     kinds = [3 if token in SPECIALS else 1 for token in tokens[:-2]] + [4, 5]
     extra = {"tokenizer.ggml.token_type": kinds, "tokenizer.ggml.eot_token_id": 7}
     source = write_tiny(tmp_path / "m.gguf", vocabulary=(tokens, merges), extra=extra)
-    folder = convert_gguf(source, tmp_path / "out")
+    folder = folder_of_gguf(source, tmp_path / "out")
     tokenizer = load_tokenizer(folder)
     ids = tokenizer.encode("cat<tool><|end|>")
     assert ids[-2:] == [tokens.index("<tool>"), tokens.index("<|end|>")]
@@ -117,7 +117,7 @@ def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
         vocabulary=([*tokens, *SPECIALS], []),
         extra=extra,
     )
-    tokenizer = load_tokenizer(convert_gguf(source, tmp_path / "out"))
+    tokenizer = load_tokenizer(folder_of_gguf(source, tmp_path / "out"))
     ids = tokenizer.encode("the cat é")
     assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", "▁the", "▁cat", "▁", "<0xC3>", "<0xA9>"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "the cat é"

@@ -1,7 +1,6 @@
-"""Converts a GGUF file to a model folder, so that all other code reads one format."""
+"""Models in GGUF files: their folders, and their weights as they are stored."""
 
-from backfill.models.gguf.convert import convert_gguf
 from backfill.models.gguf.file import GgufFile
-from backfill.models.gguf.tensors import Progress
+from backfill.models.gguf.folder import WEIGHTS_FILE, folder_of_gguf
 
-__all__ = ["GgufFile", "Progress", "convert_gguf"]
+__all__ = ["WEIGHTS_FILE", "GgufFile", "folder_of_gguf"]

@@ -1,14 +1,9 @@
-"""A GGUF file's tensors under their Hugging Face names, as bf16 safetensors."""
+"""A GGUF file's tensors under their Hugging Face names."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,15 +12,10 @@ import numpy.typing as npt
 from backfill.core.errors import CorruptModel, UnsupportedModel
 from backfill.models.gguf.file import GgufFile, GgufTensor
 
-Progress = Callable[[str, int, int], None]
-"""Called with the current work as text, bytes done and bytes in all."""
-
-_CHUNK_ELEMENTS = 1 << 23  # dequantised at once: 32 MiB of float32; the dequantiser takes a few times that
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One tensor of the output, and the order in which it takes the rows of the source."""
+    """A tensor, and the order of its rows in the source; None: as they are."""
 
     name: str
     source: GgufTensor
@@ -53,6 +43,15 @@ def planned_tensors(file: GgufFile, config: Mapping[str, Any]) -> Iterator[Plann
             raise CorruptModel(f"{file.path}: tensor {stored_name} has shape {found}, expected {wanted}")
         rotated = config["model_type"] == "llama" and stored_name.endswith(("attn_q.weight", "attn_k.weight"))
         yield PlannedTensor(name, tensor, _split_pairs(shape[0], head_dim) if rotated else None)
+
+
+def check_types(tensors: Iterable[PlannedTensor]) -> None:
+    """Raises: UnsupportedModel naming a tensor of a type that cannot be read."""
+    known = set()
+    for tensor in tensors:
+        if tensor.source.kind not in known:
+            tensor.source.dequantized(0, 1)
+            known.add(tensor.source.kind)
 
 
 def _tensor_table(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -99,54 +98,3 @@ def _split_pairs(num_rows: int, head_dim: int) -> npt.NDArray[np.int64]:
     """
     rows = np.arange(num_rows, dtype=np.int64).reshape(num_rows // head_dim, head_dim // 2, 2)
     return rows.swapaxes(1, 2).reshape(num_rows)
-
-
-def write_safetensors(path: Path, tensors: Sequence[PlannedTensor], progress: Progress | None) -> None:
-    """Write ``tensors`` as bf16, a few rows at a time: safetensors' own writer needs all of them in memory.
-
-    ``progress`` counts bytes of the output. Raises: CorruptModel, UnsupportedModel, OSError.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in tensors:
-        end = offset + 2 * math.prod(tensor.source.shape)
-        header[tensor.name] = {
-            "dtype": "BF16",
-            "shape": list(tensor.source.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the format aligns the data to 8 bytes
-    written = 0
-    with path.open("wb") as out:
-        out.write(struct.pack("<Q", len(encoded)) + encoded)
-        for tensor in tensors:
-            for rows in _bf16_chunks(tensor):
-                out.write(rows.data)
-                written += rows.nbytes
-                if progress is not None:
-                    progress("converting", written, offset)
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def _bf16_chunks(tensor: PlannedTensor) -> Iterator[npt.NDArray[np.uint16]]:
-    """The tensor's rows in order as the bits of bfloat16, about ``_CHUNK_ELEMENTS`` at a time.
-
-    Raises: UnsupportedModel for a type without a dequantiser; CorruptModel for infinities and NaN.
-    """
-    source = tensor.source
-    num_rows, step = len(source.rows), max(1, _CHUNK_ELEMENTS // source.shape[-1])
-    for start in range(0, num_rows, step):
-        values = source.dequantized(start, min(start + step, num_rows), tensor.row_order)
-        if not np.isfinite(values).all():
-            raise CorruptModel(f"tensor {source.name} holds values that are not finite numbers")
-        yield _to_bf16(values)
-
-
-def _to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Finite float32 to the bits of bfloat16, rounded to nearest, ties to even."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    rounded: npt.NDArray[np.uint16] = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    return rounded

@@ -1,4 +1,4 @@
-"""Write the model in a GGUF file as a folder: configuration, tokenizer, bf16 safetensors."""
+"""Makes the folder of the model in a GGUF file: configuration, tokenizer, and the file itself."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ from backfill.core.errors import ModelError
 from backfill.models.config import ModelConfig
 from backfill.models.gguf.config import generation_config, hf_config
 from backfill.models.gguf.file import GgufFile
-from backfill.models.gguf.tensors import Progress, planned_tensors, write_safetensors
+from backfill.models.gguf.tensors import check_types, planned_tensors
 from backfill.models.gguf.tokenizer import build_tokenizer
 
+WEIGHTS_FILE = "model.gguf"
 
-def convert_gguf(
+
+def folder_of_gguf(
     source: str | Path,
     folder: str | Path,
     *,
+    moves: bool = False,
     extra_files: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
 ) -> Path:
-    """Write the model in ``source`` as the folder ``folder``, which must not exist.
+    """Make ``folder``, which must not exist, of the model in ``source``.
 
-    The folder is complete or absent: it is written under another name, synced, and renamed. Peak memory is
-    some 0.2 GB plus the vocabulary, for models of any size.
+    The folder is complete or absent: it is written under another name, synced, and renamed. Weights are not
+    read: ``model.gguf`` there is the file, or a link to it.
 
-    ``extra_files`` are further files, text by name, in which a cache marks its work.
-
+    Args:
+        moves: the file itself goes into the folder.
+        extra_files: further files, text by name, in which a cache marks its work.
     Returns: ``folder``.
     Raises:
         ModelNotFound: no such file.
@@ -45,9 +48,13 @@ def convert_gguf(
         folder.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
         try:
-            _write_folder(file, staging, progress)
+            _write_folder(file, staging)
             for name, text in (extra_files or {}).items():
                 _write_text(staging / name, text)
+            if moves:
+                source.rename(staging / WEIGHTS_FILE)
+            else:
+                (staging / WEIGHTS_FILE).symlink_to(source.resolve())
             _sync(staging)
             staging.chmod(0o755)
             staging.rename(folder)
@@ -55,25 +62,24 @@ def convert_gguf(
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
-        raise ModelError(f"cannot write the converted model to {folder}: {error.strerror or error}") from None
+        raise ModelError(f"cannot write the model's folder {folder}: {error.strerror or error}") from None
     return folder
 
 
-def _write_folder(file: GgufFile, folder: Path, progress: Progress | None) -> None:
-    """Write all files of the converted model, the small ones first: their errors then come early.
+def _write_folder(file: GgufFile, folder: Path) -> None:
+    """Write configuration and tokenizer.
 
     Raises: CorruptModel, UnsupportedModel; OSError if a file cannot be written.
     """
     config = hf_config(file)
     _write_json(folder / "config.json", config)
     ModelConfig.from_folder(folder)  # raises for what the decoder cannot run, and for inconsistent sizes
-    tensors = list(planned_tensors(file, config))
+    check_types(planned_tensors(file, config))
     tokenizer, tokenizer_config = build_tokenizer(file, config)
     tokenizer.save(str(folder / "tokenizer.json"))
     _sync(folder / "tokenizer.json")
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
     _write_json(folder / "generation_config.json", generation_config(file, config))
-    write_safetensors(folder / "model.safetensors", tensors, progress)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

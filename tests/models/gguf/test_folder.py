@@ -6,13 +6,23 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Quant
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from backfill.core.config import Quantization
 from backfill.core.errors import CorruptModel, ModelError, UnsupportedModel
+from backfill.kernels.quantized import QuantizedWeight
+from backfill.models.checkpoint import open_checkpoint
 from backfill.models.config import ModelConfig
-from backfill.models.gguf import convert_gguf
-from tests.models.gguf.builders import SIZES, make_model, stored_tensors, write_gguf, write_tiny
+from backfill.models.gguf import folder_of_gguf
+from backfill.models.weights import Part
+from tests.models.gguf.builders import (
+    SIZES,
+    make_model,
+    stored_tensors,
+    transformers_model,
+    write_gguf,
+    write_tiny,
+)
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -56,8 +66,8 @@ def test_logits_equal_those_of_the_source(config: Any, extra: dict[str, Any], tm
         plain = 1 / 500_000.0 ** (np.arange(0, 16, 2, dtype=np.float32) / 16)
         tensors["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
     source = write_gguf(tmp_path / "m.gguf", config.model_type, config, tensors, extra=extra)
-    folder = convert_gguf(source, tmp_path / "out")
-    converted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    folder = folder_of_gguf(source, tmp_path / "out")
+    converted = transformers_model(folder)
     ids = torch.randint(0, 320, (2, 100), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         torch.testing.assert_close(converted(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
@@ -65,34 +75,27 @@ def test_logits_equal_those_of_the_source(config: Any, extra: dict[str, Any], tm
 
 
 @pytest.mark.parametrize("quant", [Quant.F16, Quant.BF16, Quant.Q4_0, Quant.Q4_1, Quant.Q5_1, Quant.Q8_0])
-def test_dequantises_each_row(quant: Quant, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_gives_what_the_file_holds(quant: Quant, quantization: Quantization, tmp_path: Path) -> None:
     config = Qwen3Config(**SIZES, head_dim=16)
     tensors = stored_tensors(make_model(config))
     source = write_gguf(tmp_path / "m.gguf", "qwen3", config, tensors, quant=quant)
-    written = load_file(convert_gguf(source, tmp_path / "out") / "model.safetensors")
-    for name, stored in (("q_proj", "attn_q"), ("down_proj", "ffn_down")):
+    folder = folder_of_gguf(source, tmp_path / "out")
+    checkpoint = open_checkpoint(folder, dtype=torch.bfloat16, quantization=quantization)
+    for name, stored in (("self_attn.q_proj", "attn_q"), ("mlp.down_proj", "ffn_down")):
         values = tensors[f"blk.1.{stored}.weight"]
         expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values, quant), quant))
-        found = next(
-            tensor
-            for key, tensor in written.items()
-            if f"layers.1.{name}" in key.replace("self_attn.", "").replace("mlp.", "")
-        )
-        assert torch.equal(found, expected.bfloat16())
-
-
-def test_rows_are_converted_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write_tiny(tmp_path / "m.gguf", quant=Quant.Q8_0)
-    whole = load_file(convert_gguf(source, tmp_path / "whole") / "model.safetensors")
-    monkeypatch.setattr("backfill.models.gguf.tensors._CHUNK_ELEMENTS", 200)
-    steps: list[tuple[int, int]] = []
-    folder = convert_gguf(
-        source, tmp_path / "out", progress=lambda step, done, all_: steps.append((done, all_))
-    )
-    chunked = load_file(folder / "model.safetensors")
-    assert all(torch.equal(chunked[name], tensor) for name, tensor in whole.items())
-    assert steps == sorted(steps)
-    assert steps[-1][0] == steps[-1][1]
+        expected = expected.view(values.shape).bfloat16()
+        arguments = f"model.layers.1.{name}.weight", values.shape
+        assert torch.equal(checkpoint.get(*arguments), expected)
+        columns = Part(1, 32, 64)
+        assert torch.equal(checkpoint.get(*arguments, columns), expected[:, 32:64])
+        for part, wanted in ((None, expected), (columns, expected[:, 32:64]), (Part(0, 3, 9), expected[3:9])):
+            weight = checkpoint.weight(*arguments, part)
+            keeps_codes = quantization == "auto" and quant not in (Quant.F16, Quant.BF16)
+            assert isinstance(weight, QuantizedWeight) == keeps_codes
+            values_of = weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+            assert torch.equal(values_of, wanted)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +121,7 @@ def test_refuses_what_it_cannot_convert(extra: dict[str, Any], named: str, tmp_p
             source.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0gemma", 1)
         )
     with pytest.raises(UnsupportedModel, match=named):
-        convert_gguf(source, tmp_path / "out")
+        folder_of_gguf(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
@@ -139,7 +142,7 @@ def test_refuses_what_it_cannot_convert(extra: dict[str, Any], named: str, tmp_p
 )
 def test_contradictions_are_named(extra: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(CorruptModel, match=named):
-        convert_gguf(write_tiny(tmp_path / "m.gguf", extra=extra), tmp_path / "out")
+        folder_of_gguf(write_tiny(tmp_path / "m.gguf", extra=extra), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -150,13 +153,14 @@ def test_unknown_tensors_and_rope_factors(tmp_path: Path) -> None:
         tmp_path / "a.gguf", "llama", config, tensors | {"blk.0.attn_q.bias": np.ones(64, np.float32)}
     )
     with pytest.raises(UnsupportedModel, match=r"blk\.0\.attn_q\.bias"):
-        convert_gguf(bias, tmp_path / "out")
+        folder_of_gguf(bias, tmp_path / "out")
     odd = {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}
     with pytest.raises(UnsupportedModel, match="rope_freqs"):
-        convert_gguf(write_gguf(tmp_path / "b.gguf", "llama", config, tensors | odd), tmp_path / "out")
+        folder_of_gguf(write_gguf(tmp_path / "b.gguf", "llama", config, tensors | odd), tmp_path / "out")
     tensors["output_norm.weight"][0] = np.nan
+    folder = folder_of_gguf(write_gguf(tmp_path / "c.gguf", "llama", config, tensors), tmp_path / "out")
     with pytest.raises(CorruptModel, match="output_norm"):
-        convert_gguf(write_gguf(tmp_path / "c.gguf", "llama", config, tensors), tmp_path / "out")
+        open_checkpoint(folder, dtype=torch.bfloat16).get("model.norm.weight", (64,))
 
 
 @pytest.mark.parametrize("name", ["rope_freqs.weight", "output_norm.weight"])
@@ -165,7 +169,7 @@ def test_a_type_without_a_dequantiser_is_named(name: str, tmp_path: Path) -> Non
     tensors = stored_tensors(make_model(config))
     tensors[name] = np.ones(8 if name not in tensors else len(tensors[name]), np.int32)
     with pytest.raises(UnsupportedModel, match=f"{name} is of type I32, not supported"):
-        convert_gguf(write_gguf(tmp_path / "m.gguf", "llama", config, tensors), tmp_path / "out")
+        folder_of_gguf(write_gguf(tmp_path / "m.gguf", "llama", config, tensors), tmp_path / "out")
 
 
 def test_random_damage_never_escapes_as_another_error(tmp_path: Path) -> None:
@@ -179,29 +183,28 @@ def test_random_damage_never_escapes_as_another_error(tmp_path: Path) -> None:
         for position in random.integers(0, 1200 if i % 2 else header, size=3):
             data[position] = random.integers(0, 256)
         path.write_bytes(data)
-        outcomes.add(outcome_of_converting(path, tmp_path / f"out{i}"))
+        outcomes.add(outcome_of_making(path, tmp_path / f"out{i}"))
         assert not list(tmp_path.glob(".*"))
-    assert (
-        {"CorruptModel", "UnsupportedModel"} <= outcomes <= {"CorruptModel", "UnsupportedModel", "converted"}
-    )
+    assert {"CorruptModel", "UnsupportedModel"} <= outcomes <= {"CorruptModel", "UnsupportedModel", "made"}
 
 
-def outcome_of_converting(path: Path, folder: Path) -> str:
+def outcome_of_making(path: Path, folder: Path) -> str:
     try:
-        convert_gguf(path, folder)
+        folder_of_gguf(path, folder)
     except ModelError as error:
         return "more than one line" if "\n" in str(error) else type(error).__name__
-    return "converted"
+    return "made"
 
 
-def test_failure_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_tiny(tmp_path / "m.gguf")
 
-    def fail(step: str, done: int, total: int) -> None:
+    def fail(path: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
+    monkeypatch.setattr(Path, "symlink_to", fail)
     with pytest.raises(ModelError, match="No space left on device"):
-        convert_gguf(source, tmp_path / "out", progress=fail)
+        folder_of_gguf(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
@@ -210,5 +213,5 @@ def test_existing_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     with pytest.raises(ModelError, match="cannot write"):
-        convert_gguf(source, tmp_path / "out")
+        folder_of_gguf(source, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]

@@ -1,0 +1,105 @@
+"""The weights of a GGUF file by their Hugging Face names: as stored, or dequantized."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES
+from torch import Tensor
+
+from backfill.core.errors import CorruptModel
+from backfill.kernels.quantized import INPUT_MULTIPLE, QuantizedFormat, QuantizedWeight
+from backfill.models.gguf.file import GgufFile, GgufTensor
+from backfill.models.gguf.folder import WEIGHTS_FILE
+from backfill.models.gguf.quantized import packed_format, quantized
+from backfill.models.gguf.tensors import PlannedTensor, planned_tensors
+from backfill.models.weights import Checkpoint, Part
+
+
+class GgufCheckpoint(Checkpoint):
+    """Tensors of ``model.gguf`` in a folder that ``folder_of_gguf`` made. The file stays mapped.
+
+    Args:
+        keeps_codes: matrices of types that have a ``packed_format`` are given as they are stored.
+    Raises: CorruptModel, UnsupportedModel.
+    """
+
+    def __init__(self, folder: Path, *, dtype: torch.dtype, keeps_codes: bool) -> None:
+        self.dtype = dtype
+        self._keeps_codes = keeps_codes
+        self._path = folder / WEIGHTS_FILE
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        self._tensors = {each.name: each for each in planned_tensors(GgufFile(self._path), config)}
+
+    @property
+    def digest(self) -> str:
+        stat = self._path.stat()
+        parts = str(self._path.resolve()), stat.st_size, stat.st_mtime_ns, self.dtype, self._keeps_codes
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @property
+    def stored_in(self) -> str:
+        matrices = (each.source for each in self._tensors.values() if len(each.source.shape) == 2)
+        return " ".join(sorted({each.kind.name for each in matrices})) if self._keeps_codes else ""
+
+    @property
+    def layer_width(self) -> float:
+        return self._mean_width(of_layers=True)
+
+    @property
+    def table_width(self) -> float:
+        return self._mean_width(of_layers=False)
+
+    def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
+        tensor = self._planned(name, shape)
+        start, stop = (part.start, part.stop) if part is not None and part.dim == 0 else (0, shape[0])
+        if len(shape) == 1:
+            values = tensor.source.dequantized(0, 1)[0, start:stop]
+        else:
+            values = tensor.source.dequantized(start, stop, tensor.row_order)
+        if part is not None and part.dim == 1:
+            values = values[:, part.start : part.stop]
+        if not np.isfinite(values).all():
+            raise CorruptModel(f"tensor {tensor.source.name} holds values that are not finite numbers")
+        return torch.from_numpy(np.array(values, dtype=np.float32)).to(self.dtype)
+
+    def weight(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor | QuantizedWeight:
+        tensor = self._planned(name, shape)
+        rows, columns = (slice(0, size) for size in shape)
+        if part is not None:
+            wanted = slice(part.start, part.stop)
+            rows, columns = (wanted, columns) if part.dim == 0 else (rows, wanted)
+        block = max(INPUT_MULTIPLE, GGML_QUANT_SIZES[tensor.source.kind][0])
+        if self._format_of(tensor.source) is None or columns.start % block or columns.stop % block:
+            return self.get(name, shape, part)
+        order = None if tensor.row_order is None else tensor.row_order[rows]
+        return quantized(tensor.source, rows if order is None else order, columns, self.dtype)
+
+    def _format_of(self, tensor: GgufTensor) -> QuantizedFormat | None:
+        return packed_format(tensor.kind) if self._keeps_codes else None
+
+    def _mean_width(self, of_layers: bool) -> float:
+        num_bytes, num_weights = 0.0, 0
+        for name, tensor in self._tensors.items():
+            source = tensor.source
+            if len(source.shape) == 2 and (".layers." in name) == of_layers:
+                form, size = self._format_of(source), math.prod(source.shape)
+                num_bytes += size * (self.dtype.itemsize if form is None else form.bytes_per_weight)
+                num_weights += size
+        return num_bytes / num_weights
+
+    def _planned(self, name: str, shape: Sequence[int]) -> PlannedTensor:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise CorruptModel(f"tensor {name} {list(shape)} is missing from {self._path}")
+        if tensor.source.shape != tuple(shape):
+            raise CorruptModel(
+                f"{self._path}: tensor {name} has shape {list(tensor.source.shape)}, expected {list(shape)}"
+            )
+        return tensor

@@ -1,0 +1,55 @@
+"""Quantized types of GGUF as codes: the values are those of the ``gguf`` package, exactly."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Quant
+from gguf.constants import GGML_QUANT_SIZES
+
+from backfill.core.errors import CorruptModel
+from backfill.models.gguf.file import GgufTensor
+from backfill.models.gguf.quantized import packed_format, quantized
+
+# Where a block has its scale and its offset, of half precision.
+HALVES = {
+    Quant.Q4_0: (0,), Quant.Q4_1: (0, 2), Quant.Q5_0: (0,), Quant.Q5_1: (0, 2), Quant.Q8_0: (0,),
+    Quant.Q4_K: (0, 2), Quant.Q5_K: (0, 2), Quant.Q6_K: (208,),
+}  # fmt: skip
+ROWS, COLUMNS = 6, 512
+
+
+def random_tensor(kind: Quant) -> GgufTensor:
+    random = np.random.default_rng(kind)
+    num_inputs, num_bytes = GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (ROWS * COLUMNS // num_inputs, num_bytes), dtype=np.uint8)
+    for start in HALVES[kind]:
+        values = random.normal(0, 0.1, len(blocks)).astype(np.float16)
+        blocks[:, start : start + 2] = values.view(np.uint8).reshape(-1, 2)
+    return GgufTensor("t", (ROWS, COLUMNS), kind, blocks.reshape(ROWS, -1))
+
+
+@pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
+def test_values_are_those_of_gguf(kind: Quant) -> None:
+    tensor = random_tensor(kind)
+    expected = torch.from_numpy(gguf.quants.dequantize(tensor.rows, kind))
+    whole = quantized(tensor, slice(0, ROWS), slice(0, COLUMNS), torch.float32)
+    assert torch.equal(whole.dequantized(), expected)
+    assert whole.format == packed_format(kind)
+    order = np.array([5, 0, 3])
+    part = quantized(tensor, order, slice(256, 512), torch.bfloat16)
+    assert torch.equal(part.dequantized(), expected[order, 256:].bfloat16())
+
+
+def test_scales_that_are_no_numbers_are_refused() -> None:
+    tensor = random_tensor(Quant.Q4_1)
+    tensor.rows[2, 20:22] = np.array([np.inf], np.float16).view(np.uint8)
+    with pytest.raises(CorruptModel, match="tensor t holds values that are not finite"):
+        quantized(tensor, slice(0, ROWS), slice(0, COLUMNS), torch.float32)
+
+
+def test_types_of_two_and_three_bits_are_widened() -> None:
+    assert packed_format(Quant.Q3_K) is None
+    assert packed_format(Quant.F16) is None
