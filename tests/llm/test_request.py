@@ -19,6 +19,7 @@ from backfill.core.slo import SLO
 from backfill.execution.grammars import GrammarCompiler
 from backfill.generation.generator import TextDelta
 from backfill.generation.message_format import MessageFormat
+from backfill.generation.tokenizer import Tokenizer
 from backfill.llm.inputs import PromptInput, parse_conversation, parse_prompt
 from backfill.llm.request import AbortHandle, PreparedRequest, Preparer, run_request
 from tests.api.test_fields import HI, OK, make_tokenizer
@@ -112,18 +113,29 @@ def test_without_a_token_nothing_is_known_of_the_cache() -> None:
     assert output.num_cached_tokens is None
 
 
-def test_an_output_of_a_chat_is_a_message_that_the_conversation_may_go_on_with() -> None:
-    tokenizer = make_tokenizer()
+def rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], *, continues: bool = False) -> PromptInput:
     tokenizer.message_format = MessageFormat.of("<tool_call> </think>")
     preparer = Preparer(tokenizer, make_info(), None, SchedulerConfig(), random.Random(0), GRAMMARS)
-    prompt = preparer.render_chat(
-        [{"role": "user", "content": "hi"}],
+    return preparer.render_chat(
+        messages,
         tools=[{"type": "function", "function": {"name": "f"}}],
-        add_generation_prompt=True,
-        continue_final_message=False,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
         chat_template_kwargs=None,
         cache_salt=None,
     )
+
+
+@pytest.mark.parametrize(("content", "begun"), [("<think>So it", "<think>"), ("<think>So</think>It", "")])
+def test_reasoning_that_a_continued_message_has_begun_goes_on(content: str, begun: str) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+    prompt = rendered(make_tokenizer(), messages, continues=True)
+    assert prompt.parsing is not None and prompt.parsing.begun == begun
+
+
+def test_an_output_of_a_chat_is_a_message_that_the_conversation_may_go_on_with() -> None:
+    tokenizer = make_tokenizer()
+    prompt = rendered(tokenizer, [{"role": "user", "content": "hi"}])
     request = replace(prepare(PromptInput("hi")), parsing=prompt.parsing)
     texts = ["<think>hm</think>Yes. ", '<tool_call>{"name": "f", "arguments": {}}', "</tool_call>"]
     reasons = [None, None, FinishReason.STOP]
