@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -301,17 +301,9 @@ class RequestPreparer:
         try:
             self._compiler.matcher(structured)
         except RequestError as error:
-            if isinstance(body, ChatCompletionRequest) and body.chosen != "none":
-                self._check_schemas(self._compiler, body.schemas)
+            if isinstance(body, ChatCompletionRequest):
+                body.check_schemas(self._compiler.matcher)
             raise RequestError(str(error), param=field) from None
-
-    def _check_schemas(self, compiler: GrammarCompiler, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raises: RequestError for the first tool whose schema cannot be used alone."""
-        for name, schema in schemas.items():
-            try:
-                compiler.matcher(StructuredOutputsParams(json=schema))
-            except RequestError as error:
-                raise RequestError(f"Tool {name!r}: {error}", param="tools") from None
 
     def _check_prompt_logprobs(
         self, body: GenerationBody, sampling: SamplingParams, prompts: list[list[int]]

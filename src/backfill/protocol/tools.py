@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -108,6 +108,14 @@ class ToolFields(BaseModel):
                 f"tool_choice names {choice.function.name[:80]!r}, which is none of tools.",
                 param="tool_choice",
             )
+
+    def check_schemas(self, check: Callable[[StructuredOutputsParams], object]) -> None:
+        """Raise RequestError naming the first tool that may be called and whose schema ``check`` refuses."""
+        for name, schema in self.schemas.items() if self.chosen != "none" else ():
+            try:
+                check(StructuredOutputsParams(json=schema))
+            except RequestError as error:
+                raise RequestError(f"Tool {name!r}: {error}", param="tools") from None
 
 
 def tool_inputs(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
