@@ -1,5 +1,5 @@
-// Weights of 4 or 8 bits: y = x * weight^T where an output's weight is code * scale + offset, rounded to x's
-// type, with a scale and an offset for each group of inputs.
+// Weights of 4 or 8 bits: y = x * weight^T where an output's weight is code * scale + offset, with a scale and an
+// offset for each group of inputs. Where products are of pairs of bf16 it is rounded to bf16, else it is a float.
 //
 // They are packed into the panels of linear.h, and a panel is unpacked a few hundred inputs at a time, into
 // tiles that the products of linear_vectors.h and linear_tiles.h read: so a row's result is, to the bit, that of
@@ -55,12 +55,6 @@ BACKFILL_INLINE Words pairs_of(Floats low, Floats high) {
 #endif
 }
 
-// A float with the bits of a bf16.
-BACKFILL_INLINE Floats rounded_to_bf16(Floats v) {
-  const Words bits = (Words)v;
-  return (Floats)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
-}
-
 // What a product of T reads as its weight's elements.
 template <class T>
 using TileElement = std::conditional_t<kPaired<T>, bf16, float>;
@@ -74,8 +68,8 @@ BACKFILL_INLINE void store_inputs(float* tiles, int half, int input, Floats low,
   } else {
     // Two tiles of 16 inputs: [input / 16][half][input % 16][16].
     float* row = tiles + (input / 16 * 2 + half) * kTileFloats + input % 16 * 16;
-    store(row, sizeof(T) == 2 ? rounded_to_bf16(low) : low);
-    store(row + 16, sizeof(T) == 2 ? rounded_to_bf16(high) : high);
+    store(row, low);
+    store(row + 16, high);
   }
 }
 

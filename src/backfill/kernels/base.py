@@ -112,7 +112,7 @@ class Kernels(ABC):
     def linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Linear:
         """Pack ``weight [out, in]`` once. The caller may free ``weight``, and must not change it.
 
-        The results of a quantized weight are, to the bit, those of the dequantized one.
+        A quantized weight is multiplied as if it was dequantized, to its dtype or to float32.
         """
         if isinstance(weight, QuantizedWeight):
             if bias is not None:
