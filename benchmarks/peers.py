@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -38,10 +37,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from as_safetensors import as_safetensors
 from machine_limits import floor_of, measure_limits, processor_name
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from backfill.models.checkpoint import open_checkpoint
 from backfill.models.config import ModelConfig
 from backfill.models.resolve import resolve_model
 
@@ -91,22 +89,8 @@ def main() -> None:
     folder = resolve_model(args.model)
     with tempfile.TemporaryDirectory() as scratch:
         needs_safetensors = args.vllm is not None or args.transformers
-        run_all(args, folder, as_safetensors(folder, Path(scratch)) if needs_safetensors else folder)
-
-
-def as_safetensors(folder: Path, target: Path) -> Path:
-    """A model's folder as vLLM and transformers read it, with weights in bf16."""
-    if (folder / "model.safetensors").is_file() or (folder / "model.safetensors.index.json").is_file():
-        return folder
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-    checkpoint = open_checkpoint(folder, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(checkpoint.get(name, parameter.shape))
-    model.save_pretrained(target)
-    for file in folder.glob("*token*.json"):
-        shutil.copy(file, target)
-    return target
+        others = as_safetensors(folder, Path(scratch), torch.bfloat16) if needs_safetensors else folder
+        run_all(args, folder, others)
 
 
 def run_all(args: argparse.Namespace, folder: Path, others_folder: Path) -> None:

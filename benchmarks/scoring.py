@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from as_safetensors import as_safetensors
 from served import served
 
 from backfill.models.resolve import DEFAULT_MODEL, resolve_model
@@ -64,7 +66,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as tasks:
         write_tasks(Path(tasks))
         evaluate = Evaluation(arguments.python, Path(tasks))
-        theirs = evaluate("hf", pretrained=folder, dtype="float32")
+        copied = as_safetensors(folder, Path(tasks) / "model", torch.float32)
+        theirs = evaluate("hf", pretrained=copied, dtype="float32")
         with served(str(folder), "--dtype", "float32", "--served-model-name", "m") as port:
             ours = evaluate(
                 "local-completions",
