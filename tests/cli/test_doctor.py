@@ -22,6 +22,7 @@ WELL = Findings(
     device="cpu",
     dtype="bfloat16",
     kernels="avx2",
+    stored_in="",
     weights_gb=2.0,
 )
 
@@ -44,9 +45,17 @@ def test_each_fault_has_its_advice() -> None:
 
 
 def test_what_a_server_would_choose_is_said_as_json() -> None:
-    done = run_cli("doctor", "--json", "--dtype", "float32")
+    done = run_cli("doctor", "--json", "--dtype", "float32", "--quantization", "none")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["device"], found["dtype"], found["model"]) == ("cpu", "float32", "smollm2-135m-instruct")
     assert 0 < found["num_allowed"] <= found["num_processors"] == os.cpu_count()
     assert found["read_gb_s"] > 0 and abs(found["weights_gb"] - 0.538) < 0.01
+
+
+def test_weights_of_few_bits_are_counted_as_they_are_kept() -> None:
+    done = run_cli("doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["stored_in"] == "Q4_1 Q8_0"
+    assert abs(found["weights_gb"] - 0.097) < 0.001

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from backfill.core.clock import WallClock
-from backfill.core.config import DType, EngineConfig, SchedulerConfig
+from backfill.core.config import DType, EngineConfig, Quantization, SchedulerConfig
 from backfill.core.request import RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.engine.engine import Engine
@@ -47,12 +47,17 @@ def prompts(default_model: Path) -> list[list[int]]:
 
 
 def create_executor(
-    model: Path, kv_gib: float, num_threads: int | None = None, dtype: DType = "float32"
+    model: Path,
+    kv_gib: float,
+    num_threads: int | None = None,
+    dtype: DType = "float32",
+    quantization: Quantization = "auto",
 ) -> TorchExecutor:
     return create_torch_executor(
         EngineConfig(
             model_dir=str(model),
             dtype=dtype,
+            quantization=quantization,
             block_size=8,  # small blocks, so that requests outgrow them often
             kv_gib=kv_gib,
             max_model_len=512,
@@ -61,11 +66,14 @@ def create_executor(
     )
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module", params=[("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int4")], ids="-".join
+)
 def executor(small_model: Path, request: pytest.FixtureRequest) -> TorchExecutor:
+    dtype, quantization = request.param
     # For all prompts at once, and little more: an integrity check looks at every block.
-    kv_gib = 1 / 128 if request.param == "float32" else 1 / 256
-    return create_executor(small_model, kv_gib, num_threads=1, dtype=request.param)
+    kv_gib = 1 / 128 if dtype == "float32" else 1 / 256
+    return create_executor(small_model, kv_gib, 1, dtype, quantization)
 
 
 class WithFewerBlocks:

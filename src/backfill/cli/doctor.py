@@ -39,6 +39,7 @@ class Findings:
         gpu: name and memory of the first CUDA device; empty without one.
         has_driver: an NVIDIA device is there, whether or not torch can use it.
         device, dtype, kernels: what a server would choose.
+        stored_in: formats of weights of 4 and 8 bits; empty where there are none.
         weights_gb: gigabytes of the model's weights, which each step reads at least once.
     """
 
@@ -55,6 +56,7 @@ class Findings:
     model: str
     device: str
     dtype: str
+    stored_in: str
     kernels: str
     weights_gb: float
 
@@ -67,7 +69,7 @@ class Findings:
         yield "huge pages", self.huge_pages or "unknown"
         yield "GPU", self.gpu or "none that torch can use"
         yield "torch", self.torch
-        yield "model", f"{self.model}, {self.weights_gb:.2f} GB of weights in {self.dtype}"
+        yield "model", f"{self.model}, {self.weights_gb:.2f} GB of weights in {self.stored_in or self.dtype}"
         yield "auto chooses", f"{self.device}, {self.dtype}, kernels: {self.kernels}"
         if self.device == "cpu":
             most = self.read_gb_s / self.weights_gb
@@ -117,7 +119,7 @@ def doctor(model: ModelOptions, engine: EngineConfig, output: DoctorOptions) -> 
 
 app = command(
     doctor,
-    {"Model": "model revision dtype device", "Output": "json"},
+    {"Model": "model revision dtype quantization device", "Output": "json"},
     positional="model",
     variables=VARIABLES,
 )
@@ -137,14 +139,16 @@ def _examine(name: str, folder: Path, engine: EngineConfig) -> Findings:
     from backfill.kernels import create_kernels
 
     others = OthersMeter()
-    target = target_of(EngineConfig(model_dir=str(folder), dtype=engine.dtype, device=engine.device))
+    asked = EngineConfig(
+        model_dir=str(folder), dtype=engine.dtype, quantization=engine.quantization, device=engine.device
+    )
+    target = target_of(asked)
     num_allowed = available_processors()
     torch.set_num_threads(num_allowed)
     read_gb_s = _read_rate()
     has_gpu = torch.cuda.is_available()
     gpu = torch.cuda.get_device_properties(0) if has_gpu else None
     available = available_host_bytes()
-    model = target.placement.config
     return Findings(
         processor=proc_value("cpuinfo", "model name") or "unknown",
         num_processors=os.cpu_count() or 1,
@@ -159,8 +163,9 @@ def _examine(name: str, folder: Path, engine: EngineConfig) -> Findings:
         model=name,
         device=target.device.type,
         dtype=target.dtype_name,
+        stored_in=target.checkpoint.stored_in,
         kernels=create_kernels(target.device).description,
-        weights_gb=model.num_parameters * target.dtype.itemsize / 1e9,
+        weights_gb=target.weight_sizes(target.placement.shards()).device_bytes(None) / 1e9,
     )
 
 
