@@ -160,7 +160,7 @@ def test_rope_frequencies_equal_transformers(
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization awq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization bitsandbytes"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type dynamic"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type longrope"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from backfill.core.config import LoadFormat, Quantization
 from backfill.kernels.quantized import INPUT_MULTIPLE, QuantizedWeight, quantize, rounded_format
+from backfill.models.fields import Fields
+from backfill.models.quantization import stored_quantization
+from backfill.models.quantized_checkpoint import QuantizedCheckpoint
 from backfill.models.weights import Checkpoint, DummyCheckpoint, Part, SafetensorsCheckpoint
 
 _CPU = torch.device("cpu")
@@ -33,7 +36,8 @@ def open_checkpoint(
         device: where random weights are drawn; a CPU takes a minute for 8 billion.
     Raises:
         ModelNotFound: the folder holds no weights.
-        UnsupportedModel: it holds only another format than safetensors or GGUF.
+        UnsupportedModel: it holds only another format than safetensors or GGUF, or a quantization that is not
+            read here.
         CorruptModel: a file is damaged, or the index does not match the files.
     """
     checkpoint: Checkpoint
@@ -44,7 +48,14 @@ def open_checkpoint(
 
         checkpoint = GgufCheckpoint(Path(folder), dtype=dtype, keeps_codes=quantization == "auto")
     else:
-        checkpoint = SafetensorsCheckpoint(folder, dtype=dtype)
+        config = Path(folder) / "config.json"
+        stored = stored_quantization(Fields.from_file(config)) if config.is_file() else None
+        if stored is None:
+            checkpoint = SafetensorsCheckpoint(folder, dtype=dtype)
+        else:
+            checkpoint = QuantizedCheckpoint(
+                folder, dtype=dtype, stored=stored, keeps_codes=quantization == "auto"
+            )
     if quantization in ("int8", "int4"):
         return RoundedCheckpoint(checkpoint, 8 if quantization == "int8" else 4)
     return checkpoint

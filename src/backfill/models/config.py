@@ -9,6 +9,7 @@ from pathlib import Path
 
 from backfill.core.errors import CorruptModel
 from backfill.models.fields import Fields
+from backfill.models.quantization import stored_quantization
 from backfill.models.rope import RopeConfig, rope_config
 
 SUPPORTED_ARCHITECTURES = (
@@ -161,17 +162,17 @@ class ModelConfig:
 
 
 def _supported_architecture(fields: Fields) -> str:
-    """The first supported name in ``architectures``. Raises: UnsupportedModel, CorruptModel."""
+    """The first supported name in ``architectures``.
+
+    Raises: UnsupportedModel, for a quantization too; CorruptModel.
+    """
     names = fields.values.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise fields.wrong("architectures", "a list of class names")
     found: str | None = next((name for name in names if name in SUPPORTED_ARCHITECTURES), None)
     if found is None:
         raise fields.unsupported("architecture", ", ".join(names), SUPPORTED_ARCHITECTURES)
-    if fields.values.get("quantization_config") is not None:
-        section = fields.section("quantization_config")
-        method = section.values.get("quant_method", "unknown") if section else "unknown"
-        raise fields.unsupported("quantization", str(method), ("none (float weights in safetensors)",))
+    stored_quantization(fields)
     return found
 
 

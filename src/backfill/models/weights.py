@@ -103,6 +103,16 @@ class SafetensorsCheckpoint(Checkpoint):
         return hashlib.sha256(repr((files, self.dtype)).encode()).hexdigest()
 
     def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
+        tensor = self._read(name, shape, _index_of(part))
+        if tensor.dtype not in _FLOATS:
+            path = self._path_of[self._stored_name(name)]
+            raise UnsupportedModel(
+                f"{path}: tensor {name} is {tensor.dtype}; only float weights are supported"
+            )
+        return tensor.to(self.dtype).contiguous()
+
+    def _read(self, name: str, shape: Sequence[int], index: tuple[Any, ...]) -> Tensor:
+        """As it is stored. Args and raises: as ``get``."""
         stored = self._stored_name(name)
         path = self._path_of.get(stored)
         if path is None:
@@ -113,14 +123,10 @@ class SafetensorsCheckpoint(Checkpoint):
                 raise CorruptModel(
                     f"{path}: tensor {name} has shape {whole.get_shape()}, expected {list(shape)}"
                 )
-            tensor: Tensor = whole[_index_of(part)]
+            tensor: Tensor = whole[index]
         except (SafetensorError, OSError, ValueError) as error:
             raise CorruptModel(f"{path}: tensor {name} cannot be read: {error}") from None
-        if tensor.dtype not in _FLOATS:
-            raise UnsupportedModel(
-                f"{path}: tensor {name} is {tensor.dtype}; only float weights are supported"
-            )
-        return tensor.to(self.dtype).contiguous()
+        return tensor
 
     def _stored_name(self, name: str) -> str:
         """A checkpoint saved from the bare decoder lacks the leading ``model.``."""

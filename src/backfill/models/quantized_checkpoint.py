@@ -1,0 +1,283 @@
+"""AWQ, GPTQ and compressed-tensors checkpoints: matrices of codes in safetensors, read without loss.
+
+All have a scale, and perhaps a zero point, for each group of inputs of an output: a weight is
+``(code - zero point) * scale``. Layouts are those of AutoAWQ's ``WQLinear_GEMM``, AutoGPTQ's ``QuantLinear``
+and compressed-tensors' ``pack_to_int32``; a word has its first code in the lowest bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from backfill.core.errors import CorruptModel, UnsupportedModel
+from backfill.kernels.quantized import INPUT_MULTIPLE, QuantizedFormat, QuantizedWeight
+from backfill.models.quantization import StoredQuantization
+from backfill.models.weights import Part, SafetensorsCheckpoint
+
+logger = logging.getLogger(__name__)
+
+_OUT, _IN = 0, 1
+_SCALE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class _Layout(NamedTuple):
+    """The tensors of a matrix ``[out, in]``, by what stands for ``weight`` in its name.
+
+    Attributes:
+        packed: the dimension along which words of 32 bits have neighbouring codes; None: int8, a code each.
+        has_inputs_first: tensors are ``[in, out]``.
+        order: the places of codes in a word.
+        is_zero_less_one: of what is stored of a zero point.
+    """
+
+    codes: str
+    scales: str
+    zeros: str
+    packed: int | None
+    has_inputs_first: bool = False
+    order: tuple[int, ...] | None = None
+    is_zero_less_one: bool = False
+
+
+_GPTQ = _Layout("qweight", "scales", "qzeros", _IN, has_inputs_first=True)
+_LAYOUTS = {
+    "awq": _GPTQ._replace(packed=_OUT, order=(0, 4, 1, 5, 2, 6, 3, 7)),
+    "gptq": _GPTQ._replace(is_zero_less_one=True),
+    "gptq_v2": _GPTQ,
+    "pack-quantized": _Layout("weight_packed", "weight_scale", "weight_zero_point", _IN),
+    "int-quantized": _Layout("weight", "weight_scale", "weight_zero_point", None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    """Part of a matrix.
+
+    Attributes:
+        codes: uint8 ``[out, in]``, of ``bits``.
+        scales: ``[out, in / group]``, as they are stored.
+        zeros: uint8 ``[out, in / group]``; None: the middle code.
+    """
+
+    bits: int
+    group: int
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+    @property
+    def middle(self) -> int:
+        return 1 << (self.bits - 1)
+
+    def values(self) -> Tensor:
+        """float32 ``[out, in]``."""
+        zeros = self.middle if self.zeros is None else self.zeros.float()[..., None]
+        grouped = self.codes.view(*self.scales.shape, self.group).float()
+        return ((grouped - zeros) * self.scales.float()[..., None]).view(self.codes.shape)
+
+    def quantized(self, form: QuantizedFormat, dtype: torch.dtype) -> QuantizedWeight:
+        """The same values, exactly."""
+        scales = self.scales.to(form.scale_type)
+        zeros = torch.full_like(scales, self.middle) if self.zeros is None else self.zeros.to(form.scale_type)
+        codes, origin = self.codes, 0
+        if form.bits == 8:
+            origin = 128
+            start = origin if form.has_offsets else zeros.short().repeat_interleave(self.group, dim=1)
+            codes = (codes.short() - start).to(torch.int8)
+        offsets = (origin - zeros) * scales if form.has_offsets else None
+        return QuantizedWeight(form, dtype, codes.contiguous(), scales, offsets)
+
+
+class QuantizedCheckpoint(SafetensorsCheckpoint):
+    """Matrices of codes, and all other tensors as floats.
+
+    Args:
+        keeps_codes: matrices are given as they are stored, where their groups allow.
+    Raises: UnsupportedModel, where inputs are grouped in an order of their own; and as the base class.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, dtype: torch.dtype, stored: StoredQuantization, keeps_codes: bool
+    ) -> None:
+        super().__init__(folder, dtype=dtype)
+        self._stored = stored
+        self._layout = _LAYOUTS[stored.layout]
+        self._keeps_codes = keeps_codes
+        self._check_order()
+        if stored.has_activations:
+            logger.info("%s also rounds activations or KV: here they are not rounded", stored.method)
+
+    @property
+    def digest(self) -> str:
+        parts = super().digest, self._stored, self._keeps_codes
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @property
+    def stored_in(self) -> str:
+        return f"{self._stored.method}-int{self._stored.bits}" if self._keeps_codes else ""
+
+    @property
+    def layer_width(self) -> float:
+        return self._mean_width(of_layers=True)
+
+    @property
+    def table_width(self) -> float:
+        return self._mean_width(of_layers=False)
+
+    def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
+        if not self._has_codes(name):
+            return super().get(name, shape, part)
+        return self._codes_of(name, shape, part).values().to(self.dtype)
+
+    def weight(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor | QuantizedWeight:
+        if not self._keeps_codes or not self._has_codes(name):
+            return self.get(name, shape, part)
+        found = self._codes_of(name, shape, part)
+        form = self._format(name, found.codes.shape[1], found.group, found.zeros is not None)
+        return found.values().to(self.dtype) if form is None else found.quantized(form, self.dtype)
+
+    def _check_order(self) -> None:
+        """Raises: UnsupportedModel unless groups are of neighbouring inputs."""
+        for name, path in self._path_of.items():
+            if name.endswith(".g_idx"):
+                found = self._open(path).get_tensor(name)
+                group = self._stored.group or len(found)
+                if not torch.equal(found.long(), torch.arange(len(found)) // group):
+                    raise UnsupportedModel(
+                        f"{path}: tensor {name} has groups of inputs in the order of their activations "
+                        "(desc_act), which is not supported; supported: groups of neighbouring inputs"
+                    )
+
+    def _has_codes(self, name: str) -> bool:
+        kind = "I8" if self._layout.packed is None else "I32"
+        return name.endswith(".weight") and self._stored_type(self._named(name, self._layout.codes)) == kind
+
+    def _named(self, name: str, kind: str) -> str:
+        return self._stored_name(name.removesuffix("weight") + kind)
+
+    def _stored_type(self, stored: str) -> str | None:
+        path = self._path_of.get(stored)
+        return None if path is None else self._open(path).get_slice(stored).get_dtype()
+
+    def _format(self, name: str, num_inputs: int, group: int, has_zeros: bool) -> QuantizedFormat | None:
+        """With which no product is rounded; None: the matrix is dequantized.
+
+        A code times a scale of half precision or bf16 is exact in float32. Of a float32 scale it is not, and
+        may only be rounded once: there a code has its zero point subtracted, which with 8 bits is no int8.
+        """
+        bits = self._stored.bits
+        stored_type = self._stored_type(self._named(name, self._layout.scales))
+        if num_inputs % INPUT_MULTIPLE or (group != 16 and group % INPUT_MULTIPLE):
+            return None
+        if stored_type == "F32":
+            is_int8 = bits == 4 or not has_zeros
+            return QuantizedFormat(8, group, torch.float32, has_offsets=False) if is_int8 else None
+        scale_type = torch.float16 if stored_type == "F16" and not has_zeros else torch.float32
+        return QuantizedFormat(bits, group, scale_type, has_offsets=has_zeros)
+
+    def _codes_of(self, name: str, shape: Sequence[int], part: Part | None) -> _Codes:
+        """A matrix of codes, or a part. Raises: CorruptModel."""
+        layout, (num_rows, num_inputs) = self._layout, shape
+        rows, columns = slice(0, num_rows), slice(0, num_inputs)
+        if part is not None:
+            wanted = slice(part.start, part.stop)
+            rows, columns = (wanted, columns) if part.dim == _OUT else (rows, wanted)
+        if (stored_shape := self._named(name, "weight_shape")) in self._path_of:
+            found = self._read(stored_shape, (2,), (...,)).tolist()
+            if found != list(shape):
+                raise CorruptModel(f"tensor {name} has shape {found}, expected {list(shape)}")
+        whole = self._stored.group or num_inputs
+        of_scales = num_rows, -(-num_inputs // whole)
+        # Parts, and a last group that is shorter, may begin or end within a group of the file.
+        group = math.gcd(whole, columns.start, columns.stop)
+        index = torch.arange(columns.start, columns.stop, group) // whole
+        scales = self._matrix(self._named(name, layout.scales), of_scales, (rows, slice(None)))
+        if not scales.isfinite().all():
+            raise CorruptModel(f"scales of tensor {name} hold values that are not finite numbers")
+        zeros = self._zeros(name, of_scales, rows)
+        zeros = None if zeros is None else zeros[:, index]
+        codes = self._integers(self._named(name, layout.codes), shape, (rows, columns), layout.packed)
+        return _Codes(self._stored.bits, group, codes, scales[:, index], zeros)
+
+    def _zeros(self, name: str, shape: tuple[int, int], rows: slice) -> Tensor | None:
+        """Zero points ``[out, groups]``; None: all are the middle code, as the configuration says."""
+        stored, is_symmetric = self._named(name, self._layout.zeros), not self._stored.has_zero_points
+        # Symmetric GPTQ has zero points nevertheless.
+        if is_symmetric and (self._stored.method != "gptq" or stored not in self._path_of):
+            return None
+        along = None if self._layout.packed is None else _OUT
+        zeros = self._integers(stored, shape, (rows, slice(0, shape[1])), along)
+        is_middle = is_symmetric and bool((zeros == 1 << (self._stored.bits - 1)).all())
+        return None if is_middle else zeros
+
+    def _integers(
+        self, name: str, shape: Sequence[int], window: tuple[slice, slice], along: int | None
+    ) -> Tensor:
+        """Part of a tensor of codes or zero points: uint8 ``[out, in or groups]``, of ``bits``.
+
+        Args:
+            shape: of the whole, ``[out, in or groups]``.
+            along: the dimension of neighbours in a word; None: signed, a byte each.
+        """
+        bits = self._stored.bits
+        if along is None:
+            signed = self._matrix(name, shape, window, torch.int8)
+            codes = signed.contiguous().view(torch.uint8) + (1 << (bits - 1))
+            if bits == 4 and (codes > 15).any():
+                raise CorruptModel(f"tensor {name} holds values of more than 4 bits")
+            return codes
+        per_word = 32 // bits
+        in_words, index = list(shape), list(window)
+        in_words[along] = -(-shape[along] // per_word)
+        start, stop = window[along].start, window[along].stop
+        index[along] = slice(start // per_word, -(-stop // per_word))
+        words = self._matrix(name, in_words, index, torch.int32)
+        if self._layout.is_zero_less_one and name.endswith(self._layout.zeros):  # subtracted from words
+            words = words + (0x11111111 if bits == 4 else 0x01010101)
+        codes = words.movedim(along, 1).contiguous().view(torch.uint8)
+        if bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+        if self._layout.order is not None:
+            codes = codes.view(len(codes), -1, per_word)[..., self._layout.order].flatten(1)
+        codes = codes[:, start % per_word :][:, : stop - start]
+        return codes.movedim(1, along).contiguous()
+
+    def _matrix(
+        self, name: str, shape: Sequence[int], index: Sequence[slice], kind: torch.dtype | None = None
+    ) -> Tensor:
+        """Part of a tensor, with outputs first; ``kind`` is what it must be of, None: floats."""
+        if self._layout.has_inputs_first:
+            tensor = self._read(name, shape[::-1], tuple(index[::-1])).T
+        else:
+            tensor = self._read(name, shape, tuple(index))
+        if tensor.dtype not in (_SCALE_TYPES if kind is None else (kind,)):
+            raise CorruptModel(f"tensor {name} is {tensor.dtype}, expected {kind or 'floats'}")
+        return tensor
+
+    def _mean_width(self, of_layers: bool) -> float:
+        layout, num_bytes, num_weights = self._layout, 0.0, 0
+        for stored, path in self._path_of.items():
+            module, _, kind = stored.rpartition(".")
+            sizes = self._open(path).get_slice(stored).get_shape()
+            if kind not in ("weight", layout.codes) or ("layers." in stored) != of_layers or len(sizes) != 2:
+                continue
+            width: float = self.dtype.itemsize
+            if kind == layout.codes and self._has_codes(name := f"{module}.weight"):
+                sizes = sizes[::-1] if layout.has_inputs_first else sizes
+                if layout.packed is not None:
+                    sizes[layout.packed] *= 32 // self._stored.bits
+                group = math.gcd(self._stored.group or sizes[_IN], sizes[_IN])
+                form = self._format(name, sizes[_IN], group, self._stored.has_zero_points)
+                width = form.bytes_per_weight if form is not None and self._keeps_codes else width
+            num_bytes += math.prod(sizes) * width
+            num_weights += math.prod(sizes)
+        return num_bytes / num_weights if num_weights else self.dtype.itemsize

@@ -1,0 +1,223 @@
+"""AWQ, GPTQ and compressed-tensors: values are those of the formats' descriptions and libraries, exactly."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from backfill import LLM, SamplingParams
+from backfill.core.config import Quantization
+from backfill.core.errors import CorruptModel, UnsupportedModel
+from backfill.kernels.cpu import CpuKernels
+from backfill.kernels.quantized import QuantizedFormat, QuantizedWeight
+from backfill.models.checkpoint import open_checkpoint
+from backfill.models.config import ModelConfig
+from backfill.models.placement import ModelPlacement
+from backfill.models.weights import Checkpoint, Part
+from tests.models.quantized import Case, save_quantized_model, stored_matrix, write_config
+from tests.models.test_shards import logits_of
+
+HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
+# Of each, how a matrix is kept; None: dequantized.
+CASES = {
+    "awq": (Case("awq"), QuantizedFormat(4, 32, FLOAT, True)),
+    "gptq": (Case("gptq", group=64), QuantizedFormat(4, 64, FLOAT, True)),
+    "gptq-sym": (Case("gptq", is_symmetric=True), QuantizedFormat(4, 32, HALF, False)),
+    "gptq-channel": (Case("gptq", group=None), QuantizedFormat(4, 64, FLOAT, True)),
+    "gptq-8": (Case("gptq", 8), QuantizedFormat(8, 32, FLOAT, True)),
+    "gptq-v2-8-sym": (Case("gptq_v2", 8, is_symmetric=True), QuantizedFormat(8, 32, HALF, False)),
+    "gptq-v2": (Case("gptq_v2", group=16), QuantizedFormat(4, 16, FLOAT, True)),
+    "packed": (Case("pack-quantized", scale_type=BFLOAT), QuantizedFormat(4, 32, FLOAT, True)),
+    "packed-sym": (
+        Case("pack-quantized", is_symmetric=True, scale_type=BFLOAT),
+        QuantizedFormat(4, 32, FLOAT, False),
+    ),
+    "packed-float": (Case("pack-quantized", scale_type=FLOAT), QuantizedFormat(8, 32, FLOAT, False)),
+    "packed-8": (Case("pack-quantized", 8, scale_type=BFLOAT), QuantizedFormat(8, 32, FLOAT, True)),
+    "packed-8-float": (Case("pack-quantized", 8, scale_type=FLOAT), None),
+    "packed-8-channel": (
+        Case("pack-quantized", 8, None, is_symmetric=True, scale_type=FLOAT),
+        QuantizedFormat(8, 64, FLOAT, False),
+    ),
+    "packed-48": (Case("pack-quantized", group=48, is_symmetric=True), None),
+    "int-channel": (
+        Case("int-quantized", 8, None, is_symmetric=True, scale_type=BFLOAT),
+        QuantizedFormat(8, 64, FLOAT, False),
+    ),
+    "int": (Case("int-quantized", 8), QuantizedFormat(8, 32, FLOAT, True)),
+    "int-4": (Case("int-quantized", 4, is_symmetric=True), QuantizedFormat(4, 32, HALF, False)),
+}
+NAME = "model.layers.1.self_attn.q_proj"  # [64, 64]
+
+
+def dequantized(weight: Tensor | QuantizedWeight) -> Tensor:
+    return weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+
+
+def write_matrix(folder: Path, case: Case, shape: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
+    """A checkpoint of one matrix. Returns: its tensors and values."""
+    tensors, values = stored_matrix(case, NAME, shape, seed=3)
+    save_file(tensors, folder / "model.safetensors")
+    write_config(folder, {"quantization_config": case.config})
+    return tensors, values
+
+
+@pytest.mark.parametrize("label", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_of_matrices_and_parts(label: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    case, form = CASES[label]
+    shape = 72, 64 if case.group != 48 else 96
+    _, values = write_matrix(tmp_path, case, shape)
+    kept, plain = (open_checkpoint(tmp_path, dtype=dtype, quantization=each) for each in ("auto", "none"))
+    whole = kept.weight(f"{NAME}.weight", shape)
+    assert (whole.format if isinstance(whole, QuantizedWeight) else None) == form
+    assert torch.equal(dequantized(whole), values.to(dtype))
+    assert torch.equal(plain.get(f"{NAME}.weight", shape), values.to(dtype))
+    assert isinstance(plain.weight(f"{NAME}.weight", shape), Tensor)
+    for part in (Part(0, 5, 42), Part(0, 42, 72), Part(1, 32, 64), Part(1, 0, 32), Part(1, 7, 51)):
+        index = (slice(part.start, part.stop), slice(None))[:: 1 if part.dim == 0 else -1]
+        found = kept.weight(f"{NAME}.weight", shape, part)
+        assert torch.equal(dequantized(found), values[index].to(dtype))
+        if form is not None and part.stop != 51:
+            assert isinstance(found, QuantizedWeight), "a part at 32 inputs is not widened"
+
+
+@pytest.mark.parametrize("label", ["awq", "gptq-sym", "packed", "packed-float", "int-channel"])
+def test_logits_are_those_of_the_dequantized_model(label: str, tmp_path: Path) -> None:
+    case, _ = CASES[label]
+    plain = save_quantized_model(case, tmp_path)
+    config = ModelConfig.from_folder(tmp_path)
+    for dtype, size in ((torch.bfloat16, 1), (torch.float32, 2), (torch.float32, 4)):
+        placement = ModelPlacement.of(config, size)
+        found, expected = (
+            logits_of(checkpoint, placement, CpuKernels)
+            for checkpoint in (
+                open_checkpoint(tmp_path, dtype=dtype, quantization="auto"),
+                open_checkpoint(plain, dtype=dtype),
+            )
+        )
+        assert torch.equal(found, expected)
+
+
+def test_a_model_is_served_as_it_is_stored(small_model: Path, tmp_path: Path) -> None:
+    plain = save_quantized_model(Case("awq"), tmp_path, vocab_size=49152)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    answers = []
+    for folder in (tmp_path, plain):
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(small_model / name, folder)
+        with LLM(str(folder), dtype="float32", threads=1, kv_gib=0.01, max_model_len=64) as llm:
+            outputs = llm.generate(["Gravity is", "The sea"], params, use_tqdm=False)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
+    assert len(set(answers[0][0])) > 1
+
+
+def decompressed(case: Case, tensors: dict[str, Tensor]) -> Tensor:
+    """By compressed-tensors."""
+    library = pytest.importorskip("compressed_tensors")
+    scheme = library.quantization.QuantizationScheme(**case.config["config_groups"]["group_0"])
+    compressor = library.compressors.BaseCompressor.get_value_from_registry(case.layout)
+    found: Tensor = compressor.decompress(
+        {name.removeprefix(f"{NAME}."): tensor for name, tensor in tensors.items()}, scheme
+    )["weight"]
+    return found
+
+
+@pytest.mark.parametrize("label", [label for label, (case, _) in CASES.items() if "quantized" in case.layout])
+def test_values_are_those_of_compressed_tensors(label: str, tmp_path: Path) -> None:
+    case, _ = CASES[label]
+    shape = 72, 64 if case.group != 48 else 96
+    tensors, _ = write_matrix(tmp_path, case, shape)
+    checkpoint = open_checkpoint(tmp_path, dtype=case.scale_type, quantization="auto")
+    found = dequantized(checkpoint.weight(f"{NAME}.weight", shape))
+    assert torch.equal(found, decompressed(case, tensors))
+
+
+def test_values_of_awq_are_those_of_compressed_tensors(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+
+    tensors, _ = write_matrix(tmp_path, Case("awq"), (72, 64))
+    converted = AutoAWQConverter(group_size=32).process(dict(tensors))
+    checkpoint = open_checkpoint(tmp_path, dtype=HALF, quantization="auto")
+    found = dequantized(checkpoint.weight(f"{NAME}.weight", (72, 64)))
+    assert torch.equal(found, decompressed(Case("pack-quantized"), converted))
+
+
+def test_sizes_and_keys(tmp_path: Path) -> None:
+    save_quantized_model(Case("gptq", is_symmetric=True), tmp_path)
+
+    def opened(quantization: Quantization) -> Checkpoint:
+        return open_checkpoint(tmp_path, dtype=torch.bfloat16, quantization=quantization)
+
+    kept, widened, rounded = opened("auto"), opened("none"), opened("int8")
+    assert (kept.stored_in, widened.stored_in, rounded.stored_in) == ("gptq-int4", "", "int8")
+    assert (kept.layer_width, kept.table_width) == (4.5 / 8, 2)
+    assert (widened.layer_width, widened.table_width) == (2, 2)
+    assert len({each.digest for each in (kept, widened, rounded)}) == 3
+    weight = rounded.weight(f"{NAME}.weight", (64, 64))
+    assert isinstance(weight, QuantizedWeight) and weight.format.bits == 8
+
+
+def test_symmetric_gptq_with_other_zero_points_keeps_them(tmp_path: Path) -> None:
+    _, values = write_matrix(tmp_path, Case("gptq"), (72, 64))
+    symmetric = Case("gptq", is_symmetric=True)
+    write_config(tmp_path, {"quantization_config": symmetric.config})
+    checkpoint = open_checkpoint(tmp_path, dtype=torch.float32, quantization="auto")
+    assert torch.equal(dequantized(checkpoint.weight(f"{NAME}.weight", (72, 64))), values)
+
+
+def test_reordered_inputs_are_refused_when_opening(tmp_path: Path) -> None:
+    tensors, _ = write_matrix(tmp_path, Case("gptq"), (72, 64))
+    tensors[f"{NAME}.g_idx"] = tensors[f"{NAME}.g_idx"].flip(0).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"q_proj\.g_idx has groups .*desc_act.* neighbouring inputs"):
+        open_checkpoint(tmp_path, dtype=torch.float32, quantization="auto")
+
+
+@pytest.mark.parametrize(
+    ("layout", "changed", "message"),
+    [
+        ("gptq", "qweight", r"q_proj\.qweight has shape \[7, 72\], expected \[8, 72\]"),
+        ("gptq", "scales", r"q_proj\.scales has shape \[1, 72\], expected \[2, 72\]"),
+        ("awq", "qzeros", r"q_proj\.qzeros has shape \[1, 9\], expected \[2, 9\]"),
+        ("pack-quantized", "weight_shape", r"q_proj\.weight_shape has shape \[1\]"),
+        ("pack-quantized", "weight_zero_point", r"weight_zero_point has shape \[8, 2\], expected \[9, 2\]"),
+    ],
+)
+def test_misshapen_tensors_are_named(layout: str, changed: str, message: str, tmp_path: Path) -> None:
+    tensors, _ = write_matrix(tmp_path, Case(layout), (72, 64))
+    tensors[f"{NAME}.{changed}"] = tensors[f"{NAME}.{changed}"][:-1].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path, dtype=torch.float32, quantization="auto")
+    with pytest.raises(CorruptModel, match=message):
+        checkpoint.weight(f"{NAME}.weight", (72, 64))
+
+
+@pytest.mark.parametrize(
+    ("layout", "changed", "message"),
+    [
+        ("awq", {"scales": None}, r"tensor .*q_proj\.scales \[2, 72\] is missing"),
+        ("awq", {"qzeros": None}, r"qzeros \[2, 9\] is missing"),
+        ("awq", {"scales": torch.full((2, 72), torch.inf).half()}, "scales of tensor .* not finite"),
+        ("awq", {"scales": torch.ones(2, 72, dtype=torch.int32)}, r"scales is torch\.int32, expected floats"),
+        ("pack-quantized", {"weight_shape": torch.tensor([72, 60])}, r"has shape \[72, 60\], expected"),
+        ("int-quantized", {"weight": torch.full((72, 64), 9, dtype=torch.int8)}, "more than 4 bits"),
+    ],
+)  # fmt: skip
+def test_damaged_matrices_are_named(
+    layout: str, changed: dict[str, Tensor | None], message: str, tmp_path: Path
+) -> None:
+    tensors, _ = write_matrix(tmp_path, Case(layout), (72, 64))
+    tensors |= {f"{NAME}.{key}": tensor for key, tensor in changed.items() if tensor is not None}
+    missing = {f"{NAME}.{key}" for key, tensor in changed.items() if tensor is None}
+    save_file({name: tensors[name] for name in tensors.keys() - missing}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path, dtype=torch.float32, quantization="auto")
+    with pytest.raises(CorruptModel, match=message):
+        checkpoint.weight(f"{NAME}.weight", (72, 64))
