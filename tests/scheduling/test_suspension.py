@@ -141,11 +141,12 @@ def test_other_offline_work_does_not_wait_for_what_is_suspended() -> None:
     assert suspended.slices[0].request_id not in plan.dropped
 
 
-def test_a_suspended_relegated_request_and_one_that_waits_for_its_blocks_both_end() -> None:
-    slo, predictor = SLO(0.2, 0.1), StepPredictor(linear_cost())
+def slo_scheduler(slo: SLO) -> Scheduler:
+    """With a pool of 600 tokens. A step takes 1 ms a token."""
+    predictor = StepPredictor(linear_cost())
     policy = SloPolicy(predictor, default_slo=slo, max_step_tokens=1000, can_stop=True)
     config = SchedulerConfig(max_num_batched_tokens=1000, max_prefill_chunk_tokens=1000)
-    scheduler = Scheduler(
+    return Scheduler(
         config,
         create_kv_cache(config, 150, 4, 0),
         policy,
@@ -153,6 +154,10 @@ def test_a_suspended_relegated_request_and_one_that_waits_for_its_blocks_both_en
         default_slo=slo,
         num_layers=NUM_LAYERS,
     )
+
+
+def test_a_suspended_relegated_request_and_one_that_waits_for_its_blocks_both_end() -> None:
+    scheduler = slo_scheduler(SLO(0.2, 0.1))
     scheduler.add(make_request(360, 8, request_id="first"))
     scheduler.add(make_request(400, 8, request_id="second"))
     now_s, plan = 0.0, scheduler.plan_step(0.0)
@@ -172,6 +177,30 @@ def test_a_suspended_relegated_request_and_one_that_waits_for_its_blocks_both_en
             plan, StepOutcome(tuple(sampled), suspended=suspended, layers_done=5 + layers), now_s
         )
     assert not scheduler.has_unfinished
+
+
+def test_a_suspended_decode_goes_on_though_an_online_prompt_is_there_at_all_times() -> None:
+    scheduler = slo_scheduler(SLO(1.0, 0.1))
+    scheduler.add(offline(4, 50, request_id="job"))
+    for outcome in (
+        StepOutcome((SampledToken(RequestId("job"), 7),)),
+        StepOutcome((), suspended=(RequestId("job"),), layers_done=5),
+    ):
+        scheduler.commit(scheduler.plan_step(0.0), outcome, 0.0)
+    now_s, ended_at_s, longest_s, dropped = 0.0, 0.0, 0.0, []
+    for number in range(20):
+        scheduler.add(make_request(30, 1, request_id=f"chat{number}", arrived_at_s=now_s))
+        plan = scheduler.plan_step(now_s)
+        assert f"chat{number}" in {each.request_id for each in plan.slices}, "the device does not wait"
+        dropped += plan.dropped
+        now_s += plan.predicted_s
+        sampled = tuple(SampledToken(each.request_id, 7) for each in plan.slices)
+        scheduler.commit(plan, StepOutcome(sampled), now_s)
+        scheduler.check_integrity()
+        if "job" in {each.request_id for each in plan.slices}:
+            longest_s, ended_at_s = max(longest_s, now_s - ended_at_s), now_s
+    assert dropped == ["job"], "what was suspended of it"
+    assert max(longest_s, now_s - ended_at_s) < 4.5 * 0.03, "four steps at most"
 
 
 def test_a_group_is_discarded_after_refusals_of_its_own() -> None:

@@ -105,6 +105,9 @@ class StepPlanner:
         batch = self._build(view, now_s)
         if batch.has_preempted and not batch.members:  # others may run in its place
             batch = self._build(self._snapshot(now_s), now_s)
+        if self.suspension.may_resume:
+            for request_id in batch.members.keys() & self.suspension.requests:
+                self.suspension.discard(request_id)
         predicted_s = batch.predicted_s
         safepoints = self.suspension.safepoints(batch, predicted_s, self.in_flight.may_suspend)
         work = Compute(self._slices_of(batch), predicted_s, safepoints)
@@ -192,7 +195,7 @@ class StepPlanner:
     def _snapshot(self, now_s: float) -> Snapshot[Request]:
         kv, requests = self.kv, self.requests
         in_flight, num_most = self.in_flight, self.config.max_num_seqs + _MAX_PASSED_OVER
-        running = requests.running_by_level(excluded=in_flight.closed.union(self.suspension.requests))
+        running = requests.running_by_level(excluded=in_flight.closed.union(self.suspension.waiting))
         in_other_steps: Mapping[PriorityLevel, Sequence[RequestView]] = {}
         if in_flight.max_steps > 1:
             in_other_steps = self._divide(running, now_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from backfill.core.config import SchedulerConfig
@@ -18,6 +18,9 @@ from backfill.scheduling.prediction import StepPredictor
 _MAX_REFUSALS = 16
 # No step is suspended once so many times the tokens of the largest step are: hidden states take memory.
 _MAX_SUSPENDED_STEPS = 2
+# A suspended decode waits for so many other steps at most, the one of the prompt that stopped it among them.
+# Where prompts are short, it resumes before that and nothing is lost.
+_MAX_STEPS_MISSED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +29,11 @@ class _Group:
 
     slices: tuple[ScheduledSlice, ...]
     layers_done: int
+    steps_missed: int = 0  # that computed other slices
 
     def without(self, request_ids: Collection[RequestId]) -> _Group:
         slices = tuple(each for each in self.slices if each.request_id not in request_ids)
-        return _Group(slices, self.layers_done)
+        return replace(self, slices=slices)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +42,10 @@ class Suspension:
 
     Of those of one step as many resume together as fit the time with at least one layer, for as many layers
     as fit. Those that were suspended first are the first to resume.
+
+    A decode that other steps have gone before for some time is computed again by the next one that has time
+    for it: its token costs little beside an online prompt. Else it would wait for as long as any prompt is
+    there, while decodes that were not stopped go on beside these.
 
     Args:
         predictor: predicts steps; None where none is stopped.
@@ -64,6 +72,18 @@ class Suspension:
         """Requests with a suspended slice."""
         groups = self._groups if self._resuming is None else [*self._groups, self._resuming]
         return {scheduled.request_id for group in groups for scheduled in group.slices}
+
+    @property
+    def waiting(self) -> Collection[RequestId]:
+        """Those of them whose slices no other step may compute again."""
+        free = {
+            scheduled.request_id
+            for group in self._groups
+            if group.steps_missed >= _MAX_STEPS_MISSED
+            for scheduled in group.slices
+            if scheduled.num_tokens == 1
+        }
+        return set(self.requests) - free
 
     @property
     def _num_tokens(self) -> int:
@@ -146,6 +166,8 @@ class Suspension:
         """Keep the slices that the step suspended; count those that it discarded."""
         if isinstance(plan.work, Resume):
             self._resuming = None
+        elif plan.slices:
+            self._groups = [replace(each, steps_missed=each.steps_missed + 1) for each in self._groups]
         if not outcome.stopped:
             return
         assert plan.safepoints is not None, "a step without safepoints was stopped"

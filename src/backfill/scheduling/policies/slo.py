@@ -331,17 +331,18 @@ class SloPolicy(Policy):
     # What else the engine asks.
 
     def resume_s(self, view: Snapshot[RequestView]) -> float:
-        """Slack of the online decodes less the time of their own step; 0 while there is an online prompt.
+        """Slack of online requests less a step of theirs; 0 while a step could compute an online prompt.
 
         Relegated requests do not count: the blocks that they wait for may be those of the suspended slices.
         """
         online = view.delayed(PriorityLevel.ONLINE)
-        if view.waiting[PriorityLevel.ONLINE] or any(map(_is_new, online)):
+        prompts = {each.request_id for each in online if _is_new(each)}
+        if view.waiting[PriorityLevel.ONLINE] or prompts - {each.request_id for each in view.restoring}:
             return 0.0
         if not online:
             return math.inf
         decodes_s = self._predictor.cost.step_time_s(_decode_load(online))
-        return max(0.0, self._usable_slack_s(online, (), view.now_s) - decodes_s)
+        return max(0.0, self._usable_slack_s(online, online, view.now_s) - decodes_s)
 
     def preemption_key(self, request: RequestView, lost_tokens: float) -> PreemptionKey:
         """Offline requests first: by least lost work, then by least to restore. Then online, latest first."""
