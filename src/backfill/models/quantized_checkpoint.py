@@ -89,12 +89,12 @@ class _Codes:
         scales = self.scales.to(form.scale_type)
         zeros = torch.full_like(scales, self.middle) if self.zeros is None else self.zeros.to(form.scale_type)
         codes, origin = self.codes, 0
-        if form.bits == 8:
-            origin = 128
-            start = origin if form.has_offsets else zeros.short().repeat_interleave(self.group, dim=1)
-            codes = (codes.short() - start).to(torch.int8)
+        if self.bits == 8:
+            codes, origin = (codes ^ 128).view(torch.int8), 128
+        elif form.bits == 8:
+            codes = codes.view(torch.int8) - zeros.to(torch.int8).repeat_interleave(self.group, dim=1)
         offsets = (origin - zeros) * scales if form.has_offsets else None
-        return QuantizedWeight(form, dtype, codes.contiguous(), scales, offsets)
+        return QuantizedWeight(form, dtype, codes, scales, offsets)
 
 
 class QuantizedCheckpoint(SafetensorsCheckpoint):
@@ -243,13 +243,11 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         words = self._matrix(name, in_words, index, torch.int32)
         if self._layout.is_zero_less_one and name.endswith(self._layout.zeros):  # subtracted from words
             words = words + (0x11111111 if bits == 4 else 0x01010101)
-        codes = words.movedim(along, 1).contiguous().view(torch.uint8)
-        if bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
-        if self._layout.order is not None:
-            codes = codes.view(len(codes), -1, per_word)[..., self._layout.order].flatten(1)
-        codes = codes[:, start % per_word :][:, : stop - start]
-        return codes.movedim(1, along).contiguous()
+        words, mask = words.contiguous(), (1 << bits) - 1
+        order = self._layout.order or range(per_word)
+        places = [(words >> bits * place & mask).to(torch.uint8) for place in order]
+        codes = torch.stack(places, dim=along + 1).flatten(along, along + 1)
+        return codes.narrow(along, start % per_word, stop - start).contiguous()
 
     def _matrix(
         self, name: str, shape: Sequence[int], index: Sequence[slice], kind: torch.dtype | None = None
