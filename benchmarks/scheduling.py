@@ -42,7 +42,7 @@ _WARM_UP = 600
 
 
 def time_decisions(
-    policy: PolicyName, num_running: int, num_queued: int, *, has_host_pool: bool
+    policy: PolicyName, num_running: int, num_queued: int, *, has_host_pool: bool, num_owners: int = 1
 ) -> tuple[float, float]:
     """Median seconds to plan and commit a step while ``num_running`` requests decode, and of such a step.
 
@@ -69,7 +69,8 @@ def time_decisions(
     )
     for index in range(num_running + num_queued):
         is_online = index < num_running // 4
-        scheduler.add(_request(index, ServiceClass.ONLINE if is_online else ServiceClass.OFFLINE))
+        service_class = ServiceClass.ONLINE if is_online else ServiceClass.OFFLINE
+        scheduler.add(_request(index, service_class, owner=f"owner{index % num_owners}"))
     for _ in range(_WARM_UP):  # until every request that fits has its prompt computed
         _step(scheduler, clock)
     assert len(scheduler.requests.running) == num_running
@@ -133,13 +134,16 @@ def _step(scheduler: Scheduler, clock: VirtualClock) -> float:
     return planned_s + time.perf_counter() - began
 
 
-def _request(index: int, service_class: ServiceClass, num_tokens: int = _PROMPT_TOKENS) -> Request:
+def _request(
+    index: int, service_class: ServiceClass, num_tokens: int = _PROMPT_TOKENS, owner: str = ""
+) -> Request:
     first_token = index * num_tokens  # no two requests share a token
     return Request(
         request_id=RequestId(f"r{index}"),
         prompt_token_ids=range(first_token, first_token + num_tokens),
         sampling=SamplingParams(max_tokens=_STEPS + _WARM_UP, temperature=0.0, ignore_eos=True),
         service_class=service_class,
+        owner=owner,
     )
 
 
@@ -149,21 +153,27 @@ def main() -> None:
     parser.add_argument("--policy", choices=known, action="append", help="default: all of them")
     policies: list[PolicyName] = parser.parse_args().policy or known
     figures: dict[str, dict[str, float]] = {}
-    print("policy    running   queued   host pool   decision, ms (median)   us a running request   of a step")
+    print("policy    running   queued  owners   host pool   decision, ms (median)   us a running request   of a step")
     for policy in policies:
         figures[policy] = {}
-        for num_running, num_queued, has_host_pool in (
-            (32, 10_000, False),
-            (64, 10_000, False),
-            (128, 10_000, False),
-            (256, 10_000, False),
-            (256, 0, False),
-            (256, 10_000, True),
+        for num_running, num_queued, num_owners, has_host_pool in (
+            (32, 10_000, 1, False),
+            (64, 10_000, 1, False),
+            (128, 10_000, 1, False),
+            (256, 10_000, 1, False),
+            (256, 2_000, 2, False),
+            (256, 2_000, 50, False),
+            (256, 0, 1, False),
+            (256, 10_000, 1, True),
         ):
-            seconds, step_s = time_decisions(policy, num_running, num_queued, has_host_pool=has_host_pool)
-            figures[policy][f"{num_running}_{num_queued}{'_host' if has_host_pool else ''}"] = seconds
+            seconds, step_s = time_decisions(
+                policy, num_running, num_queued, has_host_pool=has_host_pool, num_owners=num_owners
+            )
+            of_owners = f"_owners{num_owners}" if num_owners > 1 else ""
+            name = f"{num_running}_{num_queued}{of_owners}{'_host' if has_host_pool else ''}"
+            figures[policy][name] = seconds
             print(
-                f"{policy:9s} {num_running:7d} {num_queued:8d} {'yes' if has_host_pool else 'no':>11s} "
+                f"{policy:9s} {num_running:7d} {num_queued:8d} {num_owners:7d} {'yes' if has_host_pool else 'no':>11s} "
                 f"{seconds * 1e3:14.3f} {seconds / num_running * 1e6:21.2f} {seconds / step_s:20.2%}"
             )
     preemptions = {num_blocks: time_preemption(num_blocks) for num_blocks in (100, 1000)}

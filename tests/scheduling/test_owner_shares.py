@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backfill.core.request import Request
+from backfill.core.request import Request, order_key
 from backfill.core.slo import SLO
+from backfill.scheduling import owner_shares
 from backfill.scheduling.owner_shares import OwnerShares
 from backfill.scheduling.policies.baselines import FcfsPolicy
 from backfill.scheduling.policies.create import PolicyFactory
+from backfill.scheduling.queues import RequestQueue
 from tests.builders import linear_cost, make_request
 from tests.scheduling.bench import Bench, bros_policy, conserve_policy, offline, slo_policy
+
+
+def by_owner(requests: Iterable[Request]) -> dict[str, list[Request]]:
+    """Each owner's, in their order."""
+    queues = defaultdict[str, list[Request]](list)
+    for request in requests:
+        queues[request.owner].append(request)
+    return queues
 
 
 class Service:
@@ -36,7 +48,7 @@ class Service:
             self.shares.forget()
             request = self.waiting[0]
         else:
-            request = self.shares.order(self.waiting, (), 1)[0]
+            request = self.shares.order(by_owner(self.waiting), (), 1)[0]
         self.waiting.remove(request)
         request.first_scheduled_at_s = 0.0
         self.shares.on_end(request)
@@ -60,7 +72,7 @@ def test_what_runs_for_an_owner_counts_and_what_the_cache_had_does_not() -> None
     running = make_request(50, owner="a")
     running.first_scheduled_at_s, running.num_cached_tokens = 0.0, 10
     waiting = [make_request(30, owner="a"), *(make_request(30, owner="b") for _ in range(3))]
-    order = OwnerShares().order(waiting, [running], 4)
+    order = OwnerShares().order(by_owner(waiting), [running], 4)
     assert [each.owner for each in order] == ["b", "b", "a", "b"]  # 40 of a's against 0, 30, 60
 
 
@@ -68,7 +80,7 @@ def test_a_preempted_request_is_not_counted_twice() -> None:
     preempted = make_request(50, owner="a")
     preempted.first_scheduled_at_s = 0.0
     waiting = [preempted, make_request(30, owner="a"), *(make_request(30, owner="b") for _ in range(3))]
-    order = OwnerShares().order(waiting, [], 5)
+    order = OwnerShares().order(by_owner(waiting), [preempted], 5)
     assert [each.owner for each in order] == ["b", "b", "a", "a", "b"]  # 50 of a's against 0, 30, 60; then 80
 
 
@@ -105,6 +117,80 @@ def test_backlogged_owners_get_their_shares(weights: list[float], sizes: list[in
         service.serve_next()
         had = [service.tokens_had[owner] / weight for owner, weight in owners.items()]
         assert max(had) - min(had) <= bound + 1e-9, had
+
+
+def plain_order(waiting: Iterable[Request], running: Iterable[Request]) -> list[Request]:
+    """The definition: again and again the first request of the owner that has had the least."""
+    left, had = sorted(waiting, key=order_key), defaultdict[str, float](float)
+    for request in (*left, *running):
+        if request.first_scheduled_at_s is not None:
+            had[request.owner] += (request.num_tokens - request.num_cached_tokens) / request.owner_weight
+    ordered = list[Request]()
+    while left:
+        first = {owner: queue[0] for owner, queue in by_owner(left).items()}
+        owner = min(first, key=lambda each: (had[each], first[each].order_key))
+        request = first[owner]
+        if request.first_scheduled_at_s is None:
+            had[owner] += request.num_pending_tokens / request.owner_weight
+        ordered.append(request)
+        left.remove(request)
+    return ordered
+
+
+@given(st.data())
+def test_a_queue_is_in_the_plain_order_however_far_it_is_read(data: st.DataObject) -> None:
+    """Whatever came and went before, and though it changes while it is read."""
+    queue, queued, running = RequestQueue(), list[Request](), list[Request]()
+    weights = {"a": 1.0, "b": 2.0, "c": 0.5}
+    for number in range(data.draw(st.integers(2, 24))):
+        owner = data.draw(st.sampled_from(sorted(weights)))
+        request = make_request(
+            data.draw(st.integers(1, 40)),
+            owner=owner,
+            owner_weight=weights[owner],
+            priority=data.draw(st.integers(0, 1)),
+        )
+        request.enqueue(number)
+        if data.draw(st.booleans()):
+            request.first_scheduled_at_s = 0.0
+        if request.first_scheduled_at_s is not None and data.draw(st.booleans()):
+            running.append(request)
+        else:
+            queue.push(request)
+            queued.append(request)
+    for request in data.draw(st.permutations(queued))[: data.draw(st.integers(0, len(queued)))]:
+        queue.remove(request)
+        queued.remove(request)
+    if len({each.owner for each in queued}) < 2:
+        assert list(queue.first(99, running)) == sorted(queued, key=order_key)
+        return
+    expected = plain_order(queued, running)
+    num_most = data.draw(st.integers(0, len(queued) + 1))
+    first = queue.first(num_most, running)
+    assert len(first) == min(num_most, len(queued))
+    num_read = data.draw(st.integers(0, len(first)))
+    assert list(first[:num_read]) == expected[:num_read]
+    for request in expected[:num_read]:  # they start
+        queue.remove(request)
+    assert list(first) == expected[:num_most]
+
+
+def test_a_plan_reads_a_long_queue_of_several_owners_only_as_far_as_it_starts_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(max_num_batched_tokens=100, max_prefill_chunk_tokens=100)
+    bench.add(*(offline(40, 5, owner=f"owner{number % 50}") for number in range(1000)))
+    num_read = Counter[str]()
+
+    def in_order(*args: Any) -> Iterator[Request]:
+        for request in plain(*args):
+            num_read["requests"] += 1
+            yield request
+
+    plain = owner_shares._in_order
+    monkeypatch.setattr(owner_shares, "_in_order", in_order)
+    plan = bench.step()
+    assert 0 < len(plan.slices) <= num_read["requests"] <= len(plan.slices) + 2
 
 
 POLICIES = [

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import overload
 
 from backfill.core.request import Request
 
@@ -32,32 +34,19 @@ class OwnerShares:
         if self._waiting:
             self._ended[request.owner] = self._ended.get(request.owner, 0.0) + _tokens_in_service(request)
 
-    def order(self, waiting: Sequence[Request], running: Iterable[Request], num_most: int) -> list[Request]:
+    def order(
+        self, queues: Mapping[str, Sequence[Request]], started: Iterable[Request], num_most: int
+    ) -> Sequence[Request]:
         """The first ``num_most`` requests to start.
 
         Args:
-            waiting: in the order that they have among those of one owner.
-            running: the others that have started.
+            queues: of each owner, in its own order. They may change afterwards.
+            started: all that have started and not ended, preempted ones that wait among them.
         """
-        queues: dict[str, list[Request]] = {}
-        for request in waiting:
-            queues.setdefault(request.owner, []).append(request)
-        had = self._had(queues.keys(), (*running, *waiting))
-        heap = [(had[owner], queue[0].order_key, owner) for owner, queue in queues.items()]
-        heapq.heapify(heap)
-        num_taken, ordered = Counter[str](), list[Request]()
-        while heap and len(ordered) < num_most:
-            tokens, _, owner = heap[0]
-            queue, index = queues[owner], num_taken[owner]
-            ordered.append(queue[index])
-            if index + 1 == len(queue):
-                heapq.heappop(heap)
-                continue
-            num_taken[owner] += 1
-            if queue[index].first_scheduled_at_s is None:  # else it is counted already
-                tokens += queue[index].num_pending_tokens / queue[index].owner_weight
-            heapq.heapreplace(heap, (tokens, queue[index + 1].order_key, owner))
-        return ordered
+        had = self._had(queues.keys(), started)
+        firsts = {owner: queue[:num_most] for owner, queue in queues.items()}
+        num_waiting = sum(map(len, firsts.values()))
+        return _Ordered(_in_order(firsts, had), min(num_most, num_waiting))
 
     def _had(self, owners: Iterable[str], requests: Iterable[Request]) -> defaultdict[str, float]:
         """Tokens over weight of each owner, after those that came to wait are raised."""
@@ -83,3 +72,51 @@ def _tokens_in_service(request: Request) -> float:
     if request.first_scheduled_at_s is None:
         return 0.0
     return (request.num_tokens - request.num_cached_tokens) / request.owner_weight
+
+
+def _in_order(queues: Mapping[str, Sequence[Request]], had: Mapping[str, float]) -> Iterator[Request]:
+    rests = {owner: iter(queue) for owner, queue in queues.items()}
+    heap = [(had[owner], (first := next(rest)).order_key, owner, first) for owner, rest in rests.items()]
+    heapq.heapify(heap)
+    while heap:
+        tokens, _, owner, request = heap[0]
+        following = next(rests[owner], None)
+        if following is None:
+            heapq.heappop(heap)
+        else:
+            if request.first_scheduled_at_s is None:  # else it is counted already
+                tokens += request.num_pending_tokens / request.owner_weight
+            heapq.heapreplace(heap, (tokens, following.order_key, owner, following))
+        yield request
+
+
+class _Ordered(Sequence[Request]):
+    """Requests that are put into their order as far as they are read: of many, a step starts few."""
+
+    def __init__(self, requests: Iterator[Request], num_requests: int) -> None:
+        self._requests = requests
+        self._num_requests = num_requests
+        self._read: list[Request] = []
+
+    def __len__(self) -> int:
+        return self._num_requests
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._read
+        for place in range(len(self._read), self._num_requests):
+            yield self._read[place] if place < len(self._read) else self._read_next()
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Request]: ...
+    def __getitem__(self, index: int | slice) -> Request | Sequence[Request]:
+        places = range(self._num_requests)[index]
+        last = places if isinstance(places, int) else max(places, default=-1)
+        self._read += itertools.islice(self._requests, max(0, last + 1 - len(self._read)))
+        return self._read[places] if isinstance(places, int) else [self._read[place] for place in places]
+
+    def _read_next(self) -> Request:
+        request = next(self._requests)
+        self._read.append(request)
+        return request

@@ -208,7 +208,7 @@ class StepPlanner:
             waiting={
                 level: ()
                 if level in paused
-                else tuple(requests.first_waiting(level, min(num_most, -(-len(queue) // in_flight.max_more))))
+                else requests.first_waiting(level, min(num_most, -(-len(queue) // in_flight.max_more)))
                 for level, queue in requests.waiting.items()
             },
             num_blocks=kv.num_blocks,

@@ -6,7 +6,6 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -90,7 +89,8 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
-        self._num_of_owner = Counter[str]()
+        self._of_owner: dict[str, list[Request]] = {}
+        self._preempted: dict[RequestId, Request] = {}
         self._shares = OwnerShares()
 
     def __len__(self) -> int:
@@ -106,23 +106,28 @@ class RequestQueue:
 
         ``running`` are the requests of this level that have started and are not in the queue.
         """
-        if len(self._num_of_owner) < 2:
+        if len(self._of_owner) < 2:
             self._shares.forget()
             return self._requests[:num_most]
-        return self._shares.order(self._requests, running, num_most)
+        started = itertools.chain(running, self._preempted.values())
+        return self._shares.order(self._of_owner, started, num_most)
 
     def push(self, request: Request) -> None:
         insort(self._requests, request, key=order_key)
-        self._num_of_owner[request.owner] += 1
+        insort(self._of_owner.setdefault(request.owner, []), request, key=order_key)
+        if request.first_scheduled_at_s is not None:
+            self._preempted[request.request_id] = request
 
     def remove(self, request: Request) -> None:
         """Remove a request that is in the queue, at any position."""
-        index = bisect_left(self._requests, request.order_key, key=order_key)
-        assert self._requests[index] is request, f"{request.request_id} is not where its key says"
-        del self._requests[index]
-        self._num_of_owner[request.owner] -= 1
-        if not self._num_of_owner[request.owner]:
-            del self._num_of_owner[request.owner]
+        of_owner = self._of_owner[request.owner]
+        for queue in (self._requests, of_owner):
+            index = bisect_left(queue, request.order_key, key=order_key)
+            assert queue[index] is request, f"{request.request_id} is not where its key says"
+            del queue[index]
+        if not of_owner:
+            del self._of_owner[request.owner]
+        self._preempted.pop(request.request_id, None)
 
     def on_end(self, request: Request) -> None:
         """A request of this level is about to finish."""

@@ -280,7 +280,7 @@ class SloPolicy(Policy):
         self, view: Snapshot[R], builder: BatchBuilder[R], online: Sequence[RequestView]
     ) -> None:
         """Beside an online prompt, as far as they hardly delay its first token."""
-        prompts: list[RequestView] = [*online, *view.waiting[PriorityLevel.ONLINE]]
+        prompts: list[RequestView] = [*online, *view.waiting[PriorityLevel.ONLINE][:_MAX_WEIGHED]]
         longest_s = builder.batch.predicted_s * (1.0 + _BESIDE_PROMPTS)
         limit_s = min(self._usable_slack_s(online, prompts, view.now_s), longest_s)
         for level in (PriorityLevel.PROMOTED, PriorityLevel.OFFLINE):
@@ -353,8 +353,8 @@ class SloPolicy(Policy):
 
     def step_limit_s(self, view: Snapshot[RequestView]) -> float:
         """The least slack of the online decodes, and of the first tokens that can still be in time."""
-        online = _delayed_online(view)
-        return self._usable_slack_s(online, [*online, *view.waiting[PriorityLevel.ONLINE]], view.now_s)
+        online, waiting = _delayed_online(view), view.waiting[PriorityLevel.ONLINE][:_MAX_WEIGHED]
+        return self._usable_slack_s(online, [*online, *waiting], view.now_s)
 
     # Slack.
 
