@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--policy", choices=known, action="append", help="default: all of them")
     policies: list[PolicyName] = parser.parse_args().policy or known
     figures: dict[str, dict[str, float]] = {}
-    print("policy    running   queued  owners   host pool   decision, ms (median)   us a running request   of a step")
+    print("policy    running   queued  owners   host pool   decision, ms   us a request   of a step")
     for policy in policies:
         figures[policy] = {}
         for num_running, num_queued, num_owners, has_host_pool in (
@@ -172,9 +172,10 @@ def main() -> None:
             of_owners = f"_owners{num_owners}" if num_owners > 1 else ""
             name = f"{num_running}_{num_queued}{of_owners}{'_host' if has_host_pool else ''}"
             figures[policy][name] = seconds
+            host = "yes" if has_host_pool else "no"
             print(
-                f"{policy:9s} {num_running:7d} {num_queued:8d} {num_owners:7d} {'yes' if has_host_pool else 'no':>11s} "
-                f"{seconds * 1e3:14.3f} {seconds / num_running * 1e6:21.2f} {seconds / step_s:20.2%}"
+                f"{policy:9s} {num_running:7d} {num_queued:8d} {num_owners:7d} {host:>11s} "
+                f"{seconds * 1e3:12.3f} {seconds / num_running * 1e6:14.2f} {seconds / step_s:11.2%}"
             )
     preemptions = {num_blocks: time_preemption(num_blocks) for num_blocks in (100, 1000)}
     for num_blocks, (preempt_s, take_s) in preemptions.items():

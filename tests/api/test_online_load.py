@@ -74,7 +74,8 @@ def test_a_flood_of_another_owner_counts_up_to_the_tokens_of_ones_own() -> None:
     flood = [add(load, 100, owner="flood", priority=-9, first_token_by_s=50.0) for _ in range(20)]
     assert predict(load, 100, owner="late").ttft_s == pytest.approx(2 * 0.15)
     assert predict(load, 100, owner="flood").ttft_s == pytest.approx(21 * 0.15)
-    assert predict(load, 100, owner="late", ttft_slo_s=0.0).ttft_s == pytest.approx(21 * 0.15), "it is late"
+    assert predict(load, 100, owner="late", ttft_slo_s=0.0).ttft_s == pytest.approx(2 * 0.15), "nor if late"
+    assert predict(load, 100, owner="flood", ttft_slo_s=0.0).ttft_s == pytest.approx(21 * 0.15)
     add(load, 100, owner="late")
     assert predict(load, 100, owner="late").ttft_s == pytest.approx(4 * 0.15)
     for choices in flood[1:]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backfill.core.request import Request, order_key
+from backfill.core.request import PriorityLevel, Request, order_key
 from backfill.core.slo import SLO
-from backfill.scheduling import owner_shares
-from backfill.scheduling.owner_shares import OwnerShares
+from backfill.scheduling import queues
+from backfill.scheduling.owner_shares import OwnerShares, in_turn
 from backfill.scheduling.policies.baselines import FcfsPolicy
 from backfill.scheduling.policies.create import PolicyFactory
 from backfill.scheduling.queues import RequestQueue
@@ -27,6 +27,11 @@ def by_owner(requests: Iterable[Request]) -> dict[str, list[Request]]:
     for request in requests:
         queues[request.owner].append(request)
     return queues
+
+
+def order_of(waiting: Iterable[Request], started: Iterable[Request]) -> Sequence[Request]:
+    queues = by_owner(waiting)
+    return list(in_turn(queues, OwnerShares().served(queues.keys(), started)))
 
 
 class Service:
@@ -44,11 +49,8 @@ class Service:
         return request
 
     def serve_next(self) -> Request:
-        if len({each.owner for each in self.waiting}) < 2:
-            self.shares.forget()
-            request = self.waiting[0]
-        else:
-            request = self.shares.order(by_owner(self.waiting), (), 1)[0]
+        queues = by_owner(self.waiting)
+        request = next(in_turn(queues, defaultdict(float, self.shares.served(queues.keys(), ()))))
         self.waiting.remove(request)
         request.first_scheduled_at_s = 0.0
         self.shares.on_end(request)
@@ -72,16 +74,25 @@ def test_what_runs_for_an_owner_counts_and_what_the_cache_had_does_not() -> None
     running = make_request(50, owner="a")
     running.first_scheduled_at_s, running.num_cached_tokens = 0.0, 10
     waiting = [make_request(30, owner="a"), *(make_request(30, owner="b") for _ in range(3))]
-    order = OwnerShares().order(by_owner(waiting), [running], 4)
-    assert [each.owner for each in order] == ["b", "b", "a", "b"]  # 40 of a's against 0, 30, 60
+    assert [each.owner for each in order_of(waiting, [running])][:4] == [
+        "b",
+        "b",
+        "a",
+        "b",
+    ]  # 40 of a's against 0, 30, 60
 
 
 def test_a_preempted_request_is_not_counted_twice() -> None:
     preempted = make_request(50, owner="a")
     preempted.first_scheduled_at_s = 0.0
     waiting = [preempted, make_request(30, owner="a"), *(make_request(30, owner="b") for _ in range(3))]
-    order = OwnerShares().order(by_owner(waiting), [preempted], 5)
-    assert [each.owner for each in order] == ["b", "b", "a", "a", "b"]  # 50 of a's against 0, 30, 60; then 80
+    assert [each.owner for each in order_of(waiting, [preempted])] == [
+        "b",
+        "b",
+        "a",
+        "a",
+        "b",
+    ]  # 50 of a's against 0, 30, 60; then 80
 
 
 def test_who_asked_for_nothing_has_no_claim_for_it() -> None:
@@ -182,13 +193,12 @@ def test_a_plan_reads_a_long_queue_of_several_owners_only_as_far_as_it_starts_re
     bench.add(*(offline(40, 5, owner=f"owner{number % 50}") for number in range(1000)))
     num_read = Counter[str]()
 
-    def in_order(*args: Any) -> Iterator[Request]:
-        for request in plain(*args):
+    def counted(*args: Any) -> Iterator[Request]:
+        for request in in_turn(*args):
             num_read["requests"] += 1
             yield request
 
-    plain = owner_shares._in_order
-    monkeypatch.setattr(owner_shares, "_in_order", in_order)
+    monkeypatch.setattr(queues, "in_turn", counted)
     plan = bench.step()
     assert 0 < len(plan.slices) <= num_read["requests"] <= len(plan.slices) + 2
 
@@ -252,3 +262,65 @@ def test_a_long_prompt_of_one_owner_holds_up_no_short_ones_of_another(policy: Po
         bench.step()
     late = [each for each in chats if (each.first_token_at_s or 99) - each.arrived_at_s > 1.15]
     assert len(chats) > 10 and not late
+
+
+def slow_bench(step_s: float = 0.1, **limits: int) -> Bench:
+    """A second for 1000 prompt tokens, and what each step takes more."""
+    cost = linear_cost(token_s=0.001, step_s=step_s)
+    sizes = {"max_num_batched_tokens": 1000, "max_prefill_chunk_tokens": 1000}
+    return Bench(slo_policy, cost=cost, num_blocks=20_000, **{**sizes, **limits})
+
+
+def keep_waiting(bench: Bench, num: int, prompt_tokens: int) -> None:
+    """Prompts of the flood that can be in time, and urgent ones."""
+    waiting = bench.scheduler.requests.waiting[PriorityLevel.ONLINE].requests
+    for _ in range(num - sum(each.owner == "flood" for each in waiting)):
+        now_s = bench.clock.now_s()
+        bench.add(make_request(prompt_tokens, 1, owner="flood", priority=-100, arrived_at_s=now_s))
+
+
+def test_a_late_prompt_of_one_owner_does_not_wait_for_all_that_another_sends() -> None:
+    """It was relegated while it was alone, and no other one of its owner waits."""
+    bench = slow_bench()
+    late = make_request(3000, 1, owner="late", slo=SLO(ttft_s=0.5, tpot_s=0.1))
+    bench.add(late)
+    bench.step()
+    while late.first_token_at_s is None and bench.clock.now_s() < 30.0:
+        keep_waiting(bench, 20, 200)
+        bench.step()
+    assert late.first_token_at_s is not None
+    assert late.first_token_at_s < 3 + 3 + 2, "half of the time, and what had begun"
+
+
+def test_of_one_owner_a_late_prompt_still_waits_for_those_in_time() -> None:
+    bench = slow_bench()
+    late = make_request(3000, 1, owner="flood", slo=SLO(ttft_s=0.5, tpot_s=0.1))
+    bench.add(late)
+    for _ in range(30):
+        keep_waiting(bench, 20, 200)
+        bench.step()
+    assert late.priority_level is PriorityLevel.RELEGATED
+
+
+def test_a_begun_prompt_gives_the_next_chunk_to_who_was_served_less() -> None:
+    """Also where the begun one has the earlier deadline and the more urgent priority."""
+    bench = slow_bench(step_s=0.02, max_num_batched_tokens=200, max_prefill_chunk_tokens=200)
+    begun = make_request(5000, 1, owner="long", priority=-100, slo=SLO(ttft_s=10.0, tpot_s=1.0))
+    bench.step(begun)
+    for _ in range(3):
+        short = make_request(
+            100, 1, owner="short", arrived_at_s=bench.clock.now_s(), slo=SLO(ttft_s=60.0, tpot_s=1.0)
+        )
+        bench.step(short)
+        assert short.finish_reason is not None
+    assert begun.first_token_at_s is None
+
+
+def test_steps_of_prompts_alone_are_short_where_there_are_several_owners() -> None:
+    def first_step_s(*owners: str) -> float:
+        bench = slow_bench(step_s=0.01)
+        bench.add(*(offline(40, 5, owner=owner) for owner in owners))
+        bench.step(*(make_request(400, 1, owner="a", slo=SLO(ttft_s=60.0, tpot_s=1.0)) for _ in range(3)))
+        return bench.clock.now_s()
+
+    assert first_step_s("a", "b") < 0.5 * first_step_s("a", "a")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
@@ -78,10 +78,10 @@ class OnlineLoad:
     """Counts the prompts that wait for their first token, and the requests that decode or soon will.
 
     Prompts that the scheduler has relegated (``scheduling/queues.py``) are counted apart: they are served
-    after those that can still be in time. Between owners there are turns (``scheduling/owner_shares.py``):
-    prompts of each other one count up to the tokens of its own that a request has before it, as if all had
-    one weight. A prompt counts whole until its first token, so one that is partly
-    computed is taken for relegated too early.
+    after those of their owner that can still be in time. Between owners there are turns
+    (``scheduling/owner_shares.py``): prompts of each other one count up to the tokens of its own that a
+    request has before it, as if all had one weight. A prompt counts whole until its first token, so one that
+    is partly computed is taken for relegated too early.
 
     A decode gains a token in each step with online work, so its context is counted in steps: about right, and
     without a look at every token.
@@ -165,10 +165,7 @@ class OnlineLoad:
         for tokens in prompt_tokens:
             self._put(own, tokens)
         is_late = self._relegated_at_s(max(prompt_tokens), first_token_by_s) <= now_s
-        ahead = self._ahead(own, _Queue(owner, priority), self._relegated if is_late else self._in_time)
-        if is_late:
-            for load in self._in_time.values():
-                _add(ahead, load)
+        ahead = self._ahead(own, _Queue(owner, priority), is_late=is_late)
         waited_s = now_s - arrived_at_s
         return Prediction(
             ttft_s=waited_s + self._prefill_s(ahead),
@@ -177,14 +174,16 @@ class OnlineLoad:
             decode_alone_s=self._decode_s(prompt_tokens, 0),
         )
 
-    def _ahead(self, own: StepLoad, queue: _Queue, level: Mapping[_Queue, StepLoad]) -> StepLoad:
-        """Of the prompts of one level: a request's own, and those that are served before it."""
+    def _ahead(self, own: StepLoad, queue: _Queue, *, is_late: bool) -> StepLoad:
+        """Of the waiting prompts: a request's own, and those that are served before it."""
         ahead, of_others = own.copy(), dict[str, StepLoad]()
-        for other, load in level.items():
-            if other.owner != queue.owner:
-                _add(of_others.setdefault(other.owner, StepLoad()), load)
-            elif other.priority <= queue.priority:
-                _add(ahead, load)
+        own_level = self._relegated if is_late else self._in_time
+        for level in (self._in_time, self._relegated) if is_late else (self._in_time,):
+            for other, load in level.items():
+                if other.owner != queue.owner:
+                    _add(of_others.setdefault(other.owner, StepLoad()), load)
+                elif level is not own_level or other.priority <= queue.priority:
+                    _add(ahead, load)
         num_tokens = ahead.num_tokens
         for load in of_others.values():
             _add(ahead, load, min(1.0, num_tokens / load.num_tokens))

@@ -143,6 +143,11 @@ class Request:
         self.num_tokens += 1
 
     @property
+    def has_started(self) -> bool:
+        """It has been in a step."""
+        return self.first_scheduled_at_s is not None
+
+    @property
     def num_pending_tokens(self) -> int:
         """Tokens to compute before the next token can be sampled; >= 1 until the request finishes."""
         return self.num_tokens - self.num_computed_tokens

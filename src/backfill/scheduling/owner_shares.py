@@ -5,78 +5,71 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from heapq import merge
 from typing import overload
 
-from backfill.core.request import Request
+from backfill.core.request import Request, order_key
+from backfill.scheduling.policy import R
 
 
 class OwnerShares:
-    """The owner that has had the fewest tokens over its weight is next, with the first request of its own.
+    """Tokens over weight that each owner was served; the one with the fewest is next.
 
-    Tokens count as in VTC (arXiv 2401.00588), while at least two owners wait: those of requests in service,
-    and of those that have ended meanwhile. Tokens found in the prefix cache do not. An owner that comes to
-    wait is raised to the one that has had the least, so it gains nothing by having asked for nothing before.
-    A request counts whole when it starts, as its prompt; VTC counts the steps. Nothing is counted while one
-    owner waits alone, and what was counted is then forgotten.
+    They count as in VTC (arXiv 2401.00588), while at least two owners compete: the prompt of a request when
+    it starts, without what the prefix cache had, and each output token. An owner that comes to compete is
+    raised to the least served of those that do, so it gains nothing by having asked for nothing before. With
+    one owner nothing is counted, and what was counted is forgotten.
     """
 
     def __init__(self) -> None:
-        self._waiting: set[str] = set()  # owners, when the order was last asked for
+        self._competing: set[str] = set()  # owners, when it was last asked who was served
         self._ended: dict[str, float] = {}  # tokens over weight
 
-    def forget(self) -> None:
-        """No two owners wait."""
-        self._waiting.clear()
-        self._ended.clear()
-
     def on_end(self, request: Request) -> None:
-        if self._waiting:
+        if self._competing:
             self._ended[request.owner] = self._ended.get(request.owner, 0.0) + _tokens_in_service(request)
 
-    def order(
-        self, queues: Mapping[str, Sequence[Request]], started: Iterable[Request], num_most: int
-    ) -> Sequence[Request]:
-        """The first ``num_most`` requests to start.
+    def served(self, owners: Set[str], started: Iterable[Request]) -> Mapping[str, float]:
+        """Tokens over weight of each owner that competes, after those that came are raised; empty for one.
 
         Args:
-            queues: of each owner, in its own order. They may change afterwards.
-            started: all that have started and not ended, preempted ones that wait among them.
+            owners: that compete: of requests that wait, and of prompts that are being computed.
+            started: all requests that have started and not ended, preempted ones that wait among them.
         """
-        had = self._had(queues.keys(), started)
-        firsts = {owner: queue[:num_most] for owner, queue in queues.items()}
-        num_waiting = sum(map(len, firsts.values()))
-        return _Ordered(_in_order(firsts, had), min(num_most, num_waiting))
-
-    def _had(self, owners: Iterable[str], requests: Iterable[Request]) -> defaultdict[str, float]:
-        """Tokens over weight of each owner, after those that came to wait are raised."""
-        had = defaultdict(float, self._ended)
-        for request in requests:
-            had[request.owner] += _tokens_in_service(request)
-        now_waiting = set(owners)
-        waited = self._waiting & now_waiting
-        least = min((had[owner] for owner in waited), default=0.0)
-        for owner in now_waiting - waited:
-            if (missing := least - had[owner]) > 0:
+        if len(owners) < 2:
+            self._competing = set()
+            self._ended.clear()
+            return {}
+        served = defaultdict(float, self._ended)
+        for request in started:
+            served[request.owner] += _tokens_in_service(request)
+        least = min((served[owner] for owner in self._competing & owners), default=0.0)
+        for owner in owners - self._competing:
+            if (missing := least - served[owner]) > 0:
                 self._ended[owner] = self._ended.get(owner, 0.0) + missing
-                had[owner] = least
-        for owner in self._ended.keys() - now_waiting:
-            if had[owner] <= least:  # it would be raised if it came back
+                served[owner] = least
+        for owner in self._ended.keys() - owners:
+            if served[owner] <= least:  # it would be raised if it came back
                 del self._ended[owner]
-        self._waiting = now_waiting
-        return had
+        self._competing = set(owners)
+        return served
 
 
 def _tokens_in_service(request: Request) -> float:
     """Over the weight; 0 for a request that has not started."""
-    if request.first_scheduled_at_s is None:
+    if not request.has_started:
         return 0.0
     return (request.num_tokens - request.num_cached_tokens) / request.owner_weight
 
 
-def _in_order(queues: Mapping[str, Sequence[Request]], had: Mapping[str, float]) -> Iterator[Request]:
+def in_turn(queues: Mapping[str, Sequence[R]], served: Mapping[str, float]) -> Iterator[R]:
+    """Requests of several owners, of each in its order: the next is of the owner that was served the least.
+
+    Args: served: tokens over weight, with all that started requests are to compute.
+    """
     rests = {owner: iter(queue) for owner, queue in queues.items()}
-    heap = [(had[owner], (first := next(rest)).order_key, owner, first) for owner, rest in rests.items()]
+    heap = [(served[owner], (first := next(rest)).order_key, owner, first) for owner, rest in rests.items()]
     heapq.heapify(heap)
     while heap:
         tokens, _, owner, request = heap[0]
@@ -84,13 +77,43 @@ def _in_order(queues: Mapping[str, Sequence[Request]], had: Mapping[str, float])
         if following is None:
             heapq.heappop(heap)
         else:
-            if request.first_scheduled_at_s is None:  # else it is counted already
+            if not request.has_started:  # else it is counted already
                 tokens += request.num_pending_tokens / request.owner_weight
             heapq.heapreplace(heap, (tokens, following.order_key, owner, following))
         yield request
 
 
-class _Ordered(Sequence[Request]):
+def prompts_in_turn(prefills: Sequence[R], waiting: Sequence[R], served: Mapping[str, float]) -> Sequence[R]:
+    """Begun and waiting prompts: of each owner in their order, and several owners in turn.
+
+    Here a prompt counts as far as it is computed: one that has begun gives the next chunk to an owner that
+    was served less. Else one long prompt would hold up all that others send while it is computed.
+
+    Args: served: see ``Snapshot``.
+    """
+    prompts = list(merge(prefills, waiting, key=order_key))
+    queues: dict[str, list[R]] = {}
+    for each in prompts:
+        queues.setdefault(each.owner, []).append(each)
+    if len(queues) < 2:
+        return prompts
+    computed = {owner: served.get(owner, 0.0) for owner in queues}
+    for each in prompts:
+        if each.has_started:
+            computed[each.owner] -= each.num_pending_tokens / each.owner_weight
+    return list(in_turn(queues, computed))
+
+
+def in_places_of_owners(places: Sequence[R], requests: Sequence[R]) -> Sequence[R]:
+    """The requests in this order, of each owner, where ``places`` has any of that owner."""
+    owners = {each.owner for each in places}
+    if len(owners) < 2:
+        return requests
+    rests = {owner: iter([each for each in requests if each.owner == owner]) for owner in owners}
+    return [next(rests[each.owner]) for each in places]
+
+
+class ReadInTurn(Sequence[Request]):
     """Requests that are put into their order as far as they are read: of many, a step starts few."""
 
     def __init__(self, requests: Iterator[Request], num_requests: int) -> None:

@@ -201,20 +201,23 @@ class StepPlanner:
             in_other_steps = self._divide(running, now_s)
         is_draining = self.division is not None and self.division.is_draining
         paused = OFFLINE_LEVELS if is_draining else ()
+        waiting = {
+            level: ()
+            if level in paused
+            else requests.first_waiting(level, min(num_most, -(-len(queue) // in_flight.max_more)))
+            for level, queue in requests.waiting.items()
+        }
         return Snapshot(
             now_s=in_flight.begins_at_s(now_s),
             running=running,
             restoring=tuple(requests.restoring.values()),
-            waiting={
-                level: ()
-                if level in paused
-                else requests.first_waiting(level, min(num_most, -(-len(queue) // in_flight.max_more)))
-                for level, queue in requests.waiting.items()
-            },
+            waiting=waiting,
             num_blocks=kv.num_blocks,
             online_blocks=kv.counts.online,
             reclaimable_blocks=kv.counts.reclaimable + kv.counts.protected,
             in_other_steps=in_other_steps,
+            num_owners=requests.num_owners,
+            served=requests.waiting[PriorityLevel.ONLINE].served,
         )
 
     def _divide(

@@ -38,6 +38,12 @@ class RequestView(Protocol):
     @property
     def owner(self) -> str: ...
     @property
+    def owner_weight(self) -> float: ...
+    @property
+    def has_started(self) -> bool:
+        """It has been in a step."""
+
+    @property
     def slo(self) -> SLO | None:
         """None for requests without objectives, as all offline ones are."""
 
@@ -95,6 +101,9 @@ class Snapshot(Generic[R_co]):
         in_other_steps: requests that could run but for the steps in flight: those in one of them, as they
             will be when it ends, and those that are left to the next step. The step delays their next tokens
             too.
+        num_owners: of all unfinished requests.
+        served: of owners that compete with online requests: tokens over weight (``OwnerShares``). Empty where
+            no two do.
     """
 
     now_s: float
@@ -105,6 +114,8 @@ class Snapshot(Generic[R_co]):
     online_blocks: int
     reclaimable_blocks: int = 0
     in_other_steps: Mapping[PriorityLevel, Sequence[RequestView]] = field(default_factory=dict)
+    num_owners: int = 1
+    served: Mapping[str, float] = field(default_factory=dict)
 
     def holders(self, level: PriorityLevel) -> Sequence[R_co]:
         """Requests of a level that hold blocks: those that run, then those that are being restored."""
@@ -306,24 +317,6 @@ def split(requests: Sequence[R]) -> tuple[Sequence[R], Sequence[R]]:
     if len(decodes) == len(requests):
         return decodes, ()
     return decodes, [request for request in requests if not request.is_decoding]
-
-
-def in_turn(prefills: Sequence[R], waiting: Sequence[R]) -> Sequence[R]:
-    """Prompts in their order, of one owner.
-
-    Where there are several, an owner's first waiting prompt has its place among the begun ones if the owner
-    has begun none: else one long prompt would hold up all that others send while it is computed. The rest
-    follows in turn.
-    """
-    if len({each.owner for each in (*prefills, *waiting)}) < 2:
-        return list(merge(prefills, waiting, key=order_key))
-    has_turn = {each.owner for each in prefills}
-    first: list[R] = []
-    rest: list[R] = []
-    for each in waiting:
-        (rest if each.owner in has_turn else first).append(each)
-        has_turn.add(each.owner)
-    return [*merge(prefills, sorted(first, key=order_key), key=order_key), *rest]
 
 
 def _merged(levels: Sequence[Sequence[R]]) -> Sequence[R]:

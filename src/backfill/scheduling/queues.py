@@ -6,7 +6,8 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from backfill.core.request import (
@@ -17,7 +18,7 @@ from backfill.core.request import (
     ServiceClass,
     order_key,
 )
-from backfill.scheduling.owner_shares import OwnerShares
+from backfill.scheduling.owner_shares import OwnerShares, ReadInTurn, in_turn
 from backfill.scheduling.prediction import StepPredictor
 
 _LEVELS = tuple(PriorityLevel)  # to iterate over the Enum takes longer
@@ -34,7 +35,7 @@ class LevelRule:
     An online request is relegated when it cannot meet its TTFT objective any more, even alone on the device:
     it is served with what the others leave, and is left out of the rule that bounds steps (the idea of
     arXiv 2503.22562). It returns only if it finds more of its prompt in the cache while it waits, and can be
-    in time with that.
+    in time with that. Relegation is between requests of one owner (``UnfinishedRequests``).
 
     Attributes:
         promote_before_s: an offline request is promoted this long before its completion window ends, or
@@ -85,6 +86,8 @@ class RequestQueue:
     """Waiting and preempted requests of one priority level by ``Request.order_key``, most urgent first.
 
     A preempted request keeps its key, so it goes before those that arrived after it.
+
+    Attributes: served: of the owners that compete, when ``first`` was last asked (``OwnerShares``).
     """
 
     def __init__(self) -> None:
@@ -92,6 +95,7 @@ class RequestQueue:
         self._of_owner: dict[str, list[Request]] = {}
         self._preempted: dict[RequestId, Request] = {}
         self._shares = OwnerShares()
+        self.served: Mapping[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -101,21 +105,31 @@ class RequestQueue:
         """In their order."""
         return self._requests
 
-    def first(self, num_most: int, running: Iterable[Request]) -> Sequence[Request]:
+    def first(self, num_most: int, running: Sequence[Request]) -> Sequence[Request]:
         """Those to start next: in their order, and where several owners wait, their owners in turn.
 
         ``running`` are the requests of this level that have started and are not in the queue.
         """
-        if len(self._of_owner) < 2:
-            self._shares.forget()
-            return self._requests[:num_most]
+        prompts = (each.owner for each in running if each.last_token_at_s is None)
         started = itertools.chain(running, self._preempted.values())
-        return self._shares.order(self._of_owner, started, num_most)
+        self.served = self._shares.served(self._of_owner.keys() | prompts, started)
+        if len(self._of_owner) < 2:
+            return self._requests[:num_most]
+        queues = {owner: queue[:num_most] for owner, queue in self._of_owner.items()}
+        return ReadInTurn(in_turn(queues, self.served), min(num_most, len(self._requests)))
+
+    def first_of_owners(self) -> list[Request]:
+        """Of each owner the first in its own order."""
+        return [queue[0] for queue in self._of_owner.values()]
+
+    def owners_besides(self, request: Request) -> set[str]:
+        """Whoever has a request in the queue other than this."""
+        return {owner for owner, queue in self._of_owner.items() if len(queue) > 1 or queue[0] is not request}
 
     def push(self, request: Request) -> None:
         insort(self._requests, request, key=order_key)
         insort(self._of_owner.setdefault(request.owner, []), request, key=order_key)
-        if request.first_scheduled_at_s is not None:
+        if request.has_started:
             self._preempted[request.request_id] = request
 
     def remove(self, request: Request) -> None:
@@ -162,6 +176,7 @@ class UnfinishedRequests:
         self.restoring: dict[RequestId, Request] = {}
         self.running: dict[RequestId, Request] = {}
         self.num_online = 0
+        self._num_of_owner = Counter[str]()
         self._rule = rule
         self._num_cached = num_cached
         self._orders_by_deadline = orders_by_deadline
@@ -169,6 +184,10 @@ class UnfinishedRequests:
         self._changes: list[tuple[float, int, Request]] = []  # a heap; may hold finished requests
         # Relegated before their deadline, and the tokens that the cache had for them then.
         self._relegated: dict[RequestId, int] = {}
+
+    @property
+    def num_owners(self) -> int:
+        return len(self._num_of_owner)
 
     def running_by_level(self, excluded: Collection[RequestId]) -> dict[PriorityLevel, list[Request]]:
         """Each level's in its order."""
@@ -185,7 +204,7 @@ class UnfinishedRequests:
     def first_waiting(self, level: PriorityLevel, num_most: int) -> Sequence[Request]:
         """The requests of a level to start next."""
         started = itertools.chain(self.running.values(), self.restoring.values())
-        return self.waiting[level].first(num_most, (each for each in started if each.priority_level is level))
+        return self.waiting[level].first(num_most, [each for each in started if each.priority_level is level])
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
@@ -193,6 +212,7 @@ class UnfinishedRequests:
         request.enqueue(self._num_added, by_deadline=self._orders_by_deadline)
         self._num_added += 1
         self.by_id[request.request_id] = request
+        self._num_of_owner[request.owner] += 1
         self.num_online += request.service_class is ServiceClass.ONLINE
         self.waiting[request.priority_level].push(request)
         if request.service_class is ServiceClass.ONLINE:
@@ -229,11 +249,15 @@ class UnfinishedRequests:
         self.running.pop(request.request_id, None)
         self.restoring.pop(request.request_id, None)
         del self.by_id[request.request_id]
+        self._num_of_owner[request.owner] -= 1
+        if not self._num_of_owner[request.owner]:
+            del self._num_of_owner[request.owner]
         self.num_online -= request.service_class is ServiceClass.ONLINE
 
     def change_levels(self, now_s: float, in_flight: Collection[RequestId] = ()) -> None:
         """Promote and relegate the requests that are due. Those in flight keep their level until later."""
         self._return_relegated(now_s)
+        self._give_turns(now_s, in_flight)
         put_off = []
         while self._changes and self._changes[0][0] <= now_s:
             request = heapq.heappop(self._changes)[2]
@@ -247,6 +271,9 @@ class UnfinishedRequests:
                 self._look_up(request)
             if self._rule.changes_at_s(request) > now_s:  # it has come further since
                 self._await_change(request, now_s)
+                continue
+            if request.priority_level is PriorityLevel.ONLINE and self._has_turn(request):
+                put_off.append(request)
                 continue
             self._move(request, self._rule.next_level(request))
             if request.priority_level is PriorityLevel.RELEGATED and _is_queued(request):
@@ -268,6 +295,34 @@ class UnfinishedRequests:
                 del self._relegated[request_id]
                 self._move(request, PriorityLevel.ONLINE)
                 self._await_change(request, now_s)
+
+    def _give_turns(self, now_s: float, in_flight: Collection[RequestId]) -> None:
+        """Relegation is between the prompts of one owner: one of each comes back where it has no others.
+
+        Else who floods the server would keep a late request of another owner waiting for as long as it does.
+        """
+        relegated = PriorityLevel.RELEGATED
+        for request in (
+            *(each for each in self.running.values() if each.priority_level is relegated),
+            *self.waiting[relegated].first_of_owners(),
+        ):
+            is_prompt = request.last_token_at_s is None and request.request_id not in in_flight
+            if is_prompt and self._has_turn(request):
+                self._relegated.pop(request.request_id, None)
+                self._move(request, PriorityLevel.ONLINE)
+                self._await_change(request, now_s)
+
+    def _has_turn(self, request: Request) -> bool:
+        """Other owners have online prompts that are in time, and the request's owner has none but this."""
+        owners = self.waiting[PriorityLevel.ONLINE].owners_besides(request)
+        owners |= {
+            each.owner
+            for each in self.running.values()
+            if each.priority_level is PriorityLevel.ONLINE
+            and each.last_token_at_s is None
+            and each is not request
+        }
+        return bool(owners) and request.owner not in owners
 
     def _look_up(self, request: Request) -> None:
         if _is_queued(request):

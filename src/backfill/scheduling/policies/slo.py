@@ -12,6 +12,7 @@ from backfill.core.request import PriorityLevel, RequestId
 from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
 from backfill.scheduling.objectives import least_tpot_slo, share_in_time
+from backfill.scheduling.owner_shares import in_places_of_owners, prompts_in_turn
 from backfill.scheduling.policy import (
     MIN_PREFILL_CHUNK_TOKENS,
     Admission,
@@ -23,7 +24,6 @@ from backfill.scheduling.policy import (
     RequestView,
     Snapshot,
     admit,
-    in_turn,
     serve,
     split,
 )
@@ -36,8 +36,8 @@ _PROMPT_STEP_SHARE = 0.5
 _BANK_SHARE = 0.5
 # Of the online requests that came together, those whose objectives bound steps where it is at least so many.
 _LEAST_SHARE_IN_TIME = 0.25
-# Part of the best rate of prompts that steps have where it is fewer.
-_LATE_EFFICIENCY = 0.9
+# Part of the best rate of prompts that steps have where it is fewer, or of several owners.
+_PROMPT_EFFICIENCY = 0.9
 # Prompts that are weighed against each other; those behind them wait.
 _MAX_WEIGHED = 512
 # Time by which offline decodes may lengthen a step that computes an online prompt.
@@ -63,7 +63,6 @@ class SloPolicy(Policy):
 
     Args:
         default_slo: of online requests that bring none.
-        max_step_tokens: most tokens of a step.
         can_stop: the executor can stop offline slices at safepoints.
         victims: within one priority level, the request that loses least work is preempted first
             (``least-lost``), or the latest.
@@ -134,8 +133,10 @@ class SloPolicy(Policy):
         waiting = view.waiting[PriorityLevel.ONLINE]
         if not prefills and not waiting:
             return max(limit_s, self._least_limit_s(view, builder.batch.load, decodes, ()))
-        prompts = in_turn(prefills, waiting[:_MAX_WEIGHED])[:_MAX_WEIGHED]
-        load = _decode_load(decodes)
+        load, cost = _decode_load(decodes), self._predictor.cost
+        if view.num_owners > 1 and not delayed:  # what arrives of another owner need not wait for long
+            limit_s = min(limit_s, cost.efficient_prefill_s(load, _PROMPT_EFFICIENCY, self._max_step_tokens))
+        prompts = prompts_in_turn(prefills, waiting[:_MAX_WEIGHED], view.served)[:_MAX_WEIGHED]
         in_time = self._in_time(prompts, load, view.now_s, limit_s)
         if decodes and len(in_time) < len(prompts):
             banked_s = self._limit_s(delayed, view.now_s, decodes_s, _BANK_SHARE)
@@ -143,11 +144,10 @@ class SloPolicy(Policy):
             if len(more) > len(in_time):
                 limit_s, in_time = banked_s, more
         chosen = [each for each in prompts if each.request_id in in_time]
-        chosen.sort(key=_is_new)  # those in the middle of their answers first
         late = [each for each in prompts if each.request_id not in in_time]
         least_s = self._least_limit_s(view, load, [*decodes, *chosen], late)
-        limit_s = self._add_prompts(view, builder, chosen, max(limit_s, least_s), least_s)
-        return self._add_prompts(view, builder, late, max(limit_s, least_s), least_s)
+        prompts = in_places_of_owners(prompts, [*sorted(chosen, key=_is_new), *late])
+        return self._add_prompts(view, builder, prompts, max(limit_s, least_s), least_s)
 
     def _least_limit_s(
         self, view: Snapshot[R], decodes: StepLoad, served: Sequence[R], late: Sequence[R]
@@ -160,7 +160,7 @@ class SloPolicy(Policy):
         late = [*late, *view.running[relegated], *view.waiting[relegated]]
         if not late or share_in_time(served, late) >= _LEAST_SHARE_IN_TIME:
             return 0.0
-        return self._predictor.cost.efficient_prefill_s(decodes, _LATE_EFFICIENCY, self._max_step_tokens)
+        return self._predictor.cost.efficient_prefill_s(decodes, _PROMPT_EFFICIENCY, self._max_step_tokens)
 
     def _limit_s(
         self, decodes: Sequence[RequestView], now_s: float, decodes_s: float, bank_share: float = 0.0
@@ -193,8 +193,8 @@ class SloPolicy(Policy):
 
         They are computed one after another by deadline, beside the decodes, in steps of ``limit_s``. Whenever
         one would be late, the longest so far is left out; of several, the one with the earliest deadline.
-        That is done for each priority that clients gave, the more urgent first, and for each owner's turn.
-        Requests that compute lost KV again are in the middle of their answers: they are always in.
+        So for each priority that clients gave, the more urgent first, and each owner's turn. Requests that
+        compute lost KV again are in the middle of their answers: they are always in.
         """
         cost, scale = self._predictor.cost, self._predictor.worst_scale
         chunk = max(MIN_PREFILL_CHUNK_TOKENS, cost.max_tokens(decodes, 0, self._max_step_tokens, limit_s))
