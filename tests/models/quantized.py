@@ -32,7 +32,7 @@ class Case:
     def config(self) -> dict[str, Any]:
         common = {"bits": self.bits, "group_size": -1 if self.group is None else self.group}
         if self.layout == "awq":
-            return {"quant_method": "awq", "version": "gemm", "zero_point": True, **common}
+            return {"quant_method": "awq", "version": "gemm", "zero_point": not self.is_symmetric, **common}
         if self.layout in ("gptq", "gptq_v2"):
             return {
                 "quant_method": "gptq", "checkpoint_format": self.layout, "sym": self.is_symmetric,
@@ -89,7 +89,8 @@ def _tensors(
     if case.layout == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         yield "qweight", words_of(codes.T, 4, 1, order)
-        yield "qzeros", words_of(zeros.T, 4, 1, order)
+        if not case.is_symmetric:
+            yield "qzeros", words_of(zeros.T, 4, 1, order)
         yield "scales", scales.T
     elif case.layout in ("gptq", "gptq_v2"):
         yield "qweight", words_of(codes.T, case.bits, 0)

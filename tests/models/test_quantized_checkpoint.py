@@ -26,6 +26,7 @@ HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 # Of each, how a matrix is kept; None: dequantized.
 CASES = {
     "awq": (Case("awq"), QuantizedFormat(4, 32, FLOAT, True)),
+    "awq-sym": (Case("awq", is_symmetric=True), QuantizedFormat(4, 32, HALF, False)),
     "gptq": (Case("gptq", group=64), QuantizedFormat(4, 64, FLOAT, True)),
     "gptq-sym": (Case("gptq", is_symmetric=True), QuantizedFormat(4, 32, HALF, False)),
     "gptq-channel": (Case("gptq", group=None), QuantizedFormat(4, 64, FLOAT, True)),
