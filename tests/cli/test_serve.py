@@ -8,17 +8,22 @@ import os
 import shlex
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from backfill.cli.serve import _sizes
+from backfill.cli.serve_replicas import _server_of
 from backfill.cli.startup import first_request
 from backfill.core.config import EngineConfig
 from backfill.engine.client import EngineClient
+from backfill.engine.options import ModelOptions
 from backfill.engine.process import load_engine
+from backfill.http.config import ServerConfig
+from backfill.jobs.config import JobsConfig
 from backfill.jobs.private_files import DataFolderLock
 from tests.builders import make_info, make_profile
 from tests.cli.running import assert_refused, run_cli_here
@@ -147,3 +152,20 @@ def test_a_data_folder_that_is_taken_is_refused_before_an_engine_is_launched(
     assert result.returncode == 1
     assert f"is in use by the server with process id {os.getpid()} at http://127.0.0.1:1" in result.stderr
     assert launched == []
+
+
+@pytest.mark.parametrize("on_ray", [False, True])
+def test_replicas_have_the_weights_of_owners_but_for_other_nodes(tmp_path: Path, on_ray: bool) -> None:
+    file = tmp_path / "keys"
+    run = _server_of(
+        print,
+        ModelOptions(),
+        ServerConfig(api_key_file=file),
+        JobsConfig(data_dir=tmp_path),
+        on_ray,
+        EngineConfig(),
+        "key",
+    )
+    server = cast(partial[None], run).args[1]
+    assert server.api_key == ("router=key",)
+    assert server.api_key_file == (None if on_ray else file)

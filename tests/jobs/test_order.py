@@ -9,7 +9,9 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backfill.core.request import Request
 from backfill.jobs.order import FairOrder
+from tests.scheduling.bench import Bench, offline
 
 
 class Batch:
@@ -75,16 +77,44 @@ def test_only_those_that_are_accepted_are_next() -> None:
     assert order.next(lambda batch: False) is None
 
 
-def test_an_even_share_is_of_owners_with_waiting_lines() -> None:
+def test_finished_tokens_of_lines_are_as_the_weights_of_their_owners() -> None:
+    """The order feeds an engine with fewer places than lines, on a virtual clock."""
+    weights = {"a": 3.0, "b": 1.0}
+    order = FairOrder[str](weight_of=weights.__getitem__)
+    for owner in weights:
+        order.add(owner, owner, 1.0)
+    bench = Bench(max_num_batched_tokens=100, max_prefill_chunk_tokens=100, max_num_seqs=8)
+    lines, tokens = list[Request](), Counter[str]()
+    for _ in range(800):
+        while order.num_in_flight < 40:
+            owner = order.next()
+            assert owner is not None
+            order.note_taken(owner)
+            lines.append(offline(20, 10, owner=owner, owner_weight=weights[owner]))
+            bench.add(lines[-1])
+        bench.step()
+        for line in [each for each in lines if each.finish_reason is not None]:
+            lines.remove(line)
+            order.note_ended(line.owner)
+            tokens[line.owner] += line.num_tokens
+    assert tokens.total() > 5000
+    assert 0.9 * 3 <= tokens["a"] / tokens["b"] <= 1.1 * 3
+
+
+def test_a_share_is_of_owners_with_waiting_lines() -> None:
     order = FairOrder[str]()
-    assert (order.even_share, order.num_in_flight_of("a")) == (1, 0)
+    assert order.num_in_flight_of("a") == 0
     for owner in "aabc":
         order.add(f"{owner}{len(order._entries)}", owner, 1.0)
-    assert order.even_share == 1 / 3
+    assert order.share_of("a") == 1 / 3
     order.note_taken("a0")
     order.note_taken("a1")
     order.set_waiting("c3", False)
-    assert (order.even_share, order.num_in_flight_of("a")) == (1 / 2, 2)
+    assert (order.share_of("a"), order.num_in_flight_of("a")) == (1 / 2, 2)
+    weighted = FairOrder[str](weight_of={"a": 3.0, "b": 1.0}.__getitem__)
+    weighted.add("first", "a", 1.0)
+    weighted.add("second", "b", 1.0)
+    assert (weighted.share_of("a"), weighted.share_of("b")) == (0.75, 0.25)
 
 
 def test_owners_without_lines_are_not_searched_for_the_next() -> None:

@@ -27,6 +27,7 @@ def generation_of(context: RequestContext) -> Generation:
         response_id=f"cmpl-{context.request_id}",
         service_class=ServiceClass.OFFLINE,
         complete_by_s=context.complete_by_s,
+        owner_weight=context.owner_weight,
         owner=context.owner,
     )
 
@@ -63,7 +64,13 @@ def bits_of(numbers: set[int]) -> bytes:
 
 
 def test_lines_come_in_groups_ready_to_run(tmp_path: Path) -> None:
-    file = opened(tmp_path / "in", input_of(5) + b"\n" + input_line(9), complete_by_s=7.5, owner="alice")
+    file = opened(
+        tmp_path / "in",
+        input_of(5) + b"\n" + input_line(9),
+        complete_by_s=7.5,
+        owner="alice",
+        owner_weight=3.0,
+    )
     groups, position = [], START
     for _ in range(3):
         found = file.read(position, 4)
@@ -73,6 +80,7 @@ def test_lines_come_in_groups_ready_to_run(tmp_path: Path) -> None:
     for line in groups[0]:
         assert line.generation is not None
         assert line.generation.request.complete_by_s == 7.5
+        assert line.generation.request.owner_weight == 3.0
         assert line.generation.request.owner == "alice"
         assert line.generation.response_id == f"cmpl-{line.request_id}"
         assert line.num_bytes == len(input_line(0))

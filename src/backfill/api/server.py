@@ -106,6 +106,7 @@ class Server:
                 model_names=model.names,
                 url=url,
                 on_lines=self._job_metrics.on_lines,
+                weight_of=self.state.weight_of,
                 tasks=self._tasks,
             )
             self._job_metrics.watch(self.state.jobs.snapshot)

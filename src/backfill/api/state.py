@@ -77,6 +77,9 @@ class ServerState:
     def _limits_of(self, owner: str) -> OwnerLimits:
         return NO_LIMITS if self.api_keys is None else self.api_keys.limits_of(owner)
 
+    def weight_of(self, owner: str) -> float:
+        return self._limits_of(owner).weight
+
     def ready_service(self) -> CompletionService:
         """The service, if requests are accepted now. Raises: Unavailable."""
         if self.phase is not Phase.READY or self.service is None:

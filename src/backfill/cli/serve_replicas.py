@@ -73,7 +73,7 @@ def serve_replicas(
     # Actors listen beyond loopback, so they ask for a key in any case.
     engine_key = None if address.keys is None and not is_on_ray else secrets.token_urlsafe(32)
     own_jobs = jobs if shares_store else dataclasses.replace(jobs, batch_api=False)
-    server_of = partial(_server_of, run_replica, model, server, own_jobs)
+    server_of = partial(_server_of, run_replica, model, server, own_jobs, is_on_ray)
     replicas: Replicas | RayReplicas
     if is_on_ray:
         assert engine_key is not None
@@ -111,6 +111,7 @@ def _server_of(
     model: ModelOptions,
     server: ServerConfig,
     jobs: JobsConfig,
+    on_ray: bool,
     engine: EngineConfig,
     key: str | None,
 ) -> Callable[[ReplicaPlace], None]:
@@ -125,7 +126,8 @@ def _server_of(
     server = dataclasses.replace(
         server,
         api_key=() if key is None else (f"router={key}",),
-        api_key_file=None,
+        # For the weights of owners. What is on this machine is not known on the nodes of Ray.
+        api_key_file=None if on_ray or server.api_key_file is None else server.api_key_file.absolute(),
         uds=None,
         ssl_certfile=None,
         ssl_keyfile=None,

@@ -76,7 +76,7 @@ class Feed:
     num_unread: int  # lines to run that are not read yet
     sink: ResultSink
     on_committed: Callable[[Sequence[LineResult]], None]  # called with each group once it is durable
-    owner: str = ""  # the engine is shared evenly between owners
+    owner: str = ""  # the engine is shared between owners by their weights
     deadline_at_s: float = math.inf  # an owner's batch with the earliest goes first; on any clock
     suspects: Suspects = field(default_factory=Suspects)  # lines that were lost before
     # Done when every line's result is durable; fails with the error of a read of lines or a write of results.

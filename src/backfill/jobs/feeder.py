@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 from backfill.core.errors import EngineDead, RequestLost, StepFailed
@@ -50,7 +51,7 @@ class Feeder:
 
     ``FairOrder`` chooses the owner of the next line. Lines of one owner run in the order in which they are
     read, whichever feed they are of: that order is the source's. While lines of one owner are read, those of
-    others start, up to an even share of the capacity each. One event loop owns the feeder.
+    others start, up to the owner's share of the capacity each. One event loop owns the feeder.
 
     When the engine dies or a step fails, all its lines are lost, and at most one is to blame. Lost lines run
     again before others. Each loss divides the lines in flight by eight, until a line runs alone. Only losses
@@ -67,13 +68,14 @@ class Feeder:
         tasks: TaskWatch | None = None,
         *,
         reports_progress: bool = False,
+        weight_of: Callable[[str], float] = lambda owner: 1.0,
     ) -> None:
-        self._runner = runner
+        self._runner, self.weight_of = runner, weight_of
         self._reports_progress = reports_progress
         self._reporting: asyncio.TimerHandle | None = None  # only while lines run
         self._threads = threads
         self._tasks = tasks or TaskWatch()
-        self._order = FairOrder[Feed](lambda feed: feed.turn)
+        self._order = FairOrder[Feed](lambda feed: feed.turn, weight_of)
         self._feeds: list[Feed] = []
         self._reads: dict[str, Feed] = {}  # by owner: the feed that reads
         self._turns = itertools.count()
@@ -260,7 +262,7 @@ class Feeder:
         feed = self._order.next(lambda feed: feed.has_read_lines or feed.owner not in self._reads)
         if feed is None:
             return None
-        share = math.ceil(self._capacity * self._order.even_share)
+        share = math.ceil(self._capacity * self._order.share_of(feed.owner))
         return feed if self._order.num_in_flight_of(feed.owner) < share else None
 
     def _start(self, feed: Feed, line: BatchLine) -> None:

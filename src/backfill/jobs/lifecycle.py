@@ -345,6 +345,7 @@ class BatchDriver:
             done=union(job.log.done, not_here),
             complete_by_s=job.deadline_s,
             owner=job.batch.owner,
+            owner_weight=self.feeder.weight_of(job.batch.owner),
             spool_folder=str(self.storage.config.data_dir),
             min_free_bytes=self.storage.config.min_free_bytes,
         )

@@ -64,6 +64,7 @@ class JobManager:
         runner: runs lines; by default on the service of ``engine_ready``.
         results: of a run without a server. It has no data folder: records are in memory. An error ends its
             batch (``OpenBatch.error``).
+        weight_of: an owner's weight, where several have batches.
         wall: Unix seconds, where no other server shares the database: else the database's clock counts.
     """
 
@@ -77,6 +78,7 @@ class JobManager:
         on_lines: Callable[[LineOutcome, int, TokenUsage], None] | None = None,
         runner: LineRunner | None = None,
         results: ResultStore | None = None,
+        weight_of: Callable[[str], float] = lambda owner: 1.0,
         wall: Callable[[], float] = time.time,
         clock: Clock | None = None,
         threads: JobThreads | None = None,
@@ -85,19 +87,17 @@ class JobManager:
         self.config = config
         self._reader = reader
         self._model_names = model_names
-        self._on_lines = on_lines
-        self._results = results
-        self._wall = wall
+        self._on_lines, self._results = on_lines, results
         self._lock = DataFolderLock(config.data_dir, url)
         self._service: CompletionService | None = None
-        self._clock = clock or WallClock()
-        self._threads = threads or JobThreads()
-        self._tasks = tasks or TaskWatch()
+        self._wall, self._clock = wall, clock or WallClock()
+        self._threads, self._tasks = threads or JobThreads(), tasks or TaskWatch()
         self.feeder = Feeder(
             runner or ServiceRunner(lambda: self._service),
             self._threads.results,
             self._tasks,
             reports_progress=config.order == "blend",
+            weight_of=weight_of,
         )
         self._jobs: dict[str, OpenBatch] = {}
         self.outlook = Outlook(self._jobs, self.feeder, self._clock)

@@ -14,14 +14,15 @@ Item = TypeVar("Item")
 @dataclass(slots=True, eq=False)
 class _Owner(Generic[Item]):
     number: int
+    weight: float
     last_served: int
     num_in_flight: int = 0
     num_items: int = 0
     waiting: list[_Entry[Item]] = field(default_factory=list)  # items with waiting lines, sorted by key
 
     @property
-    def turn(self) -> tuple[int, int, int]:
-        return self.num_in_flight, self.last_served, self.number
+    def turn(self) -> tuple[float, int, int]:
+        return self.num_in_flight / self.weight, self.last_served, self.number
 
 
 @dataclass(slots=True, eq=False)
@@ -41,17 +42,24 @@ class _Entry(Generic[Item]):
 class FairOrder(Generic[Item]):
     """Items with waiting lines, and the number of lines in flight of each owner.
 
-    The next owner has the fewest lines in flight; a tie goes to the owner served longest ago. The owner's
-    next item has the least turn, then the earliest deadline; a tie goes to the item added first.
+    The next owner has the fewest lines in flight over its weight; a tie goes to the owner served longest
+    ago. The owner's next item has the least turn, then the earliest deadline; a tie goes to the item added
+    first.
 
     Only owners with waiting lines are searched: the cost hardly depends on the number of owners.
 
     Args:
         turn: of an item's next line; by default all are equal.
+        weight_of: an owner's weight, from its first item to its last.
     """
 
-    def __init__(self, turn: Callable[[Item], float] = lambda item: 0.0) -> None:
+    def __init__(
+        self,
+        turn: Callable[[Item], float] = lambda item: 0.0,
+        weight_of: Callable[[str], float] = lambda owner: 1.0,
+    ) -> None:
         self._turn = turn
+        self._weight_of = weight_of
         self._owners: dict[str, _Owner[Item]] = {}
         self._entries: dict[Item, _Entry[Item]] = {}
         self._in_turn: list[_Owner[Item]] = []  # owners with waiting lines, sorted by turn
@@ -64,7 +72,9 @@ class FairOrder(Generic[Item]):
         self._num_added += 1
         self._entries[item] = _Entry(item, owner, deadline_at_s, self._num_added)
         # A new owner counts as served just now: else an owner that comes and goes would always be first.
-        of_owner = self._owners.setdefault(owner, _Owner(self._num_added, last_served=self._num_taken))
+        if owner not in self._owners:
+            self._owners[owner] = _Owner(self._num_added, self._weight_of(owner), self._num_taken)
+        of_owner = self._owners[owner]
         of_owner.num_items += 1
         self.set_waiting(item, True)
 
@@ -107,10 +117,9 @@ class FairOrder(Generic[Item]):
     def has_waiting(self) -> bool:
         return bool(self._in_turn)
 
-    @property
-    def even_share(self) -> float:
-        """Of an owner, of all lines: one over the number of owners with waiting lines."""
-        return 1 / max(1, len(self._in_turn))
+    def share_of(self, owner: str) -> float:
+        """Of an owner with waiting lines, of all lines: its weight over that of all such owners."""
+        return self._owners[owner].weight / sum(each.weight for each in self._in_turn)
 
     def num_in_flight_of(self, owner: str) -> int:
         """Lines of an owner in flight."""

@@ -90,6 +90,7 @@ class LineFile:
             is_batch_line=True,
             complete_by_s=self.selection.complete_by_s,
             owner=self.selection.owner,
+            owner_weight=self.selection.owner_weight,
         )
         try:
             # The check of the file has ensured that the url is one of these endpoints.

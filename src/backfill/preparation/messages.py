@@ -102,7 +102,7 @@ class LineSelection(msgspec.Struct, frozen=True, kw_only=True):
         done: a bit for each line to skip: line i is bit i % 8 of byte i // 8.
         unprepared: lines whose bodies are not read, because one of them ended the process.
         complete_by_s: end of the lines' completion window, on the monotonic clock.
-        owner: of their batch.
+        owner, owner_weight: of their batch; see ``Request``.
         spool_folder: on the disk that holds prepared lines; empty for the system's temporary files.
         min_free_bytes: of that disk, left for results.
         is_spooled: False holds prepared lines in memory, a few ahead.
@@ -114,6 +114,7 @@ class LineSelection(msgspec.Struct, frozen=True, kw_only=True):
     unprepared: frozenset[int] = frozenset()
     complete_by_s: float | None = None
     owner: str = ""
+    owner_weight: float = 1.0
     spool_folder: str = ""
     min_free_bytes: int = 0
     is_spooled: bool = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Set
+from collections.abc import Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -201,7 +201,12 @@ class EngineRunner:
 
 
 async def start_jobs(
-    config: JobsConfig, engines: Engines, metrics: RouterMetrics, url: str, tasks: TaskWatch
+    config: JobsConfig,
+    engines: Engines,
+    metrics: RouterMetrics,
+    url: str,
+    tasks: TaskWatch,
+    weight_of: Callable[[str], float],
 ) -> JobManager:
     """The Files and Batches API of a router, whose engines have joined. Raises: ConfigError."""
     model = engines.model
@@ -215,6 +220,7 @@ async def start_jobs(
         url=url,
         on_lines=job_metrics.on_lines,
         runner=runner,
+        weight_of=weight_of,
         tasks=tasks,
     )
     await jobs.start()

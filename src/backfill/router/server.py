@@ -89,11 +89,12 @@ class RouterServer:
             metrics = RouterMetrics(engines, clock)
             bodies = BodyBudget(config.max_inflight_body_bytes, config.max_body_bytes)
             keys = self._api_keys
+            limits_of = keys.limits_of if keys is not None else lambda _: NO_LIMITS
             proxy = Proxy(
                 engines,
                 clock,
                 metrics,
-                OwnerLimiter(keys.limits_of if keys is not None else lambda _: NO_LIMITS, clock),
+                OwnerLimiter(limits_of, clock),
                 bodies,
                 config.max_body_bytes,
                 self._config.retry_timeout,
@@ -101,7 +102,14 @@ class RouterServer:
             )
             state = RouterState(config, self._config, engines, proxy, metrics, clock, bodies, self._api_keys)
             if self._jobs_config is not None:
-                state.jobs = await start_jobs(self._jobs_config, engines, metrics, self._url, self._tasks)
+                state.jobs = await start_jobs(
+                    self._jobs_config,
+                    engines,
+                    metrics,
+                    self._url,
+                    self._tasks,
+                    lambda owner: limits_of(owner).weight,
+                )
             async with serving(create_router_app(state), config, listener, clock, self._api_keys) as http:
                 if self._on_ready is not None:
                     self._on_ready(engines)
