@@ -10,6 +10,7 @@ import pytest
 from backfill.api.online_load import OnlineLoad, OnlineTrafficMeter, OpenChoice, Prediction, prefill_time_s
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
+from backfill.core.prefixes import token_keys
 from backfill.costs.load import StepLoad
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepReport, StepStats
 from backfill.preparation.messages import OnlineTraffic
@@ -260,3 +261,33 @@ def test_the_tokens_held_are_a_peak_that_decays_in_a_minute() -> None:
     ]
     assert found[-1].held_tokens == 300, "what is held now"
     end(few)
+
+
+def test_a_prompt_counts_with_what_the_prefix_cache_lacks_of_it() -> None:
+    load = OnlineLoad(COST, CONFIG, kv_tokens=10_000)
+    keys = token_keys(tuple(range(2992)))
+
+    def predicted() -> Prediction:
+        return load.predict(
+            [3000], keys=[keys], priority=0, arrived_at_s=0.0, first_token_by_s=0.5, now_s=0.0
+        )
+
+    def come() -> OpenChoice:
+        (choice,) = load.add([3000], keys=[keys], priority=0, first_token_by_s=0.5)
+        return choice
+
+    whole_s = 30 * 0.15
+    assert predicted().ttft_s == pytest.approx(whole_s)
+    come().on_end()
+    assert predicted().ttft_s == pytest.approx(whole_s), "it was aborted before its first token"
+    first = come()
+    first.on_first_token()
+    rest_s = 0.05 + 0.056  # of 46 chunks of 64 tokens, the cache lacks nothing
+    assert predicted().ttft_s == predicted().ttft_alone_s == pytest.approx(rest_s)
+    second = come()
+    assert load.num_waiting_tokens == 56
+    assert predicted().ttft_s == pytest.approx(2 * rest_s, abs=0.05), "before a late one, as it is in time"
+    end([first, second])
+    assert load.num_waiting_tokens == 0
+    load.on_new_engine()
+    assert predicted().ttft_s == pytest.approx(whole_s), "its cache is empty"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -11,7 +12,8 @@ from starlette.requests import ClientDisconnect
 
 from backfill.api.admission import OfflineSuspended
 from backfill.api.objective_admission import ObjectiveUnavailable, RequestShed
-from backfill.api.open_request import open_request, peek
+from backfill.api.online_load import OnlineLoad
+from backfill.api.open_request import OpenRequest, open_request, peek
 from backfill.api.state import ServerState
 from backfill.core.clock import WallClock
 from backfill.core.config import SchedulerConfig
@@ -21,6 +23,7 @@ from backfill.core.slo import SLO
 from backfill.http.errors import OfflineUnavailable
 from backfill.protocol.generation import Generation
 from tests.api.test_server import ready_server
+from tests.builders import linear_cost
 from tests.protocol.builders import make_generation
 
 pytestmark = pytest.mark.anyio
@@ -75,6 +78,25 @@ async def test_a_request_is_held_until_it_is_closed(monkeypatch: pytest.MonkeyPa
     for _ in range(2):
         opened.close()
         assert held(state) == (0, 0, 0, 0, 0)
+
+
+async def test_prompts_that_the_cache_holds_shed_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = [
+        make_generation(slo=SLO(ttft_s, 1.0), prompts=[list(range(num_tokens))])
+        for num_tokens, ttft_s in ((2992, 9.0), (3000, 9.0), (9, 1.0))
+    ]
+    state = await ready_state(monkeypatch, prepared[0])
+    state.online_load = OnlineLoad(linear_cost(token_s=0.001), state.engine_config.scheduler, 10_000)
+
+    async def open_next() -> OpenRequest:
+        generation = prepared.pop(0)
+        monkeypatch.setattr(ServerState, "prepare", lambda *_: asyncio.sleep(0, generation))
+        return await open_request(state, "/v1/completions", make_request())
+
+    (await open_next()).on_first_token(0)
+    turn = await open_next()
+    (await open_next()).close()  # else: a first token after 3 s, and RequestShed
+    turn.close()
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from backfill.core.clock import VirtualClock
+from backfill.core.prefixes import CHUNK_TOKENS
 from backfill.protocol.replica_state import ReplicaState
 from backfill.router.policy import ReplicaSet, RoutedRequest, create_policy
-from backfill.router.prefixes import CHUNK_TOKENS
 
 
 def report(**changes: float) -> ReplicaState:

@@ -16,7 +16,7 @@ from backfill.core.slo import SLO
 from backfill.http.errors import MAX_RETRY_AFTER_S, RateLimited
 from backfill.scheduling.objectives import decode_limit_s, least_tpot_slo
 
-# A prompt that is partly computed counts in full, so the true wait may be half of the prediction.
+# What is computed of a prompt since it came counts too, so the true wait may be half of the prediction.
 SHED_FACTOR = 2.0
 
 

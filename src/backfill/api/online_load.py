@@ -10,10 +10,12 @@ import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import itemgetter
 from typing import NamedTuple
 
 from backfill.core.config import SchedulerConfig
+from backfill.core.prefixes import CHUNK_TOKENS, PrefixIndex
 from backfill.costs.correction import BiasCorrection
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
@@ -23,6 +25,7 @@ from backfill.preparation.messages import OnlineTraffic
 _PERIOD_S = 1.0
 # KV is left to as many online tokens as there were lately: the time constant of the policies' reserve.
 _RESERVE_DECAY_S = 60.0
+_ENGINE = ""  # its name in the index of prefixes
 
 
 class _Queue(NamedTuple):
@@ -55,6 +58,8 @@ class OpenChoice:
 
     load: OnlineLoad
     prompt_tokens: int
+    num_cached: int  # of them, when it came
+    keys: Sequence[int]
     queue: _Queue
     number: int  # of all choices
     relegated_at_s: float
@@ -66,10 +71,12 @@ class OpenChoice:
         """Its prompt is computed."""
         if self.first_token_in_step is None:
             self.load.begin_decoding(self)
+            self.load.note_computed(self)
 
     def on_end(self) -> None:
         if not self.has_ended:
-            self.on_first_token()
+            if self.first_token_in_step is None:
+                self.load.begin_decoding(self)
             self.has_ended = True
             self.load.close(self)
 
@@ -80,17 +87,20 @@ class OnlineLoad:
     Prompts that the scheduler has relegated (``scheduling/queues.py``) are counted apart: they are served
     after those of their owner that can still be in time. Between owners there are turns
     (``scheduling/owner_shares.py``): prompts of each other one count up to the tokens of its own that a
-    request has before it, as if all had one weight. A prompt counts whole until its first token, so one that
-    is partly computed is taken for relegated too early.
+    request has before it, as if all had one weight. Until its first token a prompt counts with all that the
+    prefix cache lacked when it came, so one that is partly computed is taken for relegated too early. The
+    cache is taken to hold what prompts of online requests had computed lately: it may have lost some of it.
 
     A decode gains a token in each step with online work, so its context is counted in steps: about right, and
     without a look at every token.
 
     Attributes:
         bus_least_step_s: see ``EngineStats``.
+    Args:
+        kv_tokens: that the prefix cache holds at most.
     """
 
-    def __init__(self, cost: CostModel, config: SchedulerConfig) -> None:
+    def __init__(self, cost: CostModel, config: SchedulerConfig, kv_tokens: int = 0) -> None:
         self._cost = cost
         self._max_num_seqs = config.max_num_seqs
         self._step_tokens = min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
@@ -106,6 +116,9 @@ class OnlineLoad:
         self._num_decoding = 0
         self._num_steps = 0  # with online work
         self._sum_first_steps = 0  # of decoding choices
+        self._kv_tokens = kv_tokens
+        self._cached = PrefixIndex()
+        self._cached.add(_ENGINE, kv_tokens)
 
     def set_cost_model(self, cost: CostModel) -> None:
         """Predict with ``cost`` from now on."""
@@ -149,6 +162,7 @@ class OnlineLoad:
         self,
         prompt_tokens: Sequence[int],
         *,
+        keys: Sequence[Sequence[int]] = (),
         priority: int,
         owner: str = "",
         arrived_at_s: float,
@@ -158,13 +172,16 @@ class OnlineLoad:
         """
         Args:
             prompt_tokens: of each choice's prompt.
+            keys: of each prompt's chunks (``token_keys``); none where it shares no KV.
             first_token_by_s: the instant of its TTFT objective.
         """
         self._relegate(now_s)
-        own = StepLoad()
-        for tokens in prompt_tokens:
-            self._put(own, tokens)
-        is_late = self._relegated_at_s(max(prompt_tokens), first_token_by_s) <= now_s
+        own, starts_by_s = StepLoad(), math.inf
+        for tokens, of_prompt in zip(prompt_tokens, keys or repeat(()), strict=False):
+            num_cached = self._num_cached(tokens, of_prompt)
+            self._put(own, tokens, num_cached)
+            starts_by_s = min(starts_by_s, self._relegated_at_s(tokens, num_cached, first_token_by_s))
+        is_late = starts_by_s <= now_s
         ahead = self._ahead(own, _Queue(owner, priority), is_late=is_late)
         waited_s = now_s - arrived_at_s
         return Prediction(
@@ -202,22 +219,24 @@ class OnlineLoad:
         return low
 
     def add(
-        self, prompt_tokens: Sequence[int], *, priority: int, owner: str = "", first_token_by_s: float
+        self,
+        prompt_tokens: Sequence[int],
+        *,
+        keys: Sequence[Sequence[int]] = (),
+        priority: int,
+        owner: str = "",
+        first_token_by_s: float,
     ) -> list[OpenChoice]:
-        """Count the choices of a request, whose prompts wait, until they end.
-
-        Args:
-            prompt_tokens: of each choice's prompt.
-            first_token_by_s: the instant of its TTFT objective.
-        """
+        """Count the choices of a request, whose prompts wait, until they end. Arguments as of ``predict``."""
         choices, queue = [], _Queue(owner, priority)
-        for tokens in prompt_tokens:
-            relegated_at_s = self._relegated_at_s(tokens, first_token_by_s)
-            choice = OpenChoice(self, tokens, queue, self._num_opened, relegated_at_s)
+        for tokens, of_prompt in zip(prompt_tokens, keys or repeat(()), strict=False):
+            num_cached = self._num_cached(tokens, of_prompt)
+            relegated_at_s = self._relegated_at_s(tokens, num_cached, first_token_by_s)
+            choice = OpenChoice(self, tokens, num_cached, of_prompt, queue, self._num_opened, relegated_at_s)
             self._num_opened += 1
             self._num_open += 1
             self._num_prompt_tokens += tokens
-            self._put(self._in_time.setdefault(queue, StepLoad()), tokens)
+            self._put(self._in_time.setdefault(queue, StepLoad()), tokens, num_cached)
             bisect.insort(self._relegations, (relegated_at_s, choice.number, choice))
             choices.append(choice)
         return choices
@@ -235,6 +254,14 @@ class OnlineLoad:
                 bisect.bisect_left(self._relegations, (choice.relegated_at_s, choice.number))
             ]
 
+    def note_computed(self, choice: OpenChoice) -> None:
+        self._cached.note_sent(_ENGINE, choice.keys)
+
+    def on_new_engine(self) -> None:
+        """Its prefix cache is empty."""
+        self._cached.remove(_ENGINE)
+        self._cached.add(_ENGINE, self._kv_tokens)
+
     def close(self, choice: OpenChoice) -> None:
         assert choice.first_token_in_step is not None
         self._num_decoding -= 1
@@ -242,11 +269,16 @@ class OnlineLoad:
         self._num_open -= 1
         self._num_prompt_tokens -= choice.prompt_tokens
 
-    def _relegated_at_s(self, prompt_tokens: int, first_token_by_s: float) -> float:
+    def _num_cached(self, prompt_tokens: int, keys: Sequence[int]) -> int:
+        """At least one token is computed, as the first one is sampled from it."""
+        num_chunks = self._cached.match(keys, (_ENGINE,))[_ENGINE]
+        return min(CHUNK_TOKENS * num_chunks, prompt_tokens - 1)
+
+    def _relegated_at_s(self, prompt_tokens: int, num_cached: int, first_token_by_s: float) -> float:
         """From when on a prompt cannot be in time any more, even alone; as ``LevelRule`` has it."""
         if not self._relegates:
             return math.inf
-        alone_s = self._cost.prefill_time_s(prompt_tokens, self._step_tokens)
+        alone_s = self._cost.prefill_time_s(prompt_tokens, self._step_tokens, num_computed_tokens=num_cached)
         return first_token_by_s - self._correction.mean * alone_s
 
     def _relegate(self, now_s: float) -> None:
@@ -254,17 +286,18 @@ class OnlineLoad:
         num_due = bisect.bisect_right(self._relegations, now_s, key=itemgetter(0))
         for _, _, choice in self._relegations[:num_due]:
             self._take(self._in_time, choice)
-            self._put(self._relegated.setdefault(choice.queue, StepLoad()), choice.prompt_tokens)
+            load = self._relegated.setdefault(choice.queue, StepLoad())
+            self._put(load, choice.prompt_tokens, choice.num_cached)
             choice.is_relegated = True
         del self._relegations[:num_due]
 
-    def _put(self, load: StepLoad, num_tokens: int) -> None:
-        for slice_ in _slices(num_tokens, self._step_tokens):
+    def _put(self, load: StepLoad, num_tokens: int, num_cached: int = 0) -> None:
+        for slice_ in _slices(num_tokens, self._step_tokens, num_cached):
             load.put(*slice_)
 
     def _take(self, loads: dict[_Queue, StepLoad], choice: OpenChoice) -> None:
         load = loads[choice.queue]
-        for slice_ in _slices(choice.prompt_tokens, self._step_tokens):
+        for slice_ in _slices(choice.prompt_tokens, self._step_tokens, choice.num_cached):
             load.take(*slice_)
         if load.num_requests == 0:
             del loads[choice.queue]
@@ -347,11 +380,11 @@ def prefill_time_s(cost: CostModel, load: StepLoad, step_tokens: int) -> float:
     )
 
 
-def _slices(length: int, step_tokens: int) -> list[tuple[int, int, bool]]:
-    """The chunks of a prompt: (start, number of tokens, whether a token is sampled at the end)."""
+def _slices(length: int, step_tokens: int, first: int) -> list[tuple[int, int, bool]]:
+    """The chunks of a prompt behind ``first``: (start, number of tokens, whether a token is sampled)."""
     return [
         (start, min(step_tokens, length - start), start + step_tokens >= length)
-        for start in range(0, length, step_tokens)
+        for start in range(first, length, step_tokens)
     ]
 
 

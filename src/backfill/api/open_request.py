@@ -14,7 +14,9 @@ from backfill.api.admission import Reservation
 from backfill.api.objective_admission import check_hopeless, check_objectives
 from backfill.api.online_load import OpenChoice
 from backfill.api.state import ServerState
+from backfill.core.prefixes import token_keys
 from backfill.core.request import ServiceClass
+from backfill.generation.generator import GenerationRequest
 from backfill.http.bodies import json_body, owner_of
 from backfill.http.limits import OwnerSlot
 from backfill.protocol.generation import Generation, GenerationEndpoint
@@ -136,9 +138,11 @@ def count_online(state: ServerState, generation: Generation, arrived_at_s: float
     if load is None or request.slo is None:
         return []
     prompt_tokens = [len(request.prompt_of(choice)) for choice in range(request.num_choices)]
+    keys = _prefix_keys(state, request)
     first_token_by_s = arrived_at_s + request.slo.ttft_s
     predicted = load.predict(
         prompt_tokens,
+        keys=keys,
         priority=request.priority,
         owner=request.owner,
         arrived_at_s=arrived_at_s,
@@ -151,8 +155,22 @@ def count_online(state: ServerState, generation: Generation, arrived_at_s: float
     end_s = partial(state.admission.retry_after_s, ServiceClass.ONLINE)
     check_objectives(request.slo, default, load, predicted, prompt_tokens, end_s)
     return load.add(
-        prompt_tokens, priority=request.priority, owner=request.owner, first_token_by_s=first_token_by_s
+        prompt_tokens,
+        keys=keys,
+        priority=request.priority,
+        owner=request.owner,
+        first_token_by_s=first_token_by_s,
     )
+
+
+def _prefix_keys(state: ServerState, request: GenerationRequest) -> list[list[int]]:
+    """Of the chunks of each choice's prompt; none where cached KV is not used."""
+    config = state.engine_config.scheduler
+    if not config.prefix_caching or request.samplings[0].prompt_logprobs is not None:
+        return []
+    salt = (request.owner if config.prefix_cache_scope == "owner" else "", request.cache_salt)
+    of_prompts = [token_keys(tuple(prompt), salt) for prompt in request.prompts]
+    return [of_prompts[request.prompt_index(choice)] for choice in range(request.num_choices)]
 
 
 def _context_of(request: Request, owner_weight: float) -> RequestContext:

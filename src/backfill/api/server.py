@@ -190,7 +190,8 @@ class Server:
             self.state.service = self._processes.create_service(preparer, self.state.metrics.requests)
             scheduler = self.state.engine_config.scheduler
             if scheduler.needs_cost_model and ready.profile is not None:
-                self.state.online_load = OnlineLoad(ready.profile.cost, scheduler)
+                kv_tokens = ready.info.num_blocks * ready.info.block_size
+                self.state.online_load = OnlineLoad(ready.profile.cost, scheduler, kv_tokens)
                 if self._processes.preparation.setup.order == "blend":
                     self._traffic = OnlineTrafficMeter(self.state.online_load)
             freeze_heap()
@@ -198,6 +199,8 @@ class Server:
             self._lag_task = self._tasks.start(self.state.metrics.loop_lag.run(), "loop-lag")
         elif self.state.metrics is not None:
             self.state.metrics.engine.on_objectives(ready.default_slo)
+            if self.state.online_load is not None:
+                self.state.online_load.on_new_engine()
         if ready.profile is not None:
             self._show_profile(ready.profile)
         if self._signals.asked.is_set():

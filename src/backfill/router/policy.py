@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from backfill.core.clock import Clock
+from backfill.core.prefixes import CHUNK_TOKENS, PrefixIndex
 from backfill.protocol.replica_state import ReplicaState
-from backfill.router.prefixes import CHUNK_TOKENS, PrefixIndex
 from backfill.router.replica import Placement, Replica
 
 PolicyName = Literal["slo", "round-robin", "least-loaded", "prefix"]

@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import msgspec
 
+from backfill.core.prefixes import BYTES_PER_TOKEN, text_keys
 from backfill.http.bodies import SMALL_BODY_BYTES
 from backfill.protocol.request_headers import SLO_HEADERS, TIER_HEADER
 from backfill.router.policy import RoutedRequest
-from backfill.router.prefixes import BYTES_PER_TOKEN, text_keys
 
 Result = TypeVar("Result")
 

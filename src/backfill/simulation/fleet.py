@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from backfill.core.counters import ClassCounters
+from backfill.core.prefixes import token_keys
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.engine.messages import TokenOutput
 from backfill.router.policy import ReplicaSet, RoutedRequest, create_policy
-from backfill.router.prefixes import token_keys
 from backfill.router.replica import Placement
 from backfill.simulation.fleet_replica import FleetClock, ReplicaSpec, SimulatedReplica
 from backfill.simulation.fleet_traffic import FleetArrival, Segment, answer_number, prompt_tokens

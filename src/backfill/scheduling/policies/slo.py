@@ -380,9 +380,8 @@ class SloPolicy(Policy):
         the server's."""
         if request.slo is None:
             return math.inf
-        tpot_s = request.slo.tpot_s
-        is_relegated = request.priority_level is PriorityLevel.RELEGATED
-        return max(tpot_s, self.default_slo.tpot_s) if is_relegated else tpot_s
+        floor_s = self.default_slo.tpot_s if request.priority_level in _RELEGATED else 0.0
+        return max(request.slo.tpot_s, floor_s)
 
 
 def _is_new(request: RequestView) -> bool:

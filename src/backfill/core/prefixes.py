@@ -1,4 +1,4 @@
-"""Which prefixes each replica was sent, as an approximation of what its KV cache holds.
+"""Which prefixes each replica, or the one engine, was sent: an approximation of what its KV cache holds.
 
 SGLang's router keeps an approximate radix tree of texts for each replica. Here a prefix is the key of its
 last chunk, which depends on all chunks before it, so one table of keys is the tree: a request's longest known
@@ -8,7 +8,7 @@ prefix is found with one look-up a chunk for all replicas together.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 CHUNK_BYTES = 256
 """Of a prompt's text in JSON; about 64 tokens."""
@@ -29,9 +29,9 @@ def text_keys(prompt: bytes, salt: bytes = b"") -> list[int]:
     return _keys(prompt, CHUNK_BYTES, hash(salt))
 
 
-def token_keys(token_ids: tuple[int, ...]) -> list[int]:
+def token_keys(token_ids: tuple[int, ...], salt: Hashable = b"") -> list[int]:
     """The same of token ids."""
-    return _keys(token_ids, CHUNK_TOKENS, 0)
+    return _keys(token_ids, CHUNK_TOKENS, hash(salt))
 
 
 def _keys(prompt: bytes | tuple[int, ...], chunk: int, key: int) -> list[int]:

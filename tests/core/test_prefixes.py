@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backfill.router.prefixes import CHUNK_BYTES, CHUNK_TOKENS, PrefixIndex, text_keys, token_keys
+from backfill.core.prefixes import CHUNK_BYTES, CHUNK_TOKENS, PrefixIndex, text_keys, token_keys
 
 
 def test_keys_are_equal_up_to_the_first_difference() -> None:
