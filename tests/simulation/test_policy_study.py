@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 from cyclopts import App
+from matplotlib.figure import Figure
 
 from backfill.cli.studies import command_of
 from backfill.core.slo import SLO
@@ -50,6 +51,16 @@ class OneRate(Tiny):
 
     rates = (2.0,)
     paper = {"slo": {"ttft_p99_s": 12.345}}  # noqa: RUF012
+
+
+def test_a_plot_over_time_has_one_axis_and_shows_lone_windows() -> None:
+    (point,) = run_study(OneRate(), (TUNING_SEED,))
+    figure = Figure()
+    OneRate().draw(figure, [point])
+    assert {axis.get_xlim() for axis in figure.axes} == {(0.0, point.of_seeds[0].replay.duration_s)}
+    for axis in figure.axes[:2]:
+        lines = [line for line in axis.lines if line.get_label() in COLOURS]
+        assert lines and all(line.get_marker() == "." for line in lines)
 
 
 APP = App(name="tests")

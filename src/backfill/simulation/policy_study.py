@@ -189,7 +189,7 @@ class PolicyStudy(Study[PolicyPoint]):
         """Of the first seed: latency and throughput over time, or at each of several settings."""
         figure.set_size_inches(10, 9)
         figure.suptitle(points[0].of_seeds[0].scenario.title)
-        axes = figure.subplots(3, 1)
+        axes = figure.subplots(3, 1, sharex=True)
         if len(points) == 1:
             _draw_timeline(axes, points[0])
         else:
@@ -231,7 +231,7 @@ def _draw_timeline(axes: Sequence[Axes], point: PolicyPoint) -> None:
         starts = np.arange(0.0, replay.duration_s, _WINDOW_S)
         for axis, samples in ((axes[0], _ttfts(replay)), (axes[1], _gaps(replay))):
             worst = [percentile(_within(samples, start), 99) or np.nan for start in starts]
-            axis.plot(starts, worst, color=colour, label=policy)
+            axis.plot(starts, worst, color=colour, label=policy, marker=".")  # a lone window has no line
         at_s = np.arange(len(replay.timeline)) * BIN_S
         tokens = [each.total() / BIN_S for each in replay.timeline]
         axes[2].plot(at_s, tokens, color=colour, label=policy, linewidth=1)
