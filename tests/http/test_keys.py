@@ -148,6 +148,34 @@ def test_limits_are_of_an_owner_and_change_with_the_file(key_file: Path) -> None
     assert keys.limits_of("bob") == OwnerLimits(queued_tokens=1000), "the others' limits are not added"
 
 
+def test_a_file_may_have_limits_alone_beside_keys_of_options(
+    key_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key_file.write_text("* concurrency=5\nbob weight=2\n")
+    keys = ApiKeys(["bob=three"], key_file)
+    assert (keys.limits_of("bob"), keys.limits_of("a")) == (
+        OwnerLimits(weight=2.0),
+        OwnerLimits(concurrency=5),
+    )
+    assert "no key" not in caplog.text
+    key_file.write_text("")  # it may be in the middle of being written
+    keys.reload()
+    assert keys.limits_of("bob") == OwnerLimits(weight=2.0)
+    assert "it has no keys" in caplog.text
+
+
+@pytest.mark.parametrize(("option", "warns"), [("bob=three", True), ("router=three", False)])
+def test_limits_of_an_owner_without_a_key_are_told(
+    option: str, warns: bool, key_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key_file.write_text("bbo concurrency=5\n")
+    key_file.chmod(0o600)
+    ApiKeys([option], key_file)
+    assert [record.levelno for record in caplog.records if "bbo" in record.getMessage()] == (
+        [logging.WARNING] if warns else []
+    )
+
+
 def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="missing cannot be read: No such file"):
         ApiKeys([], tmp_path / "missing")

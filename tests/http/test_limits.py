@@ -180,6 +180,9 @@ def test_what_can_never_be_let_in_is_an_error_of_the_request() -> None:
     with pytest.raises(RequestError, match="at most 4 choices at once, got 5") as caught:
         slot.resize(5)
     assert caught.value.param == "n"
+    with pytest.raises(RequestError, match="got 6 of 3 prompts") as caught:
+        slot.resize(6, 3)
+    assert caught.value.param == "prompt"
     with pytest.raises(RequestError, match="at most 100 prompt tokens at once, got 101"):
         slot.queue([101])
     slot.queue([60])

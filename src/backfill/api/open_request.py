@@ -93,7 +93,7 @@ async def open_request(state: ServerState, endpoint: GenerationEndpoint, request
             context = _context_of(request, slot.weight)
             generation = await state.prepare(endpoint, body.raw, context, service_class, request.receive)
             prepared = generation.request
-            slot.resize(prepared.num_choices)
+            slot.resize(prepared.num_choices, len(prepared.prompts))
             slot.queue([len(prepared.prompt_of(choice)) for choice in range(prepared.num_choices)])
             reservation.resize(prepared.num_choices, prepared.service_class)
             in_load = count_online(state, generation, arrived_at_s)

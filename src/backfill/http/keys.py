@@ -34,6 +34,8 @@ _SENDABLE = re.compile(r"[!-~]+")  # printable ASCII: what every client can put 
 _MIN_PADDED_CHARS = 24
 _MAX_KEYS = 1000  # each request's key is compared with all of them
 _MAX_FILE_BYTES = 1 << 20
+# The key of this name speaks for the owner that a header names: a router that has checked their keys.
+ROUTER_OWNER = "router"
 _OTHERS = "*"  # in place of an owner's name
 _POLL_S = 2.0
 
@@ -93,7 +95,7 @@ def parse_key_file(content: bytes) -> KeyFile:
 
     Blank lines and lines that begin with ``#`` are skipped.
 
-    Raises: ConfigError with the number of the line, never a key; or when there is no key.
+    Raises: ConfigError with the number of the line, never a key.
     """
     keys: dict[bytes, ApiKey] = {}
     limits: dict[str, OwnerLimits] = {}
@@ -108,8 +110,6 @@ def parse_key_file(content: bytes) -> KeyFile:
                     limits[owner] = of_owner
         except ConfigError as error:
             raise ConfigError(f"line {number}: {error}") from None
-    if not keys:
-        raise ConfigError("it has no keys")
     return KeyFile(tuple(keys.values()), limits)
 
 
@@ -200,9 +200,17 @@ class ApiKeys:
             parsed = parse_key_file(content)
             for key in parsed.keys:
                 _add(keys, key)
+            if not parsed.keys and not (keys and parsed.limits):
+                raise ConfigError("it has no keys")
         except ConfigError as error:
             raise ConfigError(f"`api_key_file` {path}: {error}.") from None
         self._keys, self._limits = tuple(keys.values()), parsed.limits
+        owners = {key.owner for key in self._keys}
+        unknown = sorted(parsed.limits.keys() - owners - {_OTHERS})
+        if unknown and ROUTER_OWNER not in owners:  # a router has the keys of others
+            logger.warning(
+                "--api-key-file %s: limits of %s, of whom there is no key", path, ", ".join(unknown)
+            )
         return True
 
 

@@ -176,12 +176,14 @@ class OwnerSlot:
             headers |= _token_headers(limits.queued_tokens, self._use.num_queued_tokens)
         return headers
 
-    def resize(self, num_choices: int) -> None:
+    def resize(self, num_choices: int, num_prompts: int = 1) -> None:
         """Raises, changing nothing: OwnerLimited, RequestError for more than all that the owner may have."""
         most = self._limits.concurrency
         if most is not None and num_choices > most:
+            of_prompts = f" of {num_prompts} prompts" if num_prompts > 1 else ""
             raise RequestError(
-                f"This API key may have at most {most} choices at once, got {num_choices}.", param="n"
+                f"This API key may have at most {most} choices at once, got {num_choices}{of_prompts}.",
+                param="prompt" if num_prompts > 1 else "n",
             )
         num_more = num_choices - self._num_choices
         if num_more > 0:

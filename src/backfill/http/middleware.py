@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from backfill.core.clock import Clock
 from backfill.http.connection import ClientStalls
 from backfill.http.errors import InvalidApiKey, error_response, response_id_of
-from backfill.http.keys import ApiKeys, sent_key
+from backfill.http.keys import ROUTER_OWNER, ApiKeys, sent_key
 from backfill.http.page import PAGE_PATHS
 
 OWNER_HEADER = "x-backfill-owner"
@@ -122,16 +122,13 @@ class ApiKeyMiddleware(HttpMiddleware):
     excluded_paths = _PUBLIC_PATHS | {ADMIN_PATH}
     keys: ApiKeys
 
-    # The key of this name speaks for the owner that the header names: a router that has checked their keys.
-    router_name: ClassVar[str] = "router"
-
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = sent_key(Headers(scope=scope))
         owner = None if key is None else self.keys.owner_of(key)
         if owner is None:
             raise InvalidApiKey("Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'.")
         state = scope.setdefault("state", {})
-        if owner == self.router_name:
+        if owner == ROUTER_OWNER:
             state["is_routed"] = True
             owner = Headers(scope=scope).get(OWNER_HEADER, owner)
         state["owner"] = owner
