@@ -324,3 +324,23 @@ def test_steps_of_prompts_alone_are_short_where_there_are_several_owners() -> No
         return bench.clock.now_s()
 
     assert first_step_s("a", "b") < 0.5 * first_step_s("a", "a")
+
+
+@pytest.mark.parametrize("policy", POLICIES[:3])  # the baseline preempts the latest, whosever it is
+@pytest.mark.parametrize("is_online", [True, False])
+def test_growth_of_one_owner_preempts_none_of_another_that_holds_less(
+    policy: object, is_online: bool
+) -> None:
+    """Though the other's request is the latest and the least urgent."""
+    bench = Bench(policy, num_blocks=20)  # type: ignore[arg-type]
+    make = make_request if is_online else offline
+    flood = [make(12, 40, owner="flood", priority=-100) for _ in range(4)]
+    other = make(8, 20, owner="other")
+    bench.step(*flood, other)
+    while other.finish_reason is None:
+        bench.step()
+    assert sum(each.num_preemptions for each in flood) > 0
+    assert other.num_preemptions == 0
+    while bench.scheduler.has_unfinished:
+        bench.step()
+    assert all(each.finish_reason is not None for each in flood)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from backfill.core.counters import ClassCounters
@@ -50,8 +51,38 @@ class Preemption:
         """Running and restoring requests: those that hold device blocks."""
         return (*self.requests.running.values(), *self.requests.restoring.values())
 
+    def _by_key(self, requests: Iterable[Request]) -> list[Request]:
+        """Those to preempt, the first one last.
+
+        Of one priority level those go first whose owners hold more blocks of it than their part: else one
+        owner's growth, or its urgent priorities, would end what another is owed.
+        """
+        if self.requests.num_owners < 2:
+            return sorted(requests, key=self.key)
+        above = self._owners_above_their_part()
+
+        def key(request: Request) -> PreemptionKey:
+            level, *rest = self.key(request)
+            return (level, (request.priority_level, request.owner) in above, *rest)
+
+        return sorted(requests, key=key)
+
+    def _owners_above_their_part(self) -> Collection[tuple[PriorityLevel, str]]:
+        """Of several owners in a level: those with more of its blocks than their weight's part."""
+        held, weights = Counter[tuple[PriorityLevel, str]](), dict[tuple[PriorityLevel, str], float]()
+        for each in self.block_holders:
+            name = each.priority_level, each.owner
+            held[name] += self.kv.counts.held(each.request_id)
+            weights[name] = each.owner_weight
+        above = set[tuple[PriorityLevel, str]]()
+        for level in {level for level, _ in held}:
+            names = [name for name in held if name[0] is level]
+            part = sum(held[name] for name in names) / sum(weights[name] for name in names)
+            above.update(name for name in names if held[name] > part * weights[name])
+        return above
+
     def key(self, request: Request) -> PreemptionKey:
-        """The request with the greatest key is preempted first."""
+        """Of one owner, the request with the greatest key is preempted first."""
         lost = 0.0
         if request.status is RequestStatus.RUNNING:
             lost = self.kv.num_unsecured_tokens(request) + self.suspension.lost_tokens(request.request_id)
@@ -86,7 +117,7 @@ class Preemption:
             if may_take_all and not protects:
                 return Evictable.ALL
             holders = self.block_holders
-            victim = max(holders, key=self.key)
+            victim = self._by_key(holders)[-1]
             # Alone, it would be preempted for a cache that is of use to nobody until more requests arrive.
             is_last = victim is request and len(holders) == 1
             if may_take_all and (is_last or (is_online and victim.service_class is ServiceClass.ONLINE)):
@@ -131,7 +162,7 @@ class Preemption:
                 if lack > kv.counts.num_freed((each.request_id for each in victims), match, last_limit):
                     batch.paused_levels = frozenset((*batch.paused_levels, *preemptible))
                     return None
-            victims.sort(key=self.key)
+            victims = self._by_key(victims)
             while victims:
                 victim = victims.pop()
                 if (
