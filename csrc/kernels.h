@@ -66,7 +66,7 @@ struct AttentionArgs {
 struct QuantizedFormat {
   int bits;             // of a code: 4 or 8
   int64_t group;        // inputs that share a scale: 16 or a multiple of 32
-  int64_t scale_bytes;  // of a scale or an offset: 2 (half precision) or 4
+  int64_t scale_bytes;  // of a scale or an offset: 1 (units), 2 (half precision) or 4
   bool has_offsets;     // else -8 scales with 4 bits, 0 with 8
 };
 

@@ -7,7 +7,8 @@
 //
 // A panel is a row of blocks, each for a group of inputs, or for two groups of 16: scales [groups][32], offsets
 // [groups][32] if there are any, then for every 32 inputs codes [2][32 / inputs of a word][16], a word of 32
-// bits having neighbouring inputs of an output.
+// bits having neighbouring inputs of an output. Scales and offsets of one byte are in units: a block has 256
+// inputs, and the units of its scales [32] and offsets [32] come first.
 #pragma once
 
 #include "linear_tiles.h"
@@ -22,12 +23,20 @@ BACKFILL_INLINE Floats widen_half(Halves bits) {
   return (Floats)((Words)magnitude | (word & 0x8000) << 16);
 }
 
-template <class Scale>
-BACKFILL_INLINE Floats load_scales(const char* p) {
-  if constexpr (sizeof(Scale) == 4) return load(reinterpret_cast<const float*>(p));
+BACKFILL_INLINE Floats load_half(const char* p) {
   Halves bits;
   std::memcpy(&bits, p, sizeof bits);
   return widen_half(bits);
+}
+
+template <class Scale>
+BACKFILL_INLINE Floats load_scales(const char* p) {
+  if constexpr (sizeof(Scale) == 4) return load(reinterpret_cast<const float*>(p));
+  if constexpr (sizeof(Scale) == 2) return load_half(p);
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  Bytes bytes;
+  std::memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(bytes, Floats);
 }
 
 // The codes that are in place `index` of each word, as floats: 4 bits are 0 to 15, 8 bits -128 to 127.
@@ -76,30 +85,55 @@ BACKFILL_INLINE void store_inputs(float* tiles, int half, int input, Floats low,
 // Inputs [first, first + inputs) of a panel, in 32s, as tiles of TileElement<T>.
 using Unpack = void (*)(const char* panel, int64_t group, int64_t first, int64_t inputs, void* tiles);
 
+constexpr int64_t kUnitInputs = 256;  // of a block of scales in units
+
+// Of a format, what a block of a panel has.
+struct BlockLayout {
+  int64_t inputs, groups;
+  int64_t scales, codes, bytes;  // where they begin, and of all
+};
+
+BACKFILL_INLINE BlockLayout block_layout(int bits, int64_t group, int64_t scale_bytes, bool has_offsets) {
+  const int64_t factors = has_offsets ? 2 : 1;
+  BlockLayout block{};
+  block.inputs = scale_bytes == 1 ? kUnitInputs : std::max<int64_t>(group, 32);
+  block.groups = block.inputs / group;
+  block.scales = scale_bytes == 1 ? factors * kPanel * 2 : 0;
+  block.codes = block.scales + factors * block.groups * kPanel * scale_bytes;
+  block.bytes = block.codes + block.inputs * kPanel * bits / 8;
+  return block;
+}
+
 // Group: 16, 32, or 0 for any other.
 template <class T, int Bits, class Scale, bool HasOffsets, int Group>
 void unpack(const char* panel, int64_t group, int64_t first, int64_t inputs, void* tiles) {
-  constexpr int Groups = Group == 16 ? 2 : 1;
+  constexpr bool kInUnits = sizeof(Scale) == 1;
+  constexpr int kParts = Group == 16 ? 2 : 1;  // groups in 32 inputs
   constexpr int kVectors = 16 / kLanes, kPerWord = 32 / Bits, kWords = 32 / kPerWord;
-  constexpr int64_t kScales = Groups * kPanel * sizeof(Scale), kHeader = kScales * (HasOffsets ? 2 : 1);
   constexpr int64_t kCodes = kPanel * 32 * Bits / 8, kAhead = 4 * kCodes;
+  const BlockLayout layout = block_layout(Bits, Group == 0 ? group : Group, sizeof(Scale), HasOffsets);
+  const int64_t to_offsets = layout.groups * kPanel * sizeof(Scale);
   auto* target = static_cast<float*>(tiles);
-  const int64_t of_block = Group == 0 ? group : 32;
   for (int64_t k = first; k < first + inputs; k += 32, target += 32 * kPanel / kPerUnit<T>) {
-    const char* block = panel + k / of_block * (kHeader + of_block / 32 * kCodes);
-    const char* codes = block + kHeader + k % of_block / 32 * kCodes;
+    const char* block = panel + k / layout.inputs * layout.bytes;
+    const int64_t within = k % layout.inputs;
+    const char* codes = block + layout.codes + within / 32 * kCodes;
+    const char* all_scales =
+        block + layout.scales + (Group == 0 ? 0 : within / Group) * kPanel * (int64_t)sizeof(Scale);
     for (int64_t line = 0; line < kCodes + 64; line += 64) __builtin_prefetch(codes + kAhead + line);
     for (int half = 0; half < 2; half++) {
       for (int v = 0; v < kVectors; v++) {
         const int64_t lane = 16 * half + v * kLanes;
-        for (int part = 0; part < Groups; part++) {
+        for (int part = 0; part < kParts; part++) {
           // Loaded here, because stores to the tiles might change them as far as the compiler knows.
-          const char* scales = block + (part * kPanel + lane) * sizeof(Scale);
-          const Floats scale = load_scales<Scale>(scales);
+          const char* scales = all_scales + (part * kPanel + lane) * sizeof(Scale);
+          Floats scale = load_scales<Scale>(scales);
+          if constexpr (kInUnits) scale = scale * load_half(block + lane * 2);
           Floats offset = Bits == 4 ? scale * -8.0f : Floats{};
-          if constexpr (HasOffsets) offset = load_scales<Scale>(scales + kScales);
+          if constexpr (HasOffsets) offset = load_scales<Scale>(scales + to_offsets);
+          if constexpr (HasOffsets && kInUnits) offset = offset * load_half(block + (kPanel + lane) * 2);
 #pragma GCC unroll 8
-          for (int word = part * kWords / Groups; word < (part + 1) * kWords / Groups; word++) {
+          for (int word = part * kWords / kParts; word < (part + 1) * kWords / kParts; word++) {
             Words bits;
             std::memcpy(&bits, codes + ((half * kWords + word) * 16 + v * kLanes) * 4, sizeof bits);
 #pragma GCC unroll 4
@@ -131,8 +165,12 @@ Unpack unpack_of(const QuantizedFormat& format) {
 template <class T>
 Unpack unpack_of(const QuantizedFormat& format) {
   if (format.bits == 4)
-    return format.scale_bytes == 4 ? unpack_of<T, 4, float>(format) : unpack_of<T, 4, uint16_t>(format);
-  return format.scale_bytes == 4 ? unpack_of<T, 8, float>(format) : unpack_of<T, 8, uint16_t>(format);
+    return format.scale_bytes == 4   ? unpack_of<T, 4, float>(format)
+           : format.scale_bytes == 2 ? unpack_of<T, 4, uint16_t>(format)
+                                     : unpack_of<T, 4, int8_t>(format);
+  return format.scale_bytes == 4   ? unpack_of<T, 8, float>(format)
+         : format.scale_bytes == 2 ? unpack_of<T, 8, uint16_t>(format)
+                                   : unpack_of<T, 8, int8_t>(format);
 }
 
 // Gives the tiles of one thread, in memory of its own.
@@ -143,9 +181,8 @@ class QuantizedWeight {
 
   QuantizedWeight(const LinearArgs& args, const QuantizedFormat& format)
       : unpack_(unpack_of<T>(format)), panels_(static_cast<const char*>(args.weight)), group_(format.group) {
-    const int64_t of_group =
-        kPanel * (format.scale_bytes * (format.has_offsets ? 2 : 1) + group_ * format.bits / 8);
-    panel_bytes_ = args.in_features / group_ * of_group;
+    const BlockLayout block = block_layout(format.bits, group_, format.scale_bytes, format.has_offsets);
+    panel_bytes_ = args.in_features / block.inputs * block.bytes;
     tiles_ = static_cast<W*>(scratch(kTiles, std::min(kManyRows, args.in_features * kInputBytes)));
   }
 

@@ -11,8 +11,9 @@ from itertools import product
 import pytest
 import torch
 
+from backfill.kernels.base import ConcatenatedLinear
 from backfill.kernels.cpu import CpuKernels
-from backfill.kernels.quantized import QuantizedFormat, QuantizedWeight, quantize
+from backfill.kernels.quantized import UNIT_INPUTS, QuantizedFormat, QuantizedWeight, quantize
 from tests.kernels.cpu import REFERENCE, random_rows, seeded
 
 FORMATS = [
@@ -20,36 +21,51 @@ FORMATS = [
     for bits, group, scale_type, has_offsets in product(
         (4, 8), (16, 32, 96), (torch.float16, torch.float32), (False, True)
     )
+] + [
+    QuantizedFormat(bits, group, torch.int8, has_offsets)
+    for bits, group, has_offsets in product((4, 8), (16, 32), (False, True))
 ]
 # Outputs and inputs: one step of unpacking or several, panels that are not full, several blocks of rows.
 SIZES = [(70, 96), (33, 576), (64, 3072)]
+SIZES_IN_UNITS = [(70, 256), (33, 768), (64, 3072)]
 
 
 def random_weight(
     form: QuantizedFormat, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
 ) -> QuantizedWeight:
-    """As files have them: scales and offsets of at most 16 significant bits."""
+    """As files have them: a product of code and scale is exact in float32."""
     num_groups = shape[1] // form.group
-    low, high = (0, 16) if form.bits == 4 else (-128, 128)
+    low, high = (0, 16) if form.bits == 4 else (-32, 32) if form.has_units else (-128, 128)
     codes = torch.randint(low, high, shape, generator=generator)
-    scales, offsets = (
-        torch.randn((shape[0], num_groups), generator=generator).mul(0.01).half().to(form.scale_type)
-        for _ in range(2)
-    )
+    units = None
+    if form.has_units:
+        scales, offsets = (
+            torch.randint(-64, 64, (shape[0], num_groups), generator=generator).to(torch.int8)
+            for _ in range(2)
+        )
+        num_units = shape[0], shape[1] // UNIT_INPUTS, 2 if form.has_offsets else 1
+        units = torch.randn(num_units, generator=generator).mul(1e-3).half()
+    else:
+        scales, offsets = (
+            torch.randn((shape[0], num_groups), generator=generator).mul(0.01).half().to(form.scale_type)
+            for _ in range(2)
+        )
     return QuantizedWeight(
         form,
         dtype,
         codes.to(torch.uint8 if form.bits == 4 else torch.int8),
         scales,
         offsets if form.has_offsets else None,
+        units,
     )
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-@pytest.mark.parametrize("shape", SIZES, ids=str)
+@pytest.mark.parametrize("size", range(3))
 def test_a_linear_layer_of_codes_is_that_of_the_dequantized_weight(
-    kernels: CpuKernels, dtype: torch.dtype, form: QuantizedFormat, shape: tuple[int, int]
+    kernels: CpuKernels, dtype: torch.dtype, form: QuantizedFormat, size: int
 ) -> None:
+    shape = (SIZES_IN_UNITS if form.has_units else SIZES)[size]
     generator = seeded("codes", form, shape)
     weight = random_weight(form, shape, dtype, generator)
     bias = random_rows(generator, shape[0], dtype=dtype)
@@ -91,12 +107,54 @@ def test_it_can_be_placed_elsewhere(kernels: CpuKernels, dtype: torch.dtype) -> 
     assert linear.layout != kernels.linear(quantize(random_rows(generator, 70, 96, dtype=dtype), 8)).layout
 
 
-@pytest.mark.parametrize("forms", [*product(FORMATS[::5], FORMATS[1::4])], ids=str)
-def test_weights_of_two_formats_are_one_without_loss(forms: tuple[QuantizedFormat, QuantizedFormat]) -> None:
-    generator = seeded("common", forms)
-    weights = [random_weight(form, (5, 96), torch.float32, generator) for form in forms]
-    together = QuantizedWeight.concatenated(weights)
-    assert torch.equal(together.dequantized(), torch.cat([each.dequantized() for each in weights]))
+@pytest.mark.parametrize("form", FORMATS[::3], ids=str)
+def test_parts_of_a_weight(form: QuantizedFormat) -> None:
+    weight = random_weight(form, (6, 768), torch.float32, seeded("parts", form))
+    whole = weight.dequantized()
+    for start, stop in ((0, 768), (256, 512), (96, 288)):
+        if start % form.group or stop % form.group:
+            continue
+        part = weight.columns(start, stop)
+        part.check()
+        assert torch.equal(part.dequantized(), whole[:, start:stop])
+    padded = QuantizedWeight.concatenated([weight, weight.padded(2)]).dequantized()
+    assert torch.equal(padded, torch.cat((whole, whole, torch.zeros(2, 768))))
+
+
+def test_linears_of_two_formats_side_by_side(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    generator = seeded("side by side")
+    weights = [random_rows(generator, 40, 64, dtype=dtype) for _ in range(3)]
+    parts = [kernels.linear(weights[0]), *(kernels.linear(quantize(each, 4)) for each in weights[1:])]
+    together = ConcatenatedLinear(parts)
+    x = random_rows(generator, 5, 64, dtype=dtype)
+    assert torch.equal(together(x), torch.cat([each(x) for each in parts], dim=1))
+    placed = together.placed([part.clone() for part in together.memory])
+    assert torch.equal(placed(x), together(x))
+    assert placed.layout == together.layout != ConcatenatedLinear(parts[:2]).layout
+
+
+def test_what_cannot_be_read_is_refused(kernels: CpuKernels) -> None:
+    weight = quantize(torch.randn(4, 96), 4)
+    for wrong in (
+        replace(weight, format=replace(weight.format, bits=5)),
+        replace(weight, format=replace(weight.format, group=48)),
+        replace(weight, format=replace(weight.format, has_offsets=False)),
+        replace(weight, scales=weight.scales.float()),
+        replace(weight, offsets=None),
+        replace(weight, codes=weight.codes[:, :64]),
+        replace(weight, dtype=torch.float16),
+        weight.columns(0, 0),
+    ):
+        with pytest.raises(ValueError, match=r"^weight: expected"):
+            kernels.linear(wrong)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_half_precision_does_not_hold_is_not_rounded(bits: int) -> None:
+    weight = torch.randn(4, 64)
+    weight[2, 5] = -1e8
+    with pytest.raises(ValueError, match="half precision"):
+        quantize(weight, bits)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

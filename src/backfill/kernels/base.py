@@ -52,9 +52,6 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """``x [T, in_features] -> [T, out_features]``, bias included, in x's dtype."""
 
-    def rows(self, index: Tensor) -> Tensor:
-        """Rows of the weight, as they are multiplied: int64 ``[T]`` to dense ``[T, in_features]``."""
-
     @property
     def layout(self) -> str:
         """Linears of one layout and shape may exchange the bytes of their memory."""
@@ -69,6 +66,37 @@ class Linear(Protocol):
         ``memory`` has flat uint8 tensors as long as this linear's, each at an address that is a multiple of
         64. Their contents are not set, and may be overwritten while no call runs.
         """
+
+
+class Table(Linear, Protocol):
+    """A weight whose rows can also be looked up."""
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows of the weight in x's dtype: int64 ``[T]`` to dense ``[T, in_features]``."""
+
+
+class ConcatenatedLinear:
+    """Linears of the same inputs as one, with their outputs side by side."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self._parts = parts
+        self.in_features = parts[0].in_features
+        self.out_features = sum(each.out_features for each in parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([each(x) for each in self._parts], dim=1)
+
+    @property
+    def layout(self) -> str:
+        return "; ".join(f"{each.out_features} {each.layout}" for each in self._parts)
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for each in self._parts for tensor in each.memory)
+
+    def placed(self, memory: Sequence[Tensor]) -> ConcatenatedLinear:
+        rest = iter(memory)
+        return ConcatenatedLinear([each.placed([next(rest) for _ in each.memory]) for each in self._parts])
 
 
 class LayerInputs(NamedTuple):
@@ -109,12 +137,15 @@ class Kernels(ABC):
     def description(self) -> str:
         """Which kernels these are, and why these: for a line of the log."""
 
-    def linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Table:
         """Pack ``weight [out, in]`` once. The caller may free ``weight``, and must not change it.
 
         A quantized weight is multiplied as if it was dequantized, to its dtype or to float32.
         """
         if isinstance(weight, QuantizedWeight):
+            weight.check()
+            if weight.dtype not in self._dtypes:
+                raise ValueError(f"weight: expected rows of {self._kind}, got {weight.dtype}")
             if bias is not None:
                 self._check_vector("bias", bias, weight.shape[0], weight.dtype)
             return self._quantized_linear(weight, bias)
@@ -195,9 +226,9 @@ class Kernels(ABC):
         return self._attention(self._checked(LayerInputs(qkv, kv_pool, layer, batch, num_heads)), scale)
 
     @abstractmethod
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear: ...
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Table: ...
 
-    def _quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+    def _quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Table:
         """Dequantized, where a set of kernels has nothing better."""
         return self._linear(weight.dequantized().to(self._device), bias)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 # After torch: both use the OpenMP runtime that torch brings, so that there is one pool of threads.
 from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.errors import ConfigError
-from backfill.kernels.base import AttentionMetadata, Kernels, LayerInputs, Linear, as_bytes, describe
+from backfill.kernels.base import AttentionMetadata, Kernels, LayerInputs, Table, as_bytes, describe
 from backfill.kernels.isa import ISA_VARIABLE
 from backfill.kernels.panels import (
     padded_features,
@@ -149,13 +149,13 @@ class CpuKernels(Kernels):
             return f"{self.isa}, the fastest of {', '.join(available_isas())} on this processor"
         return f"{self.isa}, which {ISA_VARIABLE} names; {available_isas()[-1]} is the fastest here"
 
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Table:
         bias = None if bias is None else bias.clone()
         out_features, in_features = weight.shape
         shape = out_features, in_features, padded_features(in_features, weight.dtype)
         return CpuLinear(self._cpp, panels_of(weight), bias, weight.dtype, shape)
 
-    def _quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+    def _quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Table:
         bias = None if bias is None else bias.clone()
         shape = *weight.shape, weight.shape[1]
         panels = quantized_panels_of(weight)

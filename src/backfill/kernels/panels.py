@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backfill.kernels.quantized import QuantizedFormat, QuantizedWeight
+from backfill.kernels.quantized import UNIT_INPUTS, QuantizedFormat, QuantizedWeight
 
 # Outputs of a panel, and units of 32 bits of inputs of a tile, in csrc/linear.h.
 _PANEL = 32
@@ -41,12 +41,16 @@ def rows_of_panels(panels: Tensor, index: Tensor) -> Tensor:
     return units[index // _PANEL, :, outputs // 16, :, outputs % 16].flatten(1).view(panels.dtype)
 
 
+def _block_inputs(form: QuantizedFormat) -> int:
+    return UNIT_INPUTS if form.has_units else max(form.group, _WORD_INPUTS)
+
+
 def quantized_panels_of(weight: QuantizedWeight) -> Tensor:
     """A quantized weight as uint8 ``[out / 32, blocks, bytes of a block]``; outputs padded with zeros.
 
-    A block is one group of inputs, or two groups of 16. It has their scales ``[groups, 32]``, offsets if
-    there are any, and codes: for every 32 inputs ``[2, words, 16]`` words of 32 bits, each with 4 or 8
-    neighbouring inputs of one output.
+    A block is one group of inputs, two groups of 16, or the groups that share a unit. It has the units of 32
+    outputs if there are any, scales ``[groups, 32]``, offsets if there are any, and codes: for every 32
+    inputs ``[2, words, 16]`` words of 32 bits, each with 4 or 8 neighbouring inputs of one output.
     """
     form, (num_rows, num_inputs) = weight.format, weight.shape
     if missing := -num_rows % _PANEL:
@@ -57,13 +61,19 @@ def quantized_panels_of(weight: QuantizedWeight) -> Tensor:
         codes = pairs[:, 0] | pairs[:, 1] << 4
     num_words = _WORD_INPUTS * form.bits // 32
     words = codes.contiguous().view(torch.int32).view(-1, 2, 16, num_inputs // _WORD_INPUTS, num_words)
-    block = max(form.group, _WORD_INPUTS)
-    num_blocks, num_groups = num_inputs // block, num_inputs // form.group
+    block = _block_inputs(form)
+    num_blocks = num_inputs // block
     blocks = words.permute(0, 3, 1, 4, 2).reshape(-1, num_blocks, block * form.bits).view(torch.uint8)
-    factors = [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
-    headers = [each.view(-1, _PANEL, num_groups).transpose(1, 2).contiguous() for each in factors]
-    parts = [each.view(torch.uint8).view(len(blocks), num_blocks, -1) for each in headers]
-    return torch.cat([*parts, blocks], dim=-1)
+
+    def of_blocks(factors: Tensor) -> Tensor:
+        """``[out, factors of a row]`` as bytes of blocks, outputs innermost."""
+        panels = factors.reshape(-1, _PANEL, factors.shape[1]).transpose(1, 2).contiguous()
+        return panels.view(torch.uint8).view(len(blocks), num_blocks, -1)
+
+    header = [of_blocks(each) for each in (weight.scales, weight.offsets) if each is not None]
+    if weight.units is not None:
+        header = [of_blocks(weight.units.flatten(1)), *header]
+    return torch.cat([*header, blocks], dim=-1)
 
 
 def rows_of_quantized_panels(
@@ -71,17 +81,24 @@ def rows_of_quantized_panels(
 ) -> Tensor:
     """Rows ``[T, in]`` of a weight that ``quantized_panels_of`` packed, dequantized."""
     panel, output = index // _PANEL, index % _PANEL
-    num_words, num_groups = _WORD_INPUTS * form.bits // 32, max(form.group, _WORD_INPUTS) // form.group
-    width = num_groups * _PANEL * form.scale_type.itemsize
+    num_words, num_groups = _WORD_INPUTS * form.bits // 32, _block_inputs(form) // form.group
+    start = 0
 
-    def factors(start: int) -> Tensor:
-        of_blocks = panels[..., start : start + width].view(form.scale_type)
-        return of_blocks.view(*panels.shape[:2], num_groups, _PANEL)[panel, :, :, output].flatten(1)
+    def factors(number: int, kind: torch.dtype) -> Tensor:
+        """The next ones of a block: ``[T, number in a row]``."""
+        nonlocal start
+        first, start = start, start + number * _PANEL * kind.itemsize
+        of_blocks = panels[..., first:start].view(kind).view(*panels.shape[:2], number, _PANEL)
+        return of_blocks[panel, :, :, output].flatten(1)
 
-    header = 2 * width if form.has_offsets else width
-    words = panels[..., header:].view(torch.int32).view(*panels.shape[:2], -1, 2, num_words, 16)
+    num_factors = 2 if form.has_offsets else 1
+    units = None
+    if form.has_units:
+        units = factors(num_factors, torch.float16).view(len(index), -1, num_factors)
+    scales = factors(num_groups, form.scale_type)
+    offsets = factors(num_groups, form.scale_type) if form.has_offsets else None
+    words = panels[..., start:].view(torch.int32).view(*panels.shape[:2], -1, 2, num_words, 16)
     codes = words[panel, :, :, output // 16, :, output % 16].contiguous().view(torch.uint8)
     codes = torch.stack((codes & 15, codes >> 4), dim=-1) if form.bits == 4 else codes.view(torch.int8)
-    offsets = factors(width) if form.has_offsets else None
     codes = codes.reshape(len(index), -1)
-    return QuantizedWeight(form, dtype, codes, factors(0), offsets).dequantized()
+    return QuantizedWeight(form, dtype, codes, scales, offsets, units).dequantized()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 INPUT_MULTIPLE = 32  # of a weight, and of what a part of one begins with
+UNIT_INPUTS = 256  # that share a unit of scales
+_ROUNDED_AT_ONCE = 1 << 20  # weights
 _RANGE_PARTS = (1.0, 0.95, 0.9, 0.85, 0.8)
 
 
@@ -21,7 +22,8 @@ class QuantizedFormat:
     Attributes:
         bits: of a code, 4 or 8.
         group: inputs that share a scale: 16 or a multiple of 32.
-        scale_type: of scales and offsets, float16 or float32.
+        scale_type: of scales and offsets: float16, float32, or int8, in units that 256 inputs share; groups
+            are then of 16 or 32.
         has_offsets: else 8 in a code of 4 bits stands for 0.
     """
 
@@ -30,22 +32,14 @@ class QuantizedFormat:
     scale_type: torch.dtype
     has_offsets: bool
 
-    @staticmethod
-    def common(forms: Sequence[QuantizedFormat]) -> QuantizedFormat:
-        """The smallest that holds weights of all of them without loss."""
-        bits = {each.bits for each in forms}
-        return QuantizedFormat(
-            max(bits),
-            math.gcd(*(each.group for each in forms)),
-            max((each.scale_type for each in forms), key=lambda each: each.itemsize),
-            # Without offsets, codes of 4 bits are not the codes of 8 that have the same values.
-            has_offsets=len(bits) > 1 or any(each.has_offsets for each in forms),
-        )
+    @property
+    def has_units(self) -> bool:
+        return self.scale_type == torch.int8
 
     @property
     def bytes_per_weight(self) -> float:
-        scales = self.scale_type.itemsize * (2 if self.has_offsets else 1)
-        return self.bits / 8 + scales / self.group
+        of_group = self.scale_type.itemsize / self.group + (2 / UNIT_INPUTS if self.has_units else 0)
+        return self.bits / 8 + of_group * (2 if self.has_offsets else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +51,7 @@ class QuantizedWeight:
         codes: ``[out, in]``: uint8 of 0 to 15 with 4 bits, int8 with 8.
         scales: ``[out, in / group]``.
         offsets: as ``scales``; None: -8 scales with 4 bits, 0 with 8.
+        units: float16 ``[out, in / 256, 1 or 2]``, of scales and offsets that are int8; else None.
     """
 
     format: QuantizedFormat
@@ -64,62 +59,87 @@ class QuantizedWeight:
     codes: Tensor
     scales: Tensor
     offsets: Tensor | None
+    units: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
         return self.codes.shape
 
+    def check(self) -> None:
+        """Raises: ValueError, naming what is wrong, for what kernels cannot read."""
+        form, (num_rows, num_inputs) = self.format, self.shape
+        types = {4: torch.uint8, 8: torch.int8}
+        scale_types = (torch.float16, torch.float32, torch.int8)
+        is_known = form.bits in types and form.scale_type in scale_types
+        if not is_known or not (form.group == 16 or (form.group > 0 and form.group % INPUT_MULTIPLE == 0)):
+            raise ValueError(f"weight: expected 4 or 8 bits in groups of 16 or a multiple of 32, got {form}")
+        block = UNIT_INPUTS if form.has_units else max(form.group, INPUT_MULTIPLE)
+        if num_inputs == 0 or num_inputs % block or (form.has_units and form.group > INPUT_MULTIPLE):
+            raise ValueError(f"weight: expected inputs in {block}s, got {num_inputs} of {form}")
+        factors = num_rows, num_inputs // form.group
+        wanted = {"codes": (self.shape, types[form.bits]), "scales": (factors, form.scale_type)}
+        if form.has_offsets:
+            wanted["offsets"] = factors, form.scale_type
+        if form.has_units:
+            shape = num_rows, num_inputs // UNIT_INPUTS, 2 if form.has_offsets else 1
+            wanted["units"] = shape, torch.float16
+        found = {name: (each.shape, each.dtype) for name, each in self._tensors().items() if each.is_cpu}
+        if found != wanted:
+            raise ValueError(f"weight: expected {wanted} on cpu, got {found}")
+
     def dequantized(self) -> Tensor:
         """``[out, in]``, computed in float32 and rounded once to ``dtype``."""
-        scales = self.scales.float()
-        if self.offsets is not None:
-            offsets = self.offsets.float()
-        else:
-            offsets = scales * -8.0 if self.format.bits == 4 else torch.zeros_like(scales)
+        scales, offsets = self._factors()
         codes = self.codes.view(*scales.shape, self.format.group)
         values = torch.addcmul(offsets[..., None], codes.float(), scales[..., None])
         return values.view(self.shape).to(self.dtype)
 
     def padded(self, num_rows: int) -> QuantizedWeight:
         """With ``num_rows`` more rows, of zeros."""
-        codes, scales, offsets = (
-            None if each is None else F.pad(each, (0, 0, 0, num_rows))
-            for each in (self.codes, self.scales, self.offsets)
-        )
-        assert codes is not None and scales is not None
-        return replace(self, codes=codes, scales=scales, offsets=offsets)
+        held = self._tensors()
+        more = {name: each.new_zeros(num_rows, *each.shape[1:]) for name, each in held.items()}
+        return self._with({name: torch.cat((held[name], more[name])) for name in held})
 
-    def widened(self, form: QuantizedFormat) -> QuantizedWeight:
-        """The same values in a format that ``QuantizedFormat.common`` gave for this one and others."""
-        codes, scales, offsets = self.codes, self.scales.to(form.scale_type), self.offsets
-        if offsets is None and form.has_offsets:
-            offsets = scales * -8.0 if self.format.bits == 4 else torch.zeros_like(scales)
-        if form.bits > self.format.bits:
-            codes = codes.view(torch.int8)
-        repeats = self.format.group // form.group
-        if repeats > 1:
-            scales = scales.repeat_interleave(repeats, dim=1)
-            offsets = None if offsets is None else offsets.repeat_interleave(repeats, dim=1)
-        return replace(
-            self,
-            format=form,
-            codes=codes,
-            scales=scales,
-            offsets=None if offsets is None else offsets.to(form.scale_type),
-        )
+    def columns(self, start: int, stop: int) -> QuantizedWeight:
+        """Inputs ``[start, stop)``, multiples of 32 and of a group."""
+        if self.units is not None and (start % UNIT_INPUTS or stop % UNIT_INPUTS):
+            scales, offsets = self._factors()
+            form = replace(self.format, scale_type=torch.float32)
+            kept = offsets if form.has_offsets else None
+            return QuantizedWeight(form, self.dtype, self.codes, scales, kept).columns(start, stop)
+        width = self.shape[1]
+        parts = {}
+        for name, each in self._tensors().items():
+            inputs = width // each.shape[1]  # that share one
+            parts[name] = each[:, start // inputs : stop // inputs].contiguous()
+        return self._with(parts)
 
     @staticmethod
     def concatenated(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """The rows of all, in a format that holds each without loss."""
-        form = QuantizedFormat.common([each.format for each in weights])
-        weights = [each.widened(form) for each in weights]
-        offsets = [each.offsets for each in weights if each.offsets is not None]
-        return replace(
-            weights[0],
-            codes=torch.cat([each.codes for each in weights]),
-            scales=torch.cat([each.scales for each in weights]),
-            offsets=torch.cat(offsets) if offsets else None,
-        )
+        """The rows of all, which have one format."""
+        tensors = [each._tensors() for each in weights]
+        return weights[0]._with({name: torch.cat([each[name] for each in tensors]) for name in tensors[0]})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Of the fields that are tensors, each with the outputs first."""
+        names = ("codes", "scales", "offsets", "units")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+
+    def _with(self, tensors: dict[str, Tensor]) -> QuantizedWeight:
+        changes: dict[str, Any] = dict(tensors)
+        return replace(self, **changes)
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """Scales and offsets in float32, exactly."""
+        scales = self.scales.float()
+        offsets = None if self.offsets is None else self.offsets.float()
+        if self.units is not None:
+            units = self.units.float().repeat_interleave(UNIT_INPUTS // self.format.group, dim=1)
+            scales = scales * units[..., 0]
+            offsets = None if offsets is None else offsets * units[..., 1]
+        if offsets is None:
+            offsets = scales * (-8.0 if self.format.bits == 4 else 0.0)
+        return scales, offsets
 
 
 def rounded_format(bits: int) -> QuantizedFormat:
@@ -131,36 +151,42 @@ def quantize(weight: Tensor, bits: int) -> QuantizedWeight:
     """``weight [out, in]`` rounded to codes of ``bits``, in groups of 32 inputs; ``in`` is a multiple of 32.
 
     With 8 bits a group's greatest magnitude is 127. With 4 bits its range is divided into 15 steps, or the
-    part of it with which the sum of squared errors is the least.
+    part of it with which the sum of squared errors is the least. A few rows at a time, since this takes many
+    times their memory.
+
+    Raises: ValueError for a group whose scale or offset is no finite number of half precision.
     """
-    form = rounded_format(bits)
-    groups = weight.float().view(weight.shape[0], -1, INPUT_MULTIPLE)
+    num_rows = max(1, _ROUNDED_AT_ONCE // weight.shape[1])
+    rounded = QuantizedWeight.concatenated([_rounded(rows, bits) for rows in torch.split(weight, num_rows)])
+    for name, each in (("scales", rounded.scales), ("offsets", rounded.offsets)):
+        if each is not None and not each.isfinite().all():
+            raise ValueError(f"{name} that half precision does not hold")
+    return rounded
+
+
+def _rounded(weight: Tensor, bits: int) -> QuantizedWeight:
+    form, shape = rounded_format(bits), weight.shape
+    groups = weight.float().view(shape[0], -1, INPUT_MULTIPLE)
     if bits == 8:
         scales = (groups.abs().amax(-1) / 127).half()
-        codes = _codes(groups, scales, None, -127, 127)
-        return QuantizedWeight(form, weight.dtype, codes.to(torch.int8).view(weight.shape), scales, None)
+        codes = _codes(groups, scales, None, -127, 127).to(torch.int8)
+        return QuantizedWeight(form, weight.dtype, codes.view(shape), scales, None)
     low, high = groups.amin(-1), groups.amax(-1)
     least = torch.full_like(low, float("inf"))
-    best: tuple[Tensor, ...] | None = None
+    codes = torch.zeros_like(groups, dtype=torch.uint8)
+    scales = offsets = torch.zeros_like(low, dtype=torch.float16)
     for part in _RANGE_PARTS:
         cut = (high - low) * ((1 - part) / 2)
-        scales, offsets = ((high - low) * (part / 15)).half(), (low + cut).half()
-        codes = _codes(groups, scales, offsets, 0, 15)
-        values = torch.addcmul(offsets.float()[..., None], codes, scales.float()[..., None])
+        new_scales, new_offsets = ((high - low) * (part / 15)).half(), (low + cut).half()
+        new_codes = _codes(groups, new_scales, new_offsets, 0, 15)
+        values = torch.addcmul(new_offsets.float()[..., None], new_codes, new_scales.float()[..., None])
         error = (values - groups).square_().sum(-1)
-        found = (codes.to(torch.uint8), scales, offsets)
-        is_better = error < least
-        best = (
-            found
-            if best is None
-            else tuple(
-                torch.where(is_better[..., None] if new.dim() == 3 else is_better, new, old)
-                for new, old in zip(found, best, strict=True)
-            )
-        )
+        # Infinities are chosen too, so that they are found.
+        is_better = ~(error >= least)
+        scales, offsets = scales.where(~is_better, new_scales), offsets.where(~is_better, new_offsets)
+        codes = codes.where(~is_better[..., None], new_codes.to(torch.uint8))
         least = torch.minimum(error, least)
-    assert best is not None
-    return QuantizedWeight(form, weight.dtype, best[0].view(weight.shape), best[1], best[2])
+    return QuantizedWeight(form, weight.dtype, codes.view(shape), scales, offsets)
 
 
 def _codes(groups: Tensor, scales: Tensor, offsets: Tensor | None, least: int, most: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backfill.kernels.base import Kernels, LayerInputs, Linear, as_bytes
+from backfill.kernels.base import Kernels, LayerInputs, Table, as_bytes
 from backfill.kernels.slots import SlotRange, check_packed
 
 
@@ -48,7 +48,7 @@ class ReferenceKernels(Kernels):
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__(device or torch.device("cpu"), (torch.bfloat16, torch.float16, torch.float32))
 
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Table:
         return ReferenceLinear(weight, bias)
 
     def _rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from backfill.kernels.base import AttentionMetadata, Kernels, Linear
+from backfill.kernels.base import AttentionMetadata, Kernels, Linear, Table
 from backfill.models.config import ModelConfig
 from backfill.models.movable import MovableWeights
 from backfill.models.shard import ModelShard
@@ -76,10 +76,10 @@ class DecoderModel(ABC):
         self._sizes = shard.sizes(config)
         self._num_heads = self._sizes.heads.length
         self._scale = config.attention_scale
-        self._table: Linear | None = None  # of the first stage
+        self._table: Table | None = None  # of the first stage
         self._lm_head: Linear | None = None  # of the last one
         loader = ShardLoader(checkpoint, kernels, device, self._sizes, self._PREFIX)
-        table: Linear | None = None
+        table: Table | None = None
         if shard.is_first or config.tie_word_embeddings:
             table = loader.vocabulary_table("embed_tokens", config.embedding_size)
         if shard.is_first:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backfill.kernels.base import Kernels, LayerInputs, Linear
+from backfill.kernels.base import Kernels, LayerInputs, Table
 from backfill.kernels.reference import ReferenceLinear
 from backfill.kernels.triton_ops import rotary, rowwise
 from backfill.kernels.triton_ops.attention import AttentionArguments, DeviceSizes, attend
@@ -50,7 +50,7 @@ class TritonKernels(Kernels):
         }
         super().__init__(device, tuple(self._dot_dtypes))
 
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Table:
         return ReferenceLinear(weight.contiguous(), bias)
 
     def _rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -24,11 +24,12 @@ Values = npt.NDArray[Any]
 
 
 class _Parts(NamedTuple):
-    """Of blocks ``[N]``: codes ``[N, inputs]``, scales and offsets ``[N, groups]``."""
+    """Of blocks ``[N]``: codes ``[N, inputs]``, scales and offsets ``[N, groups]``, units ``[N, 1 or 2]``."""
 
     codes: Values
     scales: Values
     offsets: Values | None
+    units: Values | None = None
 
 
 def _half(blocks: Bytes, start: int) -> Values:
@@ -69,11 +70,11 @@ def _q8_0(blocks: Bytes) -> _Parts:
     return _Parts(blocks[:, 2:].view(np.int8), _half(blocks, 0), None)
 
 
-def _k_factors(blocks: Bytes) -> tuple[Values, Values]:
-    """Scales and offsets of the eight groups of a Q4_K or Q5_K block: exact in float32."""
+def _k_factors(blocks: Bytes) -> tuple[Values, Values, Values]:
+    """Scales and offsets of the eight groups of a Q4_K or Q5_K block, and their units."""
     scales, mins = Q4_K.get_scale_min(blocks[:, 4:16])
-    of_scales, of_mins = (_half(blocks, start).astype(np.float32) for start in (0, 2))
-    return of_scales * scales, -(of_mins * mins)
+    units = np.concatenate((_half(blocks, 0), -_half(blocks, 2)), axis=-1)
+    return scales.view(np.int8), mins.view(np.int8), units
 
 
 def _q4_k(blocks: Bytes) -> _Parts:
@@ -92,8 +93,7 @@ def _q6_k(blocks: Bytes) -> _Parts:
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3).reshape(-1, 8, 32)
     codes = (low | high << 4).reshape(-1, 256).view(np.int8) - np.int8(32)
-    scales = blocks[:, 192:208].view(np.int8) * _half(blocks, 208).astype(np.float32)
-    return _Parts(codes, scales, None)
+    return _Parts(codes, blocks[:, 192:208].view(np.int8), None, _half(blocks, 208))
 
 
 class _Type(NamedTuple):
@@ -101,16 +101,16 @@ class _Type(NamedTuple):
     parts: Callable[[Bytes], _Parts]
 
 
-_HALF, _FLOAT = torch.float16, torch.float32
+_HALF, _UNITS = torch.float16, torch.int8
 _TYPES = {
     GGMLQuantizationType.Q4_0: _Type(QuantizedFormat(4, 32, _HALF, has_offsets=False), _q4_0),
     GGMLQuantizationType.Q4_1: _Type(QuantizedFormat(4, 32, _HALF, has_offsets=True), _q4_1),
     GGMLQuantizationType.Q5_0: _Type(QuantizedFormat(8, 32, _HALF, has_offsets=False), _q5_0),
     GGMLQuantizationType.Q5_1: _Type(QuantizedFormat(8, 32, _HALF, has_offsets=True), _q5_1),
     GGMLQuantizationType.Q8_0: _Type(QuantizedFormat(8, 32, _HALF, has_offsets=False), _q8_0),
-    GGMLQuantizationType.Q4_K: _Type(QuantizedFormat(4, 32, _FLOAT, has_offsets=True), _q4_k),
-    GGMLQuantizationType.Q5_K: _Type(QuantizedFormat(8, 32, _FLOAT, has_offsets=True), _q5_k),
-    GGMLQuantizationType.Q6_K: _Type(QuantizedFormat(8, 16, _FLOAT, has_offsets=False), _q6_k),
+    GGMLQuantizationType.Q4_K: _Type(QuantizedFormat(4, 32, _UNITS, has_offsets=True), _q4_k),
+    GGMLQuantizationType.Q5_K: _Type(QuantizedFormat(8, 32, _UNITS, has_offsets=True), _q5_k),
+    GGMLQuantizationType.Q6_K: _Type(QuantizedFormat(8, 16, _UNITS, has_offsets=False), _q6_k),
 }
 
 
@@ -143,4 +143,7 @@ def quantized(
         return torch.from_numpy(np.ascontiguousarray(values).reshape(num_rows, -1))
 
     offsets = None if found.offsets is None else of_rows(found.offsets)
-    return QuantizedWeight(form, dtype, of_rows(found.codes), of_rows(found.scales), offsets)
+    units = None
+    if found.units is not None:
+        units = of_rows(found.units).view(num_rows, -1, found.units.shape[1])
+    return QuantizedWeight(form, dtype, of_rows(found.codes), of_rows(found.scales), offsets, units)
