@@ -51,7 +51,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:
-    """Folder of the default model, fetched and converted on first use."""
+    """Folder of the default model, fetched on first use."""
     from backfill.models.resolve import resolve_model
 
     return resolve_model("smollm2-135m-instruct")

@@ -26,7 +26,7 @@ class PullOptions(ModelOptions):
 
 
 def pull(options: PullOptions) -> None:
-    """Fetch MODEL, convert it if need be, and print the folder it is in."""
+    """Fetch MODEL, and print the folder it is in."""
     with interruptible(), _ProgressBar(Console(stderr=True)) as bar:
         folder = resolve_model(
             options.model, cache_dir=options.download_dir, revision=options.revision, progress=bar.update

@@ -38,7 +38,7 @@ NEEDS_MATPLOTLIB = "matplotlib, which is not installed: pip install 'backfill[pl
 
 
 def find_folder(options: ModelOptions) -> Path:
-    """The model's folder; fetches and converts the model where needed.
+    """The model's folder; fetches the model where needed.
 
     Raises: ModelError for a model that cannot be served.
     """

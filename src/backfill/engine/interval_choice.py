@@ -154,10 +154,10 @@ def _fitting(config: EngineConfig) -> set[int | None]:
     """
     fitting: set[int | None] = set()
     first: InsufficientMemory | None = None
-    num_layers = ModelConfig.from_folder(config.model_dir).num_layers
-    for interval in (*range(1, num_layers + 1), None):
+    target = target_of(config)
+    for interval in (*range(1, target.placement.config.num_layers + 1), None):
         try:
-            target_of(_with_interval(config, interval)).plan_device()
+            replace(target, config=_with_interval(config, interval)).plan_device()
             fitting.add(interval)
         except InsufficientMemory as error:
             first = first or error
@@ -184,7 +184,10 @@ def _refusal(config: EngineConfig, slo: SLO, error: NoIntervalHolds) -> str:
     asked = " and ".join(f"`{field}` {asked_s:g}" for field, asked_s, _ in missed)
     offered = " and ".join(f"`{field}` {rounded_up(least_s):g} or more" for field, _, least_s in missed)
     holding: list[int | None] = [*error.holding, None]
-    needed = {each: target_of(_with_interval(config, each)).least_device_bytes for each in holding}
+    target = target_of(config)
+    needed = {
+        each: replace(target, config=_with_interval(config, each)).least_device_bytes for each in holding
+    }
     cheapest = min(needed, key=lambda each: needed[each])
     gib = -(-needed[cheapest] * 1000 // GIB) / 1000  # rounded up: the advice must suffice
     return (

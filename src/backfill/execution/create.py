@@ -181,11 +181,13 @@ def target_of(config: EngineConfig, tensor_parallel_size: int = 1, pipeline_para
     device = choose_device(config)
     dtype = _choose_dtype(config, model_config, device)
     placement = ModelPlacement.of(model_config, tensor_parallel_size, pipeline_parallel_size)
+    if device.type != "cpu" and config.quantization in ("int8", "int4"):
+        # Its kernels have no product with codes, so that rounding would only lose.
+        raise ConfigError("int8 and int4 are supported with `device` cpu only.", field="quantization")
     checkpoint = open_checkpoint(
         config.model_dir,
         dtype=dtype,
         load_format=config.load_format,
-        # CUDA's kernels have no product with codes, so that there is no reason to round.
         quantization=config.quantization if device.type == "cpu" else "none",
         seed=config.seed,
         device=device,
@@ -223,12 +225,12 @@ def _log_choices(target: Target, kernels: Kernels) -> None:
         reason = "as the model is stored"
     else:
         reason = f"the model is stored in {stored}"
-    if stored_in := target.checkpoint.stored_in:
-        name = f"{name}, weights in {stored_in}"
     threads = ""
     if target.device.type == "cpu":
         threads = f"; {torch.get_num_threads()} threads on {available_processors()} processors"
-    logger.info("kernels: %s; %s (%s)%s", kernels.description, name, reason, threads)
+    stored_in = target.checkpoint.stored_in
+    weights = f", weights in {stored_in}" if stored_in else ""
+    logger.info("kernels: %s; %s (%s)%s%s", kernels.description, name, reason, weights, threads)
 
 
 def _log_offloading(interval: int, memory: MemoryPlan) -> None:

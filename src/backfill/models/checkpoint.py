@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from backfill.core.config import LoadFormat, Quantization
+from backfill.core.errors import CorruptModel, ModelNotFound
 from backfill.kernels.quantized import INPUT_MULTIPLE, QuantizedWeight, quantize, rounded_format
 from backfill.models.fields import Fields
 from backfill.models.quantization import stored_quantization
@@ -41,9 +43,12 @@ def open_checkpoint(
         CorruptModel: a file is damaged, or the index does not match the files.
     """
     checkpoint: Checkpoint
+    gguf = Path(folder) / "model.gguf"
     if load_format == "dummy":
         checkpoint = DummyCheckpoint(dtype=dtype, seed=seed, device=device)
-    elif (Path(folder) / "model.gguf").is_file():
+    elif load_format == "auto" and os.path.lexists(gguf) and not _has_safetensors(Path(folder)):
+        if not gguf.is_file():
+            raise ModelNotFound(f"{gguf} is a link to {os.path.realpath(gguf)}, which is not there any more")
         from backfill.models.gguf.checkpoint import GgufCheckpoint
 
         checkpoint = GgufCheckpoint(Path(folder), dtype=dtype, keeps_codes=quantization == "auto")
@@ -96,4 +101,13 @@ class RoundedCheckpoint(Checkpoint):
         starts = part.start if part is not None and part.dim == 1 else 0
         if found.shape[1] % INPUT_MULTIPLE or starts % INPUT_MULTIPLE:
             return found
-        return quantize(found, _TABLE_BITS if name.endswith(_TABLES) else self._bits)
+        try:
+            return quantize(found, _TABLE_BITS if name.endswith(_TABLES) else self._bits)
+        except ValueError as error:
+            raise CorruptModel(
+                f"tensor {name} cannot be rounded to int{self._bits}: it has {error}"
+            ) from None
+
+
+def _has_safetensors(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Quant
+from safetensors.torch import save_file
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from backfill.core.config import Quantization
-from backfill.core.errors import CorruptModel, ModelError, UnsupportedModel
+from backfill.core.errors import CorruptModel, ModelError, ModelNotFound, UnsupportedModel
 from backfill.kernels.quantized import QuantizedWeight
 from backfill.models.checkpoint import open_checkpoint
 from backfill.models.config import ModelConfig
 from backfill.models.gguf import folder_of_gguf
-from backfill.models.weights import Part
+from backfill.models.weights import Part, SafetensorsCheckpoint
 from tests.models.gguf.builders import (
     SIZES,
     make_model,
@@ -215,3 +216,26 @@ def test_existing_folder_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot write"):
         folder_of_gguf(source, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_a_file_without_codes_names_no_format(tmp_path: Path) -> None:
+    folder = folder_of_gguf(write_tiny(tmp_path / "m.gguf"), tmp_path / "out")
+    checkpoint = open_checkpoint(folder, dtype=torch.bfloat16, quantization="auto")
+    assert (checkpoint.stored_in, checkpoint.layer_width, checkpoint.table_width) == ("", 2, 2)
+    packed = folder_of_gguf(write_tiny(tmp_path / "p.gguf", quant=Quant.Q8_0), tmp_path / "packed")
+    checkpoint = open_checkpoint(packed, dtype=torch.bfloat16, quantization="auto")
+    assert (checkpoint.stored_in, checkpoint.layer_width) == ("Q8_0", 8.5 / 8)
+
+
+def test_the_file_may_be_gone(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "m.gguf")
+    folder = folder_of_gguf(source, tmp_path / "out")
+    source.unlink()
+    with pytest.raises(ModelNotFound, match=r"is a link to .*m\.gguf, which is not there any more"):
+        open_checkpoint(folder, dtype=torch.bfloat16)
+
+
+def test_safetensors_come_before_a_gguf_file_beside_them(tmp_path: Path) -> None:
+    folder = folder_of_gguf(write_tiny(tmp_path / "m.gguf"), tmp_path / "out")
+    save_file({"model.norm.weight": torch.ones(64)}, folder / "model.safetensors")
+    assert isinstance(open_checkpoint(folder, dtype=torch.bfloat16), SafetensorsCheckpoint)

@@ -53,3 +53,15 @@ def test_scales_that_are_no_numbers_are_refused() -> None:
 def test_types_of_two_and_three_bits_are_widened() -> None:
     assert packed_format(Quant.Q3_K) is None
     assert packed_format(Quant.F16) is None
+
+
+@pytest.mark.parametrize("kind", [Quant.Q4_K, Quant.Q6_K], ids=lambda kind: kind.name)
+def test_a_part_within_a_block(kind: Quant) -> None:
+    tensor = random_tensor(kind)
+    expected = torch.from_numpy(gguf.quants.dequantize(tensor.rows, kind))
+    whole = quantized(tensor, slice(0, ROWS), slice(0, COLUMNS), torch.float32)
+    for start, stop in ((0, 256), (96, 448), (256, 288)):
+        part = whole.columns(start, stop)
+        part.check()
+        assert torch.equal(part.dequantized(), expected[:, start:stop])
+    assert whole.columns(0, 256).format.has_units

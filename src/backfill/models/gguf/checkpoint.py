@@ -21,6 +21,8 @@ from backfill.models.gguf.quantized import packed_format, quantized
 from backfill.models.gguf.tensors import PlannedTensor, planned_tensors
 from backfill.models.weights import Checkpoint, Part
 
+_DEQUANTIZED_AT_ONCE = 1 << 22  # weights
+
 
 class GgufCheckpoint(Checkpoint):
     """Tensors of ``model.gguf`` in a folder that ``folder_of_gguf`` made. The file stays mapped.
@@ -46,7 +48,7 @@ class GgufCheckpoint(Checkpoint):
     @property
     def stored_in(self) -> str:
         matrices = (each.source for each in self._tensors.values() if len(each.source.shape) == 2)
-        return " ".join(sorted({each.kind.name for each in matrices})) if self._keeps_codes else ""
+        return " ".join(sorted({each.kind.name for each in matrices if self._format_of(each) is not None}))
 
     @property
     def layer_width(self) -> float:
@@ -60,14 +62,12 @@ class GgufCheckpoint(Checkpoint):
         tensor = self._planned(name, shape)
         start, stop = (part.start, part.stop) if part is not None and part.dim == 0 else (0, shape[0])
         if len(shape) == 1:
-            values = tensor.source.dequantized(0, 1)[0, start:stop]
-        else:
-            values = tensor.source.dequantized(start, stop, tensor.row_order)
+            return self._floats(tensor, 0, 1)[0, start:stop].contiguous()
+        step = max(1, _DEQUANTIZED_AT_ONCE // shape[1])
+        rows = [self._floats(tensor, row, min(row + step, stop)) for row in range(start, stop, step)]
         if part is not None and part.dim == 1:
-            values = values[:, part.start : part.stop]
-        if not np.isfinite(values).all():
-            raise CorruptModel(f"tensor {tensor.source.name} holds values that are not finite numbers")
-        return torch.from_numpy(np.array(values, dtype=np.float32)).to(self.dtype)
+            rows = [each[:, part.start : part.stop] for each in rows]
+        return torch.cat(rows)
 
     def weight(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor | QuantizedWeight:
         tensor = self._planned(name, shape)
@@ -75,11 +75,26 @@ class GgufCheckpoint(Checkpoint):
         if part is not None:
             wanted = slice(part.start, part.stop)
             rows, columns = (wanted, columns) if part.dim == 0 else (rows, wanted)
-        block = max(INPUT_MULTIPLE, GGML_QUANT_SIZES[tensor.source.kind][0])
-        if self._format_of(tensor.source) is None or columns.start % block or columns.stop % block:
+        is_whole = columns.start % INPUT_MULTIPLE == 0 and columns.stop % INPUT_MULTIPLE == 0
+        if self._format_of(tensor.source) is None or not is_whole:
             return self.get(name, shape, part)
-        order = None if tensor.row_order is None else tensor.row_order[rows]
-        return quantized(tensor.source, rows if order is None else order, columns, self.dtype)
+        # A part may begin or end within a block of the file.
+        block = GGML_QUANT_SIZES[tensor.source.kind][0]
+        first, last = columns.start // block * block, -(-columns.stop // block) * block
+        order = rows if tensor.row_order is None else tensor.row_order[rows]
+        found = quantized(tensor.source, order, slice(first, last), self.dtype)
+        return (
+            found
+            if (first, last) == (columns.start, columns.stop)
+            else found.columns(columns.start - first, columns.stop - first)
+        )
+
+    def _floats(self, tensor: PlannedTensor, start: int, stop: int) -> Tensor:
+        """Rows ``[start, stop)`` in ``dtype``. Raises: CorruptModel for infinities and NaN."""
+        values = tensor.source.dequantized(start, stop, tensor.row_order)
+        if not np.isfinite(values).all():
+            raise CorruptModel(f"tensor {tensor.source.name} holds values that are not finite numbers")
+        return torch.from_numpy(np.array(values, dtype=np.float32)).to(self.dtype)
 
     def _format_of(self, tensor: GgufTensor) -> QuantizedFormat | None:
         return packed_format(tensor.kind) if self._keeps_codes else None

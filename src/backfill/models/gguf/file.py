@@ -51,7 +51,10 @@ class GgufTensor:
         try:
             values: npt.NDArray[Any] = dequantize(np.ascontiguousarray(rows), self.kind)
         except NotImplementedError:
-            raise UnsupportedModel(f"tensor {self.name} is of type {self.kind.name}, not supported") from None
+            raise UnsupportedModel(
+                f"tensor {self.name} is of type {self.kind.name}, not supported; supported are floats and "
+                "the quantized types that the gguf package dequantizes"
+            ) from None
         return values.reshape(stop - start, self.shape[-1])
 
 

@@ -52,6 +52,7 @@ def folder_of_gguf(
             for name, text in (extra_files or {}).items():
                 _write_text(staging / name, text)
             if moves:
+                _sync(source)
                 source.rename(staging / WEIGHTS_FILE)
             else:
                 (staging / WEIGHTS_FILE).symlink_to(source.resolve())
