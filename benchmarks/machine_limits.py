@@ -75,6 +75,7 @@ def floor_of(
     input_len: int,
     output_len: int,
     stream_len: int,
+    bytes_per_weight: float = 2,
 ) -> dict[str, float]:
     """What the machine's limits allow: products at the matrix rate, weights and KV read once a step.
 
@@ -88,7 +89,7 @@ def floor_of(
 
     def step_s(num_tokens: int, num_sampled: int) -> float:
         flops = 2 * (num_tokens * layers + num_sampled * embedding)
-        return max(flops / rate, 2 * weights / read)
+        return max(flops / rate, bytes_per_weight * weights / read)
 
     def decode_s(num_seqs: int, num_tokens: int) -> float:
         """Seconds of each sequence's ``num_tokens`` but the first; step k has a context of input_len + k."""
@@ -102,6 +103,18 @@ def floor_of(
         "stream_tok_s": stream_len / (first_s + decode_s(1, stream_len)),
         "first_token_s": first_s,
     }
+
+
+def kept_bytes_per_weight(folder: Path, config: ModelConfig) -> float:
+    """Of the weights that a step reads, as the default options keep them."""
+    import torch
+
+    from backfill.models.checkpoint import open_checkpoint
+
+    kept = open_checkpoint(folder, dtype=torch.bfloat16, quantization="auto")
+    table = config.vocab_size * (config.word_embed_proj_dim or config.hidden_size)
+    weights = read_parameters(config)
+    return ((weights - table) * kept.layer_width + table * kept.table_width) / weights
 
 
 def read_parameters(config: ModelConfig) -> int:

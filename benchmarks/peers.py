@@ -38,7 +38,7 @@ from typing import Any, TypeVar
 
 import torch
 from as_safetensors import as_safetensors
-from machine_limits import floor_of, measure_limits, processor_name
+from machine_limits import floor_of, kept_bytes_per_weight, measure_limits, processor_name
 
 from backfill.models.config import ModelConfig
 from backfill.models.resolve import resolve_model
@@ -103,6 +103,7 @@ def run_all(args: argparse.Namespace, folder: Path, others_folder: Path) -> None
         "model": args.model,
         "rounds": args.rounds,
         "work": work_of(args),
+        "bytes_per_weight": kept_bytes_per_weight(folder, ModelConfig.from_folder(folder)),
         "versions": {name: versions_of(engine) for name, engine in engines.items()},
         "threads": {name: engine.num_threads for name, engine in engines.items()},
         "orders": [],
@@ -286,7 +287,9 @@ def summary_of(result: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]
     measured = {name: entries for name, entries in result["runs"].items() if entries}
     return {
         "machine": machine,
-        "floor": floor_of(config, machine, **result["work"]) if machine else {},
+        "floor": floor_of(config, machine, **result["work"], bytes_per_weight=result["bytes_per_weight"])
+        if machine
+        else {},
         "engines": {
             name: {figure: statistics.median(entry[figure] for entry in entries) for figure in FIGURES}
             for name, entries in measured.items()

@@ -23,11 +23,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from in_process import check_no_prefix_hits, restart_in_engine_environment
 from ipc import measure_ipc
-from machine_limits import measure_limits
+from machine_limits import kept_bytes_per_weight, measure_limits
 
 from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig, SchedulerConfig
@@ -58,7 +59,7 @@ def main() -> None:
     parts, step_s = profile_parts(executor, args.seqs, args.context, args.steps)
     limits = measure_limits()
     mean_context = args.context + args.steps / 2
-    floors = floors_ms(ModelConfig.from_folder(folder), args.seqs, mean_context, limits)
+    floors = floors_ms(folder, args.seqs, mean_context, limits)
     rows = {name: 1e3 * seconds for name, seconds in parts.items()}
     rows["other Python"] = 1e3 * step_s - sum(rows.values())
     print(f"{args.seqs} requests of {mean_context:.0f} tokens on average, {args.steps} steps")
@@ -172,7 +173,8 @@ def install_timers(executor: TorchExecutor, engine: Engine, times: dict[str, flo
         setattr(owner, name, timed(times, label, getattr(owner, name)))
 
 
-def floors_ms(config: ModelConfig, seqs: int, context: float, limits: dict[str, float]) -> dict[str, float]:
+def floors_ms(folder: Path, seqs: int, context: float, limits: dict[str, float]) -> dict[str, float]:
+    config = ModelConfig.from_folder(folder)
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     sizes = {
@@ -183,7 +185,8 @@ def floors_ms(config: ModelConfig, seqs: int, context: float, limits: dict[str, 
         "lm_head": hidden * config.vocab_size,
     }
     read, rate = limits["read_gb_s"] * 1e9, limits["matrix_gflop_s"] * 1e9
-    floors = {name: 1e3 * max(2 * size / read, 2 * size * seqs / rate) for name, size in sizes.items()}
+    width = kept_bytes_per_weight(folder, config)
+    floors = {name: 1e3 * max(width * size / read, 2 * size * seqs / rate) for name, size in sizes.items()}
     floors["attention"] = 1e3 * seqs * context * config.kv_bytes_per_token(2) / read
     return floors
 

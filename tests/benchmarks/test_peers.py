@@ -42,10 +42,12 @@ def test_bytes_are_read_once_for_each_step_and_the_prefill_is_one(config: ModelC
     assert floor["stream_tok_s"] == pytest.approx(16 / stream_s)
     batch_s = 8 * weights_s + 4 * kv_s * sum(range(33, 32 + 8))
     assert floor["batch_tok_s"] == pytest.approx(4 * (32 + 8) / batch_s)
+    half = floor_of(config, BYTES_BIND, **WORK, bytes_per_weight=1)
+    assert half["first_token_s"] == pytest.approx(weights_s / 2)
 
 
 def test_products_count_each_token_once_and_logits_once_for_each_output(config: ModelConfig) -> None:
-    floor = floor_of(config, PRODUCTS_BIND, **WORK)
+    floor = floor_of(config, PRODUCTS_BIND, **WORK, bytes_per_weight=0.7)
     embedding = config.vocab_size * config.hidden_size
     layers = config.num_parameters - embedding
     flops = 2 * 4 * ((32 + 7) * layers + 8 * embedding)
@@ -72,6 +74,7 @@ def test_a_failure_costs_its_engine_its_round_and_nothing_else(
         "cores": 2,
         "rounds": 2,
         "work": WORK,
+        "bytes_per_weight": 0.7,
         "versions": {},
         "orders": [],
         "limits_of_rounds": [],
