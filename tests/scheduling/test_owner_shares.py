@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,13 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backfill.core.config import SchedulerConfig
+from backfill.core.plan import SampledToken, StepOutcome, StepPlan
 from backfill.core.request import PriorityLevel, Request, order_key
 from backfill.core.slo import SLO
+from backfill.kvcache.create import create_kv_cache
 from backfill.scheduling import queues
 from backfill.scheduling.owner_shares import OwnerShares, in_turn
 from backfill.scheduling.policies.baselines import FcfsPolicy
 from backfill.scheduling.policies.create import PolicyFactory
+from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.queues import RequestQueue
+from backfill.scheduling.scheduler import Scheduler
 from tests.builders import linear_cost, make_request
 from tests.scheduling.bench import Bench, bros_policy, conserve_policy, offline, slo_policy
 
@@ -316,14 +321,96 @@ def test_a_begun_prompt_gives_the_next_chunk_to_who_was_served_less() -> None:
     assert begun.first_token_at_s is None
 
 
-def test_steps_of_prompts_alone_are_short_where_there_are_several_owners() -> None:
+def test_steps_of_prompts_alone_are_short_where_they_are_of_several_owners() -> None:
+    """Whose offline requests wait does not matter."""
+
     def first_step_s(*owners: str) -> float:
         bench = slow_bench(step_s=0.01)
-        bench.add(*(offline(40, 5, owner=owner) for owner in owners))
-        bench.step(*(make_request(400, 1, owner="a", slo=SLO(ttft_s=60.0, tpot_s=1.0)) for _ in range(3)))
+        bench.add(offline(40, 5, owner="other"))
+        bench.step(*(make_request(400, 1, owner=each, slo=SLO(ttft_s=60.0, tpot_s=1.0)) for each in owners))
         return bench.clock.now_s()
 
-    assert first_step_s("a", "b") < 0.5 * first_step_s("a", "a")
+    assert first_step_s("a", "b", "a") < 0.5 * first_step_s("a", "a", "a")
+
+
+def flooding(bench: Bench, late: Request, num_prompts: int, **prompt: Any) -> None:
+    """Let so many prompts of an owner "flood", all in time, wait."""
+    waiting = bench.scheduler.requests.waiting[PriorityLevel.ONLINE].requests
+    for _ in range(num_prompts - sum(each is not late for each in waiting)):
+        bench.add(make_request(owner="flood", arrived_at_s=bench.clock.now_s(), **prompt))
+
+
+@pytest.mark.parametrize("num_blocks", [20_000, 130])
+@pytest.mark.parametrize("batch_of", [None, "flood", "batch"])
+def test_a_late_answer_goes_on_beside_another_owners_prompts(num_blocks: int, batch_of: str | None) -> None:
+    bench = Bench(slo_policy, cost=linear_cost(token_s=0.001, step_s=0.01), num_blocks=num_blocks)
+    late = make_request(400, 5, owner="late", slo=SLO(ttft_s=0.001, tpot_s=0.1))
+    bench.step(late)
+    while late.first_token_at_s is None:
+        bench.step()
+    assert late.priority_level is PriorityLevel.RELEGATED
+    if batch_of is not None:
+        bench.add(offline(40, 5, owner=batch_of))
+    while late.finish_reason is None and bench.clock.now_s() < 10:
+        flooding(bench, late, 40, prompt_tokens=100, max_tokens=1)
+        bench.step()
+    assert late.finish_reason is not None
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_begun_prompt_goes_on_in_a_pipeline_too(depth: int) -> None:
+    """Of the begun prompts a step has its share alone; those of the other owner are more urgent."""
+    slo, config = (
+        SLO(ttft_s=5.0, tpot_s=0.1),
+        SchedulerConfig(max_num_batched_tokens=1000, max_prefill_chunk_tokens=300),
+    )
+    predictor = StepPredictor(linear_cost(token_s=0.001, step_s=0.05))
+    scheduler = Scheduler(
+        config,
+        create_kv_cache(config, 20_000, 4, 0),
+        slo_policy(predictor, default_slo=slo),
+        predictor=predictor,
+        default_slo=slo,
+        max_steps_in_flight=depth,
+    )
+    late = make_request(3000, 1, owner="late", slo=SLO(ttft_s=60.0, tpot_s=0.1))
+    scheduler.add(late)
+    now_s, in_flight = 0.0, deque[StepPlan]()
+    while late.finish_reason is None and now_s < 20:
+        while len(in_flight) < depth:
+            plan = scheduler.plan_step(now_s)
+            if plan.does_nothing or (in_flight and not plan.slices):
+                break
+            in_flight.append(plan)
+        plan = in_flight.popleft()
+        now_s += max(plan.predicted_s, 0.001)
+        tokens = tuple(SampledToken(each.request_id, 7) for each in plan.slices if each.samples)
+        scheduler.commit(plan, StepOutcome(tokens), now_s)
+        waiting = scheduler.requests.waiting[PriorityLevel.ONLINE].requests
+        for _ in range(20 - sum(each is not late for each in waiting)):
+            scheduler.add(make_request(400, 1, owner="flood", priority=-100, arrived_at_s=now_s, slo=slo))
+    assert late.finish_reason is not None
+
+
+def test_one_large_request_of_an_owner_ends() -> None:
+    """It is above its owner's part by itself; the growth of the other's takes its blocks a few times."""
+    bench = Bench(
+        slo_policy,
+        cost=linear_cost(token_s=0.001, step_s=0.01),
+        num_blocks=200,
+        max_num_batched_tokens=100,
+        max_prefill_chunk_tokens=10,
+    )
+    large = make_request(500, 100, owner="large", slo=SLO(ttft_s=1e6, tpot_s=0.1))
+    for number in range(700):
+        if number == 30:
+            bench.add(large)
+        flooding(bench, large, 10, prompt_tokens=8, max_tokens=60, slo=SLO(ttft_s=2e6, tpot_s=0.1))
+        bench.step()
+        if large.finish_reason is not None:
+            break
+    assert large.finish_reason is not None
+    assert 0 < large.num_preemptions <= 3
 
 
 @pytest.mark.parametrize("policy", POLICIES[:3])  # the baseline preempts the latest, whosever it is

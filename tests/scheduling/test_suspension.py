@@ -234,3 +234,47 @@ def test_no_step_is_suspended_beyond_the_memory_for_two() -> None:
     assert suspension.safepoints(batch, 1.0) is not None
     stopped_slices(suspension, 65)
     assert suspension.safepoints(batch, 1.0) is None
+
+
+def test_what_a_pipeline_resumes_is_not_computed_beside_it() -> None:
+    """Decodes that other steps have gone before are free for one, but not while a part of them resumes."""
+    policy, config = PausingPolicy(), SchedulerConfig(prefix_caching=False)
+    scheduler = Scheduler(
+        config,
+        create_kv_cache(config, 64, 4, 0),
+        policy,
+        predictor=StepPredictor(linear_cost(token_s=0.001)),
+        num_layers=NUM_LAYERS,
+        max_steps_in_flight=2,
+        stage_layers=(5, 5),
+    )
+    requests = [offline(8, 8, request_id=name) for name in "abcd"]
+    for each in requests:
+        scheduler.add(each)
+
+    def commit(plan: StepPlan) -> None:
+        tokens = tuple(SampledToken(each.request_id, 7) for each in plan.slices if each.samples)
+        scheduler.commit(plan, StepOutcome(tokens), 0.0)
+
+    for plan in (scheduler.plan_step(0.0), scheduler.plan_step(0.0)):
+        commit(plan)
+    stopped = scheduler.plan_step(0.0)
+    names = tuple(each.request_id for each in stopped.slices)
+    scheduler.commit(stopped, StepOutcome((), suspended=names, layers_done=5), 0.0)
+    policy.resume_s = lambda view: 0.0  # type: ignore[method-assign]
+    for _ in range(3):
+        scheduler.add(make_request(4, 1))
+        commit(scheduler.plan_step(0.0))
+    policy.resume_s = lambda view: 0.0006  # type: ignore[method-assign]  # for one of the two
+    resumed, beside = scheduler.plan_step(0.0), scheduler.plan_step(0.0)
+    assert isinstance(resumed.work, Resume)
+    assert not set(names) & {each.request_id for each in beside.slices}
+    commit(resumed)
+    commit(beside)
+    policy.resume_s = lambda view: math.inf  # type: ignore[method-assign]
+    commit(scheduler.plan_step(0.0))
+    scheduler.check_integrity()
+    for each in requests:
+        if each.request_id in names:
+            assert each.num_tokens - each.num_prompt_tokens == len(each.output_token_ids) == 2
+            assert each.num_computed_tokens == each.num_tokens - 1

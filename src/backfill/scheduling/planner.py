@@ -22,7 +22,8 @@ from backfill.scheduling.batch import Batch
 from backfill.scheduling.builder import StepBuilder
 from backfill.scheduling.in_flight import StepsInFlight
 from backfill.scheduling.memory_division import OFFLINE_LEVELS, MemoryChanges, MemoryDivision
-from backfill.scheduling.policy import Policy, RequestView, Snapshot
+from backfill.scheduling.owner_shares import prompts_in_turn
+from backfill.scheduling.policy import Policy, RequestView, Snapshot, split
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.preemption import Preemption
 from backfill.scheduling.queues import UnfinishedRequests
@@ -228,7 +229,12 @@ class StepPlanner:
         Its share is that of one in ``max_steps`` steps. Requests that wait for blocks of one in flight are in
         it, so that they are tried whenever that one is in flight no more.
         """
-        in_flight = self.in_flight
+        in_flight, online = self.in_flight, PriorityLevel.ONLINE
+        if in_flight.max_steps > 1 and self.requests.num_owners > 1:
+            # Else the begun prompts of one owner might be this step's share for ever.
+            self.requests.first_waiting(online, 1)  # counts what owners were served
+            decodes, prefills = split(running[online])
+            running[online] = [*decodes, *prompts_in_turn(prefills, (), self.requests.waiting[online].served)]
         others: dict[PriorityLevel, list[RequestView]] = {level: [] for level in PriorityLevel}
         for view in in_flight.views(self.requests.by_id, now_s):
             others[view.priority_level].append(view)

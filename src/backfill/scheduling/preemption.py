@@ -19,6 +19,7 @@ from backfill.scheduling.suspension import Suspension
 # Preemptions after which a relegated request keeps its blocks. Else prompts that can be in time could take
 # them again and again, and a long one would never come to its first token.
 _MAX_RELEGATED_PREEMPTIONS = 3
+_MAX_FOR_OWNER = 3  # preemptions of a request whose owner holds more than its part
 
 
 def may_be_preempted(request: Request, levels: Collection[PriorityLevel]) -> bool:
@@ -55,7 +56,8 @@ class Preemption:
         """Those to preempt, the first one last.
 
         Of one priority level those go first whose owners hold more blocks of it than their part: else one
-        owner's growth, or its urgent priorities, would end what another is owed.
+        owner's growth, or its urgent priorities, would end what another is owed. A few times each: an owner
+        with one large request is above its part by that alone, and has to end it.
         """
         if self.requests.num_owners < 2:
             return sorted(requests, key=self.key)
@@ -63,7 +65,8 @@ class Preemption:
 
         def key(request: Request) -> PreemptionKey:
             level, *rest = self.key(request)
-            return (level, (request.priority_level, request.owner) in above, *rest)
+            is_first = request.num_preemptions < _MAX_FOR_OWNER
+            return (level, is_first and (request.priority_level, request.owner) in above, *rest)
 
         return sorted(requests, key=key)
 

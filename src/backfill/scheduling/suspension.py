@@ -75,7 +75,9 @@ class Suspension:
 
     @property
     def waiting(self) -> Collection[RequestId]:
-        """Those of them whose slices no other step may compute again."""
+        """Those of them whose slices no other step may compute again: all, while one group resumes."""
+        if not self.may_resume:
+            return self.requests
         free = {
             scheduled.request_id
             for group in self._groups

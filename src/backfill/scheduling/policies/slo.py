@@ -134,9 +134,9 @@ class SloPolicy(Policy):
         if not prefills and not waiting:
             return max(limit_s, self._least_limit_s(view, builder.batch.load, decodes, ()))
         load, cost = _decode_load(decodes), self._predictor.cost
-        if view.num_owners > 1 and not delayed:  # what arrives of another owner need not wait for long
-            limit_s = min(limit_s, cost.efficient_prefill_s(load, _PROMPT_EFFICIENCY, self._max_step_tokens))
         prompts = prompts_in_turn(prefills, waiting[:_MAX_WEIGHED], view.served)[:_MAX_WEIGHED]
+        if not delayed and len({each.owner for each in prompts}) > 1:  # turns are of steps: short ones
+            limit_s = min(limit_s, cost.efficient_prefill_s(load, _PROMPT_EFFICIENCY, self._max_step_tokens))
         in_time = self._in_time(prompts, load, view.now_s, limit_s)
         if decodes and len(in_time) < len(prompts):
             banked_s = self._limit_s(delayed, view.now_s, decodes_s, _BANK_SHARE)
