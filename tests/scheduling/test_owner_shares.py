@@ -322,11 +322,8 @@ def test_a_begun_prompt_gives_the_next_chunk_to_who_was_served_less() -> None:
 
 
 def test_steps_of_prompts_alone_are_short_where_they_are_of_several_owners() -> None:
-    """Whose offline requests wait does not matter."""
-
     def first_step_s(*owners: str) -> float:
         bench = slow_bench(step_s=0.01)
-        bench.add(offline(40, 5, owner="other"))
         bench.step(*(make_request(400, 1, owner=each, slo=SLO(ttft_s=60.0, tpot_s=1.0)) for each in owners))
         return bench.clock.now_s()
 

@@ -297,17 +297,18 @@ class UnfinishedRequests:
                 self._await_change(request, now_s)
 
     def _give_turns(self, now_s: float, in_flight: Collection[RequestId]) -> None:
-        """Relegation is between the requests of one owner: one of each comes back where it has no prompts.
+        """Relegation is between the prompts of one owner: one of each comes back where it has no others.
 
-        Else who floods the server would keep a late request of another owner waiting for as long as it does,
-        or an answer that has begun standing still.
+        Else who floods the server would keep a late request of another owner waiting for as long as it does.
         """
         relegated = PriorityLevel.RELEGATED
         for request in (
             *(each for each in self.running.values() if each.priority_level is relegated),
             *self.waiting[relegated].first_of_owners(),
         ):
-            if request.request_id not in in_flight and self._has_turn(request):
+            # The KV of a preempted answer is computed like a prompt's.
+            is_prompt = request.last_token_at_s is None or _is_queued(request)
+            if is_prompt and request.request_id not in in_flight and self._has_turn(request):
                 self._relegated.pop(request.request_id, None)
                 self._move(request, PriorityLevel.ONLINE)
                 self._await_change(request, now_s)

@@ -111,6 +111,8 @@ class SloPolicy(Policy):
             return
         decodes, prefills = split(view.running[PriorityLevel.ONLINE])
         builder.add_decodes(decodes)
+        if view.num_owners > 1:  # steps of prompts are short then, and leave late answers no time
+            builder.add_decodes(self._standing_still(view))
         limit_s = self._add_prompts_in_time(view, builder, decodes, prefills)
         self._add_relegated(view, builder, limit_s)
         if builder.batch.num_prefill_tokens:
@@ -134,9 +136,9 @@ class SloPolicy(Policy):
         if not prefills and not waiting:
             return max(limit_s, self._least_limit_s(view, builder.batch.load, decodes, ()))
         load, cost = _decode_load(decodes), self._predictor.cost
-        prompts = prompts_in_turn(prefills, waiting[:_MAX_WEIGHED], view.served)[:_MAX_WEIGHED]
-        if not delayed and len({each.owner for each in prompts}) > 1:  # turns are of steps: short ones
+        if view.num_owners > 1 and not delayed:  # what arrives of another owner need not wait for long
             limit_s = min(limit_s, cost.efficient_prefill_s(load, _PROMPT_EFFICIENCY, self._max_step_tokens))
+        prompts = prompts_in_turn(prefills, waiting[:_MAX_WEIGHED], view.served)[:_MAX_WEIGHED]
         in_time = self._in_time(prompts, load, view.now_s, limit_s)
         if decodes and len(in_time) < len(prompts):
             banked_s = self._limit_s(delayed, view.now_s, decodes_s, _BANK_SHARE)
@@ -254,25 +256,23 @@ class SloPolicy(Policy):
     # Rule 3: requests that cannot be in time any more (``LevelRule``), as far as there is time.
 
     def _add_relegated(self, view: Snapshot[R], builder: BatchBuilder[R], limit_s: float) -> None:
-        """Prompts by deadline, then decodes.
-
-        Decodes that have waited for a TTFT objective go first: answers stand still no longer than that while
-        prompts come.
-        """
+        """Decodes that stand still, prompts by deadline, other decodes."""
         waiting = view.waiting[PriorityLevel.RELEGATED]
         decodes, prefills = split(view.running[PriorityLevel.RELEGATED])
-        if not (waiting or decodes or prefills):
-            return
-        long_ago_s = view.now_s - self.default_slo.ttft_s
-        builder.add_decodes(
-            [each for each in decodes if (each.last_token_at_s or 0.0) <= long_ago_s], limit_s
-        )
+        tokens_of = builder.batch.tokens_of
+        builder.add_decodes([e for e in self._standing_still(view) if not tokens_of(e.request_id)], limit_s)
         limits = ChunkLimits(max_step_s=limit_s)
         for request in prefills:
             builder.try_add(request, limits)
         admit(builder, waiting, limits, may_preempt=_BELOW_RELEGATED)
-        tokens_of = builder.batch.tokens_of
         builder.add_decodes([each for each in decodes if not tokens_of(each.request_id)], limit_s)
+
+    def _standing_still(self, view: Snapshot[R]) -> list[R]:
+        """Relegated decodes that have waited for a TTFT objective."""
+        decodes, _ = split(view.running[PriorityLevel.RELEGATED])
+        return [
+            each for each in decodes if view.now_s - (each.last_token_at_s or 0.0) >= self.default_slo.ttft_s
+        ]
 
     # Rule 4: offline work, promoted requests first. Beside an online prompt, decodes alone.
 
