@@ -3,8 +3,8 @@
 Each instruction set runs in a process of its own, in which oneDNN and MKL keep to it as well. Shapes are
 those of SmolLM2-135M, thirty weights of each, used in turn as a model's layers are. Ours and torch's
 alternate, and figures are medians. Torch computes in the faster of float32 and bfloat16, and its large
-products are the matrix rate; the read rate is that of a large matrix-vector product. Prints a table, and one
-JSON object as the last line.
+products are the matrix rate; the read rate is that of a large matrix-vector product. Layers of weights of 4
+and 8 bits alternate with ours in bfloat16. Prints a table, and one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from machine_limits import fastest_dtype, measure_limits, processor_name
 
 from backfill.engine.environment import engine_environment
+from backfill.kernels.base import Linear
 from backfill.kernels.cpu import CpuKernels, available_isas
 from backfill.kernels.isa import ISA_VARIABLE
+from backfill.kernels.quantized import quantize, rounded_format
 
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # outputs, inputs
 COPIES = 30
@@ -53,6 +56,11 @@ def main() -> None:
                 f"  {each['dtype']:9} {each['rows']:4} rows: {each['gflop_s']:7.0f} GFLOP/s "
                 f"({each['of_matrix_rate']:.2f} of the rate), {each['gb_s']:5.1f} GB/s "
                 f"({each['of_read_rate']:.2f}); torch {each['torch_over_ours']:.2f} x"
+            )
+        for each in result["codes"]:
+            print(
+                f"  int{each['bits']} {each['rows']:8} rows: {each['gb_s']:5.1f} GB/s "
+                f"({each['of_read_rate']:.2f}); {each['over_bfloat16']:.2f} x as fast as bfloat16"
             )
     print(json.dumps({"benchmark": "linear", "date": time.strftime("%Y-%m-%d"), "results": results}))
 
@@ -112,7 +120,36 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
                     "torch_over_ours": torch_s / ours_s,
                 }
             )
-    return {"limits": limits, "figures": figures}
+    return {"limits": limits, "figures": figures, "codes": measure_codes(args, limits["read_gb_s"])}
+
+
+def measure_codes(args: argparse.Namespace, read_gb_s: float) -> list[dict[str, float]]:
+    """Layers of weights of 4 and 8 bits, in groups of 32, beside those in bfloat16."""
+    kernels, figures = CpuKernels(), []
+    weights = [torch.randn(out, size).bfloat16() for out, size in SHAPES for _ in range(COPIES)]
+    plain = [kernels.linear(weight) for weight in weights]
+    num_weights = sum(weight.numel() for weight in weights)
+    for bits in (4, 8):
+        codes = [kernels.linear(quantize(weight, bits)) for weight in weights]
+        for rows in args.rows:
+            inputs = {size: torch.randn(rows, size).bfloat16() for _, size in SHAPES}
+
+            def run(linears: Sequence[Linear], inputs: dict[int, torch.Tensor] = inputs) -> None:
+                for linear in linears:
+                    linear(inputs[linear.in_features])
+
+            ours_s, plain_s = alternating_s(partial(run, codes), partial(run, plain), args.runs)
+            gb_s = 1e-9 * num_weights * rounded_format(bits).bytes_per_weight / ours_s
+            figures.append(
+                {
+                    "bits": bits,
+                    "rows": rows,
+                    "gb_s": gb_s,
+                    "of_read_rate": gb_s / read_gb_s,
+                    "over_bfloat16": plain_s / ours_s,
+                }
+            )
+    return figures
 
 
 def alternating_s(first: Callable[[], None], second: Callable[[], None], runs: int) -> tuple[float, float]:
