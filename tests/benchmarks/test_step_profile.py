@@ -23,9 +23,9 @@ def test_floors_are_the_longer_of_bytes_and_products(tmp_path: Path) -> None:
         "read_gb_s": 1e-3,
         "matrix_gflop_s": 1e-2,
     }  # a weight is read in 2 us and takes 0.2 us of products
-    floors = step_profile.floors_ms(config, 5, 10.0, even)
+    floors = step_profile.floors_ms(tmp_path, 5, 10.0, even)
     assert floors["lm_head"] == pytest.approx(2e-3 * lm_head)
-    assert step_profile.floors_ms(config, 40, 10.0, even)["lm_head"] == pytest.approx(40 * 0.2e-3 * lm_head)
+    assert step_profile.floors_ms(tmp_path, 40, 10.0, even)["lm_head"] == pytest.approx(40 * 0.2e-3 * lm_head)
     assert floors["attention"] == pytest.approx(5 * 10 * config.kv_bytes_per_token(2) / 1e6 * 1e3)
     decoder = sum(value for name, value in floors.items() if name.startswith("linear "))
     norms = config.hidden_size * (2 * config.num_layers + 1)
