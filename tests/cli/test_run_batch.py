@@ -230,7 +230,7 @@ def test_a_run_that_was_stopped_or_killed_goes_on_where_it_was(folder: Folder) -
     """Its engine is killed, too, and started again."""
     folder.input.write_bytes(
         as_jsonl(  # lines that run side by side do not end together
-            completion_line(str(number), max_tokens=80 + 37 * number % 60, ignore_eos=True)
+            completion_line(str(number), max_tokens=50 + 37 * number % 40, ignore_eos=True)
             for number in range(NUM_LINES)
         )
     )
