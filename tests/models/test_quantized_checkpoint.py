@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from pathlib import Path
 
@@ -93,13 +94,13 @@ def test_logits_are_those_of_the_dequantized_model(label: str, tmp_path: Path) -
     case, _ = CASES[label]
     plain = save_quantized_model(case, tmp_path)
     config = ModelConfig.from_folder(tmp_path)
-    for dtype, size in ((torch.bfloat16, 1), (torch.float32, 2), (torch.float32, 4)):
+    for size in (1, 2, 4):
         placement = ModelPlacement.of(config, size)
         found, expected = (
             logits_of(checkpoint, placement, CpuKernels)
             for checkpoint in (
-                open_checkpoint(tmp_path, dtype=dtype, quantization="auto"),
-                open_checkpoint(plain, dtype=dtype),
+                open_checkpoint(tmp_path, dtype=torch.float32, quantization="auto"),
+                open_checkpoint(plain, dtype=torch.float32),
             )
         )
         assert torch.equal(found, expected)
@@ -121,7 +122,7 @@ def test_a_model_is_served_as_it_is_stored(small_model: Path, tmp_path: Path) ->
 
 def decompressed(case: Case, tensors: dict[str, Tensor]) -> Tensor:
     """By compressed-tensors."""
-    library = pytest.importorskip("compressed_tensors")
+    library = importlib.import_module("compressed_tensors")
     scheme = library.quantization.QuantizationScheme(**case.config["config_groups"]["group_0"])
     compressor = library.compressors.BaseCompressor.get_value_from_registry(case.layout)
     found: Tensor = compressor.decompress(
@@ -141,7 +142,6 @@ def test_values_are_those_of_compressed_tensors(label: str, tmp_path: Path) -> N
 
 
 def test_values_of_awq_are_those_of_compressed_tensors(tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
     from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 
     tensors, _ = write_matrix(tmp_path, Case("awq"), (72, 64))

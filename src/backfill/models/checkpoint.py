@@ -85,13 +85,8 @@ class RoundedCheckpoint(Checkpoint):
     def stored_in(self) -> str:
         return f"int{self._bits}"
 
-    @property
-    def layer_width(self) -> float:
-        return rounded_format(self._bits).bytes_per_weight
-
-    @property
-    def table_width(self) -> float:
-        return rounded_format(_TABLE_BITS).bytes_per_weight
+    def _mean_width(self, of_layers: bool) -> float:
+        return rounded_format(self._bits if of_layers else _TABLE_BITS).bytes_per_weight
 
     def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
         return self._source.get(name, shape, part)

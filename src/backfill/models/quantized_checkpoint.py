@@ -125,14 +125,6 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
     def stored_in(self) -> str:
         return f"{self._stored.method}-int{self._stored.bits}" if self._keeps_codes else ""
 
-    @property
-    def layer_width(self) -> float:
-        return self._mean_width(of_layers=True)
-
-    @property
-    def table_width(self) -> float:
-        return self._mean_width(of_layers=False)
-
     def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
         if not self._has_codes(name):
             return super().get(name, shape, part)

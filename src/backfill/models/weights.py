@@ -56,11 +56,14 @@ class Checkpoint(ABC):
     @property
     def layer_width(self) -> float:
         """Bytes of a weight in the matrices of layers, on average."""
-        return self.dtype.itemsize
+        return self._mean_width(of_layers=True)
 
     @property
     def table_width(self) -> float:
         """Bytes of a weight in the tables of the vocabulary, on average."""
+        return self._mean_width(of_layers=False)
+
+    def _mean_width(self, of_layers: bool) -> float:
         return self.dtype.itemsize
 
     def weight(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor | QuantizedWeight:

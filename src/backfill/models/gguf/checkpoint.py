@@ -50,14 +50,6 @@ class GgufCheckpoint(Checkpoint):
         matrices = (each.source for each in self._tensors.values() if len(each.source.shape) == 2)
         return " ".join(sorted({each.kind.name for each in matrices if self._format_of(each) is not None}))
 
-    @property
-    def layer_width(self) -> float:
-        return self._mean_width(of_layers=True)
-
-    @property
-    def table_width(self) -> float:
-        return self._mean_width(of_layers=False)
-
     def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
         tensor = self._planned(name, shape)
         start, stop = (part.start, part.stop) if part is not None and part.dim == 0 else (0, shape[0])
