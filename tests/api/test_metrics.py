@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from backfill.api.metrics.engine import STOP_LATENCY_S
 from backfill.api.metrics.registry import Metrics
-from backfill.core.counters import ClassCounters
+from backfill.core.counters import ClassCounters, TierBlocks
 from backfill.core.request import FinishReason, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.profile import FitError
@@ -167,6 +167,25 @@ def test_the_prefix_cache_is_counted_by_class_and_tier() -> None:
     blocks = [value(metrics.registry, "kv_blocks", state=state) for state in states_of_blocks]
     assert blocks == [4, 5, 3, 4, 2]
     assert value(metrics.registry, "kv_cache_usage_perc") == 0.25
+
+
+def test_load_under_vllm_names_is_of_online_requests_alone() -> None:
+    metrics = Metrics("m", make_info(), slo=SERVER_SLO, vllm_names=True)
+    states = (ClassStats(2, 1, ClassCounters()), ClassStats(30, 400, ClassCounters()))
+    stats = EngineStats(
+        *states,
+        *(0.9, 0, 0.0, 0, NO_STEP),
+        num_blocks=20,
+        device_blocks=TierBlocks(online=5, offline=13, cached=1, empty=1),
+        host_blocks=TierBlocks(offline=7, empty=3),
+    )
+    metrics.engine.on_report(StepReport([], stats))
+    get, labels = metrics.registry.get_sample_value, {"model_name": "m", "engine": "0"}
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    assert [get(f"vllm:{name}", labels) for name in names] == [2, 1, 0.25]
+    uses = ("online", "offline", "cached", "empty")
+    for tier, expected in (("device", [5, 13, 1, 1]), ("host", [0, 7, 0, 3])):
+        assert [value(metrics.registry, "kv_tier_blocks", tier=tier, use=use) for use in uses] == expected
 
 
 def test_cached_prompt_tokens_of_ended_requests_are_counted() -> None:

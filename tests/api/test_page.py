@@ -9,12 +9,14 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect, sync_playwright
 
 from backfill.http.page import PAGE_PATHS
-from tests.api.servers import RunningServer, small_server
+from tests.api.servers import RunningServer, ending, launch_small, small_server
 
 SHORT = 60_000  # ms; a busy machine is slow
 
@@ -53,6 +55,19 @@ def _note_foreign(url: str, faults: list[str]) -> None:
 def _without_an_end(route: Route) -> None:
     body = {**(route.request.post_data_json or {}), "ignore_eos": True}
     route.continue_(post_data=json.dumps(body))
+
+
+def batches_after(url: str, ids: list[str]) -> dict[str, Any]:
+    """What a server with these ended batches answers."""
+    asked = parse_qs(urlsplit(url).query)
+    limit, after = int(asked["limit"][0]), asked.get("after", [None])[0]
+    if after is not None and after not in ids:
+        return {"status": 404, "json": {"error": {"message": f"after: no batch found with id '{after}'."}}}
+    start = 0 if after is None else ids.index(after) + 1
+    counts, usage = {"total": 1, "completed": 1, "failed": 0}, {"output_tokens": 1}
+    ended = {"status": "completed", "completed_at": 1, "request_counts": counts, "usage": usage}
+    data = [{"id": each, **ended} for each in ids[start : start + limit]]
+    return {"json": {"object": "list", "data": data, "has_more": start + limit < len(ids)}}
 
 
 def figure_of(page: Page, chart: str) -> Locator:
@@ -149,14 +164,48 @@ def test_nothing_stays_stale_over_a_lost_connection_and_a_dead_engine(
         status = page.locator("#status")
         expect(status).to_have_text("ready")
         server.complete([7] * 500, max_tokens=4)
-        chart = page.locator(".chart", has_text="KV blocks").locator("svg")
-        expect(chart).to_have_attribute("aria-label", re.compile("kept for online [1-9]"))
+        chart = page.locator(".chart", has_text="KV blocks on the device").locator("svg")
+        expect(chart).to_have_attribute("aria-label", re.compile("cached [1-9]"))
         os.kill(server.engine_pid(), signal.SIGKILL)
-        expect(chart).to_have_attribute("aria-label", re.compile("kept for online 0,"))
+        expect(chart).to_have_attribute("aria-label", re.compile("cached 0,"))
         expect(status).to_have_text("ready")
-        server.kill()
+        server.process.kill()
         expect(status).to_contain_text("no connection to the server; what is shown is of")
         expect(page.locator("body")).to_have_class("stale")
+        again = ("--port", server.url.rpartition(":")[2])
+        with ending(launch_small(small_model, *again, data_dir=tmp_path)):
+            expect(status).to_have_text("ready")
+            expect(page.locator("body")).not_to_have_class("stale")
+            none_yet = re.compile("P50 \u2013.*met by \u2013")
+            expect(figure_of(page, "Time to first token")).to_contain_text(none_yet)
+
+
+def test_a_connection_that_is_lost_without_a_word_is_seen(page: Page, server: RunningServer) -> None:
+    page.goto(f"{server.url}/")
+    expect(page.locator("#status")).to_have_text("ready")
+    page.route("**/health", lambda route: None)  # no answer
+    expect(page.locator("#status")).to_contain_text("no connection to the server")
+    expect(page.locator("body")).to_have_class("stale")
+    page.unroute_all(behavior="ignoreErrors")
+    expect(page.locator("#status")).to_have_text("ready")
+
+
+def test_a_thousand_batches_are_turned_over_page_by_page(page: Page, server: RunningServer) -> None:
+    ids = [f"batch_{number}" for number in range(1000)]
+    page.route("**/v1/batches?*", lambda route: route.fulfill(**batches_after(route.request.url, ids)))
+    page.goto(f"{server.url}/")
+    rows, older = page.locator("#batch-list tbody tr"), page.get_by_role("button", name="Older")
+    for first in range(0, 1000, 20):
+        expect(rows.first).to_contain_text(ids[first])
+        expect(rows).to_have_count(20)
+        if first < 980:
+            older.click()
+    expect(older).to_be_disabled()
+    page.get_by_role("button", name="Newer").click()
+    expect(rows.first).to_contain_text(ids[960])
+    del ids[900:]  # with the one after which the list is asked
+    expect(rows.first).to_contain_text(ids[0])
+    assert page.locator("#batches").is_visible()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

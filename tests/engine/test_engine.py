@@ -8,6 +8,7 @@ import pytest
 from backfill.core.block import BlockCopy
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
+from backfill.core.counters import TierBlocks
 from backfill.core.plan import BlockCopies, Compute, CopyDirections, StepPlan, TokenLogprobs
 from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
@@ -224,6 +225,8 @@ def test_stats_count_by_class() -> None:
     assert stats.step.num_tokens == 8
     assert stats.kv_usage_frac == 2 / 16
     assert (stats.num_empty_blocks, stats.num_referenced_blocks) == (14, 2)
+    assert stats.device_blocks == TierBlocks(online=1, offline=1, empty=14)
+    assert stats.host_blocks == TierBlocks()
     assert stats.step.kind == "mixed"
     assert engine.stats().step.kind == "none", "a step is reported once"
 

@@ -124,6 +124,9 @@ class CacheModel:
         counts = cache.counts
         total = counts.empty + counts.cached + counts.cached_with_copy + counts.protected + counts.referenced
         assert total == cache.num_blocks + cache.resizing.num_draining
+        for uses, size in ((counts.device_by_use, total), (counts.host_by_use, self.setup.num_host_blocks)):
+            by_use = (uses.online, uses.offline, uses.cached, uses.empty)
+            assert min(by_use) >= 0 and sum(by_use) == size, by_use
         self.check_beyond_end()
         self.learn_keys()
         unfilled = self.unfilled()

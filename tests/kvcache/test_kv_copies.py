@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from backfill.core.counters import TierBlocks
 from backfill.core.plan import CopyDirections
 from backfill.core.request import PriorityLevel
 from backfill.kvcache.content import Evictable
@@ -67,11 +68,13 @@ def test_the_tail_is_moved_on_resume_and_full_blocks_keep_their_copies() -> None
     model.preempt(each)
     copy_all(model)
     assert model.cache.counts.host_usage_frac == 3 / 8
+    assert model.cache.counts.host_by_use == TierBlocks(offline=3, empty=5)
     take(model, 8)
     admit(model, each)
     copy_all(model)
     assert model.cache.counts.host_usage_frac == 2 / 8
     assert model.cache.counts.checkpointed == 2
+    assert model.cache.counts.host_by_use == TierBlocks(offline=2, empty=6), "copies of what it references"
     compute(model, each, 11)
     assert model.cache.num_unsecured_tokens(each.request) == 0
 

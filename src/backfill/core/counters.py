@@ -1,4 +1,4 @@
-"""Counters of each service class."""
+"""Counters of each service class, and of the blocks of a tier."""
 
 from __future__ import annotations
 
@@ -45,3 +45,20 @@ class ClassCounters:
 
     def copy(self) -> ClassCounters:
         return replace(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TierBlocks:
+    """Blocks of a tier's KV pool by use; their sum is the pool.
+
+    Attributes:
+        online, offline: on the device, referenced by requests of the class; by both counts as online. In host
+            memory, copies of what running requests reference, and what preempted ones will come back for.
+        cached: with other content.
+        empty: without content, or so once the copies on them complete.
+    """
+
+    online: int = 0
+    offline: int = 0
+    cached: int = 0
+    empty: int = 0

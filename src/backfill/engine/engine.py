@@ -351,6 +351,8 @@ class Engine:
             bus_share=0.0 if self._bus is None else self._bus.share,
             bus_load=0.0 if self._bus is None else self._bus.load,
             bus_least_step_s=0.0 if self._bus is None else self._bus.least_step_s(),
+            device_blocks=blocks.device_by_use,
+            host_blocks=blocks.host_by_use,
         )
 
     def _leave_bus_if_idle(self) -> None:
@@ -360,11 +362,9 @@ class Engine:
     def _kind_of(self, plan: StepPlan) -> StepKind:
         by_id = self.scheduler.requests.by_id
         classes = {by_id[scheduled.request_id].service_class for scheduled in plan.slices}
-        if not classes:
-            return "none"
         if len(classes) > 1:
             return "mixed"
-        return "online" if ServiceClass.ONLINE in classes else "offline"
+        return "online" if ServiceClass.ONLINE in classes else "offline" if classes else "none"
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[TokenOutput]:
         message = f"The step failed: {type(error).__name__}."

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from backfill.core.counters import ClassCounters
+from backfill.core.counters import ClassCounters, TierBlocks
 from backfill.core.plan import TokenLogprobs
 from backfill.core.request import FinishReason, Request, RequestId
 from backfill.core.slo import SLO
@@ -151,6 +151,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         bus_load: what the engines on it need over its bandwidth, as last known; 0 if it shares none.
         bus_least_step_s: what a step's transfers take at least beside what the others on it need; infinite
             if they leave nothing, 0 if it shares none.
+        device_blocks, host_blocks: the blocks of each tier by use.
     """
 
     online: ClassStats
@@ -179,6 +180,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     bus_share: float = 0.0
     bus_load: float = 0.0
     bus_least_step_s: float = 0.0
+    device_blocks: TierBlocks = TierBlocks()
+    host_blocks: TierBlocks = TierBlocks()
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):

@@ -55,7 +55,8 @@ class ServerConfig(RequestOptions):
         sse_keep_alive_interval: seconds between comments on a silent stream; 0 sends none.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a trace of each request, such as
             http://localhost:4318/v1/traces. Needs the extra otel.
-        vllm_metrics: also expose the core metrics under vllm: names.
+        vllm_metrics: also expose the core metrics under vllm: names; the load is that of online requests
+            alone.
         shed_hopeless: refuse online requests whose first token would come more than twice as late as their
             objective, with HTTP 429.
     """

@@ -84,6 +84,13 @@ class Families:
         samples = [(dict(zip(label_names, key, strict=True)), value) for key, value in values.items()]
         return self._family("counter", name, text, samples)
 
+    def gauge_by_all(
+        self, label_names: Sequence[str], name: str, text: str, values: Mapping[tuple[str, ...], float]
+    ) -> Metric:
+        """With a sample for each tuple of labels' values, the keys of ``values``."""
+        samples = [(dict(zip(label_names, key, strict=True)), value) for key, value in values.items()]
+        return self._family("gauge", name, text, samples)
+
     def _family(
         self, kind: str, name: str, text: str, samples: Iterable[tuple[Mapping[str, str], float]]
     ) -> Metric:

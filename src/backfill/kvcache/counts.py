@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
+from backfill.core.counters import TierBlocks
 from backfill.core.request import Request, RequestId
 from backfill.kvcache.content import Block, BlockState, Evictable, Match
 from backfill.kvcache.store import ContentStore
 from backfill.kvcache.table import BlockTable
+
+_CACHED = (BlockState.UNNEEDED, BlockState.UNWANTED, BlockState.PROTECTED)  # of the host's pool
 
 
 class BlockCounts:
@@ -85,8 +88,26 @@ class BlockCounts:
         counts, num_blocks = self._host.counts, self._host.num_blocks
         if not num_blocks:
             return 0.0
-        not_used = (BlockState.EMPTY, BlockState.UNNEEDED, BlockState.UNWANTED, BlockState.PROTECTED)
-        return 1.0 - sum(counts[state] for state in not_used) / num_blocks
+        return 1.0 - sum(counts[state] for state in (BlockState.EMPTY, *_CACHED)) / num_blocks
+
+    @property
+    def device_by_use(self) -> TierBlocks:
+        """A block that two requests share is counted once, with its first one."""
+        cached = self.cached + self.cached_with_copy + self.protected
+        empty = self.empty + self._device.counts[BlockState.COPYING]
+        return TierBlocks(self.online, self.offline, cached, empty)
+
+    @property
+    def host_by_use(self) -> TierBlocks:
+        """A copy of what a running request references is of that request's class."""
+        counts = self._host.counts
+        online_copies = self._device.counts[BlockState.ONLINE_COPIED]
+        return TierBlocks(
+            online=counts[BlockState.WANTED_ONLINE] + online_copies,
+            offline=counts[BlockState.WANTED] + counts[BlockState.SECURED] - online_copies,
+            cached=sum(counts[each] for each in _CACHED),
+            empty=counts[BlockState.EMPTY] + counts[BlockState.COPYING],
+        )
 
     def available(self, limit: Evictable) -> int:
         """That an allocation can have now."""

@@ -29,7 +29,8 @@ class EngineMetrics:
 
     Args:
         slo: the server's objectives.
-        vllm_names: expose the metrics that routers and autoscalers read under vLLM's names too.
+        vllm_names: expose the metrics that routers and autoscalers read under vLLM's names too; the load is
+            then that of online requests alone.
     """
 
     def __init__(
@@ -179,6 +180,14 @@ class _EngineState(Collector):
             "referenced": stats.num_referenced_blocks,
         }
         yield self._families.gauge_by("state", "kv_blocks", "Device blocks by state", blocks)
+        by_use: dict[tuple[str, ...], float] = {
+            (tier, use): getattr(each, use)
+            for tier, each in (("device", stats.device_blocks), ("host", stats.host_blocks))
+            for use in ("online", "offline", "cached", "empty")
+        }
+        yield self._families.gauge_by_all(
+            ("tier", "use"), "kv_tier_blocks", "Blocks of each tier by use", by_use
+        )
 
     def _of_engine(self, stats: EngineStats) -> Iterable[Metric]:
         online, offline = stats.online.totals, stats.offline.totals
@@ -238,16 +247,17 @@ class _EngineState(Collector):
         )
 
 
+_ONLINE = "As backfill:, of online requests alone: offline work gives way to them"
 _SUMMED = "As backfill:, summed over classes and tiers"
 
 
 def _under_vllm_names(families: Families, stats: EngineStats) -> Iterable[Metric]:
     for name, value in (
-        ("num_requests_running", stats.online.num_running + stats.offline.num_running),
-        ("num_requests_waiting", stats.online.num_waiting + stats.offline.num_waiting),
-        ("kv_cache_usage_perc", stats.kv_usage_frac),
+        ("num_requests_running", stats.online.num_running),
+        ("num_requests_waiting", stats.online.num_waiting),
+        ("kv_cache_usage_perc", min(1.0, stats.device_blocks.online / max(1, stats.num_blocks))),
     ):
-        yield families.gauge(name, _SUMMED, value)
+        yield families.gauge(name, _ONLINE, value)
     totals = (stats.online.totals, stats.offline.totals)
     for name, total in (
         ("prefix_cache_queries", sum(each.num_prefix_queried_tokens for each in totals)),

@@ -25,7 +25,12 @@ export async function request(path, options = {}) {
   throw new Refused(response.status, await reason(response));
 }
 
-export const getJson = async (path) => (await request(path)).json();
+const PATIENCE_MS = 5000; // a connection may be lost without a word
+
+/** An answer that is short and soon there, as text. Throws as `request` does, and TimeoutError. */
+export const getText = async (path) => (await request(path, { signal: AbortSignal.timeout(PATIENCE_MS) })).text();
+
+export const getJson = async (path) => JSON.parse(await getText(path));
 
 export const postJson = (path, body, options = {}) =>
   request(path, {

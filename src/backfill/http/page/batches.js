@@ -39,13 +39,15 @@ export class Batches {
       const page = await getJson(`v1/batches?limit=${LIMIT}${cursor ? `&after=${cursor}` : ""}`);
       if (cursor === this.cursors.at(-1)) this.show(page);
     } catch (error) {
-      if (error.status === 404) element("batches").hidden = true; // a server without batches
+      if (error.status === 404 && cursor) this.cursors = [null]; // another key's, or deleted since
+      else if (error.status === 404) element("batches").hidden = true; // a server without batches
       else if (error.status && error.status !== 401) this.say(error.message, true);
       // Without a connection the head of the page says so.
     }
   }
 
   show(page) {
+    element("batches").hidden = false;
     this.lastId = page.data.at(-1)?.id;
     element("batch-newer").disabled = this.cursors.length === 1;
     element("batch-older").disabled = !page.has_more;
@@ -81,7 +83,7 @@ export class Batches {
     points.push({ at: now, done });
     this.progress.set(batch.id, points);
     const grown = done - points[0].done;
-    if (!grown || batch.status !== "in_progress") return "not known yet";
+    if (!(grown > 0) || batch.status !== "in_progress") return "not known yet";
     const left_s = ((total - done) * (now - points[0].at)) / grown;
     return `in about ${left_s < 90 ? `${Math.ceil(left_s)} s` : left_s < 5400 ? `${Math.ceil(left_s / 60)} min` : `${(left_s / 3600).toFixed(1)} h`}`;
   }

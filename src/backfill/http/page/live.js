@@ -1,16 +1,16 @@
 // The live view: reads /metrics once a second and shows what changed.
 
-import { request } from "./api.js";
+import { Refused, getText } from "./api.js";
 import { Chart, html } from "./chart.js";
-import { Reading, growth, quantile, rate } from "./metrics.js";
+import { Reading, growth, hasRestarted, quantile, rate } from "./metrics.js";
 
 const INTERVAL_MS = 1000;
 const WINDOW_S = 30; // of quantiles: a second alone has too few requests
 const ONLINE = { class: "online" };
 const CLASSES = ["online", "offline"];
 const KINDS = ["online", "mixed", "offline"];
-const BLOCKS = [["in use", "online", "referenced"], ["cached, with a copy", "mixed", "cached_with_copy"],
-  ["kept for online", "third", "protected"], ["cached", "offline", "cached"], ["empty", "grey", "empty"]];
+const USES = [["online", "online"], ["offline", "offline"], ["cached", "third"], ["empty", "grey"]]; // of KV blocks
+const TIERS = [["device", "KV blocks on the device"], ["host", "KV blocks in host memory"]];
 const TOTALS = [["preemptions", "num_preemptions_total"], ["tokens computed again", "recomputed_tokens_total"],
   ["tokens of stopped steps discarded", "discarded_tokens_total"],
   ["tokens of KV copied to host memory", "checkpointed_tokens_total"],
@@ -19,8 +19,8 @@ const TOTALS = [["preemptions", "num_preemptions_total"], ["tokens computed agai
 
 const SAMPLES = [...TOTALS.map(([, name]) => name), "generation_tokens_total", "step_seconds_sum", "step_seconds_count",
   "iteration_tokens_total_sum", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
-  "slo_seconds", "slo_attained_total", "slo_missed_total", "kv_blocks", "kv_cache_usage_perc",
-  "host_kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"];
+  "slo_seconds", "slo_attained_total", "slo_missed_total", "kv_tier_blocks",
+  "num_requests_running", "num_requests_waiting"];
 const METRICS = `metrics?${new URLSearchParams(SAMPLES.map((name) => ["name[]", `backfill:${name}`]))}`;
 
 const whole = (value) => (value === null ? "–" : Math.round(value).toLocaleString("en"));
@@ -29,6 +29,17 @@ const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(1)
 const axisPercent = (share) => `${Math.round(100 * share)} %`;
 const axisTime = (seconds) => (seconds < 1 ? `${Number((1000 * seconds).toPrecision(3))} ms` : `${Number(seconds.toPrecision(3))} s`);
 const time = (seconds) => (seconds === null ? "–" : seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(2)} s`);
+
+/** What keeps the server from its work; an empty text if nothing does. */
+async function health() {
+  try {
+    const text = await getText("health");
+    return text ? JSON.parse(text).status : "";
+  } catch (error) {
+    if (error instanceof Refused) return error.message;
+    throw error;
+  }
+}
 
 export class Live {
   /** @param onStatus gets a state (`ready`, `busy`, `lost`) and its text. */
@@ -42,7 +53,7 @@ export class Live {
     this.steps = new Chart(parent, "Time in steps", KINDS.map((kind) => [kind, kind]), { stacked: true, most: 1, format: percent, axis: axisPercent });
     this.ttft = new Chart(parent, "Time to first token, online", quantiles, { format: time, axis: axisTime });
     this.gaps = new Chart(parent, "Gaps between tokens, online", quantiles, { format: time, axis: axisTime });
-    this.blocks = new Chart(parent, "KV blocks on the device", BLOCKS.map(([name, colour]) => [name, colour]), { stacked: true, format: short });
+    this.blocks = TIERS.map(([tier, title]) => [tier, new Chart(parent, title, USES, { stacked: true, format: short })]);
     this.requests = new Chart(parent, "Requests that run or wait", twoClasses, { stacked: true, format: short });
   }
 
@@ -56,10 +67,9 @@ export class Live {
 
   async read() {
     try {
-      const text = await (await request(METRICS)).text();
-      const health = await fetch("health", { cache: "no-store" });
-      const answer = health.headers.get("Content-Type")?.includes("json") ? await health.json() : {};
-      this.onStatus(health.ok && !answer.status ? "ready" : "busy", answer.status ?? "ready");
+      const text = await getText(METRICS);
+      const status = await health();
+      this.onStatus(status ? "busy" : "ready", status || "ready");
       this.show(new Reading(text, performance.now() / 1000));
       document.body.classList.remove("stale");
     } catch {
@@ -72,7 +82,8 @@ export class Live {
 
   show(now) {
     this.lastAt = new Date();
-    if (now.sum("num_requests_running") === null) this.readings = []; // the engine is not there
+    const isAnother = this.readings.length && hasRestarted(this.readings.at(-1), now);
+    if (isAnother || now.sum("num_requests_running") === null) this.readings = []; // nor is there an engine
     this.readings = [...this.readings.filter((each) => each.at > now.at - WINDOW_S), now];
     const [first, before] = [this.readings[0], this.readings.at(-2) ?? now];
     const since = (name, labels) => (before === now ? null : rate(before, now, name, labels));
@@ -113,10 +124,13 @@ export class Live {
   }
 
   showBlocks(now) {
-    const host = now.sum("host_kv_cache_usage_perc");
-    const values = BLOCKS.map(([, , state]) => now.sum("kv_blocks", { state }));
-    const used = now.sum("kv_cache_usage_perc");
-    this.blocks.add(now.at, values, { figure: `in use ${percent(used)}; host memory ${percent(host)}` });
+    for (const [tier, chart] of this.blocks) {
+      const values = USES.map(([use]) => now.sum("kv_tier_blocks", { tier, use }));
+      const all = now.sum("kv_tier_blocks", { tier });
+      const shares = values.map((value) => percent(all ? value / all : null));
+      const figure = all === 0 ? "none" : `online ${shares[0]}, offline ${shares[1]}, cached ${shares[2]}`;
+      chart.add(now.at, values, { figure });
+    }
   }
 
   showRequests(now) {

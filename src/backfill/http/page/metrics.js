@@ -40,6 +40,15 @@ export class Reading {
   }
 }
 
+/** Whether another server answers than before: its histograms have counted less. */
+export function hasRestarted(before, after) {
+  const names = [...before.samples.keys()].filter((name) => name.endsWith("_bucket")).map((name) => name.slice(0, -7));
+  return names.some((name) => {
+    const counts = after.buckets(name);
+    return [...before.buckets(name)].some(([bound, count]) => !(counts.get(bound) >= count));
+  });
+}
+
 /** The growth of a counter between two readings; null without both, or if it began anew between them. */
 export function growth(before, after, name, labels) {
   const [from, to] = [before.sum(name, labels), after.sum(name, labels)];
