@@ -23,6 +23,7 @@ from backfill.router.config import ReplicaOptions
 from tests.cli.running import run_cli_here
 from tests.test_docs import ROOT, commands
 
+_FLAG = re.compile(r"--[a-z-]+")
 COMMANDS = ("serve", "run-batch", "pull", "profile", "bench throughput")
 
 
@@ -259,10 +260,25 @@ def test_help_says_groups_choices_defaults_and_variables(meal: Meal, monkeypatch
         assert line in found, line
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_serve_is_short_and_names_the_one_with_every_option(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    short = run_cli_here("serve", "--help").stdout
+    assert len(short.splitlines()) < 100
+    assert {"--host", "--ttft-slo", "--config"} <= set(_FLAG.findall(short))
+    assert "--help all lists all" in " ".join(short.split())
+    every = {name for each in commands()["serve"].assemble_argument_collection() for name in each.names}
+    whole = run_cli_here("serve", "--help", "all").stdout
+    assert [name for name in every if name[:21] not in whole] == []  # the longest one is broken at a hyphen
+    assert run_cli_here("serve", "--help-all", "--port", "1").returncode == 2
+    assert run_cli_here("pull", "--help", "all").stdout == run_cli_here("pull", "--help").stdout
+
+
+@pytest.mark.parametrize("name", [*(f"{name} -h" for name in COMMANDS), "serve --help all"])
 def test_help_is_whole_at_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    done = run_cli_here(*name.split(), "-h")
+    done = run_cli_here(*name.split())
     assert done.returncode == 0
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "\u2026" not in done.stdout, "nothing is cut"

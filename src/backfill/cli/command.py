@@ -51,6 +51,8 @@ VARIABLES = {
 
 # Similarity from which a variable counts as another one misspelt.
 _MISSPELT = 0.93
+HELP_ALL = "--help-all"  # cyclopts has no value for --help, so main.py turns `--help all` into it
+_MORE = "These are the options that are needed first; --help all lists all {}."
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _CONFIG = Option(
     "config",
@@ -70,6 +72,7 @@ def command(
     spellings: Mapping[str, str] = types.MappingProxyType({}),
     variables: Mapping[str, str] = types.MappingProxyType({}),
     many: str = "",
+    first: str = "",
     prefix: str = "BACKFILL_",
 ) -> App:
     """A command line for ``function``.
@@ -81,10 +84,12 @@ def command(
         spellings: flags of a field beside its own, separated by spaces, such as ``-i``.
         variables: environment variable of a field beside the one with ``prefix``.
         many: names of fields that take several values after one flag, as in ``--engines URL URL``.
+        first: names of fields that ``--help`` shows; the others have ``--help all``. By default all.
         prefix: of the environment variables. Commands that measure have their own, so that what is set for a
             server does not change them.
     """
-    return _Command(function, groups, positional, spellings, variables, many.split(), prefix).app()
+    made = _Command(function, groups, positional, spellings, variables, many.split(), prefix)
+    return made.app(first.split())
 
 
 @dataclass(slots=True)
@@ -107,9 +112,9 @@ class _Command:
         known = {name: option for config in self._configs for name, option in options_of(config).items()}
         self._options = {name: known[name] for names in self._groups.values() for name in names.split()}
 
-    def app(self) -> App:
+    def app(self, first: Sequence[str] = ()) -> App:
         parameters = [
-            self._parameter(self._options[name], group)
+            self._parameter(self._options[name], group, is_shown=not first or name in first)
             for title, names in self._groups.items()
             for group in (Group.create_ordered(title),)
             for name in names.split()
@@ -123,18 +128,24 @@ class _Command:
         call.__signature__ = signature  # type: ignore[attr-defined]
         call.__annotations__ = {each.name: each.annotation for each in parameters}
         call.__name__ = self._function.__name__
-        return App(
+        about = _paragraphs(inspect.getdoc(self._function) or "")
+        app = App(
             default_command=call,
             help_format="plaintext",
-            help_epilogue=_paragraphs(inspect.getdoc(self._function) or ""),
+            help_epilogue=f"{about}\n\n{_MORE.format(len(parameters))}" if first else about,
             version_flags=(),
             config=(self._read_sources,),
         )
+        if first:
+            everything = self.app()
+            everything.usage, everything.help_flags = "", ()
+            app.command(lambda: everything.help_print([]), name=HELP_ALL, config=(), show=False)
+        return app
 
     def _flags(self, name: str) -> tuple[str, ...]:
         return (_flag(name), *self._spellings.get(name, "").split())
 
-    def _parameter(self, option: Option, group: Group) -> inspect.Parameter:
+    def _parameter(self, option: Option, group: Group, *, is_shown: bool = True) -> inspect.Parameter:
         kind = _kind_of_text(option.kind)
         names = self._flags(option.name)
         is_positional, is_flag = option.name == self._positional, kind is bool
@@ -142,6 +153,7 @@ class _Command:
         parameter = Parameter(
             name=names,
             group=group,
+            show=is_shown,
             help=self._help(option),
             env_var=self._variables_of(option),
             show_env_var=False,

@@ -7,6 +7,7 @@ import sys
 
 from cyclopts import App, CycloptsError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
+from backfill.cli.command import HELP_ALL
 from backfill.core.errors import BackfillError
 
 
@@ -51,6 +52,8 @@ def main(commands: App = app) -> None:
     Raises: SystemExit, with status 2 for what is no command line.
     """
     arguments = [_with_hyphens(argument) for argument in sys.argv[1:]]
+    if arguments[-2:] == ["--help", "all"] and HELP_ALL in commands.parse_commands(arguments[:-2])[1][-1]:
+        arguments[-2:] = [HELP_ALL]
     try:
         commands(arguments, result_action="return_value", exit_on_error=False, print_error=False)
     except CycloptsError as error:

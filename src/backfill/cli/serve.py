@@ -92,6 +92,8 @@ app = command(
         "batch_retention_hours",
     },
     positional="model",
+    first="model quantization max_model_len tensor_parallel_size threads device max_num_seqs policy ttft_slo "
+    "tpot_slo kv_gib host port data_dir api_key",
     spellings={"prefix_caching": "--enable-prefix-caching"},  # vLLM's
     variables=VARIABLES,
 )
