@@ -19,6 +19,7 @@ from backfill.api.objective_admission import (
 )
 from backfill.api.online_load import OnlineLoad, Prediction
 from backfill.core.clock import VirtualClock
+from backfill.core.errors import RequestError
 from backfill.core.slo import SLO
 from tests.api.in_process import InProcessServer, in_process_server
 from tests.api.servers import wait_until
@@ -66,7 +67,7 @@ def test_a_tpot_objective_needs_half_as_much_again_as_the_decodes() -> None:
         "TPOT objective: asked 0.0599 s, the present load leaves 0.06 s. "
         "Please ask for that, or retry in 10 s."
     )
-    assert (refused.param, refused.retry_after_s, refused.may_retry) == ("slo.tpot", 10, True)
+    assert (refused.param, refused.retry_after_s) == ("slo.tpot", 10)
     assert refusal(three, tpot_s=0.031).retry_after_s == 20, "until two of them have ended"
 
 
@@ -78,12 +79,14 @@ def test_more_than_the_default_is_never_named_as_the_least() -> None:
     assert "leaves 1 s" in str(refusal(busy, ttft_s=0.9))
 
 
-def test_a_tpot_objective_that_an_idle_server_does_not_leave_is_not_to_be_retried() -> None:
-    refused = refusal(loaded(100), tpot_s=0.0149)
-    assert str(refused) == (
-        "TPOT objective: asked 0.0149 s, the present load leaves 0.03 s, and no load at all 0.015 s."
+def test_a_tpot_objective_that_an_idle_server_does_not_leave_either_cannot_be_served() -> None:
+    with pytest.raises(RequestError) as refused:
+        check(loaded(100), tpot_s=0.0149)
+    assert str(refused.value) == (
+        "TPOT objective: asked 0.0149 s, and no load at all leaves 0.015 s. Ask for at least that."
     )
-    assert not refused.may_retry
+    assert (refused.value.param, refused.value.code) == ("slo.tpot", "objective_unavailable")
+    check(loaded(), tpot_s=0.0151)
 
 
 def test_a_ttft_objective_must_leave_time_for_the_prompts_ahead() -> None:
@@ -93,7 +96,7 @@ def test_a_ttft_objective_must_leave_time_for_the_prompts_ahead() -> None:
     assert str(refused) == (
         "TTFT objective: asked 0.299 s, the present load leaves 0.3 s. Please ask for that, or retry in 1 s."
     )
-    assert (refused.param, refused.retry_after_s, refused.may_retry) == ("slo.ttft", 1, True)
+    assert (refused.param, refused.retry_after_s) == ("slo.ttft", 1)
     check(loaded(), ttft_s=0.05, tokens=10)  # late even alone: the answer says so
 
 
@@ -123,15 +126,13 @@ def test_over_http_tight_objectives_are_refused_under_load_and_counted(
                 assert int(headers["Retry-After"]) >= 1
                 assert "x-should-retry" not in headers
             assert ask(server, {"x-slo-tpot-ms": "40"})[0] == 429
-            status, body, headers = ask(server, slo={"tpot": 0.001})
-            assert status == 429
-            assert headers["x-should-retry"] == "false"
+            assert ask(server, slo={"tpot": 0.001})[0] == 400, "nor would an idle server do"
             assert load.num_open == 2, "a refused request is not counted"
             assert server.state.admission.num_open == 2
         wait_until(lambda: load.num_open == 0, "the end of the request")
         assert ask(server, slo={"tpot": 0.04, "ttft": 0.3})[0] == 200
         exposed = server.http.get("/metrics").text
-        assert 'class="online",model_name="m",reason="objective_unavailable"} 4.0' in exposed
+        assert 'class="online",model_name="m",reason="objective_unavailable"} 3.0' in exposed
 
 
 def test_without_a_cost_model_nothing_is_refused(default_model: Path) -> None:
@@ -149,7 +150,6 @@ def test_a_tpot_objective_that_others_on_the_bus_leave_no_room_for_is_refused() 
         "TPOT objective: asked 0.0799 s, with any offloading interval that fits the device, its bus leaves, "
         f"beside other engines, 0.08 s. Please ask for that, or retry in {refused.retry_after_s} s."
     )
-    assert refused.may_retry
     load.bus_least_step_s = math.inf
     assert "engines, 0.15 s" in str(refusal(load, tpot_s=0.1)), "the server's own is always offered"
     check(load)

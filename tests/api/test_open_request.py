@@ -104,7 +104,7 @@ async def test_prompts_that_the_cache_holds_shed_nobody(monkeypatch: pytest.Monk
     [
         (RequestError("no"), {}, RequestError),
         (ClientDisconnect(), {"service_tier": "flex"}, ClientDisconnect),
-        (make_generation(slo=SLO(1e9, 1e-6)), {}, ObjectiveUnavailable),
+        (make_generation(slo=SLO(0.1, 0.1), prompts=[[5] * 2000]), {}, ObjectiveUnavailable),
         (make_generation(slo=SLO(1.0, 0.1), prompts=[[5] * 900]), {}, RequestShed),
     ],
 )

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from backfill.api.online_load import OnlineLoad, Prediction
+from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.http.errors import MAX_RETRY_AFTER_S, RateLimited
@@ -35,11 +36,10 @@ class RequestShed(RateLimited):
 
 
 class ObjectiveUnavailable(RateLimited):
-    """The load leaves no headroom for a request's objective, or the server never does.
+    """The load leaves no headroom for a request's objective.
 
     Args:
         offered_s: what the present load leaves.
-        idle_s: what the server leaves without load, where that is not enough; None where it is.
         leaves: what leaves it.
     """
 
@@ -50,22 +50,16 @@ class ObjectiveUnavailable(RateLimited):
         offered_s: float,
         retry_after_s: int,
         *,
-        idle_s: float | None = None,
         leaves: str = "the present load leaves",
     ) -> None:
-        offer = f"{leaves} {_shown(offered_s)}"
-        if idle_s is None:
-            offer += f". Please ask for that, or retry in {retry_after_s} s."
-        else:
-            offer += f", and no load at all {_shown(idle_s)}."
         super().__init__(
-            f"{objective.upper()} objective: asked {asked_s:g} s, {offer}",
+            f"{objective.upper()} objective: asked {asked_s:g} s, {leaves} {_shown(offered_s)}. "
+            f"Please ask for that, or retry in {retry_after_s} s.",
             "objective_unavailable",
             retry_after_s,
             ServiceClass.ONLINE,
             "objective_unavailable",
             param=f"slo.{objective}",
-            may_retry=idle_s is None,
         )
 
 
@@ -92,13 +86,16 @@ def check_objectives(
     prompt_tokens: Sequence[int],
     end_s: Callable[[int], int],
 ) -> None:
-    """Raise ObjectiveUnavailable where the load leaves an objective tighter than the default no headroom.
+    """Check that the load leaves headroom for objectives tighter than the default.
 
     Args:
         default: the server's objectives. They are always offered.
         predicted: of this request beside ``load``.
         prompt_tokens: of each choice's prompt.
         end_s: whole seconds until so many choices have ended, as far as is known.
+    Raises:
+        ObjectiveUnavailable: the load leaves one no headroom.
+        RequestError: an idle server would not either.
     """
     # What it takes alone is no reason to refuse: no retry would change that.
     if asked.ttft_s < default.ttft_s and predicted.ttft_s > max(asked.ttft_s, predicted.ttft_alone_s):
@@ -127,10 +124,15 @@ def _check_tpot(
     limit_s = decode_limit_s(asked_s)
     if predicted.decode_s <= limit_s:
         return
-    offered_s = min(default_s, least_tpot_slo(predicted.decode_s))
     if predicted.decode_alone_s > limit_s:
         idle_s = min(default_s, least_tpot_slo(predicted.decode_alone_s))
-        raise ObjectiveUnavailable("tpot", asked_s, offered_s, MAX_RETRY_AFTER_S, idle_s=idle_s)
+        raise RequestError(
+            f"TPOT objective: asked {asked_s:g} s, and no load at all leaves {_shown(idle_s)}. "
+            "Ask for at least that.",
+            param="slo.tpot",
+            code="objective_unavailable",
+        )
+    offered_s = min(default_s, least_tpot_slo(predicted.decode_s))
     wait_s = end_s(load.num_too_many(prompt_tokens, limit_s))
     raise ObjectiveUnavailable("tpot", asked_s, offered_s, wait_s)
 

@@ -34,7 +34,6 @@ class RateLimited(Exception):
         retry_after_s: when the client may retry.
         service_class, reason: which requests are refused, and why, as a metric's labels.
         param: the field that asks for too much.
-        may_retry: False if a retry would not help.
         headers: further ones of the response.
     """
 
@@ -47,7 +46,6 @@ class RateLimited(Exception):
         reason: str,
         *,
         param: str | None = None,
-        may_retry: bool = True,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -56,7 +54,6 @@ class RateLimited(Exception):
         self.service_class = service_class
         self.reason = reason
         self.param = param
-        self.may_retry = may_retry
         self.headers = headers or {}
 
 
@@ -126,7 +123,7 @@ def error_response(error: Exception, request_id: str = "") -> JSONResponse:
         case RateLimited():
             body = error_body(str(error), "rate_limit_error", param=error.param, code=error.code)
             headers = {"Retry-After": str(error.retry_after_s), **error.headers}
-            return JSONResponse(body, 429, headers if error.may_retry else headers | _NO_RETRY)
+            return JSONResponse(body, 429, headers)
         case BackfillError():
             status, body = error_of(error)
             headers = dict(_UNAVAILABLE.headers) if status == 503 else {}
