@@ -83,7 +83,9 @@ def test_a_batch_from_upload_to_results(server: RunningServer, client: OpenAI) -
     assert server.logged(batch.id, "6 lines")
 
 
-def test_fields_without_an_effect_are_logged_once_a_batch(server: RunningServer, client: OpenAI) -> None:
+def test_fields_without_an_effect_are_named_in_the_batch_its_lines_and_the_log(
+    server: RunningServer, client: OpenAI
+) -> None:
     lines = [chat_line("a"), chat_line("b", max_tokns=3), chat_line("c", max_tokns=3)]
     batch = wait_ended(client, submit(client, as_jsonl(lines), completion_window="3d").id)
     assert (batch.status, batch.expires_at) == ("completed", batch.created_at + 3 * 24 * 3600)
@@ -91,6 +93,11 @@ def test_fields_without_an_effect_are_logged_once_a_batch(server: RunningServer,
     server.logged(batch.id, "3 completed")  # later lines are there too
     assert sum(batch.id in line and "max_tokns" in line for line in server.output) == 1
     assert "2 lines" in warning and "did you mean max_tokens?" in warning
+    told = batch.model_dump()["warning"]
+    assert told.startswith("2 lines have fields with no effect, first in line 2: unknown fields: max_tokns")
+    of_lines = {line["custom_id"]: line.get("warning") for line in result_lines(client, batch)[0]}
+    unknown = "unknown fields: max_tokns (did you mean max_tokens?)"
+    assert of_lines == {"a": None, "b": unknown, "c": unknown}
 
 
 def test_answers_are_those_of_the_online_api(server: RunningServer, client: OpenAI) -> None:

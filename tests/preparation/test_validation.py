@@ -169,7 +169,7 @@ def test_fields_without_an_effect_are_reported_once_a_file(tmp_path: Path) -> No
     content = input_line(0) + prompt_line(1, max_tokns=3) + prompt_line(2, slo={}) + prompt_line(3, user="u")
     report = checked(tmp_path, content)
     assert report.errors == []
-    first = "fields with no effect, first in line 2: unknown fields: max_tokns (did you mean max_tokens?)"
+    first = "fields with no effect, first in line 2: unknown fields: max_tokns (did you mean max_tokens?)."
     assert report.warning == f"2 lines have {first}"
     once = checked(tmp_path, input_line(0) + prompt_line(1, max_tokns=3))
     assert once.warning == f"1 line has {first}"

@@ -142,7 +142,8 @@ class StubEngine:
             raise
         self.runs[body["prompt"]] += 1
         usage = {"prompt_tokens": 2, "completion_tokens": 1}
-        return web.json_response({"choices": [{"text": body["prompt"]}], "usage": usage})
+        answer = {"choices": [{"text": body["prompt"]}], "usage": usage}
+        return web.json_response(answer, headers=self.headers)
 
     async def _stream(self, request: web.Request, prompt: str) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream", **self.headers})

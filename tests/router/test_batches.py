@@ -66,7 +66,7 @@ async def ended(router: RunningRouter, batch_id: str) -> tuple[dict[str, Any], l
 
 
 async def test_a_batch_is_divided_among_engines_as_offline_requests(tmp_path: Path) -> None:
-    engines = [StubEngine(), StubEngine()]
+    engines = [StubEngine(headers={"x-backfill-warning": "w"}) for _ in range(2)]
     async with routing(engines, tmp_path) as router:
         batch, results = await ended(router, await create_batch(router, lines_of(60)))
         assert batch["request_counts"] == {"total": 60, "completed": 60, "failed": 0}
@@ -74,6 +74,7 @@ async def test_a_batch_is_divided_among_engines_as_offline_requests(tmp_path: Pa
         for result in results:
             number = result["custom_id"].removeprefix("c")
             assert result["response"]["body"]["choices"][0]["text"] == f"prompt {number}"
+            assert result["warning"] == "w"
         assert batch["usage"]["output_tokens"] == 60
         assert min(len(engine.seen) for engine in engines) > 15
         for headers, body in engines[0].seen:

@@ -29,7 +29,7 @@ _STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-_WARNING_HEADER = b"x-backfill-warning"
+WARNING_HEADER = "x-backfill-warning"
 
 
 async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
@@ -87,7 +87,7 @@ class LongResponse(Response, ABC):
 
     async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         if self._warning is not None:
-            headers.append((_WARNING_HEADER, self._warning.encode("ascii")))
+            headers.append((WARNING_HEADER.encode(), self._warning.encode("ascii")))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 

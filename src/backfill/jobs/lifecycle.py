@@ -140,8 +140,6 @@ class BatchDriver:
         report = await self._check_input(job)
         if report is None:
             return False
-        if report.warning is not None:
-            logger.warning("%s: %s", job.batch.id, report.warning)
         stamp = self._timestamp(job)
         found = report.errors or await self._queue_errors(job, report.total)
         if found:
@@ -152,6 +150,9 @@ class BatchDriver:
         model = report.model or self.model_names[0]
         counts = RequestCounts(total=report.total)
         changes = {"in_progress_at": stamp, "model": model, "request_counts": counts, "usage": TokenUsage()}
+        if report.warning is not None:
+            logger.warning("%s: %s", job.batch.id, report.warning)
+            changes["errors"] = [LineError("unknown_parameter", report.warning)]
         logger.info("%s: %d lines", job.batch.id, report.total)
         job.batch = dataclasses.replace(job.batch, request_counts=counts)
         is_begun = await self._change(

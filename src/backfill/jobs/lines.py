@@ -29,13 +29,14 @@ def of_a_choice(line: BatchLine, num_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """The result of one line, before it has an id."""
+    """The result of one line, before it has an id. ``warning``: fields of its body that had no effect."""
 
     line: BatchLine
     outcome: LineOutcome
     response: dict[str, Any] | None
     error: dict[str, Any] | None
     usage: TokenUsage = field(default_factory=TokenUsage)
+    warning: str | None = None
 
     @property
     def num_output_tokens(self) -> int | None:
@@ -51,6 +52,8 @@ class LineResult:
             "response": self.response,
             "error": self.error,
         }
+        if self.warning is not None:
+            record["warning"] = self.warning
         return bytes(EncodedBody(record)) + b"\n"
 
 
@@ -86,13 +89,14 @@ class ServiceRunner:
         service = self.service()
         if service is None:
             raise EngineDead("The engine is not running.")
-        return completed(line, await service.run_whole(line.generation, count=count))
+        body = await service.run_whole(line.generation, count=count)
+        return completed(line, body, line.generation.warning)
 
 
-def completed(line: BatchLine, body: dict[str, Any]) -> LineResult:
+def completed(line: BatchLine, body: dict[str, Any], warning: str | None = None) -> LineResult:
     response = {"status_code": 200, "request_id": line.request_id, "body": body}
     usage = msgspec.convert(body.get("usage") or {}, Usage).tokens()
-    return LineResult(line, LineOutcome.COMPLETED, response, None, usage)
+    return LineResult(line, LineOutcome.COMPLETED, response, None, usage, warning)
 
 
 def refused(line: BatchLine) -> LineResult:

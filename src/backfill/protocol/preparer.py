@@ -190,8 +190,7 @@ class RequestPreparer:
             usage_on_every_chunk=options is not None and bool(options.continuous_usage_stats),
             parsing=plan.parsing,
             reported_slo=slo if objectives else None,
-            # A batch's warnings were logged when its file was checked.
-            warning=None if context.is_batch_line else warning_of(body),
+            warning=warning_of(body),
         )
 
     def _checked(self, endpoint: GenerationEndpoint, raw: bytes, context: RequestContext) -> GenerationBody:

@@ -20,6 +20,7 @@ from backfill.engine.tasks import TaskWatch
 from backfill.http.errors import LOST_HEADER
 from backfill.http.metrics import JobMetrics
 from backfill.http.middleware import OWNER_HEADER
+from backfill.http.streaming import WARNING_HEADER
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.errors import Busy
 from backfill.jobs.lines import LineResult, completed, refused, unanswered
@@ -53,6 +54,7 @@ class _Answer:
     status: int
     body: dict[str, object]
     num_lost_too: int | None = None
+    warning: str | None = None
 
 
 @dataclass(slots=True)
@@ -126,7 +128,7 @@ class EngineRunner:
                 continue
             self._faults.pop(placement.replica.name, None)
             if answer.status == 200:
-                return completed(line, answer.body)
+                return completed(line, answer.body, answer.warning)
             if answer.status in _REFUSALS:
                 line.refusal = Refusal(answer.status, answer.body)
                 return refused(line)
@@ -197,7 +199,8 @@ class EngineRunner:
         lost = response.headers.get(LOST_HEADER)
         if lost is not None:
             self.metrics.retries["lost"] += 1
-        return _Answer(response.status, _json_of(content), None if lost is None else int(lost))
+        num_lost_too = None if lost is None else int(lost)
+        return _Answer(response.status, _json_of(content), num_lost_too, response.headers.get(WARNING_HEADER))
 
 
 async def start_jobs(
