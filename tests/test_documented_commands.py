@@ -51,6 +51,8 @@ OTHERS = {
     "pip install 'backfill[s3]'",
     "pip install 'backfill[postgres]'",
     "pip install 'ray[default]'",
+    "pip install 'litellm[proxy]'",
+    "litellm --config litellm.yaml --port 4000",
     ".venv/bin/python",
 }
 # Run by tests/router/test_proxy.py with other addresses.

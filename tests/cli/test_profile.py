@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,8 @@ def test_a_profile_is_measured_written_and_printed(model: str, cache: Path, tmp_
     assert list(profile.cost.rows_s.y) == content["cost"]["rows_s"]["y"]
     assert profile.cost.step_time_s(StepLoad.of([(0, 64, True)])) > 0
     assert "prompt of 256 tokens" in done.stdout
+    lines = re.findall(r"backfill: (\d+) of (\d+) steps timed", done.stderr)
+    assert len(lines) == 10 and lines[-1][0] == lines[-1][1], "without a terminal, a line each tenth"
     assert not (cache / "profiles").exists(), "--out is written instead"
 
 
@@ -101,7 +104,7 @@ def test_a_performance_record_is_measured_written_and_printed(model: str, cache:
 def test_what_cannot_be_is_said_in_one_line(model: str, options: tuple[str, ...], part: str) -> None:
     done = run_cli_here("profile", model, *SMALL, *options)
     assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    (line,) = [each for each in done.stderr.splitlines() if not each.endswith(" steps timed")]
     assert line.startswith("backfill: ")
     assert part in line
 

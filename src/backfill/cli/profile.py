@@ -15,6 +15,7 @@ from rich.table import Table
 
 from backfill.cli.command import VARIABLES, command
 from backfill.cli.interrupts import LOADING, interruptible
+from backfill.cli.live import note
 from backfill.cli.startup import configure_logging, find_folder
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
@@ -117,9 +118,16 @@ def _bar(console: Console) -> Progress:
 
 
 def _advance(bar: Progress) -> Callable[[int, int], None]:
-    """Shows the steps done, and all steps, on a new line of the bar."""
+    """Shows the steps done, and all steps: on a new line of the bar, or without a terminal each tenth."""
     task = bar.add_task("steps", total=None)
-    return lambda done, total: bar.update(task, completed=done, total=total)
+
+    def tell(done: int, total: int) -> None:
+        if bar.console.is_terminal:
+            bar.update(task, completed=done, total=total)
+        elif 10 * done // total > 10 * (done - 1) // total:
+            note(f"{done} of {total} steps timed")
+
+    return tell
 
 
 def _print(console: Console, measured: CostProfile, path: Path) -> None:

@@ -54,7 +54,7 @@ class InputCheck:
         warning = None
         if self._num_warned:
             lines = "1 line has" if self._num_warned == 1 else f"{self._num_warned} lines have"
-            warning = f"{lines} fields with no effect, first in {self._first_warning}"
+            warning = f"{lines} fields with no effect, first in {self._first_warning}."
         parts: list[bytes] = []
         if self._division is not None and self._limits.divides and not self._errors:
             parts = self._division.parts()

@@ -30,8 +30,11 @@ class TraceStudy(PolicyStudy):
     Attributes:
         hardware: name of a hardware profile, or a JSON file: a hardware profile, or a cost profile that
             `backfill profile` saved.
-        online: CSV of the online requests: arrival times, and tokens of prompt and output.
-        offline: CSV of the tokens of prompt and output of the offline requests, which repeat without end.
+        online: CSV of the online requests, with Azure's columns (TIMESTAMP, ContextTokens, GeneratedTokens),
+            Vidur's (arrived_at, num_prefill_tokens, num_decode_tokens) or BurstGPT's (Timestamp, Request
+            tokens, Response tokens). Without times it needs `rate`.
+        offline: CSV of the offline requests, which repeat without end, with the same columns; times are not
+            read.
         ttft_slo: seconds to the first token. Default: as `backfill serve` chooses it.
         tpot_slo: seconds between two tokens. Default: as `backfill serve` chooses it.
         rate: mean online requests per second, to which the trace's times are stretched. Default: its own.
