@@ -215,6 +215,7 @@ def test_options_in_documents_exist() -> None:
     known |= {"--scheduling-policy"}  # vLLM's
     known |= {"--burstiness", "--goodput", "--request-rate-series", "--workers-max"}  # of load generators
     known |= {"--head", "--address"}  # of `ray start`
+    known |= {"--worker-urls"}  # SMG's
     scripts = "".join(script.read_text() for script in (ROOT / "benchmarks").glob("*.py"))
     for document in DOCUMENTS:
         text = re.sub(r"^```text.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)  # others'

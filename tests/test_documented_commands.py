@@ -52,7 +52,6 @@ OTHERS = {
     "pip install 'backfill[postgres]'",
     "pip install 'ray[default]'",
     "pip install 'litellm[proxy]'",
-    "litellm --config litellm.yaml --port 4000",
     ".venv/bin/python",
 }
 # Run by tests/router/test_proxy.py with other addresses.

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from backfill.http.app import UNSUPPORTED
+from backfill.http.app import INSTEAD_OF_OLLAMA, UNSUPPORTED
 from backfill.http.keys import ApiKeys
 from backfill.http.openapi import docs_page
 from backfill.http.page import PAGE_PATHS
@@ -122,6 +122,7 @@ def test_every_route_is_documented_or_unsupported(app: FastAPI, document: dict[s
     }
     others = {path for path, _ in routes - documented}
     unsupported = {f"/v1/{name}{rest}" for name in UNSUPPORTED for rest in ("", "/{rest}")}
+    unsupported |= {f"/api/{name}" for name in INSTEAD_OF_OLLAMA}
     assert documented < routes
     assert others == {"/docs", "/openapi.json"} | PAGE_PATHS | unsupported
     for operations in document["paths"].values():

@@ -184,6 +184,12 @@ def test_unsupported_endpoints_are_501(server: InProcessServer, path: str) -> No
     assert answered.json()["error"]["type"] == "server_error"
 
 
+def test_ollama_s_endpoints_name_the_path_to_use(server: InProcessServer) -> None:
+    refused = server.http.post("/api/chat", json={"model": "m", "messages": []})
+    assert (refused.status_code, server.http.get("/api/tags").status_code) == (501, 501)
+    assert refused.json()["error"].endswith("Use OpenAI's: POST /v1/chat/completions")
+
+
 def test_unknown_routes_stay_404_and_wrong_methods_405(server: InProcessServer) -> None:
     nothing = server.http.get("/v1/nothing")
     assert (nothing.status_code, nothing.json()["error"]["type"]) == (404, "invalid_request_error")

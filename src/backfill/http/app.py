@@ -60,6 +60,12 @@ UNSUPPORTED = (
     "vector_stores",
     "videos",
 )
+INSTEAD_OF_OLLAMA = {
+    "chat": "POST /v1/chat/completions",
+    "generate": "POST /v1/completions",
+    "tags": "GET /v1/models",
+    "version": "GET /version",
+}
 
 
 def new_app(title: str, routers: Sequence[APIRouter], state: HasJobs, root_path: str = "") -> FastAPI:
@@ -152,6 +158,13 @@ def _unsupported_router() -> APIRouter:
         body = error_body(f"{request.url.path} is not supported by this server.", "server_error")
         return JSONResponse(body, 501, {"x-should-retry": "false"})
 
+    async def refuse_ollama(request: Request) -> JSONResponse:
+        instead = INSTEAD_OF_OLLAMA[request.url.path.rpartition("/")[2]]
+        text = f"Ollama's API is not supported by this server. Use OpenAI's: {instead}"
+        return JSONResponse({"error": text}, 501)  # as Ollama's clients read errors
+
+    for name in INSTEAD_OF_OLLAMA:
+        router.add_api_route(f"/api/{name}", refuse_ollama, methods=["GET", "POST"])
     for name in UNSUPPORTED:
         for path in (f"/v1/{name}", f"/v1/{name}/{{rest:path}}"):
             router.add_api_route(path, refuse, methods=["GET", "POST", "DELETE"])
