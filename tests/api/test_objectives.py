@@ -125,7 +125,7 @@ def test_an_impossible_objective_is_refused_with_the_least_possible_one(
     long = refusal(server, {"slo": {"ttft": 0.0001}, "prompt": [5] * 1500})
     gap = refusal(server, {"slo": {"tpot": 0.0001}})
     assert (short["param"], long["param"], gap["param"]) == ("slo.ttft", "slo.ttft", "slo.tpot")
-    needs = [float(error["message"].split("needs ")[1].split(" s ")[0]) for error in (short, long)]
+    needs = [float(error["message"].split("need ")[1].split(" s ")[0]) for error in (short, long)]
     assert needs[0] < needs[1]
     asked = {**BODY, "prompt": [5] * 1500, "max_tokens": 1, "slo": {"ttft": needs[1]}}
     assert server.http.post("/v1/completions", json=asked).status_code == 200, "what it says can be asked"
@@ -135,7 +135,7 @@ def test_an_objective_in_milliseconds_is_answered_in_them(server: RunningServer)
     error = refusal(server, {}, {"x-slo-ttft-ms": "0.01"})
     assert error["param"] == "x-slo-ttft-ms"
     assert "x-slo-ttft-ms of 0.01 ms cannot" in error["message"]
-    assert re.search(r"needs [0-9.]+ ms even alone", error["message"])
+    assert re.search(r"need [0-9.]+ ms even alone", error["message"])
 
 
 def test_offline_requests_have_no_objectives(server: RunningServer) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -98,6 +99,17 @@ def test_options_that_the_engine_refuses_are_told_in_a_line(
         *("serve", str(small_model), *MODEL_OPTIONS, "--port", "0", "--data-dir", str(tmp_path)), *options
     )
     assert_refused(result, part)
+
+
+def test_a_folder_without_a_tokenizer_is_refused_before_an_engine_is_launched(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineClient, "launch", lambda _: pytest.fail("launched"))
+    model = tmp_path / "model"
+    model.mkdir()
+    shutil.copy(small_model / "config.json", model)
+    options = ("--load-format", "dummy", "--port", "0", "--data-dir", str(tmp_path))
+    assert_refused(run_cli_here("serve", str(model), *options), "model has no tokenizer.json")
 
 
 def test_a_size_that_does_not_divide_the_model_is_refused_with_those_that_do(

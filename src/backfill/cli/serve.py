@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import json
+import logging
 import os
 import signal
 import sys
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from backfill.execution.executor import ExecutorInfo
     from backfill.protocol.preparer import ServedModel
     from backfill.router.replicas import ReplicaPlace
+
+
+logger = logging.getLogger(__name__)
 
 
 def serve(
@@ -125,6 +129,7 @@ def _run(
     started_at_s: float,
 ) -> None:
     address = listen(server_config)
+    logger.info("starting on %s; /health answers 503 until %s is loaded", address.url, model.model)
     with interruptible(LOADING):
         folder = find_folder(model)
     engine_config = dataclasses.replace(engine_config, model_dir=str(folder))

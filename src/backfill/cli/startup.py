@@ -51,7 +51,7 @@ def find_folder(options: ModelOptions) -> Path:
 
 
 def check_engine(config: EngineConfig) -> None:
-    """Refuse what can be known to be wrong of an engine's options before a process is started.
+    """Refuse what can be known to be wrong of an engine's model and options before a process is started.
 
     Args:
         config: complete, with the model's folder.
@@ -61,7 +61,9 @@ def check_engine(config: EngineConfig) -> None:
     from backfill.execution.machine import check_threads
     from backfill.models.config import ModelConfig
     from backfill.models.placement import check_parallel
+    from backfill.models.resolve import check_tokenizer
 
+    check_tokenizer(Path(config.model_dir))
     model = ModelConfig.from_folder(config.model_dir)
     check_parallel(model, config.tensor_parallel_size, config.pipeline_parallel_size)
     check_threads(config)

@@ -13,9 +13,7 @@ from tokenizers.decoders import ByteLevel
 from backfill.core.errors import CorruptModel, ModelError, RequestError
 from backfill.generation.message_format import MessageFormat, ReasoningParserName, ToolCallParserName
 from backfill.generation.message_parser import MessageParsing
-
-# Files that transformers can convert if there is no tokenizer.json.
-_OTHER_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+from backfill.models.resolve import check_tokenizer
 
 # Longest text if nothing else bounds its tokens: encoding takes 200 times the text's memory.
 MAX_CHARS = 1 << 20
@@ -223,8 +221,7 @@ def _load(folder: Path) -> Any:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(folder)
-    if not any((folder / name).is_file() for name in _OTHER_TOKENIZER_FILES):
-        raise ModelError(f"{folder} has no tokenizer.json.")
+    check_tokenizer(folder)
     from transformers import AutoTokenizer
 
     wrapped = AutoTokenizer.from_pretrained(folder)

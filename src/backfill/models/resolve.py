@@ -36,6 +36,8 @@ _COPY_BYTES = 1 << 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt")
 _HUB_IGNORED = ("*/*", "consolidated*")  # subfolders hold the same weights in other formats
+# The others can be converted by transformers.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,12 @@ def _made_once(models: Path, name: str, digest: str) -> Iterator[tuple[Path, Pat
                 yield folder, Path(workspace)
     except OSError as error:
         raise ModelError(f"cannot use the model cache {models}: {error.strerror or error}") from None
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise ModelError for a folder without a file of which a tokenizer can be loaded."""
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(f"{folder} has no tokenizer.json.")
 
 
 def _is_complete(folder: Path, digest: str) -> bool:

@@ -44,7 +44,12 @@ from backfill.protocol.options import MAX_RESPONSE_TOKENS
 from backfill.protocol.parsing import parse_body
 from backfill.protocol.request_headers import TRACE_HEADER, Objective
 from backfill.protocol.tools import MessagePlan, Tool, plan_message, tool_inputs
-from backfill.scheduling.objectives import impossible_objectives, objectives_below_floor
+from backfill.scheduling.objectives import (
+    impossible_objectives,
+    least_tpot_slo,
+    objectives_below_floor,
+    rounded_up,
+)
 
 TextEndpoint = Literal["/tokenize", "/detokenize"]
 
@@ -379,9 +384,11 @@ class RequestPreparer:
         if impossible:
             name, needed_s = next(iter(impossible.items()))
             objective = objectives[name]
+            least_s = rounded_up(least_tpot_slo(needed_s)) if name == "tpot" else needed_s
             raise RequestError(
                 f"{objective.name} of {objective.show(objective.seconds)} cannot be met: on this server "
-                f"the request needs {objective.show(needed_s)} even alone. Ask for at least that.",
+                f"the request is predicted to need {objective.show(needed_s)} even alone. Ask for "
+                f"{objective.show(least_s)} or more.",
                 param=objective.name,
             )
 
