@@ -229,6 +229,7 @@ G = '<call>{"name": "g", "arguments": {"b": [1]}}</call>'
     [
         (calls(), [F, f"{F}\n{G}"], ["", f"{F}{G}", F.replace("3", '"3"'), F.replace('"f"', '"h"')]),
         (calls(stop_after_first=True), [F, G], [f"{F}\n{G}"]),
+        (calls(at_most=2), [F, f"{F}\n{G}"], ["", f"{F}\n{G}\n{F}"]),
         (calls(at_least_one=False), ["", F], ["a"]),
         (
             {"type": "sequence", "elements": [thought("</think>"), calls()]},

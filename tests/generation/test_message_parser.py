@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing import ResponseParser
 
-from backfill.generation.message_format import MessageFormat
-from backfill.generation.message_parser import MAX_CALL_REGIONS, MessageParser, MessageParsing
+from backfill.generation.message_format import MAX_CALLS, MessageFormat
+from backfill.generation.message_parser import MessageParser, MessageParsing
 
 # As their chat templates have them.
 QWEN = MessageFormat.of(
@@ -279,11 +279,17 @@ def test_many_marks_take_linear_time(monkeypatch: pytest.MonkeyPatch, text: str)
             return super().feed(text)
 
     monkeypatch.setattr("transformers.utils.chat_parsing.ResponseParser", Counting)
-    num = 10 * MAX_CALL_REGIONS
+    num = 10 * MAX_CALLS
     message = parsed(MAGISTRAL, text * num)
-    assert num_fed <= (MAX_CALL_REGIONS + 1) * num * len(text)
-    assert len(message.calls) == (MAX_CALL_REGIONS if text.endswith("{}") else 0)
+    assert num_fed <= (MAX_CALLS + 1) * num * len(text)
+    assert len(message.calls) == (MAX_CALLS if text.endswith("{}") else 0)
     assert message.content == text * (num - len(message.calls))
+
+
+def test_a_list_of_calls_is_kept_as_far_as_a_message_may_have_them() -> None:
+    text = "[TOOL_CALLS] [" + ", ".join(['{"name": "f", "arguments": {}}'] * (MAX_CALLS + 2)) + "]"
+    for cuts in ((), range(1, len(text))):
+        assert parsed(MISTRAL_7B, text, cuts) == Message("", "", [("f", "{}")] * MAX_CALLS)
 
 
 @pytest.mark.parametrize("num_spaces", [8, 9])

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from backfill.core.errors import RequestError
+from backfill.generation.message_format import MAX_CALLS
 from backfill.generation.tokenizer import Tokenizer
-from backfill.protocol.chat import MAX_TOOL_CALLS, ChatCompletionRequest
+from backfill.protocol.chat import ChatCompletionRequest
 from backfill.protocol.parsing import parse_body
 
 TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}\
@@ -98,7 +99,7 @@ def test_arguments_reach_the_template_as_they_were_written() -> None:
         ([call("{}", name=5)], "messages.1.tool_calls.0.function.name"),
         ([{"id": "c1", "type": "function"}], "messages.1.tool_calls.0.function"),
         ([{**call("{}"), "type": "custom"}], "messages.1.tool_calls.0.type"),
-        ([call("{}")] * (MAX_TOOL_CALLS + 1), "messages.1.tool_calls"),
+        ([call("{}")] * (MAX_CALLS + 1), "messages.1.tool_calls"),
     ],
 )
 def test_calls_that_are_none_are_refused_with_their_place(calls: Any, where: str) -> None:

@@ -12,8 +12,8 @@ import pytest
 from backfill.core.errors import RequestError
 from backfill.core.request import FinishReason
 from backfill.generation.generator import TextDelta
-from backfill.generation.message_format import MessageFormat
-from backfill.generation.message_parser import MessageParsing
+from backfill.generation.message_format import MAX_CALLS, MessageFormat
+from backfill.generation.message_parser import MessageParser, MessageParsing
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.preparation.line_file import LineFile
@@ -95,6 +95,24 @@ def test_what_an_answer_may_be(
     generation = prepared(preparer, **fields)
     assert [text for text in allowed if not allows(preparer, generation, text)] == []
     assert [text for text in refused if allows(preparer, generation, text)] == []
+
+
+@pytest.mark.parametrize("template", ["<tool_call>", "[TOOL_CALLS] [", "[TOOL_CALLS] [ARGS]"])
+def test_forced_calls_are_no_more_than_a_message_may_have(preparer: RequestPreparer, template: str) -> None:
+    own = preparer.tokenizer.message_format
+    preparer.tokenizer.message_format = message_format = MessageFormat.of(template)
+    try:
+        generation = prepared(preparer, tool_choice="required", **QUIET)
+    finally:
+        preparer.tokenizer.message_format = own
+    calls = message_format.forced_calls
+    call = calls.begin.replace("{name}", "f") + '{"a": 1}' + calls.end
+    for num, is_allowed in ((1, True), (2, True), (MAX_CALLS, True), (MAX_CALLS + 1, False)):
+        text = calls.before + (calls.separator or "").join([call] * num) + calls.after
+        assert allows(preparer, generation, text) == is_allowed
+        assert MessageParser(message_format, MessageParsing(calls="forced")).push(text).tool_calls[
+            -1
+        ].index == (min(num, MAX_CALLS) - 1)
 
 
 def test_reasoning_that_a_continued_message_has_begun_goes_on(preparer: RequestPreparer) -> None:

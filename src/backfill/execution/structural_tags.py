@@ -28,7 +28,10 @@ def structural_tag_grammar(
 
 
 class _FormatGrammar:
-    """The subset of xgrammar's formats that ``_expression`` lists, as one grammar with named parts."""
+    """The subset of xgrammar's formats that ``_expression`` lists, as one grammar with named parts.
+
+    ``tags_with_separator`` may also have ``at_most``, a number of tags.
+    """
 
     def __init__(self, tokenizer: LLTokenizer, json_grammar: Callable[[str], str]) -> None:
         self._tokenizer = tokenizer
@@ -76,7 +79,8 @@ class _FormatGrammar:
         if not form["tags"]:
             raise ValueError("tags must not be empty")
         one = self._rule(" | ".join(self._tag(each) for each in form["tags"]))
-        more = "" if form.get("stop_after_first") else f"({self._text(form['separator'])} {one})*"
+        times = f"{{0,{form['at_most'] - 1}}}" if "at_most" in form else "*"
+        more = "" if form.get("stop_after_first") else f"({self._text(form['separator'])} {one}){times}"
         some = f"{one} {more}"
         return self._rule(some if form.get("at_least_one") else f"({some})?")
 

@@ -19,6 +19,7 @@ CallSource = Literal["none", "free", "forced"]
 Format = dict[str, Any]
 """A format of xgrammar's structural tags (``execution/structural_tags.py``)."""
 
+MAX_CALLS = 128  # of a message
 _SPACE = r"\s{0,4}"  # bounded: runs of whitespace would take quadratic time
 
 
@@ -44,7 +45,7 @@ class CallFormat:
     has_short_ids: bool = False
 
     def structure(self, schemas: Mapping[str, Mapping[str, Any]], *, is_parallel: bool) -> Format:
-        """At least one call of these functions, by name, with arguments that their schemas allow."""
+        """One to ``MAX_CALLS`` calls of these functions, by name, with arguments that their schemas allow."""
         tags = [
             {
                 "type": "tag",
@@ -59,6 +60,7 @@ class CallFormat:
             "tags": tags,
             "separator": self.separator or "",
             "at_least_one": True,
+            "at_most": MAX_CALLS,
             "stop_after_first": not is_parallel or self.separator is None,
         }
         return {"type": "sequence", "elements": [_constant(self.before), calls, _constant(self.after)]}

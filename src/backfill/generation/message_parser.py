@@ -11,9 +11,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from typing import Literal
 
-from backfill.generation.message_format import CallSource, MessageFormat
+from backfill.generation.message_format import MAX_CALLS, CallSource, MessageFormat
 
-MAX_CALL_REGIONS = 128  # as many as a message with calls may have: finding one takes longer than its text
 MAX_HEAD_CHARS = 384  # above all that ``_HEAD`` matches
 _GAP = r"\s{0,8}"  # bounded: runs of whitespace would take quadratic time
 _LEAD = re.compile(rf"{_GAP}(?:\[{_GAP})?")
@@ -35,7 +34,7 @@ class MessageParsing:
 
     Attributes:
         begun: the part of the message that the prompt ends with.
-        is_parallel: False drops all calls but the first.
+        is_parallel: whether up to ``MAX_CALLS`` calls are kept, or one.
         returns_reasoning: False drops it.
     """
 
@@ -138,7 +137,8 @@ class MessageParser:
                 case "rest":
                     self._calls = None
                     self._num_regions += 1
-                    is_full = self._num_regions == MAX_CALL_REGIONS
+                    # Finding a region takes longer than its text, and a model may write marks alone.
+                    is_full = self._num_regions == MAX_CALLS
                     self._begin_regions("none" if is_full else self._parsing.calls, _AFTER_CALLS)
                     return value
         return None
@@ -155,7 +155,7 @@ class MessageParser:
     @property
     def _is_wanted(self) -> bool:
         """The current call."""
-        return self._parsing.is_parallel or self.num_calls == 1
+        return self.num_calls <= (MAX_CALLS if self._parsing.is_parallel else 1)
 
     def _new_id(self) -> str:
         if self._format.has_short_ids:

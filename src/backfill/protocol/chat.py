@@ -10,13 +10,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from backfill.core.errors import RequestError
 from backfill.core.sampling import MAX_LOGPROBS
+from backfill.generation.message_format import MAX_CALLS
 from backfill.protocol.generation_fields import GenerationFields
 from backfill.protocol.parsing import FailFastList, StrictModel
 from backfill.protocol.tools import ToolFields, Tools
 
 MAX_MESSAGES = 2048  # OpenAI's
 MAX_PARTS = 2048
-MAX_TOOL_CALLS = 128  # of a message
 
 
 class TextPart(BaseModel):
@@ -55,7 +55,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[FailFastList[TextPart], Field(max_length=MAX_PARTS)] | None = None
-    tool_calls: Annotated[FailFastList[ToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_calls: Annotated[FailFastList[ToolCall], Field(max_length=MAX_CALLS)] | None = None
 
     @property
     def text(self) -> str:
