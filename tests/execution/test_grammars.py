@@ -22,6 +22,11 @@ from backfill.generation.tokenizer import Tokenizer
 VOCAB_SIZE, END_TOKEN_IDS = 49152, (2, 0)
 
 
+def triggered(schema: object) -> dict[str, Any]:
+    structure = {"begin": "<a>", "schema": schema, "end": "</a>"}
+    return {"structural_tag": {"triggers": ["<a>"], "structures": [structure]}}
+
+
 @pytest.fixture(scope="module")
 def compiler(default_model: Path) -> GrammarCompiler:
     return GrammarCompiler(default_model, VOCAB_SIZE, END_TOKEN_IDS)
@@ -41,6 +46,16 @@ def compiler(default_model: Path) -> GrammarCompiler:
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "JSON schema"),
         ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "nothing satisfies it"),
         ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, "not"),
+        ({"json": {"$schema": "http://json-schema.org/draft-03/schema#", "extends": {}}}, "older than 4"),
+        ({"json": {"items": {"minProperties": 2}}}, r"minProperties .*\(#/items\)"),
+        ({"json": {"minProperties": 3, "required": ["a"]}}, "minProperties"),
+        ({"json": {"enum": [1, {"a": [(1 << 53) + 1]}]}}, r"2\*\*53"),
+        ({"json": {"const": {"a": "\x7f"}}}, "control characters"),
+        ({"json": {"type": "integer", "minimum": (1 << 53) + 1}}, r"minimum .*2\*\*53"),
+        ({"json": {"items": [{"exclusiveMinimum": 0, "maximum": 0.5}]}}, r"exclusiveMinimum .*\(#/items/0\)"),
+        ({"json": {"exclusiveMaximum": True, "maximum": -1, "minimum": -1.5}}, "exclusiveMaximum"),
+        ({"json": f'{{"const": 1{"0" * 400}}}'}, r"2\*\*53"),
+        ({"json": f'{{"maximum": 1{"0" * 400}, "exclusiveMaximum": 0.5}}'}, "JSON schema"),
         ({"json": "{"}, "JSON schema"),
         ({"json": "[]"}, "JSON schema"),
         ({"json": "[" * 60_000}, "JSON schema"),
@@ -54,6 +69,8 @@ def compiler(default_model: Path) -> GrammarCompiler:
             {"structural_tag": {"triggers": ["<"], "structures": [{"begin": "a", "schema": {}, "end": ""}]}},
             "no trigger begins 'a'",
         ),
+        (triggered({"x-guidance": {"lenient": True}, "not": {}}), "structural tag .*not"),
+        (triggered('{"minProperties": 2}'), "minProperties"),
         ({"structural_tag": {"format": {"type": "any_text"}}}, "types of format are .* got 'any_text'"),
         ({"structural_tag": {"format": {"type": "tag", "begin": "a"}}}, "no 'content'"),
         (
@@ -109,6 +126,40 @@ def test_what_follows_a_grammar_is_accepted(
     assert matcher.consume_tokens(token_ids) and matcher.is_accepting()
     other = compiler.matcher(StructuredOutputsParams(**fields))  # it begins at the start
     assert other.consume_tokens(token_ids) and other.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        # A key that is written with escapes is no other key.
+        ({"properties": {"foo": {"type": "integer"}}}, ['{"foo": 1}', '{"fo": "x"}'], [r'{"\u0066oo": "x"}']),
+        ({"patternProperties": {"^f": {"type": "integer"}}}, ['{"g": "x"}'], [r'{"\u0066oo": "x"}']),
+        ({"properties": {"\x01": {"type": "integer"}}}, [r'{"\u0001": 1}'], [r'{"\u0001": "x"}']),
+        ({"minProperties": 2, "required": ["a"]}, ['{"a": 1, "b": 1}'], ['{"a": 1, "a": 1}', '{"b": 1}']),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, ["0.1", "1"], ["0", "1.1"]),
+        ({"type": "integer", "maximum": (1 << 63) - 1}, [f"{(1 << 63) - 1}"], [f"{1 << 63}"]),
+        (
+            {"properties": {"minProperties": {"minimum": 3}}},
+            ['{"minProperties": 3}'],
+            ['{"minProperties": 2}'],
+        ),
+    ],
+)
+def test_no_output_of_a_schema_is_invalid(
+    compiler: GrammarCompiler,
+    default_model: Path,
+    schema: dict[str, Any],
+    allowed: list[str],
+    refused: list[str],
+) -> None:
+    tokenizer = Tokenizer.from_folder(default_model)
+
+    def is_whole(text: str) -> bool:
+        matcher = compiler.matcher(StructuredOutputsParams(json=schema))
+        return matcher.consume_tokens(tokenizer.encode(text)) and matcher.is_accepting()
+
+    assert [text for text in allowed if not is_whole(text)] == []
+    assert [text for text in refused if is_whole(text)] == []
 
 
 def test_the_largest_grammars_take_seconds_at_most_and_the_cache_is_bounded(

@@ -37,7 +37,13 @@ _NAMES: dict[GrammarKind, str] = {
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SCHEMAS = ("items", "additionalProperties", "not")
-_WRONG = (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError)
+_WRONG = (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError, OverflowError)
+# Without u: the library does not read \u0061 as a, and would take it for another key than those of a schema.
+_ESCAPES = r"nrbtf\""
+_UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # without \u
+_OLD_DRAFT = re.compile(r"/draft-0[0-3]\b")  # their keywords are others
+_MAX_EXACT = 1 << 53  # integers above it are rounded,
+_MAX_INTEGER = (1 << 63) - 1  # and bounds above this one to it
 
 
 class GrammarCompiler:
@@ -160,6 +166,7 @@ def _source(params: StructuredOutputsParams, tokenizer: LLTokenizer | None) -> s
     from llguidance import LLMatcher, grammar_from
 
     def json_grammar(schema: str) -> str:
+        _check_schema(json.loads(schema))
         # Over what the schema itself asks for: its sender must not have keywords ignored.
         return LLMatcher.grammar_from_json_schema(
             schema,
@@ -168,6 +175,7 @@ def _source(params: StructuredOutputsParams, tokenizer: LLTokenizer | None) -> s
                 "coerce_one_of": False,
                 "whitespace_pattern": "" if params.disable_any_whitespace else _WHITESPACE,
                 "whitespace_flexible": not params.disable_any_whitespace,
+                "json_allowed_escapes": _ESCAPES,
             },
         )
 
@@ -179,6 +187,64 @@ def _source(params: StructuredOutputsParams, tokenizer: LLTokenizer | None) -> s
             return structural_tag_grammar(json.loads(params.text), tokenizer, json_grammar)
         case kind:
             return grammar_from(kind, params.text)
+
+
+def _check_schema(root: object) -> None:
+    """Raise ValueError for what the library would take, and get wrong: its output might not be valid."""
+    waiting = [("#", root)]
+    while waiting:
+        place, part = waiting.pop()
+        if isinstance(part, dict):
+            if reason := _misread(part):
+                raise ValueError(f"{reason} ({place})")
+            waiting += [(f"{place}/{name}", each) for name, each in part.items()]
+        elif isinstance(part, list):
+            waiting += [(f"{place}/{index}", each) for index, each in enumerate(part)]
+
+
+def _misread(schema: Mapping[str, Any]) -> str:
+    """Why this part of a schema would be got wrong, without the parts in it; empty if it would not be."""
+    if _OLD_DRAFT.search(str(schema.get("$schema"))):
+        return "its draft is older than 4"
+    required = schema.get("required")
+    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+    at_least = schema.get("minProperties")
+    if isinstance(at_least, int) and at_least > num_required + 1:  # a key that is written twice would count
+        return "minProperties needs more than one property that is not in required"
+    for value in _leaves([schema.get("const"), schema.get("enum")]):
+        if isinstance(value, int) and abs(value) > _MAX_EXACT:
+            return f"an integer of const and enum may be 2**53 at most, got {value}"
+        if isinstance(value, str) and _UNWRITABLE.search(value):
+            return "const and enum cannot have control characters other than \\b, \\t, \\n, \\f and \\r"
+    return _misread_bounds(schema)
+
+
+def _misread_bounds(schema: Mapping[str, Any]) -> str:
+    bounds: dict[str, float] = {}
+    for side in ("Minimum", "Maximum"):
+        for name in (side.lower(), f"exclusive{side}"):
+            value = schema.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                bounds[name] = value
+                if isinstance(value, int) and _MAX_EXACT < abs(value) < _MAX_INTEGER:
+                    return f"{name} may be 2**53 at most, got {value}"
+        if schema.get(f"exclusive{side}") is True and side.lower() in bounds:  # as in draft 4
+            bounds[f"exclusive{side}"] = bounds[side.lower()]
+    for name, value in bounds.items():
+        is_near = any(0 < abs(value - other) < 1 for other in bounds.values())
+        if name.startswith("exclusive") and float(value).is_integer() and is_near:
+            return f"{name} is an integer, and the other bound is less than 1 from it"
+    return ""
+
+
+def _leaves(value: object) -> Iterator[object]:
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict | list):
+            waiting += each.values() if isinstance(each, dict) else each
+        else:
+            yield each
 
 
 def _unusable(params: StructuredOutputsParams, reason: str, place: str = "") -> RequestError:

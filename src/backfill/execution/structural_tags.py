@@ -24,7 +24,7 @@ def structural_tag_grammar(
     """
     if "format" in tag:
         return _FormatGrammar(tokenizer, json_grammar).of(tag["format"])
-    return _triggered(tag, tokenizer)
+    return _triggered(tag, tokenizer, json_grammar)
 
 
 class _FormatGrammar:
@@ -116,7 +116,7 @@ class _FormatGrammar:
         return f"@{name}"
 
 
-def _triggered(tag: Mapping[str, Any], tokenizer: LLTokenizer) -> str:
+def _triggered(tag: Mapping[str, Any], tokenizer: LLTokenizer, json_grammar: Callable[[str], str]) -> str:
     from llguidance import StructTag
 
     triggers: Sequence[str] = tag["triggers"]
@@ -126,9 +126,13 @@ def _triggered(tag: Mapping[str, Any], tokenizer: LLTokenizer) -> str:
         trigger = next((each for each in triggers if begin.startswith(each)), None)
         if trigger is None:
             raise ValueError(f"no trigger begins {begin!r:.80}")
-        tags.append(
-            StructTag(trigger=trigger, begin=begin, grammar=structure["schema"], end=structure["end"])
-        )
+        schema = structure["schema"]
+        if isinstance(schema, str) and schema.lstrip().startswith("{"):  # another text is Lark
+            schema = json.loads(schema)
+        if isinstance(schema, dict):
+            (grammar,) = json.loads(json_grammar(json.dumps(schema)))["grammars"]
+            schema = grammar["json_schema"]  # with the options of ``json_grammar``
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=structure["end"]))
         token_ids = tokenizer.tokenize_str(trigger, parse_special=True)
         are_tokens.add(len(token_ids) == 1 and tokenizer.is_special_token(token_ids[0]))
     if not tags:
