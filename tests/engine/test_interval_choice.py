@@ -61,6 +61,7 @@ def config(model_dir: Path) -> EngineConfig:
         dtype="float32",
         block_size=8,
         kv_gib=1 / 256,
+        device_memory=1.0,
         offload_interval="auto",
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, ttft_slo=0.5, tpot_slo=0.1),
     )
@@ -262,6 +263,16 @@ def test_the_smallest_interval_that_holds_both_objectives(
     assert chosen(config) == "none"
     assert chosen(config, tpot_slo=1.0) == 2
     assert chosen(config, ttft_slo=1.0, tpot_slo=1.0) == 1
+
+
+def test_nothing_is_offloaded_where_all_fits_and_nobody_uses_what_it_saves(
+    config: EngineConfig, save: Save
+) -> None:
+    save(0.004)
+    free = replace(config, device_memory=None)
+    assert [chosen(config), chosen(free)] == [1, "none"]
+    bus = {"offload_bus": "left", "offload_bus_gib_per_s": 1000.0}
+    assert [chosen(replace(free, **changes)) for changes in ({"min_offload_interval": 1}, bus)] == [1, 1]
 
 
 def test_a_bus_makes_transfers_longer(config: EngineConfig, save: Save) -> None:

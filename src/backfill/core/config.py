@@ -195,7 +195,8 @@ class EngineConfig:
             others leave, unless ``kv_gib`` says otherwise. Default: what is free.
         offload_interval: the weights of one layer in so many are not kept on the device but transferred to it
             in each step: from a file in the cache folder on CPU, from host memory on CUDA. none keeps all.
-            auto is the smallest with which offloading makes no recorded load miss its objectives.
+            auto is the smallest with which offloading makes no recorded load miss its objectives; none where
+            all fit and nothing would use the memory.
         min_offload_interval: smallest offloading interval that the engine may change to while there are only
             offline requests. What the weights then need less of memory is used for KV. Needs a larger
             ``offload_interval`` or auto, and ``device`` cpu. Default: the interval does not change.

@@ -11,7 +11,7 @@ from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.core.slo import SLO
 from backfill.engine.record_check import RecordCheck
 from backfill.execution.analyzer import load_or_measure_record, record_path, saved_record
-from backfill.execution.create import target_of
+from backfill.execution.create import choose_device, target_of
 from backfill.models.config import ModelConfig
 from backfill.offloading.choice import IntervalChooser, LoadLimits, NoIntervalHolds
 from backfill.offloading.record import PerformanceRecord
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 def with_chosen_interval(config: EngineConfig) -> EngineConfig:
     """The configuration with a number or none where ``offload_interval`` is auto.
 
+    None where all layers fit and nothing would use what offloading saves.
     The performance record is measured if there is none yet. With none there is no bus either. If the interval
     may become smaller (``min_offload_interval``), it may be one that saves no memory as long as it is in use.
 
@@ -35,6 +36,9 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
     if config.offload_interval != "auto":
         return config
     fitting = _fitting(config)
+    if None in fitting and _saves_for_nothing(config):
+        logger.info("offload_interval auto is none: all layers fit; `device_memory` gives KV what others save")
+        return _without_offloading(config)
     record = on_bus(load_or_measure_record(config), config)
     chooser = IntervalChooser(record, load_limits(config), fitting)
     slo = objectives(config, chooser)
@@ -165,6 +169,13 @@ def _fitting(config: EngineConfig) -> set[int | None]:
         assert first is not None
         raise first
     return fitting
+
+
+def _saves_for_nothing(config: EngineConfig) -> bool:
+    """Whether what offloading saves would stay free, while it makes answers slower."""
+    has_pool_of_its_own = config.kv_gib is not None or choose_device(config).type == "cpu"
+    gives = config.device_memory, config.min_offload_interval, config.offload_bus
+    return has_pool_of_its_own and all(each is None for each in gives)
 
 
 def _with_interval(config: EngineConfig, interval: int | None) -> EngineConfig:
