@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from backfill.bench.scrape import parse_totals, total_tokens
+from backfill.cli.bench_coserve import _explain
 from tests.api.batch_inputs import as_jsonl, chat_line, submit, wait_ended
 from tests.api.servers import SMALL_MODEL, TIMEOUT_S, RunningServer, small_server, wait_until
 from tests.cli.running import run_cli_here
@@ -209,6 +210,13 @@ def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
     assert result.returncode == 1
     assert message in result.stderr
     assert result.stderr.count("\n") == 1 and result.stdout == ""
+
+
+def test_an_online_load_beyond_capacity_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    shares = {"online-only": 0.4, "fcfs": 0.1, "online-only --threads 2": 0.95}
+    _explain({name: {"status": "complete", "ttft_attainment": share} for name, share in shares.items()})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("online-only: the online load alone is beyond this server's capacity: 40%")
 
 
 def test_nobody_answers() -> None:

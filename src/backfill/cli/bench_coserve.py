@@ -37,6 +37,7 @@ from backfill.simulation.tables import print_figures
 _DEFAULT_POLICIES = "online-only,fcfs,priority,slo"
 _PREFIX = "BACKFILL_BENCH_"
 _LOG_LINES = 15
+_LEAST_IN_TIME = 0.9  # of first tokens without offline load, else its rate is too high
 
 _FIGURES = (
     "ttft_p50_s ttft_p99_s ttft_p99_over_online_only itl_p50_s itl_p99_s ttft_attainment itl_attainment "
@@ -291,6 +292,12 @@ def _explain(policies: Mapping[str, Mapping[str, Any]]) -> None:
         if figures.get("status") != "complete":
             measured_s = figures.get("measured_s", 0.0)
             print(f"{name}: partial results of {measured_s:.0f} s ({figures.get('status')}).")
+        in_time = figures.get("ttft_attainment")
+        if name.partition(" ")[0] == "online-only" and in_time is not None and in_time < _LEAST_IN_TIME:
+            print(
+                f"{name}: the online load alone is beyond this server's capacity: {in_time:.0%} of first "
+                "tokens were in time. Lower --rate: policies are compared under overload."
+            )
         if figures.get("unfinished"):
             print(f"{name}: TTFTs of unfinished requests are lower bounds.")
         if figures.get("tokens_from") == "client":

@@ -178,8 +178,8 @@ class EngineConfig:
     Attributes:
         model_dir: Hugging Face style folder, as ``backfill pull`` leaves it; empty until the model is found.
         seed: of the random weights of the load format dummy.
-        device: where the model runs.
-        dtype: type of weights and KV.
+        device: where the model runs. auto: cuda where torch finds a device, else cpu.
+        dtype: type of weights and KV. auto: as the model is stored, but on a CPU bfloat16 for float16.
         load_format: where weights come from. dummy: random weights of the model's shapes.
         quantization: how matrices are kept. auto: as the model's file has them, in 4 or 8 bits; none: in
             ``dtype``; int8 and int4: rounded when the model is loaded. On CUDA always in ``dtype``.

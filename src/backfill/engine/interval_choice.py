@@ -37,7 +37,9 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
         return config
     fitting = _fitting(config)
     if None in fitting and _saves_for_nothing(config):
-        logger.info("offload_interval auto is none: all layers fit; `device_memory` gives KV what others save")
+        logger.info(
+            "offload_interval auto is none: all layers fit; `device_memory` gives KV what others save"
+        )
         return _without_offloading(config)
     record = on_bus(load_or_measure_record(config), config)
     chooser = IntervalChooser(record, load_limits(config), fitting)
