@@ -27,6 +27,7 @@ def test_a_coarse_profile_refuses_no_request_and_is_refined(small_model: Path, t
     with small_server(small_model, *options, data_dir=tmp_path) as server:
         assert quality(server) == {"coarse"}
         assert server.metric("backfill:cost_profile_error_ratio", quantile="0.95") == coarse.error.p95
+        assert "error" not in server.logged("steps are predicted with a coarse cost profile")
         assert server.logged("`tpot_slo` 1e-06: one request alone needs")
         answer = server.http.post("/v1/completions", json={**BODY, "slo": {"ttft": 1e-6}})
         assert answer.status_code == 200, answer.text

@@ -38,7 +38,8 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
     fitting = _fitting(config)
     if None in fitting and _saves_for_nothing(config):
         logger.info(
-            "offload_interval auto is none: all layers fit; `device_memory` gives KV what others save"
+            "offload_interval auto is none: all layers fit, and what others save would stay free; "
+            "`device_memory` gives it to KV"
         )
         return _without_offloading(config)
     record = on_bus(load_or_measure_record(config), config)

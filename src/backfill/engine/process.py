@@ -154,6 +154,9 @@ def _log_objectives(config: SchedulerConfig, slo: SLO) -> None:
 
 def _log_profile(event: str, profile: CostProfile) -> None:
     error = profile.error
+    if profile.quality == "coarse":  # its error is that of a few steps, on a machine that is still starting
+        logger.info("%s with a coarse cost profile, which served steps refine", event)
+        return
     logger.info(
         "%s with a %s cost profile: error %.0f %% (median), %.0f %% (P95) on %d steps",
         event,
