@@ -2,10 +2,10 @@
 
     clients.py --python CLIENTS_ENV/bin/python
 
-The environment has some of `openai`, `langchain-openai`, `litellm` with `mcp`, and `instructor`; those that
-are missing are named. Each line has a client, its version, what was checked, and ok or what went wrong; the
-exit status is 1 if anything did. The model is small, so the grammar makes it call: what it says is not
-judged.
+The environment has some of `openai`, `langchain-openai`, `litellm` with `mcp`, `instructor`, and
+`lm-eval[api,hf]`; those that are missing are named. Each line has a client, its version, what was checked,
+and ok or what went wrong; the exit status is 1 if anything did. The model is small, so
+the grammar makes it call: what it says is not judged.
 """
 
 from __future__ import annotations
@@ -53,9 +53,12 @@ def main() -> None:
         parser.error("give --python, or --url")
     from served import served
 
+    from backfill.models.resolve import DEFAULT_MODEL, resolve_model
+
+    environment = {**os.environ, **ENVIRONMENT, "LM_EVAL_TOKENIZER": str(resolve_model(DEFAULT_MODEL))}
     with served("--kv-gib", "0.5", "--max-model-len", "2048", "--tool-call-parser", "hermes") as port:
         command = [args.python, __file__, "--url", f"http://127.0.0.1:{port}/v1"]
-        status = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, check=False).returncode
+        status = subprocess.run(command, env=environment, check=False).returncode
     raise SystemExit(status)
 
 
@@ -252,6 +255,24 @@ def instructor_modes(url: str) -> None:
         expect(isinstance(answer, fruit), answer)
         *_, last = client.chat.completions.create_partial(response_model=fruit, **request)
         expect(last.colour in ("red", "green", "yellow"), last)
+
+
+@checks("lm-eval")
+def local_completions(url: str) -> None:
+    """local-completions: loglikelihood and generate_until (figures: scoring.py)"""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    model = LocalCompletionsAPI(
+        base_url=f"{url}/completions", model=MODEL, tokenizer=os.environ.get("LM_EVAL_TOKENIZER", MODEL)
+    )
+    likelihoods = [
+        model.loglikelihood([Instance("loglikelihood", {}, ("One, two, three,", text), 0)])[0][0]
+        for text in (" four", " blue")
+    ]
+    expect(0 > likelihoods[0] > likelihoods[1], likelihoods)
+    request = ("One, two, three,", {"until": ["\n"], "max_gen_toks": 8})
+    expect(model.generate_until([Instance("generate_until", {}, request, 0)])[0].strip(), "nothing")
 
 
 if __name__ == "__main__":
