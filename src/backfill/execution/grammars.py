@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,10 @@ _WRONG = (ValueError, KeyError, TypeError, AttributeError, AssertionError, Recur
 _ESCAPES = r"nrbtf\""
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # without \u
 _OLD_DRAFT = re.compile(r"/draft-0[0-3]\b")  # their keywords are others
+# The library's formats allow February 29 of any year, and 61 seconds in any minute.
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DATE = f"(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-[01]|02-2[0-8])|{_LEAP_YEAR}-02-29)"
+_PATTERNS = {"date": f"^{_DATE}", "date-time": f"^{_DATE}[^:]*:[0-9]{{2}}:[0-5]", "time": "^.{6}[0-5]"}
 _MAX_EXACT = 1 << 53  # integers above it are rounded,
 _MAX_INTEGER = (1 << 63) - 1  # and bounds above this one to it
 
@@ -166,10 +171,12 @@ def _source(params: StructuredOutputsParams, tokenizer: LLTokenizer | None) -> s
     from llguidance import LLMatcher, grammar_from
 
     def json_grammar(schema: str) -> str:
-        _check_schema(json.loads(schema))
+        root = json.loads(schema)
+        _check_schema(root)
+        _narrow_formats(root)
         # Over what the schema itself asks for: its sender must not have keywords ignored.
         return LLMatcher.grammar_from_json_schema(
-            schema,
+            root,
             overrides={
                 "lenient": False,
                 "coerce_one_of": False,
@@ -237,6 +244,12 @@ def _misread_bounds(schema: Mapping[str, Any]) -> str:
     return ""
 
 
+def _narrow_formats(root: object) -> None:
+    for _, part in _parts(root, "#") if isinstance(root, dict) else ():
+        if (form := part.get("format")) in _PATTERNS:
+            part["allOf"] = [*part.get("allOf", ()), {"pattern": _PATTERNS[form]}]
+
+
 def _leaves(value: object) -> Iterator[object]:
     waiting = [value]
     while waiting:
@@ -260,7 +273,7 @@ def _place_of(params: StructuredOutputsParams, reason: str) -> str:
 
     try:
         root = json.loads(params.text)
-        parts = list(_parts(root, "#"))
+        parts = list(islice(_parts(root, "#"), _MAX_PLACES))
     except _WRONG:
         return ""
     found, defs = "", {name: root[name] for name in ("$defs", "definitions") if name in root}
@@ -271,12 +284,10 @@ def _place_of(params: StructuredOutputsParams, reason: str) -> str:
     return f" ({found})" if found else ""
 
 
-def _parts(root: Mapping[str, Any], place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Places and schemas within a schema, each before its own parts; the first ones alone of many."""
+def _parts(root: dict[str, Any], place: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Places and schemas within a schema, each before its own parts."""
     waiting = [(place, root)]
-    for _ in range(_MAX_PLACES):
-        if not waiting:
-            return
+    while waiting:
         place, schema = waiting.pop()
         yield place, schema
         inner: list[tuple[str, Any]] = []
