@@ -17,6 +17,7 @@ import torch
 
 from backfill.kernels.base import AttentionMetadata
 from backfill.kernels.cpu import CpuKernels, available_isas
+from backfill.kernels.reference import quantized_rows
 
 
 def main() -> None:
@@ -32,6 +33,7 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, nargs="*", default=[256, 1024, 4096])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--kv-dtype", choices=["auto", "int8"], default="auto")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--isa", choices=["all", *available_isas()], help="default: the best of this machine")
@@ -44,7 +46,8 @@ def main() -> None:
     for isa in isas:
         results[isa] = measure_decode(args, CpuKernels(isa))
         results[isa] |= measure_prefill(args, CpuKernels(isa))
-    print(f"{args.dtype}, {args.threads} threads; memory read {limits['read_gb_per_s']:.1f} GB/s, ", end="")
+    print(f"{args.dtype}, KV {args.kv_dtype}, {args.threads} threads; ", end="")
+    print(f"memory read {limits['read_gb_per_s']:.1f} GB/s, ", end="")
     print(f"copied {limits['copy_gb_per_s']:.1f} GB/s")
     for isa, figures in results.items():
         for name, value in figures.items():
@@ -75,10 +78,10 @@ def measure_memory(args: argparse.Namespace, size: int = 1 << 30) -> dict[str, f
 def measure_decode(args: argparse.Namespace, kernels: CpuKernels) -> dict[str, float]:
     """One step over all layers, divided by their number."""
     layer_s = median_s(decode_work(args, kernels), args.runs) / args.layers
-    token_bytes = 2 * args.kv_heads * args.head_dim * getattr(torch, args.dtype).itemsize
+    row_bytes = make_pool(args, 1)[0, 0, 0, 0, 0].nbytes
     return {
         "decode_ms_per_layer": layer_s * 1e3,
-        "decode_gb_per_s": args.seqs * args.context * token_bytes / layer_s / 1e9,
+        "decode_gb_per_s": args.seqs * args.context * 2 * args.kv_heads * row_bytes / layer_s / 1e9,
     }
 
 
@@ -89,7 +92,8 @@ def decode_work(args: argparse.Namespace, kernels: CpuKernels) -> Callable[[], N
     pool = make_pool(args, num_blocks)
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
     batch = make_batch(args, [1] * args.seqs, [args.context] * args.seqs, order)
-    qkv = torch.randn(args.seqs, (args.heads + 2 * args.kv_heads) * args.head_dim).to(pool.dtype)
+    qkv = torch.randn(args.seqs, (args.heads + 2 * args.kv_heads) * args.head_dim)
+    qkv = qkv.to(getattr(torch, args.dtype))
 
     def step() -> None:
         for layer in range(args.layers):
@@ -105,7 +109,8 @@ def measure_prefill(args: argparse.Namespace, kernels: CpuKernels) -> dict[str, 
         num_blocks = -(-length // args.block_size)
         pool = make_pool(args, num_blocks)
         batch = make_batch(args, [length], [length], torch.arange(num_blocks))
-        qkv = torch.randn(length, (args.heads + 2 * args.kv_heads) * args.head_dim).to(pool.dtype)
+        qkv = torch.randn(length, (args.heads + 2 * args.kv_heads) * args.head_dim)
+        qkv = qkv.to(getattr(torch, args.dtype))
 
         def step(
             qkv: torch.Tensor = qkv, pool: torch.Tensor = pool, batch: AttentionMetadata = batch
@@ -122,6 +127,10 @@ def measure_prefill(args: argparse.Namespace, kernels: CpuKernels) -> dict[str, 
 
 def make_pool(args: argparse.Namespace, num_blocks: int) -> torch.Tensor:
     shape = (num_blocks, args.layers, 2, args.kv_heads, args.block_size, args.head_dim)
+    if args.kv_dtype == "int8":
+        # Of the layers one after the other: as floats they would take four times the memory.
+        layers = [quantized_rows(torch.randn(num_blocks, *shape[2:])) for _ in range(args.layers)]
+        return torch.stack(layers, dim=1)
     return torch.empty(shape, dtype=getattr(torch, args.dtype)).normal_()
 
 

@@ -147,7 +147,7 @@ BACKFILL_INLINE Plan empty_plan(const AttentionArgs& args, const Totals& totals,
           0};
 }
 
-template <class T>
+template <class T, class Kv>
 void run_item(const AttentionArgs& args, const Plan& plan, const Item& item) {
   const int64_t group = args.num_heads / args.shape.num_kv_heads;
   float* partials = item.work == Work::kDecodePart
@@ -157,13 +157,13 @@ void run_item(const AttentionArgs& args, const Plan& plan, const Item& item) {
   if constexpr (kPaired<T>)
     if (uses_tiles<T>(args)) {
       if (item.work == Work::kPrefill)
-        return PrefillItem<T, true>(args, item.seq, item.kv_head, item.begin, item.end).run();
-      return decode_tiles(args, item.seq, item.kv_head, item.begin, item.end, partials);
+        return PrefillItem<T, Kv, true>(args, item.seq, item.kv_head, item.begin, item.end).run();
+      return decode_tiles<Kv>(args, item.seq, item.kv_head, item.begin, item.end, partials);
     }
 #endif
   if (item.work == Work::kPrefill)
-    return PrefillItem<T, false>(args, item.seq, item.kv_head, item.begin, item.end).run();
-  DecodeItem<T>(args, item.seq, item.kv_head).run(item.begin, item.end, partials);
+    return PrefillItem<T, Kv, false>(args, item.seq, item.kv_head, item.begin, item.end).run();
+  DecodeItem<T, Kv>(args, item.seq, item.kv_head).run(item.begin, item.end, partials);
 }
 
 template <class T>
@@ -178,9 +178,10 @@ void merge_split(const AttentionArgs& args, const Plan& plan, const Split& split
   }
 }
 
-template <class T>
+// Rows of T, KV of T or int8.
+template <class T, class Kv>
 void attention(const AttentionArgs& args) {
-  const Totals totals = measure(args, sizeof(T));
+  const Totals totals = measure(args, sizeof(Kv));
   const int threads = totals.nanoseconds < kParallelNanoseconds ? 1 : omp_get_max_threads();
   const int64_t most_keys = split_size(totals, args.shape.num_kv_heads, threads);
   Plan plan = empty_plan(args, totals, most_keys, threads);
@@ -192,7 +193,7 @@ void attention(const AttentionArgs& args) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < plan.num_items; i++) {
       try {
-        run_item<T>(args, plan, plan.items[i]);
+        run_item<T, Kv>(args, plan, plan.items[i]);
       } catch (...) {
         error.keep();
       }

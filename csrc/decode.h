@@ -2,12 +2,13 @@
 // share it, and rows ahead are prefetched during the arithmetic.
 //
 // Keys are transposed, so that lanes are keys and a score is summed in the order of softmax.h, as prefill
-// sums it. For bf16 with AVX-512 BF16, weights are rounded to bf16 for the product with V; their sum is taken
-// before rounding. Two value rows are interleaved by a shuffle within 128-bit lanes; the output is then in a
-// permuted order until `natural_order`.
+// sums it. T is the type of queries, Kv that of KV: T or int8. For bf16 with AVX-512 BF16, weights are rounded
+// to bf16 for the product with V; their sum is taken before rounding. Two value rows are interleaved by a
+// shuffle within 128-bit lanes; the output is then in a permuted order until `natural_order`.
 #pragma once
 
 #include "key_rows.h"
+#include "kv_codes.h"
 #include "scratch.h"
 #include "softmax.h"
 
@@ -31,16 +32,16 @@ BACKFILL_INLINE void prefetch_line(const T* row, int count) {
 }
 
 // Addresses of the key rows of two chunks in turn, from the first key of an item.
-template <class T>
+template <class Kv>
 class RowRing {
  public:
   static constexpr int64_t kSize = 2 * kChunk;
 
-  explicit RowRing(const T** rows) : rows_(rows) {}
+  explicit RowRing(const Kv** rows) : rows_(rows) {}
 
   // The chunk of `count` keys that begins at `first`; to its end the last key is repeated.
-  void put(const KeyRows<T>& keys, int64_t position, int64_t first, int64_t count) {
-    const T** target = rows_ + (first & (kSize - 1));
+  void put(const KeyRows<Kv>& keys, int64_t position, int64_t first, int64_t count) {
+    const Kv** target = rows_ + (first & (kSize - 1));
     keys.list(position, position + count, target);
     for (int64_t i = count; i < kChunk; i++) target[i] = target[count - 1];
   }
@@ -51,63 +52,58 @@ class RowRing {
                 kChunk * sizeof *rows_);
   }
 
-  BACKFILL_INLINE const T* operator[](int64_t key) const { return rows_[key & (kSize - 1)]; }
+  BACKFILL_INLINE const Kv* operator[](int64_t key) const { return rows_[key & (kSize - 1)]; }
 
  private:
-  const T** rows_;
+  const Kv** rows_;
 };
 
-// transposed[unit][kKeysAtOnce] of `vectors` vectors of keys, as stored: units of 32 bits.
-template <class T>
-BACKFILL_INLINE void transpose_keys(const RowRing<T>& rows, int64_t first, int vectors, int64_t stored_units,
+// transposed[unit][kKeysAtOnce] of `vectors` vectors of keys.
+template <class T, class Kv>
+BACKFILL_INLINE void transpose_keys(const RowRing<Kv>& rows, int64_t first, int vectors, int64_t units,
                                     float* transposed) {
   for (int v = 0; v < vectors; v++) {
     const int64_t key = first + v * kLanes;
-    for (int64_t unit = 0; unit < stored_units; unit += kLanes) {
-      const int64_t left = stored_units - unit;
+    for (int64_t unit = 0; unit < units; unit += kLanes) {
       Floats square[kLanes];
-      for (int r = 0; r < kLanes; r++) {
-        square[r] = load(reinterpret_cast<const float*>(rows[key + r]) + unit, left);
-      }
+      for (int r = 0; r < kLanes; r++) square[r] = load_stored<T>(rows[key + r], unit, units);
       transpose(square);
-      for (int i = 0; i < kLanes && i < left; i++)
+      for (int i = 0; i < kLanes && i < units - unit; i++)
         store(transposed + (unit + i) * kKeysAtOnce + v * kLanes, square[i]);
     }
   }
 }
 
-// Without products of bf16, a stored unit is split into its even and its odd element.
-template <class T>
-constexpr bool kSplit = sizeof(T) == 2 && !kPaired<T>;
-
 // Scores of Vectors vectors of transposed keys. query: [NumHeads, query_stride], in units of simd.h.
 // Prefetches the keys of `ahead` from `first` on, unless it is null: spread over the arithmetic, because a
 // core tracks few cache misses at a time and stalls beyond that number.
-template <class T, int NumHeads, int Vectors>
+template <class T, class Kv, int NumHeads, int Vectors>
 BACKFILL_INLINE void score_block(const float* transposed, const float* query, int64_t query_stride,
-                                 int64_t stored_units, float* scores, const RowRing<T>* ahead,
-                                 int64_t first) {
+                                 int64_t units, float* scores, const RowRing<Kv>* ahead, int64_t first) {
   const Words upper = Words{} + 0xffff0000u;
+  // Lines of the keys ahead for each unit, or units for each line.
+  constexpr int kUnitBytes = std::is_same_v<T, Kv> ? 4 : kPerUnit<T>, kBytes = kKeysAtOnce * kUnitBytes;
+  constexpr int kLines = kBytes < 64 ? 1 : kBytes / 64, kUnitsBetween = kBytes < 64 ? 64 / kBytes : 1;
   Floats acc[NumHeads][Vectors] = {};
   int64_t line = 0;
-  for (int64_t unit = 0; unit < stored_units; unit++) {
-    if (ahead != nullptr) {
-      for (int i = 0; i < kKeysAtOnce / 16; i++) {
-        __builtin_prefetch(reinterpret_cast<const float*>((*ahead)[first]) + line, 0, 2);
-        line += 16;
-        if (line >= stored_units) line = 0, first++;
+  for (int64_t unit = 0; unit < units; unit++) {
+    if (ahead != nullptr && unit % kUnitsBetween == 0) {
+      for (int i = 0; i < kLines; i++) {
+        __builtin_prefetch(reinterpret_cast<const char*>((*ahead)[first]) + line, 0, 2);
+        line += 64;
+        if (line >= units * kUnitBytes) line = 0, first++;
       }
     }
     Floats keys[Vectors];
     for (int v = 0; v < Vectors; v++) {
       keys[v] = load(transposed + unit * kKeysAtOnce + v * kLanes);
-      if constexpr (kSplit<T>) keys[v] = (Floats)((Words)keys[v] << 16);
+      if constexpr (kSplit<T, Kv>) keys[v] = (Floats)((Words)keys[v] << 16);
     }
     for (int h = 0; h < NumHeads; h++) {
-      const Floats q = broadcast(query[h * query_stride + (kSplit<T> ? 2 * unit : unit)]);
+      const Floats q = broadcast(query[h * query_stride + (kSplit<T, Kv> ? 2 * unit : unit)]);
       for (int v = 0; v < Vectors; v++) acc[h][v] = multiply_add<kPaired<T>>(acc[h][v], keys[v], q);
     }
-    if constexpr (kSplit<T>) {
+    if constexpr (kSplit<T, Kv>) {
       for (int v = 0; v < Vectors; v++)
         keys[v] = (Floats)((Words)load(transposed + unit * kKeysAtOnce + v * kLanes) & upper);
       for (int h = 0; h < NumHeads; h++) {
@@ -153,21 +149,21 @@ BACKFILL_INLINE void pair_weights(float* weights, int64_t padded) {
 }
 
 // sums[h][...] = weights[h][...] * values, for NumHeads heads and 32 * Vectors elements of the head from `d`.
-template <int NumHeads, int Vectors>
-BACKFILL_INLINE void paired_values(const RowRing<bf16>& rows, int64_t first_key, int64_t value_offset,
+template <class Kv, int NumHeads, int Vectors>
+BACKFILL_INLINE void paired_values(const RowRing<Kv>& rows, int64_t first_key, int64_t value_offset,
                                    int64_t padded, int64_t d, int64_t dim, const float* weights, float* sums,
                                    int64_t sums_stride) {
+  constexpr int kLines = Vectors * (int)sizeof(Kv) / 2;
   Floats acc[NumHeads][2 * Vectors] = {};
   for (int64_t i = 0; i < padded; i += 2) {
-    const bf16* first = rows[first_key + i] + value_offset + d;
-    const bf16* second = rows[first_key + i + 1] + value_offset + d;
-    prefetch_line(rows[first_key + i + kAhead] + value_offset + d, Vectors);
-    prefetch_line(rows[first_key + i + 1 + kAhead] + value_offset + d, Vectors);
+    const Kv* first = rows[first_key + i] + value_offset;
+    const Kv* second = rows[first_key + i + 1] + value_offset;
+    prefetch_line(rows[first_key + i + kAhead] + value_offset + d, kLines);
+    prefetch_line(rows[first_key + i + 1 + kAhead] + value_offset + d, kLines);
     Floats pair[2 * Vectors];
     for (int v = 0; v < Vectors; v++) {
-      const int64_t left = (dim - d - 32 * v) / 2;
-      const __m512i a = (__m512i)load_units(first + 32 * v, left);
-      const __m512i b = (__m512i)load_units(second + 32 * v, left);
+      const __m512i a = (__m512i)load_stored<bf16>(first, d / 2 + 16 * v, dim / 2);
+      const __m512i b = (__m512i)load_stored<bf16>(second, d / 2 + 16 * v, dim / 2);
       pair[2 * v] = (Floats)_mm512_unpacklo_epi16(a, b);
       pair[2 * v + 1] = (Floats)_mm512_unpackhi_epi16(a, b);
     }
@@ -195,22 +191,21 @@ BACKFILL_INLINE void natural_order(float* sums, int64_t dim) {
 
 // The same for Vectors vectors of stored units. Where they are split, each run of 2 * kLanes sums has the
 // even elements first.
-template <class T, int NumHeads, int Vectors>
-BACKFILL_INLINE void single_values(const RowRing<T>& rows, int64_t first_key, int64_t value_offset,
+template <class T, class Kv, int NumHeads, int Vectors>
+BACKFILL_INLINE void single_values(const RowRing<Kv>& rows, int64_t first_key, int64_t value_offset,
                                    int64_t padded, int64_t d, int64_t dim, const float* weights, float* sums,
                                    int64_t sums_stride) {
-  constexpr int kSums = kSplit<T> ? 2 * Vectors : Vectors, kElements = kLanes * 4 / (int)sizeof(T);
+  constexpr int kSums = kSplit<T, Kv> ? 2 * Vectors : Vectors, kSplits = kSums / Vectors;
+  constexpr int kLines = Vectors * kLanes * kSplits * (int)sizeof(Kv) / 64;
   const Words upper = Words{} + 0xffff0000u;
   Floats acc[NumHeads][kSums] = {};
   for (int64_t i = 0; i < padded; i++) {
-    const T* row = rows[first_key + i] + value_offset + d;
-    prefetch_line(rows[first_key + i + kAhead] + value_offset + d, Vectors * kLanes / 16);
+    const Kv* row = rows[first_key + i] + value_offset;
+    prefetch_line(rows[first_key + i + kAhead] + value_offset + d, kLines);
     Floats value[kSums];
     for (int v = 0; v < Vectors; v++) {
-      const auto* units = reinterpret_cast<const float*>(row + v * kElements);
-      const int64_t left = (dim - d) * (int64_t)sizeof(T) / 4 - v * kLanes;
-      const Floats stored = load(units, left);
-      if constexpr (kSplit<T>) {
+      const Floats stored = load_stored<T>(row, d / kSplits + v * kLanes, dim / kSplits);
+      if constexpr (kSplit<T, Kv>) {
         value[2 * v] = (Floats)((Words)stored << 16);
         value[2 * v + 1] = (Floats)((Words)stored & upper);
       } else {
@@ -227,52 +222,53 @@ BACKFILL_INLINE void single_values(const RowRing<T>& rows, int64_t first_key, in
 }
 
 // sums [NumHeads, dim] = weights [NumHeads, keys] * values [keys, dim].
-template <int NumHeads, class T>
-void weighted_values(const RowRing<T>& rows, int64_t first, int64_t value_offset, int64_t padded, int64_t dim,
-                     const float* weights, float* sums, int64_t stride) {
+template <class T, int NumHeads, class Kv>
+void weighted_values(const RowRing<Kv>& rows, int64_t first, int64_t value_offset, int64_t padded,
+                     int64_t dim, const float* weights, float* sums, int64_t stride) {
   int64_t d = 0;
 #if defined(__AVX512BF16__)
   if constexpr (kPaired<T>) {
     for (; d + 64 <= dim; d += 64)
-      paired_values<NumHeads, 2>(rows, first, value_offset, padded, d, dim, weights, sums, stride);
+      paired_values<Kv, NumHeads, 2>(rows, first, value_offset, padded, d, dim, weights, sums, stride);
     for (; d < dim; d += 32)
-      paired_values<NumHeads, 1>(rows, first, value_offset, padded, d, dim, weights, sums, stride);
+      paired_values<Kv, NumHeads, 1>(rows, first, value_offset, padded, d, dim, weights, sums, stride);
     return;
   }
 #endif
-  constexpr int kElements = kLanes * 4 / (int)sizeof(T);
-  constexpr int kVectors = (kLanes == 16 ? 4 : 2) / (kSplit<T> ? 2 : 1);
+  constexpr int kSplits = kSplit<T, Kv> ? 2 : 1, kElements = kLanes * kSplits;
+  constexpr int kVectors = (kLanes == 16 ? 4 : 2) / kSplits;
   for (; d + kVectors * kElements <= dim; d += kVectors * kElements)
-    single_values<T, NumHeads, kVectors>(rows, first, value_offset, padded, d, dim, weights, sums, stride);
+    single_values<T, Kv, NumHeads, kVectors>(rows, first, value_offset, padded, d, dim, weights, sums,
+                                             stride);
   for (; d < dim; d += kElements)
-    single_values<T, NumHeads, 1>(rows, first, value_offset, padded, d, dim, weights, sums, stride);
+    single_values<T, Kv, NumHeads, 1>(rows, first, value_offset, padded, d, dim, weights, sums, stride);
 }
 
 // One sequence, one key/value head, keys [begin, end); begin is a multiple of kChunk.
-template <class T>
+template <class T, class Kv>
 class DecodeItem {
  public:
   DecodeItem(const AttentionArgs& args, int64_t seq, int64_t kv_head)
-      : keys_(key_rows<T>(args, seq, kv_head)),
+      : keys_(key_rows<Kv>(args, seq, kv_head)),
         dim_(args.shape.head_dim),
         padded_dim_(padded_head_dim(dim_)),
-        stored_units_(dim_ * (int64_t)sizeof(T) / 4),
+        units_(stored_units<T, Kv>(dim_)),
         group_(args.num_heads / args.shape.num_kv_heads),
         scale_(args.scale * kLog2e) {
     const int64_t row = args.cu_seqlens_q[seq];
     const int64_t row_size = (args.num_heads + 2 * args.shape.num_kv_heads) * dim_;
     query_ = static_cast<const T*>(args.qkv) + row * row_size + kv_head * group_ * dim_;
     out_ = static_cast<T*>(args.out) + (row * args.num_heads + kv_head * group_) * dim_;
-    const int64_t floats = group_ * (kChunk + 3 * padded_dim_) + stored_units_ * kKeysAtOnce;
+    const int64_t floats = group_ * (kChunk + 3 * padded_dim_) + units_ * kKeysAtOnce;
     const size_t bytes = floats * sizeof(float) + 2 * group_ * sizeof(SoftmaxState) + 64;
-    float* memory = static_cast<float*>(scratch(kWork, bytes + RowRing<T>::kSize * sizeof(T*)));
+    float* memory = static_cast<float*>(scratch(kWork, bytes + RowRing<Kv>::kSize * sizeof(Kv*)));
     weights_ = memory, memory += group_ * kChunk;
     sums_ = memory, memory += group_ * padded_dim_;
     chunk_sums_ = memory, memory += group_ * padded_dim_;
     wide_query_ = memory, memory += group_ * padded_dim_;
-    transposed_ = memory, memory += stored_units_ * kKeysAtOnce;
-    rows_ = reinterpret_cast<const T**>(memory);
-    states_ = reinterpret_cast<SoftmaxState*>(rows_ + RowRing<T>::kSize);
+    transposed_ = memory, memory += units_ * kKeysAtOnce;
+    rows_ = reinterpret_cast<const Kv**>(memory);
+    states_ = reinterpret_cast<SoftmaxState*>(rows_ + RowRing<Kv>::kSize);
     chunk_states_ = states_ + group_;
   }
 
@@ -288,10 +284,10 @@ class DecodeItem {
       }
     }
     std::memset(sums_, 0, group_ * padded_dim_ * sizeof(float));
-    RowRing<T> rows(rows_);
+    RowRing<Kv> rows(rows_);
     rows.put(keys_, begin, 0, smaller<int64_t>(kChunk, end - begin));
     for (int64_t i = 0; i < kAhead; i++)
-      prefetch_line(rows[i] + keys_.value_offset(), (int)(dim_ * sizeof(T) / 64));
+      prefetch_line(rows[i] + keys_.value_offset(), (int)(dim_ * sizeof(Kv) / 64));
     for (int64_t position = begin; position < end; position += kChunk) {
       const int64_t first = position - begin, next = position + kChunk;
       if (next < end)
@@ -309,10 +305,10 @@ class DecodeItem {
 
  private:
   // The chunk's states and weighted sums.
-  void attend(const RowRing<T>& rows, int64_t first, int64_t count) {
+  void attend(const RowRing<Kv>& rows, int64_t first, int64_t count) {
     for (int64_t i = 0; i < count; i += kKeysAtOnce) {
       const int vectors = (int)smaller<int64_t>(kKeyVectors, (count - i + kLanes - 1) / kLanes);
-      transpose_keys(rows, first + i, vectors, stored_units_, transposed_);
+      transpose_keys<T>(rows, first + i, vectors, units_, transposed_);
       for (int64_t h = 0; h < group_; h += kHeadBatch)
         score_heads(h, i, vectors, h == 0 ? &rows : nullptr, first + i + kAhead);
     }
@@ -328,18 +324,18 @@ class DecodeItem {
   }
 
   template <int NumHeads>
-  void score(int64_t h, int64_t i, int vectors, const RowRing<T>* ahead, int64_t first) {
+  void score(int64_t h, int64_t i, int vectors, const RowRing<Kv>* ahead, int64_t first) {
     const float* query = wide_query_ + h * padded_dim_;
     float* scores = weights_ + h * kChunk + i;
     if (vectors == kKeyVectors)
-      return score_block<T, NumHeads, kKeyVectors>(transposed_, query, padded_dim_, stored_units_, scores,
-                                                   ahead, first);
+      return score_block<T, Kv, NumHeads, kKeyVectors>(transposed_, query, padded_dim_, units_, scores, ahead,
+                                                       first);
     for (int v = 0; v < vectors; v++)
-      score_block<T, NumHeads, 1>(transposed_ + v * kLanes, query, padded_dim_, stored_units_,
-                                  scores + v * kLanes, nullptr, 0);
+      score_block<T, Kv, NumHeads, 1>(transposed_ + v * kLanes, query, padded_dim_, units_,
+                                      scores + v * kLanes, nullptr, 0);
   }
 
-  void score_heads(int64_t h, int64_t i, int vectors, const RowRing<T>* ahead, int64_t first) {
+  void score_heads(int64_t h, int64_t i, int vectors, const RowRing<Kv>* ahead, int64_t first) {
     switch (smaller<int64_t>(kHeadBatch, group_ - h)) {
       case 1:
         return score<1>(h, i, vectors, ahead, first);
@@ -352,19 +348,19 @@ class DecodeItem {
     }
   }
 
-  void weigh_values(const RowRing<T>& rows, int64_t first, int64_t h, int64_t padded) {
+  void weigh_values(const RowRing<Kv>& rows, int64_t first, int64_t h, int64_t padded) {
     const float* weights = weights_ + h * kChunk;
     float* sums = chunk_sums_ + h * padded_dim_;
     const int64_t offset = keys_.value_offset();
     switch (smaller<int64_t>(kHeadBatch, group_ - h)) {
       case 1:
-        return weighted_values<1>(rows, first, offset, padded, dim_, weights, sums, padded_dim_);
+        return weighted_values<T, 1>(rows, first, offset, padded, dim_, weights, sums, padded_dim_);
       case 2:
-        return weighted_values<2>(rows, first, offset, padded, dim_, weights, sums, padded_dim_);
+        return weighted_values<T, 2>(rows, first, offset, padded, dim_, weights, sums, padded_dim_);
       case 3:
-        return weighted_values<3>(rows, first, offset, padded, dim_, weights, sums, padded_dim_);
+        return weighted_values<T, 3>(rows, first, offset, padded, dim_, weights, sums, padded_dim_);
       default:
-        return weighted_values<kHeadBatch>(rows, first, offset, padded, dim_, weights, sums, padded_dim_);
+        return weighted_values<T, kHeadBatch>(rows, first, offset, padded, dim_, weights, sums, padded_dim_);
     }
   }
 
@@ -381,7 +377,7 @@ class DecodeItem {
 #if defined(__AVX512BF16__)
     if constexpr (kPaired<T>) natural_order(sums, dim_);
 #endif
-    if constexpr (kSplit<T>) {
+    if constexpr (kSplit<T, Kv>) {
       for (int64_t d = 0; d < dim_; d += 2 * kLanes) {
         float run[2 * kLanes];
         std::memcpy(run, sums + d, sizeof run);
@@ -411,8 +407,8 @@ class DecodeItem {
     return partial;
   }
 
-  KeyRows<T> keys_;
-  int64_t dim_, padded_dim_, stored_units_, group_;
+  KeyRows<Kv> keys_;
+  int64_t dim_, padded_dim_, units_, group_;
   float scale_;
   const T* query_;
   T* out_;
@@ -420,9 +416,9 @@ class DecodeItem {
   float* sums_;                           // [group, padded dim]
   float* chunk_sums_;                     // [group, padded dim]
   float* wide_query_;                     // [group, padded dim], units
-  float* transposed_;                     // [stored units, kKeysAtOnce]
+  float* transposed_;                     // [units, kKeysAtOnce]
   SoftmaxState *states_, *chunk_states_;  // [group]
-  const T** rows_;
+  const Kv** rows_;
 };
 
 // Folds the chunks' results of one query head, `stride` floats apart, into its output. Overwrites the first.

@@ -1,4 +1,5 @@
-// Attention of one query row with AMX. Its tile loads read K and V from the pool's blocks, without packing.
+// Attention of one query row with AMX. Its tile loads read K and V from the pool's blocks, without packing; KV of
+// int8 is converted first, a chunk at a time.
 //
 // Scores: a tile of 16 keys by 32 elements, as stored, is multiplied with the queries of the group in pairs
 // of elements. The result is 16 keys by heads. Values: the tile product sums pairs, A[m][2k] B[k][2n] +
@@ -43,17 +44,18 @@ class TileShapes {
 };
 
 // 16 keys of the sequence in order, `stride` bytes apart; `count` of them exist.
+template <class Kv>
 struct KeyTile {
-  const bf16* keys;
+  const Kv* keys;
   int32_t stride, count;
 };
 
 // One sequence, one key/value head, keys [begin, end); begin is a multiple of kChunk. Steps: head_dim / 32.
-template <int Steps>
+template <int Steps, class Kv>
 class TileDecodeItem {
  public:
   TileDecodeItem(const AttentionArgs& args, int64_t seq, int64_t kv_head)
-      : keys_(key_rows<bf16>(args, seq, kv_head)),
+      : keys_(key_rows<Kv>(args, seq, kv_head)),
         group_(args.num_heads / args.shape.num_kv_heads),
         padded_group_(group_ <= 4 ? 4 : 8),
         scale_(args.scale * kLog2e) {
@@ -88,6 +90,8 @@ class TileDecodeItem {
 
  private:
   static constexpr int64_t kDim = 32 * Steps;
+  static constexpr bool kConverts = !std::is_same_v<Kv, bf16>;
+  static constexpr int64_t kCopiedRows = kConverts ? kChunk : kTileKeys;
 
   void take_memory() {
     const int64_t sums = Steps * 2 * group_ * 16, queries = Steps * 16 * padded_group_;
@@ -95,36 +99,37 @@ class TileDecodeItem {
     const int64_t weights = kChunkTiles * 2 * group_ * 16;
     const int64_t floats = weights + 4 * sums + round_up(queries, 16) + scores + 4 * group_;
     char* memory = static_cast<char*>(
-        scratch(kWork, floats * sizeof(float) + 16 * kDim * sizeof(bf16) + count_ * sizeof(KeyTile)));
+        scratch(kWork, floats * sizeof(float) + kCopiedRows * kDim * sizeof(bf16) + count_ * sizeof *tiles_));
     weights_ = reinterpret_cast<uint32_t*>(memory);
     sums_ = reinterpret_cast<float*>(memory) + weights;
     chunk_sums_ = sums_ + sums;
     halves_ = chunk_sums_ + sums;
     queries_ = reinterpret_cast<uint32_t*>(halves_ + 2 * sums);
     scores_ = reinterpret_cast<float*>(queries_) + round_up(queries, 16);
-    last_values_ = reinterpret_cast<bf16*>(scores_ + scores);
-    tiles_ = reinterpret_cast<KeyTile*>(last_values_ + 16 * kDim);
+    copied_ = reinterpret_cast<bf16*>(scores_ + scores);
+    tiles_ = reinterpret_cast<KeyTile<Kv>*>(copied_ + kCopiedRows * kDim);
     states_ = reinterpret_cast<SoftmaxState*>(tiles_ + count_);
     chunk_states_ = states_ + group_;
   }
 
   // The 16 slots that hold the keys from `position` on.
-  KeyTile tile_at(int64_t position, int64_t end) const {
+  KeyTile<Kv> tile_at(int64_t position, int64_t end) const {
     const int64_t size = keys_.shape.block_size, offset = position % size;
     const int32_t ref = keys_.refs[position / size];
     const bool reversed = ref & 1;
     const int64_t slot = reversed ? size - 1 - offset : offset;
-    constexpr int32_t stride = kDim * sizeof(bf16);
-    return {keys_.base + (int64_t)(ref >> 1) * keys_.shape.block_stride + slot * kDim,
+    const int32_t stride = (int32_t)(keys_.shape.row_size * (int64_t)sizeof(Kv));
+    return {keys_.base + (int64_t)(ref >> 1) * keys_.shape.block_stride + slot * keys_.shape.row_size,
             reversed ? -stride : stride, (int32_t)smaller<int64_t>(kTileKeys, end - position)};
   }
 
   BACKFILL_INLINE void prefetch_tile(int64_t i, int64_t offset) const {
     if (i >= count_) return;
-    const KeyTile& tile = tiles_[i];
+    const KeyTile<Kv>& tile = tiles_[i];
     const char* line = reinterpret_cast<const char*>(tile.keys + offset);
     if (tile.stride < 0) line += (kTileKeys - 1) * tile.stride;
-    for (int64_t byte = 0; byte < kTileKeys * kDim * 2; byte += 64) __builtin_prefetch(line + byte, 0, 2);
+    const int64_t bytes = kTileKeys * keys_.shape.row_size * (int64_t)sizeof(Kv);
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(line + byte, 0, 2);
   }
 
   // scores_[tile][key][head] of every head of the group.
@@ -139,8 +144,10 @@ class TileDecodeItem {
     if constexpr (Steps > 3) _tile_loadd(3, queries_ + 48 * padded_group_, query_stride);
     for (int64_t i = 0; i < kPrefetchTiles; i++) prefetch_tile(i, 0);
     for (int64_t i = 0; i < count_; i++) {
-      const bf16* keys = tiles_[i].keys;
-      const int64_t stride = tiles_[i].stride;
+      if (kConverts && i % kChunkTiles == 0) convert(i, smaller(i + kChunkTiles, count_), 0);
+      const KeyTile<bf16> tile = operand(i, 0);
+      const bf16* keys = tile.keys;
+      const int64_t stride = tile.stride;
       prefetch_tile(i + kPrefetchTiles, 0);
       _tile_zero(4);
       _tile_loadd(6, keys, stride);
@@ -161,6 +168,32 @@ class TileDecodeItem {
     }
     publish(scores_);
     for (int64_t i = 0; i < kPrefetchTiles; i++) prefetch_tile(i, keys_.value_offset());
+  }
+
+  // Copies rows of tiles [first, last), `offset` from their keys, to copied_ [tile, 16, head_dim]; rows of keys
+  // that do not exist are zeros there, since unused slots may hold NaN.
+  void convert(int64_t first, int64_t last, int64_t offset) {
+    for (int64_t i = first; i < last; i++) {
+      const KeyTile<Kv>& tile = tiles_[i];
+      const Kv* row = tile.keys + offset;
+      bf16* copy = copied_ + (i - first) % (kCopiedRows / kTileKeys) * kTileKeys * kDim;
+      for (int r = 0; r < tile.count; r++, row += tile.stride / (int64_t)sizeof(Kv), copy += kDim)
+        for (int64_t unit = 0; unit < kDim / 2; unit += kLanes) {
+          const Floats units = load_stored<bf16>(row, unit, kDim / 2);
+          std::memcpy(copy + 2 * unit, &units, sizeof units);
+        }
+      std::memset(copy, 0, (kTileKeys - tile.count) * kDim * sizeof *copy);
+    }
+    publish(copied_);
+  }
+
+  // What the tile loads of tile i read.
+  BACKFILL_INLINE KeyTile<bf16> operand(int64_t i, int64_t offset) const {
+    constexpr int32_t kStride = kDim * sizeof(bf16);
+    if constexpr (kConverts)
+      return {copied_ + i % kChunkTiles * kTileKeys * kDim, kStride, kTileKeys};
+    else
+      return {tiles_[i].keys + offset, tiles_[i].stride, tiles_[i].count};
   }
 
   // queries_[step][pair][head]: two neighbouring elements of each head's query in 32 bits.
@@ -206,7 +239,7 @@ class TileDecodeItem {
 
   // halves[step][row][16]: row 2h holds head h's even elements, row 2h + 1 its odd ones.
   BACKFILL_INLINE void multiply_values(int64_t i, int64_t first, float* halves) {
-    const KeyTile tile = values_of(i);
+    const KeyTile<bf16> tile = values_of(i);
     const int64_t rows = 2 * group_;
     prefetch_tile(i + kPrefetchTiles, keys_.value_offset());
     _tile_loadd(4, weight_row(i - first, 0), 64);
@@ -239,6 +272,7 @@ class TileDecodeItem {
     const int64_t size = Steps * 2 * group_ * 16;
     float* second = halves_ + size;
     publish(weights_);
+    if (kConverts) convert(first, last, keys_.value_offset());
     for (int64_t i = first; i < last; i += 2) {
       multiply_values(i, first, halves_);
       const bool has_second = i + 1 < last;
@@ -252,20 +286,11 @@ class TileDecodeItem {
     }
   }
 
-  // The tile's values; where slots are unused, a copy with zeros there, since they may hold NaN.
-  KeyTile values_of(int64_t i) {
-    const KeyTile& tile = tiles_[i];
-    const bf16* values = tile.keys + keys_.value_offset();
-    if (tile.count == kTileKeys) return {values, tile.stride, kTileKeys};
-    for (int r = 0; r < kTileKeys; r++) {
-      bf16* row = last_values_ + r * kDim;
-      if (r < tile.count)
-        std::memcpy(row, values + r * (tile.stride / (int64_t)sizeof(bf16)), kDim * sizeof *row);
-      else
-        std::memset(row, 0, kDim * sizeof *row);
-    }
-    publish(last_values_);
-    return {last_values_, (int32_t)(kDim * sizeof(bf16)), kTileKeys};
+  // The tile's values; where slots are unused, a copy with zeros there.
+  KeyTile<bf16> values_of(int64_t i) {
+    if (kConverts || tiles_[i].count == kTileKeys) return operand(i, keys_.value_offset());
+    convert(i, i + 1, keys_.value_offset());
+    return {copied_, (int32_t)(kDim * sizeof(bf16)), kTileKeys};
   }
 
   void fold_chunk() {
@@ -307,33 +332,34 @@ class TileDecodeItem {
     return partial;
   }
 
-  KeyRows<bf16> keys_;
+  KeyRows<Kv> keys_;
   int64_t group_, padded_group_;
   float scale_;
   const bf16* query_;
   bf16* out_;
   int64_t count_;                         // tiles of keys
-  KeyTile* tiles_;                        // [count]
+  KeyTile<Kv>* tiles_;                    // [count]
   uint32_t* weights_;                     // [kChunkTiles, 2 * group, 16]
   float* scores_;                         // [count, 16 keys, padded group]
   float *sums_, *chunk_sums_;             // [Steps, 2 * group, 16]
   float* halves_;                         // [2, Steps, 2 * group, 16]
   uint32_t* queries_;                     // [Steps, 16 pairs, padded group]
   SoftmaxState *states_, *chunk_states_;  // [group]
-  bf16* last_values_;                     // [16, head_dim]
+  bf16* copied_;                          // [kCopiedRows, head_dim]
 };
 
+template <class Kv>
 BACKFILL_INLINE void decode_tiles(const AttentionArgs& args, int64_t seq, int64_t kv_head, int64_t begin,
                                   int64_t end, float* partials) {
   switch (args.shape.head_dim / 32) {
     case 1:
-      return TileDecodeItem<1>(args, seq, kv_head).run(begin, end, partials);
+      return TileDecodeItem<1, Kv>(args, seq, kv_head).run(begin, end, partials);
     case 2:
-      return TileDecodeItem<2>(args, seq, kv_head).run(begin, end, partials);
+      return TileDecodeItem<2, Kv>(args, seq, kv_head).run(begin, end, partials);
     case 3:
-      return TileDecodeItem<3>(args, seq, kv_head).run(begin, end, partials);
+      return TileDecodeItem<3, Kv>(args, seq, kv_head).run(begin, end, partials);
     default:
-      return TileDecodeItem<4>(args, seq, kv_head).run(begin, end, partials);
+      return TileDecodeItem<4, Kv>(args, seq, kv_head).run(begin, end, partials);
   }
 }
 

@@ -30,10 +30,11 @@ struct SiluArgs {
   int64_t stride;      // elements between rows of gate_up
 };
 
-// A pool is [num_blocks, L, 2, G, B, D]; `layer_offset` is where the layer's K starts inside a block.
+// A pool is [num_blocks, L, 2, G, B, row_size]; `layer_offset` is where the layer's K starts inside a block.
+// A row has head_dim elements; of int8, four more bytes hold its scale (kv_codes.h).
 struct PoolShape {
   int64_t block_stride, layer_offset;
-  int64_t num_kv_heads, block_size, head_dim;
+  int64_t num_kv_heads, block_size, row_size, head_dim;
 };
 
 struct RotateArgs {
@@ -81,12 +82,12 @@ struct LinearArgs {
 
 enum ElementType { kBfloat16 = 0, kFloat32 = 1 };
 
-// Indexed by ElementType.
+// Indexed by ElementType, of rows and weights; kernels that use KV then by whether KV is int8, else of the type.
 struct KernelTable {
   void (*norm[2])(const NormArgs&);
   void (*silu_and_mul[2])(const SiluArgs&);
-  void (*rotate_and_write_kv[2])(const RotateArgs&);
-  void (*attention[2])(const AttentionArgs&);
+  void (*rotate_and_write_kv[2][2])(const RotateArgs&);
+  void (*attention[2][2])(const AttentionArgs&);
   void (*linear[2])(const LinearArgs&);
   void (*quantized_linear[2])(const LinearArgs&, const QuantizedFormat&);
 };

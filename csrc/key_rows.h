@@ -8,25 +8,26 @@
 
 namespace backfill::BACKFILL_VARIANT {
 
-template <class T>
+template <class Kv>
 struct KeyRows {
-  const T* base;  // K of the layer and head in block 0
+  const Kv* base;  // K of the layer and head in block 0
   const int32_t* refs;
   PoolShape shape;
 
   // From a key row to the value row of the same token.
   BACKFILL_INLINE int64_t value_offset() const {
-    return shape.num_kv_heads * shape.block_size * shape.head_dim;
+    return shape.num_kv_heads * shape.block_size * shape.row_size;
   }
 
   // Writes the addresses of the keys at positions [begin, end) to rows[0 ... end - begin).
-  BACKFILL_INLINE void list(int64_t begin, int64_t end, const T** rows) const {
-    const int64_t size = shape.block_size, dim = shape.head_dim;
+  BACKFILL_INLINE void list(int64_t begin, int64_t end, const Kv** rows) const {
+    const int64_t size = shape.block_size, row_size = shape.row_size;
     int64_t block = begin / size, offset = begin % size;
     for (int64_t position = begin; position < end; block++, offset = 0) {
       const int32_t ref = refs[block];
-      const int64_t step = (ref & 1) ? -dim : dim;
-      const T* row = base + (int64_t)(ref >> 1) * shape.block_stride + ((ref & 1) ? (size - 1) * dim : 0);
+      const int64_t step = (ref & 1) ? -row_size : row_size;
+      const Kv* row =
+          base + (int64_t)(ref >> 1) * shape.block_stride + ((ref & 1) ? (size - 1) * row_size : 0);
       row += offset * step;
       const int64_t stop = smaller(end, position + size - offset);
       for (; position < stop; position++, row += step) *rows++ = row;
@@ -34,11 +35,11 @@ struct KeyRows {
   }
 };
 
-template <class T>
-BACKFILL_INLINE KeyRows<T> key_rows(const AttentionArgs& args, int64_t seq, int64_t kv_head) {
+template <class Kv>
+BACKFILL_INLINE KeyRows<Kv> key_rows(const AttentionArgs& args, int64_t seq, int64_t kv_head) {
   const PoolShape& shape = args.shape;
-  const T* base = static_cast<const T*>(args.pool) + shape.layer_offset;
-  return {base + kv_head * shape.block_size * shape.head_dim,
+  const Kv* base = static_cast<const Kv*>(args.pool) + shape.layer_offset;
+  return {base + kv_head * shape.block_size * shape.row_size,
           args.block_table + args.block_table_offsets[seq], shape};
 }
 

@@ -36,22 +36,23 @@ std::vector<std::string> isa_names() {
 // Addresses and sizes of a pool and of a batch, read once for the hundreds of calls that use them. They own
 // nothing.
 struct KvPool {
-  int type;
+  bool is_int8;
   void* data;
-  int64_t num_layers, num_kv_heads, block_size, head_dim;
+  int64_t num_layers, num_kv_heads, block_size, row_size, head_dim;
 
-  KvPool(int type, uintptr_t data, int64_t num_layers, int64_t num_kv_heads, int64_t block_size,
-         int64_t head_dim)
-      : type(type),
+  KvPool(bool is_int8, uintptr_t data, int64_t num_layers, int64_t num_kv_heads, int64_t block_size,
+         int64_t row_size, int64_t head_dim)
+      : is_int8(is_int8),
         data(address<void>(data)),
         num_layers(num_layers),
         num_kv_heads(num_kv_heads),
         block_size(block_size),
+        row_size(row_size),
         head_dim(head_dim) {}
 
   PoolShape layer(int64_t index) const {
-    const int64_t layer_size = 2 * num_kv_heads * block_size * head_dim;
-    return {num_layers * layer_size, index * layer_size, num_kv_heads, block_size, head_dim};
+    const int64_t layer_size = 2 * num_kv_heads * block_size * row_size;
+    return {num_layers * layer_size, index * layer_size, num_kv_heads, block_size, row_size, head_dim};
   }
 };
 
@@ -103,19 +104,19 @@ class KernelSet {
     isa_.table->silu_and_mul[type]({address<void>(gate_up), address<void>(out), rows, size, stride});
   }
 
-  void rotate_and_write_kv(uintptr_t qkv, const KvPool& pool, const Batch& batch, int64_t layer,
+  void rotate_and_write_kv(int type, uintptr_t qkv, const KvPool& pool, const Batch& batch, int64_t layer,
                            int64_t num_heads, uintptr_t cos_sin, uintptr_t q_norm, uintptr_t k_norm,
                            float eps) const {
-    isa_.table->rotate_and_write_kv[pool.type](
+    isa_.table->rotate_and_write_kv[type][pool.is_int8](
         {address<void>(qkv), pool.data, pool.layer(layer), batch.positions, batch.slot_mapping,
          address<float>(cos_sin), address<void>(q_norm), address<void>(k_norm), batch.rows, num_heads, eps});
   }
 
-  void attention(uintptr_t qkv, uintptr_t out, const KvPool& pool, const Batch& batch, int64_t layer,
-                 int64_t num_heads, float scale) const {
-    isa_.table->attention[pool.type]({address<void>(qkv), pool.data, address<void>(out), pool.layer(layer),
-                                      batch.cu_seqlens_q, batch.seq_lens, batch.block_table,
-                                      batch.block_table_offsets, batch.num_seqs, num_heads, scale});
+  void attention(int type, uintptr_t qkv, uintptr_t out, const KvPool& pool, const Batch& batch,
+                 int64_t layer, int64_t num_heads, float scale) const {
+    isa_.table->attention[type][pool.is_int8](
+        {address<void>(qkv), pool.data, address<void>(out), pool.layer(layer), batch.cu_seqlens_q,
+         batch.seq_lens, batch.block_table, batch.block_table_offsets, batch.num_seqs, num_heads, scale});
   }
 
  private:
@@ -194,8 +195,8 @@ NB_MODULE(_kernels, m) {
         "Copy dense memory to slots of a pool's blocks; the pool is not touched elsewhere.");
   using Address = uintptr_t;
   nb::class_<backfill::KvPool>(m, "KvPool")
-      .def(nb::init<int, Address, int64_t, int64_t, int64_t, int64_t>(), "type"_a, "data"_a, "num_layers"_a,
-           "num_kv_heads"_a, "block_size"_a, "head_dim"_a);
+      .def(nb::init<bool, Address, int64_t, int64_t, int64_t, int64_t, int64_t>(), "is_int8"_a, "data"_a,
+           "num_layers"_a, "num_kv_heads"_a, "block_size"_a, "row_size"_a, "head_dim"_a);
   nb::class_<backfill::Batch>(m, "Batch")
       .def(nb::init<Address, Address, Address, Address, Address, Address, int64_t, int64_t>(), "positions"_a,
            "slot_mapping"_a, "cu_seqlens_q"_a, "seq_lens"_a, "block_table"_a, "block_table_offsets"_a,

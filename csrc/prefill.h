@@ -8,11 +8,12 @@
 //   P                 = 2^(S * scale - max of the query in the chunk)
 //   O [D, queries]    = fold of O and V [D, keys] * P [keys, queries]
 //
-// The arithmetic reads packed keys only: it knows no blocks, directions, head sizes or element types.
+// The arithmetic reads packed keys only: it knows no blocks, directions, head sizes or stored types.
 // With bf16 products P is rounded to bf16; the sum of a query is taken before rounding. Order: softmax.h.
 #pragma once
 
 #include "key_rows.h"
+#include "kv_codes.h"
 #include "scratch.h"
 #include "tile_product.h"
 
@@ -25,11 +26,11 @@ BACKFILL_INLINE int64_t max_prefill_queries(int64_t head_dim) {
 }
 
 // One sequence, one key/value head, query rows [begin, end) of the sequence.
-template <class T, bool Tiled>
+template <class T, class Kv, bool Tiled>
 class PrefillItem {
  public:
   PrefillItem(const AttentionArgs& args, int64_t seq, int64_t kv_head, int64_t begin, int64_t end)
-      : keys_(key_rows<T>(args, seq, kv_head)),
+      : keys_(key_rows<Kv>(args, seq, kv_head)),
         dim_(args.shape.head_dim),
         row_dim_(round_up(dim_, kRowPadding<Tiled>)),
         depth_(round_up(dim_ / kPerUnit<T>, kDepthPadding<Tiled>)),
@@ -82,11 +83,11 @@ class PrefillItem {
                              kTileQueries};
     int64_t total = 0;
     for (int64_t size : sizes) total += round_up(size, 16);
-    float* memory = static_cast<float*>(scratch(kWork, total * sizeof(float) + kChunk * sizeof(T*)));
+    float* memory = static_cast<float*>(scratch(kWork, total * sizeof(float) + kChunk * sizeof(Kv*)));
     float** parts[] = {&queries_,       &sums_,   &max_,     &total_,       &positions_, &packed_keys_,
                        &packed_values_, &scores_, &weights_, &fold_before_, &fold_chunk_};
     for (int i = 0; i < 11; i++) *parts[i] = memory, memory += round_up(sizes[i], 16);
-    rows_ = reinterpret_cast<const T**>(memory);
+    rows_ = reinterpret_cast<const Kv**>(memory);
   }
 
   BACKFILL_INLINE const T* query_row(int64_t query) const {
@@ -136,9 +137,13 @@ class PrefillItem {
     const int64_t units = dim_ / kPerUnit<T>;
     for (int64_t i = 0; i < count; i++)
       for (int64_t unit = 0; unit < depth_; unit += kLanes) {
-        const int64_t present = larger<int64_t>(0, units - unit);
-        store(packed_keys_ + i * depth_ + unit, load_units(rows_[i] + unit * kPerUnit<T>, present),
-              depth_ - unit);
+        const Kv* row = rows_[i];
+        Floats key;
+        if constexpr (std::is_same_v<T, Kv>)
+          key = load_units(row + unit * kPerUnit<T>, larger<int64_t>(0, units - unit));
+        else
+          key = load_stored<T>(row, unit, units);
+        store(packed_keys_ + i * depth_ + unit, key, depth_ - unit);
       }
     const int64_t padded = round_up(count, kRowPadding<Tiled>);
     std::memset(packed_keys_ + count * depth_, 0, (padded - count) * depth_ * sizeof(float));
@@ -151,7 +156,7 @@ class PrefillItem {
   // Value row of key i; zero past the last key, because a weight of zero times NaN is NaN.
   BACKFILL_INLINE Halves value_bits(int64_t i, int64_t count, int64_t d) const {
     if (i >= count || d >= dim_) return Halves{};
-    return load_bits(reinterpret_cast<const bf16*>(rows_[i] + keys_.value_offset() + d), dim_ - d);
+    return load_bits(rows_[i] + keys_.value_offset(), d, dim_);
   }
 
   // packed_values_[unit of keys][row_dim].
@@ -164,7 +169,7 @@ class PrefillItem {
         if constexpr (kPaired<T>)
           values = interleave(value_bits(key_of(unit, 0), count, d), value_bits(key_of(unit, 1), count, d));
         else
-          values = load(rows_[unit] + offset + d, dim_ - d);
+          values = load_elements(rows_[unit] + offset, d, dim_);
         store(target + d, values, row_dim_ - d);
       }
     }
@@ -299,14 +304,14 @@ class PrefillItem {
     }
   }
 
-  KeyRows<T> keys_;
+  KeyRows<Kv> keys_;
   int64_t dim_, row_dim_;  // head size; padded as rows of the second product
   int64_t depth_;          // units of the first product
   int64_t group_, num_queries_, num_tiles_, row_size_, out_size_, first_position_;
   float scale_;
   const T* query_;
   T* out_;
-  const T** rows_;
+  const Kv** rows_;
   float *queries_, *sums_, *max_, *total_, *positions_;
   float *packed_keys_, *packed_values_, *scores_, *weights_;
   float *fold_before_, *fold_chunk_;  // of a tile's queries

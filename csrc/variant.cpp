@@ -12,8 +12,9 @@ extern const KernelTable table;  // constants are private to a file unless decla
 const KernelTable table = {
     {norm<bf16>, norm<float>},
     {silu_and_mul<bf16>, silu_and_mul<float>},
-    {rotate_and_write_kv<bf16>, rotate_and_write_kv<float>},
-    {attention<bf16>, attention<float>},
+    {{rotate_and_write_kv<bf16, bf16>, rotate_and_write_kv<bf16, int8_t>},
+     {rotate_and_write_kv<float, float>, rotate_and_write_kv<float, int8_t>}},
+    {{attention<bf16, bf16>, attention<bf16, int8_t>}, {attention<float, float>, attention<float, int8_t>}},
 #if defined(__AMX_BF16__)
     {tile_linear, vector_linear<float>},
 #else

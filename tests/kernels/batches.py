@@ -9,12 +9,21 @@ import torch
 
 from backfill.core.block import KVLayout, pack_block_ref
 from backfill.kernels.base import AttentionMetadata
+from backfill.kernels.reference import quantized_rows
 
 
 def make_pool(
     layout: KVLayout, num_blocks: int, dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
-    return torch.randn(layout.shape(num_blocks), generator=generator).to(dtype)
+    """Random KV; of int8 the rows of random KV."""
+    *shape, _ = layout.shape(num_blocks)
+    rows = torch.randn(*shape, layout.head_dim, generator=generator)
+    return quantized_rows(rows) if dtype == torch.int8 else rows.to(dtype)
+
+
+def unset_kv(dtype: torch.dtype) -> float:
+    """What fills slots that nothing may read: NaN, also as the scale of int8."""
+    return -1 if dtype == torch.int8 else float("nan")
 
 
 def slot_of(ref: int, position: int, block_size: int) -> int:

@@ -24,6 +24,12 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return chosen
 
 
+@pytest.fixture(params=[False, True], ids=["", "int8 KV"])
+def kv_dtype(request: pytest.FixtureRequest, dtype: torch.dtype) -> torch.dtype:
+    """That of the rows, or int8."""
+    return torch.int8 if request.param else dtype
+
+
 @pytest.fixture
 def scratch_limit() -> Iterator[Callable[[int], None]]:
     """Sets the most bytes of scratch memory that a kernel's thread gets."""

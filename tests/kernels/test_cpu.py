@@ -14,7 +14,7 @@ from backfill.core.errors import ConfigError
 from backfill.kernels.base import AttentionMetadata
 from backfill.kernels.cpu import CpuKernels, available_isas
 from backfill.kernels.isa import ISA_VARIABLE
-from tests.kernels.batches import make_batch, make_pool, slot_of
+from tests.kernels.batches import make_batch, make_pool, slot_of, unset_kv
 from tests.kernels.cpu import EPS, REFERENCE, assert_close, random_rows, seeded
 
 # Heads, key/value heads, head size, block size.
@@ -38,13 +38,13 @@ MIXES: dict[str, list[tuple[int, int]]] = {
 }
 
 
-def fill_unused(pool: Tensor, used: Tensor, value: float) -> None:
-    """Set every (block, slot) of ``pool`` that ``used`` does not list, in all layers, to ``value``."""
+def unset_unused(pool: Tensor, used: Tensor) -> None:
+    """Unset every (block, slot) of ``pool`` that ``used`` does not list, in all layers."""
     num_blocks, block_size = pool.shape[0], pool.shape[4]
     unused = torch.ones(num_blocks * block_size, dtype=torch.bool)
     unused[used] = False
     by_slot = pool.permute(0, 4, 1, 2, 3, 5)
-    by_slot[unused.view(num_blocks, block_size)] = value
+    by_slot[unused.view(num_blocks, block_size)] = unset_kv(pool.dtype)
 
 
 def context_slots(batch: AttentionMetadata, block_size: int) -> Tensor:
@@ -57,24 +57,37 @@ def context_slots(batch: AttentionMetadata, block_size: int) -> Tensor:
     return torch.tensor(slot_mapping)
 
 
+def assert_codes_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, *, is_exact: bool) -> None:
+    """Where what was rounded may be off by a little, a code may be off by one."""
+    if is_exact:
+        assert torch.equal(actual, expected)
+    scales, expected_scales = (each[..., -4:].contiguous().view(torch.float32) for each in (actual, expected))
+    assert_close(scales.to(dtype), expected_scales.to(dtype))
+    codes, expected_codes = (each[..., :-4].int() for each in (actual, expected))
+    most = 1 if dtype == torch.float32 else 2
+    assert (codes - expected_codes).abs().max() <= most
+
+
 def check_attention(
     kernels: CpuKernels,
     geometry: tuple[int, int, int, int],
     lens: Sequence[tuple[int, int]],
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     generator: torch.Generator,
 ) -> None:
     num_heads, num_kv_heads, head_dim, block_size = geometry
     num_blocks = sum(-(-context // block_size) for _, context in lens) + 3
-    pool = make_pool(KVLayout(2, num_kv_heads, head_dim, block_size, 4), num_blocks, dtype, generator)
+    layout = KVLayout(2, num_kv_heads, head_dim, block_size, kv_dtype.itemsize)
+    pool = make_pool(layout, num_blocks, kv_dtype, generator)
     batch = make_batch(lens, block_size=block_size, num_blocks=num_blocks, generator=generator)
     rows = int(batch.cu_seqlens_q[-1])
     qkv = random_rows(generator, rows, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     scale = head_dim**-0.5
     expected = REFERENCE.attention(qkv, pool, 1, batch, num_heads, scale)
     # Slots without a token must not matter, not even as a NaN times zero.
-    pool[:, 0] = float("nan")
-    fill_unused(pool, context_slots(batch, block_size), float("nan"))
+    pool[:, 0] = unset_kv(kv_dtype)
+    unset_unused(pool, context_slots(batch, block_size))
     assert_close(kernels.attention(qkv, pool, 1, batch, num_heads, scale), expected)
 
 
@@ -92,14 +105,17 @@ def check_attention(
 def test_attention(
     kernels: CpuKernels,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     geometry: tuple[int, int, int, int],
     lens: list[tuple[int, int]],
 ) -> None:
-    check_attention(kernels, geometry, lens, dtype, seeded(geometry, lens))
+    check_attention(kernels, geometry, lens, dtype, kv_dtype, seeded(geometry, lens))
 
 
 @pytest.mark.parametrize("case", range(12))
-def test_attention_of_random_batches(kernels: CpuKernels, dtype: torch.dtype, case: int) -> None:
+def test_attention_of_random_batches(
+    kernels: CpuKernels, dtype: torch.dtype, kv_dtype: torch.dtype, case: int
+) -> None:
     generator = seeded("random", case)
 
     def draw(low: int, high: int) -> int:
@@ -111,7 +127,7 @@ def test_attention_of_random_batches(kernels: CpuKernels, dtype: torch.dtype, ca
     for _ in range(draw(1, 7)):
         context = draw(1, 220)
         lens.append((1 if draw(0, 2) else draw(1, context + 1), context))
-    check_attention(kernels, geometry, lens, dtype, generator)
+    check_attention(kernels, geometry, lens, dtype, kv_dtype, generator)
 
 
 def test_attention_with_large_scores_stays_finite(kernels: CpuKernels, dtype: torch.dtype) -> None:
@@ -137,9 +153,9 @@ def test_attention_without_memory_raises_and_the_next_call_succeeds(
 ) -> None:
     scratch_limit(most_bytes)
     with pytest.raises(MemoryError):
-        check_attention(kernels, (9, 3, 64, 16), MIXES[mix], dtype, seeded("no memory", mix))
+        check_attention(kernels, (9, 3, 64, 16), MIXES[mix], dtype, dtype, seeded("no memory", mix))
     scratch_limit(1 << 30)
-    check_attention(kernels, (9, 3, 64, 16), MIXES[mix], dtype, seeded("no memory", mix))
+    check_attention(kernels, (9, 3, 64, 16), MIXES[mix], dtype, dtype, seeded("no memory", mix))
 
 
 def test_attention_of_an_empty_batch(kernels: CpuKernels, dtype: torch.dtype) -> None:
@@ -156,11 +172,17 @@ def test_attention_of_an_empty_batch(kernels: CpuKernels, dtype: torch.dtype) ->
 @pytest.mark.parametrize("rotary", [False, True], ids=["", "rotary"])
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_rotate_and_write_kv(
-    kernels: CpuKernels, dtype: torch.dtype, geometry: tuple[int, int, int, int], rotary: bool, norm: bool
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    geometry: tuple[int, int, int, int],
+    rotary: bool,
+    norm: bool,
 ) -> None:
     num_heads, num_kv_heads, head_dim, block_size = geometry
     generator = seeded(geometry, rotary, norm)
-    pool = make_pool(KVLayout(3, num_kv_heads, head_dim, block_size, 4), 30, dtype, generator)
+    layout = KVLayout(3, num_kv_heads, head_dim, block_size, kv_dtype.itemsize)
+    pool = make_pool(layout, 30, kv_dtype, generator)
     batch = make_batch([(1, 9), (20, 31), (3, 3)], block_size=block_size, num_blocks=30, generator=generator)
     qkv = random_rows(generator, 24, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     angles = torch.rand(40, head_dim // 2, generator=generator) * 6.28
@@ -171,7 +193,10 @@ def test_rotate_and_write_kv(
     REFERENCE.rotate_and_write_kv(expected_qkv, expected_pool, 1, batch, num_heads, cos_sin, *weights, EPS)
     kernels.rotate_and_write_kv(qkv, pool, 1, batch, num_heads, cos_sin, *weights, EPS)
     assert_close(qkv[:, :q_size], expected_qkv[:, :q_size])
-    assert_close(pool, expected_pool)
+    if kv_dtype == torch.int8:
+        assert_codes_close(pool, expected_pool, dtype, is_exact=not (rotary or norm))
+    else:
+        assert_close(pool, expected_pool)
     written = torch.zeros(30 * block_size, dtype=torch.bool)
     written[batch.slot_mapping] = True
     untouched = ~written.view(30, block_size)

@@ -11,7 +11,7 @@ from torch import Tensor
 from backfill.core.block import KVLayout
 from backfill.kernels.base import AttentionMetadata
 from backfill.kernels.cpu import CpuKernels
-from tests.kernels.batches import make_batch
+from tests.kernels.batches import make_batch, unset_kv
 from tests.kernels.cpu import random_rows, seeded
 
 # Heads, key/value heads, head size, block size: shapes that AMX computes in tiles, and shapes that it cannot.
@@ -23,9 +23,14 @@ class Tokens:
     """The projections ``[LENGTH, (H + 2G) * D]`` of one sequence's tokens."""
 
     def __init__(
-        self, geometry: tuple[int, int, int, int], dtype: torch.dtype, generator: torch.Generator
+        self,
+        geometry: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        generator: torch.Generator,
     ) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim, self.block_size = geometry
+        self.kv_dtype = kv_dtype
         self.generator = generator
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         # Scores of this size make the maximum move from chunk to chunk.
@@ -34,12 +39,12 @@ class Tokens:
     def attend(self, kernels: CpuKernels, lens: list[tuple[int, int]]) -> Tensor:
         """Attention of rows ``[context - rows, context)`` of sequences that all have these tokens.
 
-        In blocks of random places and directions; unused slots hold NaN.
+        In blocks of random places and directions; unused slots are unset.
         """
         block_size = self.block_size
         num_blocks = sum(-(-context // block_size) for _, context in lens) + 2
-        layout = KVLayout(1, self.num_kv_heads, self.head_dim, block_size, self.qkv.element_size())
-        pool = torch.full(layout.shape(num_blocks), float("nan"), dtype=self.qkv.dtype)
+        layout = KVLayout(1, self.num_kv_heads, self.head_dim, block_size, self.kv_dtype.itemsize)
+        pool = torch.full(layout.shape(num_blocks), unset_kv(self.kv_dtype), dtype=self.kv_dtype)
         whole = make_batch(
             [(context, context) for _, context in lens],
             block_size=block_size,
@@ -73,10 +78,14 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_attention_does_not_depend_on_the_batch(
-    kernels: CpuKernels, dtype: torch.dtype, geometry: tuple[int, int, int, int], threads: int
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    geometry: tuple[int, int, int, int],
+    threads: int,
 ) -> None:
     """Prefill in one step, in chunks of any size, and decode, in any company, on any number of threads."""
-    tokens = Tokens(geometry, dtype, seeded("attention", geometry))
+    tokens = Tokens(geometry, dtype, kv_dtype, seeded("attention", geometry))
     expected = tokens.attend(kernels, [(LENGTH, LENGTH)])
     generator = seeded("company", geometry, threads)
 

@@ -25,6 +25,7 @@ from backfill.models.decoder import DecoderModel, HiddenState
 from backfill.models.placement import ModelPlacement
 from backfill.models.shard import ModelShard, ShardSizes, SoleRank
 from backfill.models.weights import Checkpoint, Part
+from tests.kernels.batches import unset_kv
 from tests.models.ranks import Exchange, ThreadGroup, on_ranks
 from tests.models.tiny import CONFIGS, save_tiny_llama_config, save_tiny_model
 
@@ -94,13 +95,14 @@ def run_stage(
     model: DecoderModel,
     batches: Sequence[FlatBatch],
     states: Sequence[HiddenState] | None,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> tuple[list[HiddenState], list[Tensor | None]]:
     """Run a stage's layers on each batch, one after the other, over a KV pool of their own."""
     shard, config = model.shard, model.config
     sizes = shard.sizes(config)
-    layout = KVLayout(len(shard.layers), sizes.kv_heads.length, config.head_dim, BLOCK_SIZE, dtype.itemsize)
-    pool = torch.full(layout.shape(16), torch.nan, dtype=dtype)
+    of_rows = len(shard.layers), sizes.kv_heads.length, config.head_dim
+    layout = KVLayout(*of_rows, BLOCK_SIZE, kv_dtype.itemsize)
+    pool = torch.full(layout.shape(16), unset_kv(kv_dtype), dtype=kv_dtype)
     results, logits = [], []
     for number, batch in enumerate(batches):
         state = model.embed(batch.token_ids, batch.attention) if states is None else states[number]
@@ -113,7 +115,10 @@ def run_stage(
 
 
 def logits_of(
-    checkpoint: Checkpoint, placement: ModelPlacement, kernels: Callable[[], Kernels] = ReferenceKernels
+    checkpoint: Checkpoint,
+    placement: ModelPlacement,
+    kernels: Callable[[], Kernels] = ReferenceKernels,
+    kv_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Of all tokens of both chunks, by rank 0 of the last stage."""
     config, states = placement.config, None
@@ -127,7 +132,7 @@ def logits_of(
             shard = ModelShard(SoleRank() if group.size == 1 else group, layers, config.num_layers)
             model = build_model(config, checkpoint, kernels(), max_positions=64, device=CPU, shard=shard)
             copies = states and [copied(each) for each in states]
-            return run_stage(model, batches, copies, checkpoint.dtype)
+            return run_stage(model, batches, copies, kv_dtype or checkpoint.dtype)
 
         results = on_ranks(placement.tensor_parallel_size, run)
         states, logits = results[0]
@@ -205,6 +210,19 @@ def test_bfloat16_on_ranks_is_as_near_as_in_one_process(
         for each in (1, size)
     )
     assert on_ranks < 2 * whole < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize(("kind", "size"), [("llama-biased", 2), ("qwen3", 1), ("mistral", 2), ("opt", 3)])
+def test_logits_with_kv_of_8_bits_are_close(
+    kind: str, size: int, folders: dict[str, tuple[Path, Tensor]]
+) -> None:
+    folder, expected = folders[kind]
+    placement = ModelPlacement.of(ModelConfig.from_folder(folder), size)
+    checkpoint = open_checkpoint(folder, dtype=torch.float32)
+    logits = logits_of(checkpoint, placement, CpuKernels, torch.int8)
+    assert 1e-4 * expected.norm() < (logits - expected).norm() < 0.02 * expected.norm()
+    reference = logits_of(checkpoint, placement, ReferenceKernels, torch.int8)
+    assert (logits - reference).norm() < 0.005 * expected.norm()
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

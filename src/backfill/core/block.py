@@ -7,6 +7,7 @@ So two requests can share one block from opposite ends (BROS, section 5.1).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, NewType
 
@@ -56,12 +57,19 @@ class SlotCopy(NamedTuple):
     num: int
 
 
+KV_SCALE_BYTES = 4
+"""Of a float32, which follows each row of codes of 8 bits and multiplies them."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of a KV pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
+    """Shape of a KV pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]``.
 
     A block is contiguous over all layers, so that one copy moves it between device and host. Index 0 of the
     third axis is K, 1 is V.
+
+    Attributes:
+        dtype_bytes: of an element. KV of one byte is in codes, and a row has its scale too.
     """
 
     num_layers: int
@@ -71,8 +79,13 @@ class KVLayout:
     dtype_bytes: int
 
     @property
+    def row_size(self) -> int:
+        """Elements that K or V of a token and head have in the pool."""
+        return self.head_dim + (KV_SCALE_BYTES if self.dtype_bytes == 1 else 0)
+
+    @property
     def block_bytes(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * self.dtype_bytes
+        return math.prod(self.shape(1)) * self.dtype_bytes
 
     def shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
-        return (num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        return (num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size, self.row_size)

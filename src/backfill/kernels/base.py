@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from backfill.core.block import KV_SCALE_BYTES
 from backfill.kernels.quantized import QuantizedWeight
 
 
@@ -108,6 +109,10 @@ class LayerInputs(NamedTuple):
     batch: AttentionMetadata
     num_heads: int
 
+    @property
+    def head_dim(self) -> int:
+        return head_dim_of(self.kv_pool)
+
 
 class Kernels(ABC):
     """The operators a decoder layer is made of: their contract, and the checks of their arguments.
@@ -123,12 +128,16 @@ class Kernels(ABC):
 
     Args:
         device: where all tensors are.
-        dtypes: of rows, weights and KV, equal in each call.
+        dtypes: of rows and weights, equal in each call, and of KV unless that is int8.
+        takes_int8_kv: KV may be int8.
     """
 
-    def __init__(self, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(
+        self, device: torch.device, dtypes: Sequence[torch.dtype], *, takes_int8_kv: bool = False
+    ) -> None:
         self._device = device
         self._dtypes = tuple(dtypes)
+        self._kv_dtypes = (*self._dtypes, *([torch.int8] if takes_int8_kv else []))
         self._pool: Tensor | None = None  # the last one checked, as the batch
         self._batch: AttentionMetadata | None = None
 
@@ -195,13 +204,14 @@ class Kernels(ABC):
         Args:
             qkv: ``[T, (H + 2G) * D]``, heads of q, then k, then v. q is replaced in place by its
                 normalised, rotated form; the k and v part may be left in any state.
-            kv_pool: ``[num_blocks, L, 2, G, B, D]`` in qkv's dtype; rows go to ``batch.slot_mapping``.
+            kv_pool: ``[num_blocks, L, 2, G, B, D]`` in qkv's dtype; rows go to ``batch.slot_mapping``. Or
+                int8 ``[num_blocks, L, 2, G, B, D + 4]``: see ``backfill.kernels.reference.quantized_rows``.
             cos_sin: float32 ``[max positions, D]``: cosines of the D/2 angles, then sines; rotation
                 pairs element i with i + D/2 (the "neox" form). None: no rotary embedding.
             q_norm, k_norm: ``[D]`` weights, both or neither.
         """
         inputs = self._checked(LayerInputs(qkv, kv_pool, layer, batch, num_heads))
-        head_dim = kv_pool.shape[5]
+        head_dim = inputs.head_dim
         if cos_sin is not None and (
             cos_sin.dtype != torch.float32 or cos_sin.shape[-1] != head_dim or not cos_sin.is_contiguous()
         ):
@@ -218,6 +228,7 @@ class Kernels(ABC):
     ) -> Tensor:
         """Causal attention of every row over its sequence's KV, read in place from the blocks.
 
+        All KV is read from the pool, that of the step's own rows too: it is as rounded as any other.
         ``qkv`` is as ``rotate_and_write_kv`` left it. Returns ``[T, H * D]`` in its dtype.
         Query head h reads key/value head ``h // (H // G)``. Softmax and sums are float32.
         """
@@ -254,8 +265,7 @@ class Kernels(ABC):
 
     @property
     def _kind(self) -> str:
-        names = " or ".join(str(each).removeprefix("torch.") for each in self._dtypes)
-        return f"{names} on {self._device}"
+        return f"{_names(self._dtypes)} on {self._device}"
 
     def _takes(self, x: Tensor) -> bool:
         return x.dtype in self._dtypes and x.device == self._device
@@ -278,27 +288,30 @@ class Kernels(ABC):
         if batch is not self._batch:
             self._check_batch(batch)
             self._batch = batch
-        _, num_layers, _, num_kv_heads, _, head_dim = kv_pool.shape
+        _, num_layers, _, num_kv_heads, _, _ = kv_pool.shape
         if num_heads <= 0 or num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads: expected a multiple of the {num_kv_heads} key/value heads, got {num_heads}"
             )
         if not 0 <= layer < num_layers:
             raise ValueError(f"layer: expected 0 to {num_layers - 1}, got {layer}")
-        shape = batch.positions.shape[0], (num_heads + 2 * num_kv_heads) * head_dim
-        if qkv.dtype != kv_pool.dtype or qkv.shape != shape or not qkv.is_contiguous():
-            raise ValueError(f"qkv: expected contiguous {kv_pool.dtype} {list(shape)}, got {describe(qkv)}")
+        shape = batch.positions.shape[0], (num_heads + 2 * num_kv_heads) * inputs.head_dim
+        dtypes = self._dtypes if kv_pool.dtype == torch.int8 else (kv_pool.dtype,)
+        if qkv.dtype not in dtypes or qkv.shape != shape or not qkv.is_contiguous():
+            raise ValueError(f"qkv: expected contiguous {_names(dtypes)} {list(shape)}, got {describe(qkv)}")
         return inputs
 
     def _check_pool(self, kv_pool: Tensor) -> None:
         shape = kv_pool.shape
-        if len(shape) != 6 or shape[2] != 2 or not kv_pool.is_contiguous() or not self._takes(kv_pool):
+        is_taken = kv_pool.dtype in self._kv_dtypes and kv_pool.device == self._device
+        if len(shape) != 6 or shape[2] != 2 or not kv_pool.is_contiguous() or not is_taken:
             raise ValueError(
-                f"kv_pool: expected contiguous {self._kind} [num_blocks, L, 2, G, B, D], "
-                f"got {describe(kv_pool)}"
+                f"kv_pool: expected contiguous {_names(self._kv_dtypes)} on {self._device} "
+                f"[num_blocks, L, 2, G, B, D], got {describe(kv_pool)}"
             )
-        if shape[5] % 8:
-            raise ValueError(f"kv_pool: expected a head size in eights, got {shape[5]}")
+        head_dim = head_dim_of(kv_pool)
+        if head_dim <= 0 or head_dim % 8:
+            raise ValueError(f"kv_pool: expected a head size in eights, got {head_dim}")
 
     def _check_batch(self, batch: AttentionMetadata) -> None:
         num_rows, num_seqs = batch.positions.shape[0], batch.num_seqs
@@ -311,6 +324,15 @@ class Kernels(ABC):
             ("block_table_offsets", num_seqs + 1, torch.int32),
         ):
             self._check_vector(f"batch.{name}", getattr(batch, name), size, dtype)
+
+
+def head_dim_of(kv_pool: Tensor) -> int:
+    """Elements of K or V of a token and head, without the scale of those that are codes."""
+    return kv_pool.shape[5] - (KV_SCALE_BYTES if kv_pool.dtype == torch.int8 else 0)
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(each).removeprefix("torch.") for each in dtypes)
 
 
 def describe(x: Tensor) -> str:

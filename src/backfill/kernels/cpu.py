@@ -15,7 +15,15 @@ from torch import Tensor
 # After torch: both use the OpenMP runtime that torch brings, so that there is one pool of threads.
 from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.errors import ConfigError
-from backfill.kernels.base import AttentionMetadata, Kernels, LayerInputs, Table, as_bytes, describe
+from backfill.kernels.base import (
+    AttentionMetadata,
+    Kernels,
+    LayerInputs,
+    Table,
+    as_bytes,
+    describe,
+    head_dim_of,
+)
 from backfill.kernels.isa import ISA_VARIABLE
 from backfill.kernels.panels import (
     padded_features,
@@ -118,7 +126,7 @@ class CpuLinear:
 
 
 class CpuKernels(Kernels):
-    """C++ kernels. Tensors are bfloat16 or float32.
+    """C++ kernels. Tensors are bfloat16 or float32; KV may be int8.
 
     Accumulation is float32. With bf16 products (AVX-512 BF16, AMX), attention rounds the softmax weights to
     bf16 before the product with V; their sum, the divisor, is taken before rounding.
@@ -132,7 +140,7 @@ class CpuKernels(Kernels):
     """
 
     def __init__(self, isa: str | None = None) -> None:
-        super().__init__(torch.device("cpu"), tuple(_TYPE_CODES))
+        super().__init__(torch.device("cpu"), tuple(_TYPE_CODES), takes_int8_kv=True)
         self._cpp = _kernels.KernelSet(isa or _isa_of_environment())
         _kernels.keep_freed_memory()
         # Of the pool and the batch that were checked last, which keep the memory at these addresses alive.
@@ -199,6 +207,7 @@ class CpuKernels(Kernels):
         eps: float,
     ) -> None:
         self._cpp.rotate_and_write_kv(
+            _TYPE_CODES[inputs.qkv.dtype],
             inputs.qkv.data_ptr(),
             self._cpp_pool,
             self._cpp_batch,
@@ -211,19 +220,31 @@ class CpuKernels(Kernels):
         )
 
     def _attention(self, inputs: LayerInputs, scale: float) -> Tensor:
-        qkv, kv_pool, layer, _, num_heads = inputs
-        out = qkv.new_empty((qkv.shape[0], num_heads * kv_pool.shape[5]))
+        qkv, num_heads = inputs.qkv, inputs.num_heads
+        out = qkv.new_empty((qkv.shape[0], num_heads * inputs.head_dim))
         self._cpp.attention(
-            qkv.data_ptr(), out.data_ptr(), self._cpp_pool, self._cpp_batch, layer, num_heads, scale
+            _TYPE_CODES[qkv.dtype],
+            qkv.data_ptr(),
+            out.data_ptr(),
+            self._cpp_pool,
+            self._cpp_batch,
+            inputs.layer,
+            num_heads,
+            scale,
         )
         return out
 
     def _check_pool(self, kv_pool: Tensor) -> None:
         super()._check_pool(kv_pool)
-        _, num_layers, _, num_kv_heads, block_size, head_dim = kv_pool.shape
-        code = _TYPE_CODES[kv_pool.dtype]
+        _, num_layers, _, num_kv_heads, block_size, row_size = kv_pool.shape
         self._cpp_pool = _kernels.KvPool(
-            code, kv_pool.data_ptr(), num_layers, num_kv_heads, block_size, head_dim
+            kv_pool.dtype == torch.int8,
+            kv_pool.data_ptr(),
+            num_layers,
+            num_kv_heads,
+            block_size,
+            row_size,
+            head_dim_of(kv_pool),
         )
 
     def _check_batch(self, batch: AttentionMetadata) -> None:

@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backfill.core.block import KV_SCALE_BYTES
 from backfill.kernels.base import Kernels, LayerInputs, Table, as_bytes
 from backfill.kernels.slots import SlotRange, check_packed
+
+_LEAST_MAGNITUDE = 1e-30  # of a row that is not zero: 127 / magnitude stays finite
 
 
 class ReferenceLinear:
@@ -46,7 +49,8 @@ class ReferenceKernels(Kernels):
     description = "plain torch"
 
     def __init__(self, device: torch.device | None = None) -> None:
-        super().__init__(device or torch.device("cpu"), (torch.bfloat16, torch.float16, torch.float32))
+        dtypes = torch.bfloat16, torch.float16, torch.float32
+        super().__init__(device or torch.device("cpu"), dtypes, takes_int8_kv=True)
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Table:
         return ReferenceLinear(weight, bias)
@@ -80,8 +84,9 @@ class ReferenceKernels(Kernels):
         q.copy_(q_rotated)
         block_size = kv_pool.shape[4]
         blocks, slots = batch.slot_mapping // block_size, batch.slot_mapping % block_size
-        kv_pool[blocks, layer, 0, :, slots] = k
-        kv_pool[blocks, layer, 1, :, slots] = v
+        for index, rows in enumerate((k, v)):
+            kept = quantized_rows(rows) if kv_pool.dtype == torch.int8 else rows
+            kv_pool[blocks, layer, index, :, slots] = kept
 
     def _attention(self, inputs: LayerInputs, scale: float) -> Tensor:
         _, kv_pool, layer, batch, num_heads = inputs
@@ -94,10 +99,10 @@ class ReferenceKernels(Kernels):
             refs = batch.block_table[
                 int(batch.block_table_offsets[seq]) : int(batch.block_table_offsets[seq + 1])
             ]
-            k = gather_tokens(kv_pool[:, layer, 0], refs, context).float()
-            v = gather_tokens(kv_pool[:, layer, 1], refs, context).float()
-            k = k.repeat_interleave(num_heads // num_kv_heads, dim=0)
-            v = v.repeat_interleave(num_heads // num_kv_heads, dim=0)
+            k, v = (
+                _dequantized_rows(rows).repeat_interleave(num_heads // num_kv_heads, dim=0)
+                for rows in (gather_tokens(kv_pool[:, layer, index], refs, context) for index in (0, 1))
+            )
             scores = torch.einsum("qhd,hkd->hqk", q[start:end].float(), k) * scale
             query_positions = torch.arange(context - (end - start), context, device=q.device)
             key_positions = torch.arange(context, device=q.device)
@@ -137,6 +142,30 @@ def gather_tokens(pool: Tensor, refs: Tensor, num_tokens: int) -> Tensor:
     return pool[ref >> 1, :, slots].transpose(0, 1)
 
 
+def quantized_rows(x: Tensor) -> Tensor:
+    """K or V of tokens and heads as int8 KV has it: ``[..., D] -> int8 [..., D + 4]``.
+
+    An element becomes the nearest of 255 multiples of the row's scale, its largest magnitude / 127: it is off
+    by half a scale at most. Then come the bytes of the scale, a float32. Below 1e-30 a row is zero.
+    """
+    values = x.float()
+    magnitudes = values.abs().amax(-1, keepdim=True)
+    is_zero = magnitudes < _LEAST_MAGNITUDE
+    scales = (magnitudes / 127).masked_fill(is_zero, 0)
+    # Not 127 / magnitudes, which torch takes for a product with the reciprocal.
+    inverses = torch.full_like(magnitudes, 127).div(magnitudes).masked_fill(is_zero, 0)
+    codes = (values * inverses).round().to(torch.int8)
+    return torch.cat((codes, scales.view(torch.int8)), dim=-1)
+
+
+def _dequantized_rows(rows: Tensor) -> Tensor:
+    """As float32, without scales."""
+    if rows.dtype != torch.int8:
+        return rows.float()
+    scales = rows[..., -KV_SCALE_BYTES:].contiguous().view(torch.float32)
+    return rows[..., :-KV_SCALE_BYTES].float() * scales
+
+
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x32 = x.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
@@ -146,7 +175,7 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _split_heads(inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Views ``[T, H, D]``, ``[T, G, D]``, ``[T, G, D]`` of ``[T, (H + 2G) * D]``."""
     qkv, num_heads = inputs.qkv, inputs.num_heads
-    _, _, _, num_kv_heads, _, head_dim = inputs.kv_pool.shape
+    num_kv_heads, head_dim = inputs.kv_pool.shape[3], inputs.head_dim
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     end_of_k = num_heads + num_kv_heads
     return heads[:, :num_heads], heads[:, num_heads:end_of_k], heads[:, end_of_k:]
