@@ -57,6 +57,14 @@ def report(step: StepStats, num_stopped_steps: int = 0, num_discarded_tokens: in
     return StepReport([], EngineStats(idle, idle, 0.0, 0, 0.0, num_stopped_steps, step))
 
 
+def test_the_type_of_kv_is_said() -> None:
+    for kv_dtype, said in (("", make_info().dtype), ("int8", "int8")):
+        info = replace(make_info(), kv_dtype=kv_dtype)
+        registry = Metrics("m", info, slo=SERVER_SLO).registry
+        text = exposed(registry).decode()
+        assert f'cache_dtype="{said}"' in text
+
+
 def test_every_first_token_and_every_gap_counts_against_its_objective() -> None:
     metrics = make_metrics()
     metrics.requests.on_first_token(ONLINE, 1.5, SERVER_SLO)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -52,12 +53,14 @@ def create_executor(
     num_threads: int | None = None,
     dtype: DType = "float32",
     quantization: Quantization = "auto",
+    kv_dtype: Literal["auto", "int8"] = "auto",
 ) -> TorchExecutor:
     return create_torch_executor(
         EngineConfig(
             model_dir=str(model),
             dtype=dtype,
             quantization=quantization,
+            kv_dtype=kv_dtype,
             block_size=8,  # small blocks, so that requests outgrow them often
             kv_gib=kv_gib,
             max_model_len=512,
@@ -67,13 +70,15 @@ def create_executor(
 
 
 @pytest.fixture(
-    scope="module", params=[("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int4")], ids="-".join
+    scope="module",
+    params=[("float32", "none", "auto"), ("bfloat16", "none", "auto"), ("bfloat16", "int4", "int8")],
+    ids="-".join,
 )
 def executor(small_model: Path, request: pytest.FixtureRequest) -> TorchExecutor:
-    dtype, quantization = request.param
+    dtype, quantization, kv_dtype = request.param
     # For all prompts at once, and little more: an integrity check looks at every block.
-    kv_gib = 1 / 128 if dtype == "float32" else 1 / 256
-    return create_executor(small_model, kv_gib, 1, dtype, quantization)
+    kv_gib = 1 / 128 if dtype == "float32" else 1 / 256 if kv_dtype == "auto" else 1 / 400
+    return create_executor(small_model, kv_gib, 1, dtype, quantization, kv_dtype)
 
 
 class WithFewerBlocks:

@@ -32,6 +32,7 @@ from tests.models.tiny import save_tiny_model
 
 NUM_LAYERS = 3
 LAYER_BLOCK_BYTES = 2 * 2 * 8 * 8 * 4  # K and V of 2 heads of 8 float32, 8 tokens
+LAYER_BLOCK_BYTES_INT8 = 2 * 2 * 8 * (8 + 4)  # of 8 codes and a float32
 ENOUGH, TOO_FEW, NEARLY_ALL_SHARED, HOST = 200, 22, 20, 64
 OFFLINE_SHAPES = [(40, 60), (31, 50), (52, 70), (20, 60)]
 ONLINE_SHAPES = [(60, 30), (50, 30), (40, 20)]
@@ -52,7 +53,8 @@ def create_executor(
     model_dir: Path, num_blocks: int, scheduler: SchedulerConfig, num_layers: int = NUM_LAYERS, **changes: Any
 ) -> TorchExecutor:
     """Of a model with so many layers; pools of blocks of 8 tokens, the host's of ``HOST``."""
-    block_bytes = num_layers * LAYER_BLOCK_BYTES
+    is_int8 = changes.get("kv_dtype") == "int8"
+    block_bytes = num_layers * (LAYER_BLOCK_BYTES_INT8 if is_int8 else LAYER_BLOCK_BYTES)
     config = EngineConfig(
         model_dir=str(model_dir),
         device="cpu",
@@ -176,6 +178,23 @@ def test_preempted_requests_continue_with_the_same_tokens(
     assert (num_hit_tokens(engine) > 0) == prefix_caching
     assert counters.num_preemptions > 0
     assert counters.num_recomputed_tokens < 8 * len(OFFLINE_SHAPES)  # a block each; 200 without copies
+
+
+@pytest.mark.parametrize("checkpointing", ["eager", "swap", "none"])
+def test_kv_of_8_bits_gives_the_same_tokens_restored_recomputed_and_in_shared_blocks(
+    model_dir: Path, undisturbed: list[list[int]], checkpointing: CheckpointingName
+) -> None:
+    config = SchedulerConfig(checkpointing=checkpointing, kv_layout="bidirectional")
+    outputs = {}
+    for num_blocks in (ENOUGH, TOO_FEW):
+        executor = create_executor(model_dir, num_blocks, config, kv_dtype="int8")
+        assert executor.info.num_blocks == num_blocks
+        engine, outputs[num_blocks], _ = serve(executor, config)
+        counters = engine.scheduler.counters[ServiceClass.OFFLINE]
+        assert (counters.num_preemptions > 0) == (num_blocks == TOO_FEW)
+    assert (counters.num_restored_tokens > 0) == (checkpointing != "none")
+    assert outputs[TOO_FEW] == outputs[ENOUGH]
+    assert outputs[ENOUGH] != undisturbed, "KV is rounded"
 
 
 @pytest.mark.parametrize("prefix_caching", [True, pytest.param(False, marks=pytest.mark.slow)])

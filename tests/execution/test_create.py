@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import GIB, SchedulerConfig
-from backfill.core.errors import InsufficientMemory
+from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.core.plan import Compute, CopyDirections, StepPlan, WaitForCopies
 from backfill.core.request import FinishReason
 from backfill.engine.engine import Engine
 from backfill.execution import sizing
-from backfill.execution.create import create_torch_executor
+from backfill.execution.create import create_torch_executor, target_of
 from backfill.execution.machine import check_host_pool_fits
 from backfill.execution.memory import WeightSizes, WeightWidths
 from backfill.execution.pool_pair import CopyGroup, CpuPools
@@ -90,6 +91,27 @@ def test_by_default_it_is_as_large_as_the_pool_or_a_quarter_of_what_is_left(
     weights_bytes = WeightSizes.of((whole_model(model),), WeightWidths(4, 4, 4)).device_bytes(None)
     available(monkeypatch, weights_bytes + 24 * BLOCK_BYTES + 4 * 5 * BLOCK_BYTES + 3)
     assert create_torch_executor(config).info.num_host_blocks == 5
+
+
+def test_kv_of_8_bits_takes_codes_and_scales_in_both_pools(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = two_tier_config(model_dir)
+    with caplog.at_level("INFO"):
+        info = create_torch_executor(replace(config, kv_dtype="int8")).info
+    assert (info.dtype, info.kv_dtype) == ("float32", "int8")
+    assert info.block_bytes == BLOCK_BYTES * (8 + 4) // (8 * 4)
+    assert info.num_blocks == 24 * 8 * 4 // (8 + 4)
+    assert info.num_host_blocks == 12 * 8 * 4 // (8 + 4)
+    assert "KV in int8" in caplog.text
+
+
+def test_kv_of_8_bits_is_refused_on_cuda(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(two_tier_config(model_dir), kv_dtype="int8")
+    assert target_of(config).kv_dtype == torch.int8
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="`kv_dtype` int8 is supported with `device` cpu only; use auto"):
+        target_of(replace(config, device="cuda"))
 
 
 def test_a_size_that_does_not_fit_or_holds_no_block_is_refused(

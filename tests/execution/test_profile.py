@@ -110,6 +110,8 @@ def test_the_key_is_of_the_model_and_not_of_its_folder(running: Loaded, tmp_path
     assert profile_key(wider, executor).model != key.model
     bfloat16 = create_torch_executor(replace(config, dtype="bfloat16"))
     assert profile_key(replace(config, dtype="bfloat16"), bfloat16) == replace(key, dtype="bfloat16")
+    int8 = create_torch_executor(replace(config, kv_dtype="int8"))
+    assert profile_key(replace(config, kv_dtype="int8"), int8) == replace(key, dtype="float32-kv-int8")
 
 
 def test_each_key_has_its_own_file_in_the_cache(cache: Path) -> None:

@@ -59,6 +59,16 @@ def test_replicated_kv_heads_take_memory_on_each_rank(config: EngineConfig) -> N
     assert {plan.num_blocks for plan in found} == {whole.num_blocks // 2}
 
 
+def test_kv_of_8_bits_is_divided_among_ranks_as_any_other(config: EngineConfig) -> None:
+    (as_rows,) = plans(config, 1, 1)
+    config = replace(config, kv_dtype="int8")
+    (whole,) = plans(config, 1, 1)
+    assert whole.block_bytes == as_rows.block_bytes * (8 + 4) // (8 * 4)
+    found = plans(config, 4, 2)
+    assert sum(plan.layout.block_bytes for plan in found) == whole.block_bytes
+    assert {plan.num_blocks for plan in found} == {whole.num_blocks}
+
+
 def test_on_cpu_a_limit_is_of_all_ranks_and_on_cuda_of_each(config: EngineConfig) -> None:
     config = replace(config, kv_gib=None, device_memory=1 / 64)
     (whole,) = plans(config, 1, 1)

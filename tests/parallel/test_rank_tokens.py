@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -72,12 +73,22 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return folder
 
 
-@pytest.fixture(scope="module")
-def expected(model_dir: Path) -> list[list[int]]:
+def tokens_of_one_process(model_dir: Path, kv_dtype: Literal["auto", "int8"] = "auto") -> list[list[int]]:
     config = EngineConfig(
-        model_dir=str(model_dir), dtype="float32", block_size=8, kv_gib=2**20 / GIB, device="cpu", threads=1
+        model_dir=str(model_dir),
+        dtype="float32",
+        kv_dtype=kv_dtype,
+        block_size=8,
+        kv_gib=2**20 / GIB,
+        device="cpu",
+        threads=1,
     )
     return tokens(create_torch_executor(config))
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path) -> list[list[int]]:
+    return tokens_of_one_process(model_dir)
 
 
 @pytest.fixture(params=LAYOUTS, ids=str)
@@ -91,3 +102,12 @@ def test_tokens_are_those_of_one_process(ranks: RankThreads, expected: list[list
     assert len({tuple(each) for each in expected}) == len(SHAPES)
     assert tokens(ranks) == expected
     assert all(rank._states == {} for rank in ranks.ranks)
+
+
+def test_tokens_with_kv_of_8_bits_are_those_of_one_process(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    ranks = RankThreads(Sizes(2, 2), load_tiny(tmp_path, kv_dtype="int8"))
+    try:
+        assert tokens(ranks) == tokens_of_one_process(tmp_path, "int8") != tokens_of_one_process(tmp_path)
+    finally:
+        ranks.close()

@@ -23,6 +23,8 @@ def test_without_a_profile_costs_follow_from_the_dimensions(model: ModelConfig) 
     assert resources_of(FACTS, model) == typical_resources(model, dtype_bytes=4)
     half = replace(FACTS, info=replace(FACTS.info, dtype="bfloat16"))
     assert resources_of(half, model) == typical_resources(model)
+    codes = replace(half, info=replace(half.info, kv_dtype="int8"))
+    assert resources_of(codes, model) == typical_resources(model, dtype_bytes=1)
 
 
 def test_a_profile_says_what_was_measured(model: ModelConfig) -> None:

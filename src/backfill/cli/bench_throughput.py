@@ -44,7 +44,7 @@ app = command(
         "Model": "model dtype quantization load_format",
         "Load": "num_prompts input_len output_len stream_len first_token_samples seed",
         "Engine": "tensor_parallel_size pipeline_parallel_size executor threads max_num_seqs "
-        "max_num_batched_tokens kv_gib",
+        "max_num_batched_tokens kv_gib kv_dtype",
     },
     positional="model",
     variables=VARIABLES,

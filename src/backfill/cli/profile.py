@@ -81,7 +81,7 @@ app = command(
         "Engine": "device tensor_parallel_size pipeline_parallel_size executor threads num_micro_batches "
         "gpu_memory_utilization device_memory offload_interval offload_bus offload_bus_gib_per_s",
         "Scheduling": "max_num_seqs max_num_batched_tokens ttft_slo tpot_slo",
-        "KV memory": "kv_gib block_size",
+        "KV memory": "kv_gib kv_dtype block_size",
         "Profile": "quick offload out json",
     },
     positional="model",

@@ -138,7 +138,7 @@ app = command(
         "gpu_memory_utilization device_memory offload_interval "
         "min_offload_interval offload_bus offload_bus_gib_per_s engine_hang_timeout",
         "Scheduling": f"order {LIMITS_SECTION}",
-        "KV memory": "kv_gib block_size host_kv_gib prefix_caching",
+        "KV memory": "kv_gib kv_dtype block_size host_kv_gib prefix_caching",
         "Requests": "strict log_level",
     },
     spellings={"input_file": "-i", "output_file": "-o", "prefix_caching": "--enable-prefix-caching"},

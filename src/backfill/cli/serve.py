@@ -83,8 +83,8 @@ app = command(
         "min_offload_interval offload_bus offload_bus_gib_per_s profile engine_hang_timeout",
         "Scheduling": f"{LIMITS_SECTION} policy ttft_slo tpot_slo min_ttft_slo min_tpot_slo "
         "promote_before safepoints preemption max_stop_s",
-        "KV memory": "kv_gib block_size host_kv_gib checkpointing checkpoint_from checkpoint_all_from "
-        "kv_restore victims prefix_caching prefix_cache_scope kv_layout",
+        "KV memory": "kv_gib kv_dtype block_size host_kv_gib checkpointing checkpoint_from "
+        "checkpoint_all_from kv_restore victims prefix_caching prefix_cache_scope kv_layout",
         "Address": "host port uds ssl_certfile ssl_keyfile root_path allowed_hosts allowed_origins",
         "Server": "data_dir api_key api_key_file offline_header strict shed_hopeless shutdown_timeout "
         "sse_keep_alive_interval vllm_metrics otlp_traces_endpoint log_level",
@@ -185,12 +185,13 @@ def _launch(config: EngineConfig, log_level: str) -> EngineClient:
 
 def _sizes(info: ExecutorInfo, config: EngineConfig) -> str:
     ranks = ""
+    in_codes = f" in {info.kv_dtype}" if info.kv_dtype else ""
     if config.num_ranks > 1 and info.device == "cpu":
         threads = counted(threads_of_rank(config), "thread")
         ranks = f"\n  {config.num_ranks} ranks divide the threads: {threads} each"
     return (
         f"  {info.device}, {info.dtype}, context of {info.max_model_len} tokens, "
-        f"KV pool of {info.num_blocks * info.block_size} tokens{ranks}"
+        f"KV pool of {info.num_blocks * info.block_size} tokens{in_codes}{ranks}"
     )
 
 

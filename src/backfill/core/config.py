@@ -180,6 +180,7 @@ class EngineConfig:
         seed: of the random weights of the load format dummy.
         device: where the model runs. auto: cuda where torch finds a device, else cpu.
         dtype: type of weights and KV. auto: as the model is stored, but on a CPU bfloat16 for float16.
+        kv_dtype: type of KV. auto: ``dtype``; int8: 8 bits and a scale for each token and head, on CPU only.
         load_format: where weights come from. dummy: random weights of the model's shapes.
         quantization: how matrices are kept. auto: as the model's file has them, in 4 or 8 bits; none: in
             ``dtype``; int8 and int4: rounded when the model is loaded. On CUDA always in ``dtype``.
@@ -224,6 +225,7 @@ class EngineConfig:
     seed: int = internal(0)
     device: DeviceKind = "auto"
     dtype: DType = "auto"
+    kv_dtype: Literal["auto", "int8"] = "auto"
     load_format: LoadFormat = "auto"
     quantization: Quantization = "auto"
     max_model_len: int | str | None = None

@@ -22,7 +22,7 @@ class MeasuredOn:
     Attributes:
         model: the model's shape, and a digest of its dimensions.
         device: kind of device; on CPU also the processor, the kernels and the number of threads.
-        dtype: of weights and KV, and the formats of weights that are codes.
+        dtype: of weights and KV, and the formats of those that are codes.
     """
 
     model: str
@@ -30,9 +30,10 @@ class MeasuredOn:
     dtype: str
 
     @staticmethod
-    def types(dtype: str, stored_in: str) -> str:
-        """``dtype`` of a key. Args: stored_in: as ``ExecutorInfo`` has it."""
-        return f"{dtype} {stored_in}".strip().replace(" ", "-").lower()
+    def types(dtype: str, stored_in: str, kv_dtype: str = "") -> str:
+        """``dtype`` of a key. Args: stored_in, kv_dtype: as ``ExecutorInfo`` has them."""
+        kv = f"kv {kv_dtype}" if kv_dtype else ""
+        return "-".join(f"{dtype} {stored_in} {kv}".lower().split())
 
 
 class MeasuredFile:

@@ -224,7 +224,7 @@ def record_key(config: EngineConfig) -> MeasuredOn:
     """
     target = target_of(config)
     name = device_name(config, target.device, config.threads or available_processors())
-    types = MeasuredOn.types(target.dtype_name, target.checkpoint.stored_in)
+    types = MeasuredOn.types(target.dtype_name, target.checkpoint.stored_in, target.kv_codes)
     return MeasuredOn(target.placement.config.shape_key, name, types)
 
 

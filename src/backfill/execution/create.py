@@ -144,6 +144,7 @@ def _executor_info(target: Target, plan: RankPlan) -> ExecutorInfo:
         end_token_ids=end_token_ids(model_config, GenerationDefaults.from_folder(config.model_dir)),
         device=target.device.type,
         dtype=target.dtype_name,
+        kv_dtype=target.kv_codes,
         stored_in=target.checkpoint.stored_in,
         num_layers=model_config.num_layers,
         can_stop=True,
@@ -160,7 +161,7 @@ def _create_pool(
     target: Target, plan: RankPlan, info: ExecutorInfo
 ) -> tuple[torch.Tensor, ReservedMemory | None]:
     """The rank's part of the KV pool, not set, and its memory if it may grow. Raises: InsufficientMemory."""
-    layout, dtype, device = plan.layout, target.dtype, target.device
+    layout, dtype, device = plan.layout, target.kv_dtype, target.device
     if info.min_offload_interval is None:
         num_bytes = info.num_blocks * layout.block_bytes
         with allocating("A KV pool", num_bytes, f"on {device}", "lower `kv_gib`"):
@@ -184,6 +185,8 @@ def target_of(config: EngineConfig, tensor_parallel_size: int = 1, pipeline_para
     if device.type != "cpu" and config.quantization in ("int8", "int4"):
         # Its kernels have no product with codes, so that rounding would only lose.
         raise ConfigError("int8 and int4 are supported with `device` cpu only.", field="quantization")
+    if device.type != "cpu" and config.kv_dtype != "auto":
+        raise ConfigError("int8 is supported with `device` cpu only; use auto.", field="kv_dtype")
     checkpoint = open_checkpoint(
         config.model_dir,
         dtype=dtype,
@@ -229,8 +232,9 @@ def _log_choices(target: Target, kernels: Kernels) -> None:
     if target.device.type == "cpu":
         threads = f"; {torch.get_num_threads()} threads on {available_processors()} processors"
     stored_in = target.checkpoint.stored_in
-    weights = f", weights in {stored_in}" if stored_in else ""
-    logger.info("kernels: %s; %s (%s)%s%s", kernels.description, name, reason, weights, threads)
+    codes = f", weights in {stored_in}" if stored_in else ""
+    codes += f", KV in {target.kv_codes}" if target.kv_codes else ""
+    logger.info("kernels: %s; %s (%s)%s%s", kernels.description, name, reason, codes, threads)
 
 
 def _log_offloading(interval: int, memory: MemoryPlan) -> None:

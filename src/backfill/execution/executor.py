@@ -33,6 +33,7 @@ class ExecutorInfo:
         vocab_size: token ids are in ``[0, vocab_size)``.
         end_token_ids: tokens with which the model ends an output.
         device, dtype: names, for logs and metrics.
+        kv_dtype: of KV that is codes; empty where it is of ``dtype``.
         stored_in: names of the formats of matrices of codes; empty where weights are of ``dtype``.
         num_layers: decoder layers of the model; safepoints lie between them.
         can_stop: the executor is a ``StoppableExecutor``.
@@ -56,6 +57,7 @@ class ExecutorInfo:
     end_token_ids: tuple[int, ...]
     device: str
     dtype: str
+    kv_dtype: str = ""
     stored_in: str = ""
     num_layers: int = 1
     can_stop: bool = False

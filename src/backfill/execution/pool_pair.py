@@ -70,7 +70,7 @@ def _split(copies: Sequence[_Copy], sizes: Sequence[int], limit: int) -> Iterato
 
 
 class PoolPair(ABC):
-    """Both pools are ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
+    """Both pools are ``[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]``.
 
     Attributes:
         max_group_slots: a group of copies has at most so many slots.

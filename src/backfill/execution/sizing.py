@@ -55,7 +55,7 @@ class Target:
 
     Attributes:
         device: of the rank in question.
-        dtype: of rows and KV, and of weights that are not codes.
+        dtype: of rows, and of weights and KV that are not codes.
         checkpoint: the model's weights.
     """
 
@@ -68,6 +68,15 @@ class Target:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def kv_codes(self) -> str:
+        """Type of KV that is codes; empty where it is of ``dtype``."""
+        return "" if self.config.kv_dtype == "auto" else self.config.kv_dtype
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return torch.int8 if self.kv_codes else self.dtype
 
     def plan_rank(self, rank: int = 0, node_ranks: Sequence[int] | None = None) -> RankPlan:
         """Size what one rank allocates. Where ranks share a memory: before any of them allocates.
@@ -141,7 +150,7 @@ class Target:
             num_kv_heads=shard.kv_heads.length,
             head_dim=shard.config.head_dim,
             block_size=self.config.block_size,
-            dtype_bytes=self.dtype.itemsize,
+            dtype_bytes=self.kv_dtype.itemsize,
         )
 
     def weight_sizes(self, shards: Sequence[ShardSizes]) -> WeightSizes:

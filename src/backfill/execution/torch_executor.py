@@ -61,7 +61,7 @@ class TorchExecutor:
 
     Args:
         model: the part of it that the rank holds.
-        kv_pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, with the layers and KV
+        kv_pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]``, with the layers and KV
             heads of the rank; may be uninitialised. As many blocks as there can ever be.
         streams: with two micro-batches, the prefills and the decodes of a step are computed side by side.
         copier: to and from the host pool; None without one.

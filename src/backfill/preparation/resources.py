@@ -15,7 +15,7 @@ from backfill.protocol.preparer import EngineFacts
 # Of an engine that was not measured: an A100's, in bfloat16. The order depends on their ratio alone.
 _FLOPS_PER_S = 312e12
 _BYTES_PER_S = 2.039e12
-_DTYPE_BYTES = {"float32": 4}
+_KV_DTYPE_BYTES = {"float32": 4, "int8": 1}
 
 
 def create_pool(
@@ -34,7 +34,7 @@ def create_pool(
 
 def resources_of(facts: EngineFacts, model: ModelConfig) -> ResourceModel:
     """As measured, where the engine has a cost profile; else from the model's dimensions."""
-    computed = typical_resources(model, _DTYPE_BYTES.get(facts.info.dtype, 2))
+    computed = typical_resources(model, _KV_DTYPE_BYTES.get(facts.info.kv_dtype or facts.info.dtype, 2))
     return computed if facts.profile is None else _measured(facts.profile.cost, computed)
 
 

@@ -72,7 +72,7 @@ class EngineMetrics:
         facts = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
-            "cache_dtype": info.dtype,
+            "cache_dtype": info.kv_dtype or info.dtype,
             "device": info.device,
         }
         pool = instruments.gauge("cache_config_info", "The KV pool; always 1", *facts)
