@@ -36,8 +36,7 @@ def test_floors_are_the_longer_of_bytes_and_products(tmp_path: Path) -> None:
 def test_a_report_goes_to_another_process_and_back() -> None:
     state = ClassStats(0, 0, ClassCounters())
     step = StepStats("online", 2, 0.01, 0.0)
-    fields = {"online": state, "offline": state, "kv_usage_frac": 0.5, "step": step}
-    stats = EngineStats(**{name: fields.get(name, 0) for name in EngineStats.__struct_fields__})
+    stats = EngineStats(state, state, 0.5, 0, 0.0, 0, step)
     report = StepReport([TokenOutput(RequestId(str(index)), 1000 + index) for index in range(64)], stats)
     figures = ipc.measure_ipc(report, repeats=20)
     assert figures["num_bytes"] > 64 * 4

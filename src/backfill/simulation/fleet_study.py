@@ -77,8 +77,10 @@ class FleetStudy(Study[Comparison]):
         kv_tokens: memory of a replica in tokens of KV. Default: all that its devices leave.
         max_num_seqs: requests of a replica in one step.
         max_num_batched_tokens: tokens of a replica in one step.
-        online: CSV of a trace with arrival times. Default: lengths as of Azure's conversations.
-        offline: CSV of the lengths of offline requests, which repeat. Default: those of document summaries.
+        online: CSV of a trace with arrival times, with the columns that `backfill simulate run --help` names.
+            Default: lengths as of Azure's conversations.
+        offline: CSV of the lengths of offline requests, which repeat, with the same columns. Default: those
+            of document summaries.
         online_only: no offline requests.
         rate: mean online requests per second of the whole fleet, to which the trace's requests are repeated
             or thinned out. Default: each of them once.
