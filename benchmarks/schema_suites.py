@@ -97,7 +97,7 @@ class Suite:
 def byte_weights(tokenizer: LLTokenizer) -> np.ndarray:
     """Of random tokens: outputs end soon, and have more syntax than text."""
     weights = np.full(tokenizer.vocab_size, 0.05)
-    for texts, weight in ((b'"}],:', 6.0), (b"au01-.e\\", 1.0), (b" \n\t\r", 0.2)):
+    for texts, weight in ((b'"}],:', 6.0), (b"au01-.e", 1.0), (b"\\", 3.0), (b" \n\t\r", 0.2)):
         weights[list(texts)] = weight
     weights[tokenizer.eos_token] = 40.0
     return weights

@@ -56,6 +56,8 @@ def compiler(default_model: Path) -> GrammarCompiler:
         ({"json": {"exclusiveMaximum": True, "maximum": -1, "minimum": -1.5}}, "exclusiveMaximum"),
         ({"json": f'{{"const": 1{"0" * 400}}}'}, r"2\*\*53"),
         ({"json": f'{{"maximum": 1{"0" * 400}, "exclusiveMaximum": 0.5}}'}, "JSON schema"),
+        ({"json": {"properties": {"a": {"pattern": "[]a]"}}}}, "must be escaped"),
+        ({"json": {"pattern": "[+--]"}}, "must be escaped"),
         ({"json": "{"}, "JSON schema"),
         ({"json": "[]"}, "JSON schema"),
         ({"json": "[" * 60_000}, "JSON schema"),

@@ -6,13 +6,13 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from backfill.core.errors import RequestError
 from backfill.core.structured import GrammarKind, StructuredOutputsParams
+from backfill.execution.json_schemas import adapted_schema, schema_parts
 from backfill.execution.structural_tags import structural_tag_grammar
 
 if TYPE_CHECKING:  # imported at the first grammar: most servers need none of it
@@ -35,20 +35,9 @@ _NAMES: dict[GrammarKind, str] = {
     "json_object": "The grammar of JSON objects",
     "structural_tag": "The structural tag",
 }
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_SCHEMAS = ("items", "additionalProperties", "not")
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError, OverflowError)
 # Without u: the library does not read \u0061 as a, and would take it for another key than those of a schema.
 _ESCAPES = r"nrbtf\""
-_UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # without \u
-_OLD_DRAFT = re.compile(r"/draft-0[0-3]\b")  # their keywords are others
-# The library's formats allow February 29 of any year, and 61 seconds in any minute.
-_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
-_DATE = f"(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-[01]|02-2[0-8])|{_LEAP_YEAR}-02-29)"
-_PATTERNS = {"date": f"^{_DATE}", "date-time": f"^{_DATE}[^:]*:[0-9]{{2}}:[0-5]", "time": "^.{6}[0-5]"}
-_MAX_EXACT = 1 << 53  # integers above it are rounded,
-_MAX_INTEGER = (1 << 63) - 1  # and bounds above this one to it
 
 
 class GrammarCompiler:
@@ -171,12 +160,9 @@ def _source(params: StructuredOutputsParams, tokenizer: LLTokenizer | None) -> s
     from llguidance import LLMatcher, grammar_from
 
     def json_grammar(schema: str) -> str:
-        root = json.loads(schema)
-        _check_schema(root)
-        _narrow_formats(root)
         # Over what the schema itself asks for: its sender must not have keywords ignored.
         return LLMatcher.grammar_from_json_schema(
-            root,
+            adapted_schema(schema),
             overrides={
                 "lenient": False,
                 "coerce_one_of": False,
@@ -196,70 +182,6 @@ def _source(params: StructuredOutputsParams, tokenizer: LLTokenizer | None) -> s
             return grammar_from(kind, params.text)
 
 
-def _check_schema(root: object) -> None:
-    """Raise ValueError for what the library would take, and get wrong: its output might not be valid."""
-    waiting = [("#", root)]
-    while waiting:
-        place, part = waiting.pop()
-        if isinstance(part, dict):
-            if reason := _misread(part):
-                raise ValueError(f"{reason} ({place})")
-            waiting += [(f"{place}/{name}", each) for name, each in part.items()]
-        elif isinstance(part, list):
-            waiting += [(f"{place}/{index}", each) for index, each in enumerate(part)]
-
-
-def _misread(schema: Mapping[str, Any]) -> str:
-    """Why this part of a schema would be got wrong, without the parts in it; empty if it would not be."""
-    if _OLD_DRAFT.search(str(schema.get("$schema"))):
-        return "its draft is older than 4"
-    required = schema.get("required")
-    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
-    at_least = schema.get("minProperties")
-    if isinstance(at_least, int) and at_least > num_required + 1:  # a key that is written twice would count
-        return "minProperties needs more than one property that is not in required"
-    for value in _leaves([schema.get("const"), schema.get("enum")]):
-        if isinstance(value, int) and abs(value) > _MAX_EXACT:
-            return f"an integer of const and enum may be 2**53 at most, got {value}"
-        if isinstance(value, str) and _UNWRITABLE.search(value):
-            return "const and enum cannot have control characters other than \\b, \\t, \\n, \\f and \\r"
-    return _misread_bounds(schema)
-
-
-def _misread_bounds(schema: Mapping[str, Any]) -> str:
-    bounds: dict[str, float] = {}
-    for side in ("Minimum", "Maximum"):
-        for name in (side.lower(), f"exclusive{side}"):
-            value = schema.get(name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                bounds[name] = value
-                if isinstance(value, int) and _MAX_EXACT < abs(value) < _MAX_INTEGER:
-                    return f"{name} may be 2**53 at most, got {value}"
-        if schema.get(f"exclusive{side}") is True and side.lower() in bounds:  # as in draft 4
-            bounds[f"exclusive{side}"] = bounds[side.lower()]
-    for name, value in bounds.items():
-        is_near = any(0 < abs(value - other) < 1 for other in bounds.values())
-        if name.startswith("exclusive") and float(value).is_integer() and is_near:
-            return f"{name} is an integer, and the other bound is less than 1 from it"
-    return ""
-
-
-def _narrow_formats(root: object) -> None:
-    for _, part in _parts(root, "#") if isinstance(root, dict) else ():
-        if (form := part.get("format")) in _PATTERNS:
-            part["allOf"] = [*part.get("allOf", ()), {"pattern": _PATTERNS[form]}]
-
-
-def _leaves(value: object) -> Iterator[object]:
-    waiting = [value]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, dict | list):
-            waiting += each.values() if isinstance(each, dict) else each
-        else:
-            yield each
-
-
 def _unusable(params: StructuredOutputsParams, reason: str, place: str = "") -> RequestError:
     if _RECURSION.search(reason):
         reason, place = _TOO_DEEP, ""
@@ -272,8 +194,8 @@ def _place_of(params: StructuredOutputsParams, reason: str) -> str:
     from llguidance import LLMatcher
 
     try:
-        root = json.loads(params.text)
-        parts = list(islice(_parts(root, "#"), _MAX_PLACES))
+        root = adapted_schema(params.text)
+        parts = list(islice(schema_parts(root), _MAX_PLACES))
     except _WRONG:
         return ""
     found, defs = "", {name: root[name] for name in ("$defs", "definitions") if name in root}
@@ -282,20 +204,3 @@ def _place_of(params: StructuredOutputsParams, reason: str) -> str:
         if LLMatcher.validate_grammar(source, limits=_limits()) == reason:
             found = place
     return f" ({found})" if found else ""
-
-
-def _parts(root: dict[str, Any], place: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Places and schemas within a schema, each before its own parts."""
-    waiting = [(place, root)]
-    while waiting:
-        place, schema = waiting.pop()
-        yield place, schema
-        inner: list[tuple[str, Any]] = []
-        for key in _SCHEMAS_BY_NAME:
-            if isinstance(schema.get(key), dict):
-                inner += [(f"{key}/{name}", each) for name, each in schema[key].items()]
-        for key in _SCHEMA_LISTS:
-            if isinstance(schema.get(key), list):
-                inner += [(f"{key}/{index}", each) for index, each in enumerate(schema[key])]
-        inner += [(key, schema.get(key)) for key in _SCHEMAS]
-        waiting += [(f"{place}/{name}", each) for name, each in reversed(inner) if isinstance(each, dict)]
