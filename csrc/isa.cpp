@@ -34,9 +34,11 @@ void add_x86(std::vector<Isa>& found) {
   // On the one processor of Intel's that was measured (two cores with AMX), products of pairs by vdpbf16ps take
   // 1.6 times as long as FMA with widened weights: 224 against 365 GFLOP/s. On AMD's the order is by the
   // manufacturer's figures, which give both instructions one rate.
-  const bool has_pairs = __builtin_cpu_supports("avx512bf16"), halves = __builtin_cpu_is("intel");
+  const bool has_bytes = __builtin_cpu_supports("avx512vnni"), halves = __builtin_cpu_is("intel");
+  const bool has_pairs = has_bytes && __builtin_cpu_supports("avx512bf16");
   if (has_pairs && halves) found.push_back({"avx512_bf16", &avx512_bf16::table});
   found.push_back({"avx512", &avx512::table});
+  if (has_bytes) found.push_back({"avx512_vnni", &avx512_vnni::table});
   if (has_pairs && !halves) found.push_back({"avx512_bf16", &avx512_bf16::table});
   if (!has_pairs) return;
   if (__builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && tiles_permitted())

@@ -90,6 +90,7 @@ struct KernelTable {
   void (*attention[2][2])(const AttentionArgs&);
   void (*linear[2])(const LinearArgs&);
   void (*quantized_linear[2])(const LinearArgs&, const QuantizedFormat&);
+  bool sums_integers;  // quantized_linear does, see linear_integers.h
 };
 
 namespace generic {
@@ -100,6 +101,9 @@ namespace avx2 {
 extern const KernelTable table;
 }
 namespace avx512 {
+extern const KernelTable table;
+}
+namespace avx512_vnni {
 extern const KernelTable table;
 }
 namespace avx512_bf16 {

@@ -41,27 +41,29 @@ class Prefetcher {
  public:
   // Each panel is read `num_reads` times, and the prefetch of the next one is spread over these reads: memory
   // then delivers while the product computes.
-  Prefetcher(const void* end, int64_t num_reads)
-      : end_((const char*)end), lines_(std::max<int64_t>(1, kRoundLines / num_reads)) {}
+  Prefetcher(const void* end, int64_t num_reads, int64_t round_bytes = kAhead)
+      : end_((const char*)end),
+        round_lines_((round_bytes + kLine - 1) / kLine),
+        lines_(std::max<int64_t>(1, round_lines_ / num_reads)) {}
 
-  // Called once for every two tiles read.
+  // Called once for every `round_bytes` read, by default two tiles.
   BACKFILL_INLINE void ask(const void* reading) {
-    const char* nearest = (const char*)reading + kRoundLines * kLine;
+    const char* nearest = (const char*)reading + kAhead;
     int64_t lines = lines_;
     if (next_ < nearest) {
       next_ = nearest;
-      lines = kRoundLines;
+      lines = round_lines_;
     }
     if (next_ + lines * kLine > end_) return;
     for (int64_t line = 0; line < lines; line++, next_ += kLine) __builtin_prefetch(next_);
   }
 
  private:
-  static constexpr int64_t kLine = 64, kRoundLines = 2 * kTileFloats * 4 / kLine;
+  static constexpr int64_t kLine = 64, kAhead = 2 * kTileFloats * 4;
 
   const char* next_ = nullptr;
   const char* end_;
-  int64_t lines_;
+  int64_t round_lines_, lines_;
 };
 
 // Adds the bias to a block's sums [rows, 32] and writes them, with AMX while the next block is multiplied:

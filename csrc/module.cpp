@@ -78,6 +78,7 @@ class KernelSet {
   explicit KernelSet(const std::string& name) : isa_(find(name)) {}
 
   std::string isa() const { return isa_.name; }
+  bool sums_integers() const { return isa_.table->sums_integers; }
 
   void linear(int type, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t rows,
               int64_t in_features, int64_t out_features, int64_t x_stride) const {
@@ -205,6 +206,7 @@ NB_MODULE(_kernels, m) {
       .def(nb::init<const std::string&>(), "isa"_a = "",
            "ValueError for an ISA this machine lacks; '' is the best.")
       .def_prop_ro("isa", &KernelSet::isa)
+      .def_prop_ro("sums_integers", &KernelSet::sums_integers)
       .def("linear", &KernelSet::linear, nogil)
       .def("quantized_linear", &KernelSet::quantized_linear, nogil)
       .def("norm", &KernelSet::norm, nogil)

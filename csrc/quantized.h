@@ -7,7 +7,7 @@
 //
 // A panel is a row of blocks, each for a group of inputs, or for two groups of 16: scales [groups][32], offsets
 // [groups][32] if there are any, then for every 32 inputs codes [2][32 / inputs of a word][16], a word of 32
-// bits having neighbouring inputs of an output. Scales and offsets of one byte are in units: a block has 256
+// bits having neighbouring inputs of an output; of 8 inputs, the first four are the lower halves of its bytes. Scales and offsets of one byte are in units: a block has 256
 // inputs, and the units of its scales [32] and offsets [32] come first.
 #pragma once
 
@@ -26,7 +26,11 @@ BACKFILL_INLINE Floats widen_half(Halves bits) {
 BACKFILL_INLINE Floats load_half(const char* p) {
   Halves bits;
   std::memcpy(&bits, p, sizeof bits);
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps((__m256i)bits);
+#else
   return widen_half(bits);
+#endif
 }
 
 template <class Scale>
@@ -39,15 +43,58 @@ BACKFILL_INLINE Floats load_scales(const char* p) {
   return __builtin_convertvector(bytes, Floats);
 }
 
-// The codes that are in place `index` of each word, as floats: 4 bits are 0 to 15, 8 bits -128 to 127.
+struct FactorsAt {
+  Floats scale, offset;
+};
+
+constexpr int64_t kUnitInputs = 256;  // of a block of scales in units
+
+// Of a format, what a block of a panel has.
+struct BlockLayout {
+  int64_t inputs, groups;
+  int64_t scales, codes, bytes;  // where they begin, and of all
+};
+
+BACKFILL_INLINE BlockLayout block_layout(int bits, int64_t group, int64_t scale_bytes, bool has_offsets) {
+  const int64_t factors = has_offsets ? 2 : 1;
+  BlockLayout block{};
+  block.inputs = scale_bytes == 1 ? kUnitInputs : std::max<int64_t>(group, 32);
+  block.groups = block.inputs / group;
+  block.scales = scale_bytes == 1 ? factors * kPanel * 2 : 0;
+  block.codes = block.scales + factors * block.groups * kPanel * scale_bytes;
+  block.bytes = block.codes + block.inputs * kPanel * bits / 8;
+  return block;
+}
+
+// Of a group of a block, for kLanes outputs.
+template <int Bits, class Scale, bool HasOffsets>
+BACKFILL_INLINE FactorsAt factors_at(const char* block, const BlockLayout& layout, int64_t group,
+                                     int64_t lane) {
+  constexpr bool kInUnits = sizeof(Scale) == 1;
+  const char* scales = block + layout.scales + (group * kPanel + lane) * (int64_t)sizeof(Scale);
+  FactorsAt at{load_scales<Scale>(scales), {}};
+  if constexpr (kInUnits) at.scale = at.scale * load_half(block + lane * 2);
+  if constexpr (HasOffsets) {
+    at.offset = load_scales<Scale>(scales + layout.groups * kPanel * (int64_t)sizeof(Scale));
+    if constexpr (kInUnits) at.offset = at.offset * load_half(block + (kPanel + lane) * 2);
+  } else if constexpr (Bits == 4) {
+    at.offset = at.scale * -8.0f;
+  }
+  return at;
+}
+
+// Of variants that have no integer product, see linear_integers.h.
+#if !defined(__AVX2__) || defined(__AMX_BF16__)
+// The codes of input `index` of each word, as floats: 4 bits are 0 to 15, 8 bits -128 to 127.
 template <int Bits>
 BACKFILL_INLINE Floats codes_of(Words words, int index) {
   if constexpr (Bits == 8) return __builtin_convertvector((Ints)(words << (24 - 8 * index)) >> 24, Floats);
+  const int shift = index % 4 * 8 + index / 4 * 4;
 #if defined(__AVX512F__)
   alignas(64) static constexpr float kValues[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return _mm512_permutexvar_ps((__m512i)(words >> (4 * index)), _mm512_load_ps(kValues));
+  return _mm512_permutexvar_ps((__m512i)(words >> shift), _mm512_load_ps(kValues));
 #else
-  return __builtin_convertvector((Ints)(words >> (4 * index) & 15), Floats);
+  return __builtin_convertvector((Ints)(words >> shift & 15), Floats);
 #endif
 }
 
@@ -85,53 +132,26 @@ BACKFILL_INLINE void store_inputs(float* tiles, int half, int input, Floats low,
 // Inputs [first, first + inputs) of a panel, in 32s, as tiles of TileElement<T>.
 using Unpack = void (*)(const char* panel, int64_t group, int64_t first, int64_t inputs, void* tiles);
 
-constexpr int64_t kUnitInputs = 256;  // of a block of scales in units
-
-// Of a format, what a block of a panel has.
-struct BlockLayout {
-  int64_t inputs, groups;
-  int64_t scales, codes, bytes;  // where they begin, and of all
-};
-
-BACKFILL_INLINE BlockLayout block_layout(int bits, int64_t group, int64_t scale_bytes, bool has_offsets) {
-  const int64_t factors = has_offsets ? 2 : 1;
-  BlockLayout block{};
-  block.inputs = scale_bytes == 1 ? kUnitInputs : std::max<int64_t>(group, 32);
-  block.groups = block.inputs / group;
-  block.scales = scale_bytes == 1 ? factors * kPanel * 2 : 0;
-  block.codes = block.scales + factors * block.groups * kPanel * scale_bytes;
-  block.bytes = block.codes + block.inputs * kPanel * bits / 8;
-  return block;
-}
-
 // Group: 16, 32, or 0 for any other.
 template <class T, int Bits, class Scale, bool HasOffsets, int Group>
 void unpack(const char* panel, int64_t group, int64_t first, int64_t inputs, void* tiles) {
-  constexpr bool kInUnits = sizeof(Scale) == 1;
   constexpr int kParts = Group == 16 ? 2 : 1;  // groups in 32 inputs
   constexpr int kVectors = 16 / kLanes, kPerWord = 32 / Bits, kWords = 32 / kPerWord;
   constexpr int64_t kCodes = kPanel * 32 * Bits / 8, kAhead = 4 * kCodes;
   const BlockLayout layout = block_layout(Bits, Group == 0 ? group : Group, sizeof(Scale), HasOffsets);
-  const int64_t to_offsets = layout.groups * kPanel * sizeof(Scale);
   auto* target = static_cast<float*>(tiles);
   for (int64_t k = first; k < first + inputs; k += 32, target += 32 * kPanel / kPerUnit<T>) {
     const char* block = panel + k / layout.inputs * layout.bytes;
     const int64_t within = k % layout.inputs;
     const char* codes = block + layout.codes + within / 32 * kCodes;
-    const char* all_scales =
-        block + layout.scales + (Group == 0 ? 0 : within / Group) * kPanel * (int64_t)sizeof(Scale);
     for (int64_t line = 0; line < kCodes + 64; line += 64) __builtin_prefetch(codes + kAhead + line);
     for (int half = 0; half < 2; half++) {
       for (int v = 0; v < kVectors; v++) {
         const int64_t lane = 16 * half + v * kLanes;
         for (int part = 0; part < kParts; part++) {
           // Loaded here, because stores to the tiles might change them as far as the compiler knows.
-          const char* scales = all_scales + (part * kPanel + lane) * sizeof(Scale);
-          Floats scale = load_scales<Scale>(scales);
-          if constexpr (kInUnits) scale = scale * load_half(block + lane * 2);
-          Floats offset = Bits == 4 ? scale * -8.0f : Floats{};
-          if constexpr (HasOffsets) offset = load_scales<Scale>(scales + to_offsets);
-          if constexpr (HasOffsets && kInUnits) offset = offset * load_half(block + (kPanel + lane) * 2);
+          const auto [scale, offset] = factors_at<Bits, Scale, HasOffsets>(
+              block, layout, Group == 0 ? 0 : within / Group + part, lane);
 #pragma GCC unroll 8
           for (int word = part * kWords / kParts; word < (part + 1) * kWords / kParts; word++) {
             Words bits;
@@ -219,5 +239,6 @@ void quantized_linear(const LinearArgs& args, const QuantizedFormat& format) {
     multiply_part<Product>(args, part, QuantizedWeight<T>(args, format));
   });
 }
+#endif
 
 }  // namespace backfill::BACKFILL_VARIANT

@@ -146,22 +146,6 @@ BACKFILL_INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
 BACKFILL_INLINE Floats rounded_like(Floats v, const float*) { return v; }
 BACKFILL_INLINE Floats rounded_like(Floats v, const bf16*) { return widen(narrow(v)); }
 
-BACKFILL_INLINE float sum(Floats v) {
-  float parts[kLanes];
-  std::memcpy(parts, &v, sizeof v);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) parts[i] += parts[i + half];
-  return parts[0];
-}
-
-BACKFILL_INLINE float max_of(Floats v) {
-  float parts[kLanes];
-  std::memcpy(parts, &v, sizeof v);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) parts[i] = larger(parts[i], parts[i + half]);
-  return parts[0];
-}
-
 // acc + a * b, or, for paired units, acc + a.low * b.low + a.high * b.high. Written out, and contraction by
 // the compiler is off (CMakeLists.txt): a sum is rounded alike in every kernel that takes part in it.
 template <bool Paired = false>
@@ -242,6 +226,31 @@ template <int... I>
 struct CountLanes<0, I...> {
   using type = Lanes<I...>;
 };
+
+template <int Half, class Vector, int... I>
+BACKFILL_INLINE Vector exchange_halves(Vector v, Lanes<I...>) {
+  return BACKFILL_SHUFFLE(v, v, (I ^ Half)...);
+}
+
+// Of all lanes, by halves: of floats this is the order of the sum.
+template <int Half = kLanes / 2, class Vector, class Combine>
+BACKFILL_INLINE Vector combine_lanes(Vector v, const Combine& combine) {
+  if constexpr (Half == 0)
+    return v;
+  else
+    return combine_lanes<Half / 2>(combine(v, exchange_halves<Half>(v, typename CountLanes<kLanes>::type{})),
+                                   combine);
+}
+
+template <class Vector>
+BACKFILL_INLINE auto sum(Vector v) {
+  return combine_lanes(v, [](Vector a, Vector b) __attribute__((always_inline)) { return a + b; })[0];
+}
+
+template <class Vector>
+BACKFILL_INLINE auto max_of(Vector v) {
+  return combine_lanes(v, [](Vector a, Vector b) __attribute__((always_inline)) { return larger(a, b); })[0];
+}
 
 // The two halves of exchanging a's lanes with bit S set for b's lanes with bit S clear.
 template <int S, int... I>

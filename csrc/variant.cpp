@@ -1,5 +1,6 @@
 // Compiled once per instruction set, with BACKFILL_VARIANT naming the namespace it goes to.
 #include "attention.h"
+#include "linear_integers.h"
 #include "linear_tiles.h"
 #include "linear_vectors.h"
 #include "quantized.h"
@@ -21,6 +22,7 @@ const KernelTable table = {
     {vector_linear<bf16>, vector_linear<float>},
 #endif
     {quantized_linear<bf16>, quantized_linear<float>},
+    kSumsIntegers,
 };
 
 }  // namespace backfill::BACKFILL_VARIANT

@@ -1,6 +1,7 @@
-"""Weights of 4 and 8 bits: a linear layer of codes is, to the bit, that of the dequantized weight.
+"""Weights of 4 and 8 bits.
 
-Where the products of bfloat16 are products of floats, weights of codes are not rounded to bfloat16.
+A linear layer of codes rounds its rows to 8 bits and sums integers, or is, to the bit, that of the
+dequantized weight, which is rounded to bfloat16 only where products are of bfloat16.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
 
 from backfill.kernels.base import ConcatenatedLinear
-from backfill.kernels.cpu import CpuKernels
+from backfill.kernels.cpu import CpuKernels, available_isas
 from backfill.kernels.quantized import UNIT_INPUTS, QuantizedFormat, QuantizedWeight, quantize
 from tests.kernels.cpu import REFERENCE, random_rows, seeded
 
@@ -60,24 +62,82 @@ def random_weight(
     )
 
 
+def integer_linear(weight: QuantizedWeight, x: Tensor) -> tuple[Tensor, Tensor]:
+    """By docs/kernels.md, in float64, and the sum of the terms' magnitudes: both ``[T, out]``."""
+    group = min(weight.format.group, 32)
+    groups = x.float().unflatten(1, (-1, group))
+    magnitude = groups.abs().amax(-1)
+    inverse = torch.where(magnitude < 1e-30, 0.0, torch.tensor(127.0) / magnitude)
+    row_codes = (groups.double() * inverse.double()[..., None]).round()
+    row_scales = (magnitude / 127).double()
+    floats = replace(weight, dtype=torch.float32).dequantized().double().unflatten(1, (-1, group))
+    terms = torch.einsum("tgi,ogi->tog", row_codes, floats) * row_scales[:, None]
+    bounds = torch.einsum("tgi,ogi->tog", row_codes.abs(), floats.abs()) * row_scales[:, None]
+    return terms.sum(-1), bounds.sum(-1)
+
+
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize("size", range(3))
-def test_a_linear_layer_of_codes_is_that_of_the_dequantized_weight(
+def test_a_linear_layer_of_codes(
     kernels: CpuKernels, dtype: torch.dtype, form: QuantizedFormat, size: int
 ) -> None:
     shape = (SIZES_IN_UNITS if form.has_units else SIZES)[size]
     generator = seeded("codes", form, shape)
     weight = random_weight(form, shape, dtype, generator)
     bias = random_rows(generator, shape[0], dtype=dtype)
-    product_dtype = dtype if kernels.isa in ("avx512_bf16", "amx") else torch.float32
     linear = kernels.linear(weight, bias)
-    plain = kernels.linear(replace(weight, dtype=product_dtype).dequantized(), bias.to(product_dtype))
     for rows in (0, 1, 13, 70):
         x = random_rows(generator, rows, shape[1], dtype=dtype)
-        assert torch.equal(linear(x), plain(x.to(product_dtype)).to(dtype)), rows
+        x[:, 32:64] = 0.0
+        found = linear(x)
+        if kernels.sums_integers:
+            sums, bounds = integer_linear(weight, x)
+            expected = sums + bias.double()
+            # Offsets and zeros may be many times what is left of them.
+            tolerance = 1e-6 * bounds * form.group + (
+                expected.abs() * 2**-8 if dtype == torch.bfloat16 else 0
+            )
+            assert ((found.double() - expected).abs() <= tolerance).all(), rows
+        else:
+            product_dtype = dtype if kernels.isa == "amx" else torch.float32
+            plain = kernels.linear(replace(weight, dtype=product_dtype).dequantized(), bias.to(product_dtype))
+            assert torch.equal(found, plain(x.to(product_dtype)).to(dtype)), rows
     index = torch.tensor([shape[0] - 1, 0, 31, 32, 0])
     assert torch.equal(linear.rows(index), weight.dequantized()[index])
-    assert torch.equal(plain.rows(index).to(dtype), weight.dequantized()[index])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sums_of_integers_are_equal_on_all_instruction_sets(dtype: torch.dtype, bits: int) -> None:
+    generator = seeded("instruction sets", bits)
+    weight = quantize(random_rows(generator, 70, 640, dtype=dtype), bits)
+    x = random_rows(generator, 9, 640, dtype=dtype)
+    every = [CpuKernels(isa) for isa in available_isas()]
+    results = [each.linear(weight)(x) for each in every if each.sums_integers]
+    for each in results[1:]:
+        assert torch.equal(each, results[0])
+
+
+def test_extremes_of_rows_and_codes(kernels: CpuKernels) -> None:
+    """The greatest sums of a group, and rows that are no numbers, or too small to round."""
+    for bits, codes in ((4, [0, 15]), (8, [-128, 127])):
+        form = QuantizedFormat(bits, 32, torch.float32, has_offsets=False)
+        kind = torch.uint8 if bits == 4 else torch.int8
+        for code in codes:
+            weight = QuantizedWeight(
+                form, torch.float32, torch.full((33, 64), code, dtype=kind), torch.ones(33, 2), None
+            )
+            linear = kernels.linear(weight)
+            value = code - (8 if bits == 4 else 0)
+            x = torch.tensor([[1.0], [-1.0], [1e-38], [0.0]]).expand(4, 64)
+            found = linear(x.contiguous())
+            expected = torch.tensor([64.0 * value, -64.0 * value, 0.0, 0.0])
+            torch.testing.assert_close(found, expected[:, None].expand(4, 33), rtol=1e-6, atol=1e-34)
+    for wrong in (float("nan"), float("inf")):
+        x = torch.ones(2, 64)
+        x[0, 40] = wrong
+        found = linear(x)
+        assert not found[0].isfinite().any()
+        assert found[1].isfinite().all()
 
 
 def test_rows_of_a_weight_whose_inputs_are_padded_are_dense(kernels: CpuKernels, dtype: torch.dtype) -> None:

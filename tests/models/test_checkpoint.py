@@ -55,7 +55,7 @@ class Mixed(DummyCheckpoint):
 def test_projections_of_several_formats() -> None:
     config: ModelConfig = SMOLLM2
     checkpoint: Checkpoint = Mixed(dtype=torch.float32)
-    loader = ShardLoader(checkpoint, CpuKernels(), CPU, whole_model(config), "layers.0.")
+    loader = ShardLoader(checkpoint, CpuKernels("generic"), CPU, whole_model(config), "layers.0.")
     spans = {name: Span(size, 0, size) for name, size in (("q_proj", 64), ("k_proj", 32), ("v_proj", 32))}
     linear = loader.column_linear(spans, 96, has_bias=True)
     assert isinstance(linear, ConcatenatedLinear)

@@ -149,7 +149,8 @@ class Kernels(ABC):
     def linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Table:
         """Pack ``weight [out, in]`` once. The caller may free ``weight``, and must not change it.
 
-        A quantized weight is multiplied as if it was dequantized, to its dtype or to float32.
+        A quantized weight is multiplied as if it was dequantized, to its dtype or to float32, or by rows
+        rounded to 8 bits in groups (docs/kernels.md).
         """
         if isinstance(weight, QuantizedWeight):
             weight.check()

@@ -152,6 +152,11 @@ class CpuKernels(Kernels):
         return str(self._cpp.isa)
 
     @property
+    def sums_integers(self) -> bool:
+        """Whether a linear layer of codes rounds its rows to 8 bits (csrc/linear_integers.h)."""
+        return bool(self._cpp.sums_integers)
+
+    @property
     def description(self) -> str:
         if self.isa == available_isas()[-1]:
             return f"{self.isa}, the fastest of {', '.join(available_isas())} on this processor"

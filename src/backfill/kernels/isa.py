@@ -13,6 +13,7 @@ _LIMITS = {
     "generic": ("SSE41", "default", "SSE4_2"),
     "avx2": ("AVX2", "avx2", "AVX2"),
     "avx512": ("AVX512_CORE", "avx512", "AVX512"),
+    "avx512_vnni": ("AVX512_CORE_VNNI", "avx512", "AVX512"),
     "avx512_bf16": ("AVX512_CORE_BF16", "avx512", "AVX512"),
 }
 _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")

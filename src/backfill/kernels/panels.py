@@ -50,15 +50,16 @@ def quantized_panels_of(weight: QuantizedWeight) -> Tensor:
 
     A block is one group of inputs, two groups of 16, or the groups that share a unit. It has the units of 32
     outputs if there are any, scales ``[groups, 32]``, offsets if there are any, and codes: for every 32
-    inputs ``[2, words, 16]`` words of 32 bits, each with 4 or 8 neighbouring inputs of one output.
+    inputs ``[2, words, 16]`` words of 32 bits, each with 4 or 8 neighbouring inputs of one output: of 8, the
+    first four are the lower halves of its bytes.
     """
     form, (num_rows, num_inputs) = weight.format, weight.shape
     if missing := -num_rows % _PANEL:
         weight = weight.padded(missing)
     codes = weight.codes.view(torch.uint8)
     if form.bits == 4:
-        pairs = codes.view(-1, 2)
-        codes = pairs[:, 0] | pairs[:, 1] << 4
+        halves = codes.view(-1, 2, 4)
+        codes = halves[:, 0] | halves[:, 1] << 4
     num_words = _WORD_INPUTS * form.bits // 32
     words = codes.contiguous().view(torch.int32).view(-1, 2, 16, num_inputs // _WORD_INPUTS, num_words)
     block = _block_inputs(form)
@@ -99,6 +100,10 @@ def rows_of_quantized_panels(
     offsets = factors(num_groups, form.scale_type) if form.has_offsets else None
     words = panels[..., start:].view(torch.int32).view(*panels.shape[:2], -1, 2, num_words, 16)
     codes = words[panel, :, :, output // 16, :, output % 16].contiguous().view(torch.uint8)
-    codes = torch.stack((codes & 15, codes >> 4), dim=-1) if form.bits == 4 else codes.view(torch.int8)
+    if form.bits == 4:
+        halves = codes.reshape(len(index), -1, 4)
+        codes = torch.stack((halves & 15, halves >> 4), dim=2)
+    else:
+        codes = codes.view(torch.int8)
     codes = codes.reshape(len(index), -1)
     return QuantizedWeight(form, dtype, codes, scales, offsets, units).dequantized()

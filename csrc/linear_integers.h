@@ -1,0 +1,351 @@
+// The product of linear.h with integers: codes of a weight (quantized.h), and rows rounded to codes of 8 bits.
+//
+// In each group of inputs, 32 or the weight's 16, a row has a scale of its own: its greatest magnitude / 127. Of
+// an output and a group, products of codes are summed in integers, exactly, and added as one float:
+//
+//   sum += (row scale * sum of row code * (code - zero)) * scale
+//   sum += (row scale * sum of row codes) * (offset + zero * scale)      where the weight has offsets
+//
+// so a row's result depends on no other row, and has one order of sums.
+#pragma once
+
+#include "linear.h"
+#include "quantized.h"
+
+namespace backfill::BACKFILL_VARIANT {
+#if defined(__AVX2__) && !defined(__AMX_BF16__)
+constexpr bool kSumsIntegers = true;
+
+typedef int8_t RowCodes __attribute__((vector_size(kLanes)));
+typedef int16_t Shorts __attribute__((vector_size(kLanes * 4)));
+
+// What stands for zero in bytes_of().
+#if defined(__AVX512VNNI__)
+template <int Bits>
+constexpr int32_t kZero = Bits == 4 ? 8 : 128;
+#else
+template <int Bits>
+constexpr int32_t kZero = Bits == 4 ? 8 : 0;
+#endif
+
+// Of a word of codes, those that one add() multiplies: of 4 bits the lower or the upper halves of its bytes.
+template <int Bits>
+BACKFILL_INLINE Words bytes_of(Words word, int index) {
+  if constexpr (Bits == 4) return word >> (4 * index) & 0x0f0f0f0f;
+  return kZero<8> == 0 ? word : word ^ 0x80808080;
+}
+
+#if defined(__AVX512F__)
+BACKFILL_INLINE Shorts multiply_bytes(Words magnitudes, Words signed_bytes) {
+  return (Shorts)_mm512_maddubs_epi16((__m512i)magnitudes, (__m512i)signed_bytes);
+}
+
+BACKFILL_INLINE Ints sums_of_pairs(Shorts shorts) {
+  return (Ints)_mm512_madd_epi16((__m512i)shorts, _mm512_set1_epi16(1));
+}
+
+BACKFILL_INLINE Words magnitudes_of(Words bytes) { return (Words)_mm512_abs_epi8((__m512i)bytes); }
+
+BACKFILL_INLINE Words with_signs_of(Words signs, Words bytes) {
+  return (Words)_mm512_mask_sub_epi8((__m512i)bytes, _mm512_movepi8_mask((__m512i)signs),
+                                     _mm512_setzero_si512(), (__m512i)bytes);
+}
+#else
+BACKFILL_INLINE Shorts multiply_bytes(Words magnitudes, Words signed_bytes) {
+  return (Shorts)_mm256_maddubs_epi16((__m256i)magnitudes, (__m256i)signed_bytes);
+}
+
+BACKFILL_INLINE Ints sums_of_pairs(Shorts shorts) {
+  return (Ints)_mm256_madd_epi16((__m256i)shorts, _mm256_set1_epi16(1));
+}
+
+BACKFILL_INLINE Words magnitudes_of(Words bytes) { return (Words)_mm256_abs_epi8((__m256i)bytes); }
+
+BACKFILL_INLINE Words with_signs_of(Words signs, Words bytes) {
+  return (Words)_mm256_sign_epi8((__m256i)bytes, (__m256i)signs);
+}
+#endif
+
+// Sums over a group, of an output in each lane. `start` is -zero * the sum of the row's codes.
+template <int Bits>
+struct GroupSums {
+#if defined(__AVX512VNNI__)
+  Ints sums;
+
+  BACKFILL_INLINE void begin(int32_t start) { sums = start - Ints{}; }
+
+  BACKFILL_INLINE void add(Words bytes, uint32_t row) {
+    sums = (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)bytes, _mm512_set1_epi32((int)row));
+  }
+
+  BACKFILL_INLINE Ints end(int32_t) const { return sums; }
+#else
+  // Of 4 bits a group's sums of half of its products are at most 8 * 2 * 15 * 127: they fit into 16 bits.
+  using Sums = std::conditional_t<Bits == 4, Shorts, Ints>;
+  Sums sums;
+
+  BACKFILL_INLINE void begin(int32_t) { sums = Sums{}; }
+
+  BACKFILL_INLINE void add(Words bytes, uint32_t row) {
+    const Words codes = row - Words{};
+    if constexpr (Bits == 4)
+      sums += multiply_bytes(bytes, codes);
+    else
+      sums += sums_of_pairs(multiply_bytes(magnitudes_of(bytes), with_signs_of(bytes, codes)));
+  }
+
+  BACKFILL_INLINE Ints end(int32_t start) const {
+    if constexpr (Bits == 4)
+      return sums_of_pairs(sums) + start;
+    else
+      return sums;
+  }
+#endif
+};
+
+// Codes of a part of a panel, and for its groups of inputs [2][32] scales and offsets.
+struct CodeTiles {
+  const char* codes;
+  int64_t left;  // inputs until the next block's header
+  int64_t block_inputs, header_bytes;
+  const float* factors;
+  bool has_offsets;  // else those of `factors` are not set
+};
+
+// Those of inputs [first, first + inputs) of a panel. Of a group that is larger than 32 inputs, for every 32.
+using LoadFactors = void (*)(const char* panel, const QuantizedFormat& format, int64_t first, int64_t inputs,
+                             float* factors);
+
+template <int Bits, class Scale, bool HasOffsets>
+void load_factors(const char* panel, const QuantizedFormat& format, int64_t first, int64_t inputs,
+                  float* factors) {
+  const BlockLayout layout = block_layout(Bits, format.group, sizeof(Scale), HasOffsets);
+  const int64_t step = smaller<int64_t>(format.group, kChunkInputs);
+  const char* block = panel + first / layout.inputs * layout.bytes;
+  int64_t group = first % layout.inputs / format.group, within = first % format.group;
+  for (int64_t k = 0; k < inputs; k += step, within += step, factors += 2 * kPanel) {
+    if (within == format.group) within = 0, group++;
+    if (group == layout.groups) group = 0, block += layout.bytes;
+    for (int64_t lane = 0; lane < kPanel; lane += kLanes) {
+      const FactorsAt at = factors_at<Bits, Scale, HasOffsets>(block, layout, group, lane);
+      store(factors + lane, at.scale);
+      if constexpr (HasOffsets)
+        store(factors + kPanel + lane,
+              Bits == 4 ? multiply_add(at.offset, at.scale, broadcast(8.0f)) : at.offset);
+    }
+  }
+}
+
+// Gives the tiles of one thread.
+template <int Bits>
+class CodesWeight {
+ public:
+  CodesWeight(const LinearArgs& args, const QuantizedFormat& format)
+      : panels_(static_cast<const char*>(args.weight)),
+        format_(format),
+        layout_(block_layout(Bits, format.group, format.scale_bytes, format.has_offsets)),
+        panel_bytes_(args.in_features / layout_.inputs * layout_.bytes),
+        load_factors_(format.has_offsets ? load_factors_of<true>(format.scale_bytes)
+                                         : load_factors_of<false>(format.scale_bytes)) {
+    const int64_t num_steps = (args.in_features + kMaxStep - 1) / kMaxStep;
+    step_ = round_up((args.in_features + num_steps - 1) / num_steps, kChunkInputs);
+    const int64_t num_groups = step_ / smaller<int64_t>(format.group, kChunkInputs);
+    factors_ = static_cast<float*>(scratch(kTiles, num_groups * 2 * kPanel * sizeof(float)));
+  }
+
+  // Codes of a step stay in the first-level cache while rows are multiplied.
+  int64_t step(int64_t) const { return step_; }
+
+  const CodeTiles* tiles(int64_t panel, int64_t first, int64_t inputs) {
+    const char* start = panels_ + panel * panel_bytes_;
+    load_factors_(start, format_, first, inputs, factors_);
+    const int64_t within = first % layout_.inputs;
+    tiles_ = {start + first / layout_.inputs * layout_.bytes + layout_.codes + within * kPanel * Bits / 8,
+              layout_.inputs - within,
+              layout_.inputs,
+              layout_.codes,
+              factors_,
+              format_.has_offsets};
+    return &tiles_;
+  }
+
+  Prefetcher prefetcher(int64_t last_panel, int64_t num_reads) const {
+    return Prefetcher(panels_ + last_panel * panel_bytes_, num_reads,
+                      layout_.bytes * kChunkInputs / layout_.inputs);
+  }
+
+ private:
+  static constexpr int64_t kMaxStep = Bits == 4 ? 768 : 512;
+
+  template <bool HasOffsets>
+  static LoadFactors load_factors_of(int64_t scale_bytes) {
+    return scale_bytes == 4   ? load_factors<Bits, float, HasOffsets>
+           : scale_bytes == 2 ? load_factors<Bits, uint16_t, HasOffsets>
+                              : load_factors<Bits, int8_t, HasOffsets>;
+  }
+
+  const char* panels_;
+  QuantizedFormat format_;
+  BlockLayout layout_;
+  int64_t panel_bytes_, step_;
+  LoadFactors load_factors_;
+  float* factors_;
+  CodeTiles tiles_{};
+};
+
+// Rows whose sums fill the registers.
+constexpr int kIntegerRows = kLanes == 16 ? 6 : 4;
+constexpr int kIntegerVectors = 2;
+
+// Words of a packed group of `Inputs` inputs of a row: its scale, sum and start, and its codes.
+template <int Inputs>
+constexpr int kGroupWords = Inputs / 4 + 3;
+
+// sums [Rows, kIntegerVectors * kLanes] = (continues ? sums : 0) + the product with the outputs from `first` of
+// a panel.
+template <int Bits, int Inputs, bool HasOffsets, int Rows>
+__attribute__((noinline)) void multiply_codes(const CodeTiles& tiles, const uint32_t* rows, int64_t inputs,
+                                              int64_t first, bool continues, Prefetcher& prefetcher,
+                                              float* sums) {
+  constexpr int kPerWord = Bits == 4 ? 2 : 1;  // words of a row that a word of codes meets
+  constexpr int kCodeWords = Inputs / 4 / kPerWord, kHalf = 16 * kChunkInputs / 8 * Bits;
+  constexpr int kGroups = kChunkInputs / Inputs;
+  const char* codes = tiles.codes + first / 16 * kHalf + first % 16 * 4;
+  const float* factors = tiles.factors + first;
+  int64_t left = tiles.left;
+  Floats acc[Rows][kIntegerVectors];
+  for (int r = 0; r < Rows; r++)
+    for (int v = 0; v < kIntegerVectors; v++)
+      acc[r][v] = continues ? load(sums + r * kPanel + v * kLanes) : Floats{};
+  for (int64_t k = 0; k < inputs; k += kChunkInputs, codes += 2 * kHalf, left -= kChunkInputs) {
+    if (left == 0) codes += tiles.header_bytes, left = tiles.block_inputs;
+    if (first == 0) prefetcher.ask(codes);
+    for (int group = 0; group < kGroups; group++, factors += 2 * kPanel, rows += kGroupWords<Inputs> * Rows) {
+      const auto* scales = reinterpret_cast<const float*>(rows);
+      const auto* starts = reinterpret_cast<const int32_t*>(rows) + 2 * Rows;
+      const uint32_t* row_codes = rows + 3 * Rows;
+      GroupSums<Bits> group_sums[Rows][kIntegerVectors];
+      for (int r = 0; r < Rows; r++)
+        for (int v = 0; v < kIntegerVectors; v++) group_sums[r][v].begin(starts[r]);
+#pragma GCC unroll 8
+      for (int word = 0; word < kCodeWords; word++) {
+        Words words[kIntegerVectors];
+        for (int v = 0; v < kIntegerVectors; v++) {
+          const int lane = v * kLanes, at = (group * kCodeWords + word) * 16 + lane % 16;
+          std::memcpy(&words[v], codes + lane / 16 * kHalf + at * 4, sizeof words[v]);
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < kPerWord; i++, row_codes += Rows) {
+          Words bytes[kIntegerVectors];
+          for (int v = 0; v < kIntegerVectors; v++) bytes[v] = bytes_of<Bits>(words[v], i);
+          for (int r = 0; r < Rows; r++)
+            for (int v = 0; v < kIntegerVectors; v++) group_sums[r][v].add(bytes[v], row_codes[r]);
+        }
+      }
+      for (int v = 0; v < kIntegerVectors; v++) {
+        const Floats scale = load(factors + v * kLanes), offset = load(factors + kPanel + v * kLanes);
+        for (int r = 0; r < Rows; r++) {
+          const Floats sum = __builtin_convertvector(group_sums[r][v].end(starts[r]), Floats);
+          acc[r][v] = multiply_add(acc[r][v], sum * broadcast(scales[r]), scale);
+          if constexpr (HasOffsets) acc[r][v] = multiply_add(acc[r][v], broadcast(scales[Rows + r]), offset);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < Rows; r++)
+    for (int v = 0; v < kIntegerVectors; v++) store(sums + r * kPanel + v * kLanes, acc[r][v]);
+}
+
+// Of rows in groups of Inputs, each packed as [rows] scales, sums (scale * sum of codes) and starts (-zero *
+// sum of codes), and [Inputs / 4][rows] words of codes.
+template <class Element, int Bits, int Inputs>
+class IntegerProduct {
+ public:
+  using T = Element;
+  static constexpr int64_t kRows = kIntegerRows, kMaxChunk = 1536, kPackedBytes = 384 << 10;
+  static constexpr double kPackCost = 0.3, kReadCost = 1.0;
+
+  static int64_t packed_bytes(int64_t inputs) {
+    return round_up(inputs / Inputs * kRows * kGroupWords<Inputs> * 4, 64);
+  }
+
+  static void pack(const T* x, int64_t x_stride, int64_t rows, int64_t, int64_t inputs, void* packed) {
+    auto* group = static_cast<uint32_t*>(packed);
+    for (int64_t k = 0; k < inputs; k += Inputs, group += kGroupWords<Inputs> * rows)
+      for (int64_t r = 0; r < rows; r++) pack_group(x + r * x_stride + k, rows, group + r);
+  }
+
+  static const void* packed_at(const void* packed, int64_t rows, int64_t first) {
+    return static_cast<const uint32_t*>(packed) + first / Inputs * kGroupWords<Inputs> * rows;
+  }
+
+  void multiply(const CodeTiles* tiles, int64_t rows, const void* packed, int64_t inputs, bool continues,
+                Prefetcher& prefetcher, SumsWriter<T>&, float* sums) {
+    multiply_rows<kRows>(*tiles, rows, static_cast<const uint32_t*>(packed), inputs, continues, prefetcher,
+                         sums);
+  }
+
+ private:
+  static BACKFILL_INLINE void pack_group(const T* x, int64_t rows, uint32_t* group) {
+    constexpr int kVectors = Inputs / kLanes;
+    Floats values[kVectors];
+    Ints most{};  // as bits, so that infinities and NaN are the greatest
+    for (int v = 0; v < kVectors; v++) {
+      values[v] = load(x + v * kLanes);
+      most = larger(most, (Ints)values[v] & 0x7fffffff);
+    }
+    const int32_t bits = max_of(most);
+    float magnitude;
+    std::memcpy(&magnitude, &bits, sizeof magnitude);
+    const float scale = magnitude / 127, inverse = magnitude < 1e-30f ? 0.0f : 127 / magnitude;
+    const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to nearest even
+    Ints total{};
+    for (int v = 0; v < kVectors; v++) {
+      const Ints codes = (Ints)multiply_add(magic, values[v], broadcast(inverse)) - (Ints)magic;
+      total += codes;
+      const RowCodes bytes = __builtin_convertvector(codes, RowCodes);
+      uint32_t words[kLanes / 4];
+      std::memcpy(words, &bytes, sizeof words);
+      for (int i = 0; i < kLanes / 4; i++) group[(3 + v * kLanes / 4 + i) * rows] = words[i];
+    }
+    const int32_t codes_sum = sum(total), start = -kZero<Bits> * codes_sum;
+    const float scaled = scale * (float)codes_sum;
+    std::memcpy(group, &scale, 4);
+    std::memcpy(group + rows, &scaled, 4);
+    std::memcpy(group + 2 * rows, &start, 4);
+  }
+
+  template <int Rows>
+  static BACKFILL_INLINE void multiply_rows(const CodeTiles& tiles, int64_t rows, const uint32_t* packed,
+                                            int64_t inputs, bool continues, Prefetcher& prefetcher,
+                                            float* sums) {
+    if constexpr (Rows > 1)
+      if (rows < Rows)
+        return multiply_rows<Rows - 1>(tiles, rows, packed, inputs, continues, prefetcher, sums);
+    const auto multiply = tiles.has_offsets ? multiply_codes<Bits, Inputs, true, Rows>
+                                            : multiply_codes<Bits, Inputs, false, Rows>;
+    for (int first = 0; first < kPanel; first += kIntegerVectors * kLanes)
+      multiply(tiles, packed, inputs, first, continues, prefetcher, sums + first);
+  }
+};
+
+template <class T, int Bits, int Inputs>
+void integer_linear(const LinearArgs& args, const QuantizedFormat& format) {
+  using Product = IntegerProduct<T, Bits, Inputs>;
+  for_each_part<Product>(args, [&](const LinearPart& part) {
+    multiply_part<Product>(args, part, CodesWeight<Bits>(args, format));
+  });
+}
+
+template <class T>
+void quantized_linear(const LinearArgs& args, const QuantizedFormat& format) {
+  if (format.bits == 4)
+    return format.group == 16 ? integer_linear<T, 4, 16>(args, format)
+                              : integer_linear<T, 4, 32>(args, format);
+  return format.group == 16 ? integer_linear<T, 8, 16>(args, format) : integer_linear<T, 8, 32>(args, format);
+}
+#else
+constexpr bool kSumsIntegers = false;
+#endif
+
+}  // namespace backfill::BACKFILL_VARIANT
