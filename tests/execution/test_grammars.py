@@ -58,6 +58,8 @@ def compiler(default_model: Path) -> GrammarCompiler:
         ({"json": f'{{"maximum": 1{"0" * 400}, "exclusiveMaximum": 0.5}}'}, "JSON schema"),
         ({"json": {"properties": {"a": {"pattern": "[]a]"}}}}, "must be escaped"),
         ({"json": {"pattern": "[+--]"}}, "must be escaped"),
+        ({"json": {"allOf": [{"multipleOf": 65536}, {"multipleOf": 65537}]}}, "multipleOf"),
+        ({"json": {"items": {"multipleOf": 0.01}, "multipleOf": 100_000_000}}, "multipleOf"),
         ({"json": "{"}, "JSON schema"),
         ({"json": "[]"}, "JSON schema"),
         ({"json": "[" * 60_000}, "JSON schema"),
@@ -139,6 +141,7 @@ def test_what_follows_a_grammar_is_accepted(
         ({"properties": {"\x01": {"type": "integer"}}}, [r'{"\u0001": 1}'], [r'{"\u0001": "x"}']),
         ({"minProperties": 2, "required": ["a"]}, ['{"a": 1, "b": 1}'], ['{"a": 1, "a": 1}', '{"b": 1}']),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, ["0.1", "1"], ["0", "1.1"]),
+        ({"multipleOf": 0.01, "allOf": [{"multipleOf": 25}], "type": "number"}, ["50"], ["10", "0.01"]),
         ({"type": "integer", "maximum": (1 << 63) - 1}, [f"{(1 << 63) - 1}"], [f"{1 << 63}"]),
         (
             {"properties": {"minProperties": {"minimum": 3}}},

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
@@ -59,15 +61,22 @@ def schema_parts(root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check(root: object) -> None:
-    waiting = [("#", root)]
+    waiting, multiples = [("#", root)], set[Decimal]()
     while waiting:
         place, part = waiting.pop()
         if isinstance(part, dict):
+            if isinstance(value := part.get("multipleOf"), int | float):
+                multiples.add(Decimal(str(value)))
             if reason := _misread(part):
                 raise ValueError(f"{reason} ({place})")
             waiting += [(f"{place}/{name}", each) for name, each in part.items()]
         elif isinstance(part, list):
             waiting += [(f"{place}/{index}", each) for index, each in enumerate(part)]
+    if len(multiples) > 1:  # which the library multiplies in 32 bits where they meet
+        num_digits = max(0, *(-int(value.as_tuple().exponent) for value in multiples))
+        factors = [int(value.scaleb(num_digits)) for value in multiples]
+        if math.lcm(*factors) * max(factors) >= 1 << 32:
+            raise ValueError("its values of multipleOf have too large a common multiple")
 
 
 def _misread(schema: Mapping[str, Any]) -> str:
