@@ -31,6 +31,11 @@ BACKFILL_INLINE void prefetch_line(const T* row, int count) {
   for (int i = 0; i < larger(count, 1); i++) __builtin_prefetch(line + 64 * i, 0, 2);
 }
 
+// Every line of a row of codes and its scale, which may begin anywhere in a line.
+BACKFILL_INLINE void prefetch_row(const int8_t* row, int64_t head_dim) {
+  for (int64_t byte = 0; byte <= head_dim; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+}
+
 // Addresses of the key rows of two chunks in turn, from the first key of an item.
 template <class Kv>
 class RowRing {
@@ -61,7 +66,7 @@ class RowRing {
 // transposed[unit][kKeysAtOnce] of `vectors` vectors of keys.
 template <class T, class Kv>
 BACKFILL_INLINE void transpose_keys(const RowRing<Kv>& rows, int64_t first, int vectors, int64_t units,
-                                    float* transposed) {
+                                    [[maybe_unused]] int64_t value_offset, float* transposed) {
   for (int v = 0; v < vectors; v++) {
     const int64_t key = first + v * kLanes;
     for (int64_t unit = 0; unit < units; unit += kLanes) {
@@ -70,6 +75,35 @@ BACKFILL_INLINE void transpose_keys(const RowRing<Kv>& rows, int64_t first, int 
       transpose(square);
       for (int i = 0; i < kLanes && i < units - unit; i++)
         store(transposed + (unit + i) * kKeysAtOnce + v * kLanes, square[i]);
+    }
+  }
+}
+
+// The same for keys of codes, four of which are transposed at once, and then become units. Prefetches values of
+// keys ahead: their scales are read before they are.
+template <class T>
+BACKFILL_INLINE void transpose_keys(const RowRing<int8_t>& rows, int64_t first, int vectors, int64_t units,
+                                    int64_t value_offset, float* transposed) {
+  constexpr int kUnits = 4 / kPerUnit<T>;
+  const int64_t fours = units / kUnits;
+  for (int v = 0; v < vectors; v++) {
+    const int64_t key = first + v * kLanes;
+    for (int r = 0; r < kLanes; r++) prefetch_row(rows[key + kAhead + r] + value_offset, 4 * fours);
+    for (int64_t at = 0; at < fours; at += kLanes) {
+      Floats square[kLanes];
+      for (int r = 0; r < kLanes; r++)
+        square[r] = load(reinterpret_cast<const float*>(rows[key + r]) + at, fours - at);
+      transpose(square);
+      for (int i = 0; i < kLanes && i < fours - at; i++) {
+        float* target = transposed + (at + i) * kUnits * kKeysAtOnce + v * kLanes;
+        const Words four = (Words)square[i];
+        for (int u = 0; u < kUnits; u++, target += kKeysAtOnce) {
+          if constexpr (kPaired<T>)
+            store(target, exact_pair(code_of(four, 2 * u), code_of(four, 2 * u + 1)));
+          else
+            store(target, code_of(four, u));
+        }
+      }
     }
   }
 }
@@ -116,23 +150,28 @@ BACKFILL_INLINE void score_block(const float* transposed, const float* query, in
     for (int v = 0; v < Vectors; v++) store(scores + h * kChunk + v * kLanes, acc[h][v]);
 }
 
-// Turns the scores of one head into weights, in place. `count` keys are real; the rest get weight zero.
-template <class T>
-BACKFILL_INLINE SoftmaxState weigh(float* scores, int64_t count, float scale) {
+// Turns the scores of one head into weights, in place. `count` keys are real; the rest get weight zero. Where
+// KV has scales, weights are then multiplied by those of values.
+template <class T, bool HasScales>
+BACKFILL_INLINE SoftmaxState weigh(float* scores, int64_t count, float scale, const float* key_scales,
+                                   const float* value_scales) {
   const int64_t padded = round_up(count, kLanes);
   for (int64_t i = count; i < padded; i++) scores[i] = -__builtin_inff();
   Floats top = broadcast(-__builtin_inff());
   for (int64_t i = 0; i < padded; i += kLanes) {
-    const Floats scaled = load(scores + i) * scale;
+    Floats scaled = load(scores + i);
+    if constexpr (HasScales) scaled *= load(key_scales + i);
+    scaled *= scale;
     store(scores + i, scaled);
     top = max(top, scaled);
   }
   const float highest = max_of(top);
   Floats total{};
   for (int64_t i = 0; i < padded; i += kLanes) {
-    const Floats weight = exp2<kExpDegree<T>>(load(scores + i) - highest);
-    store(scores + i, weight);
+    Floats weight = exp2<kExpDegree<T>>(load(scores + i) - highest);
     total += weight;
+    if constexpr (HasScales) weight *= load(value_scales + i);
+    store(scores + i, weight);
   }
   return {highest, sum(total)};
 }
@@ -153,19 +192,23 @@ template <class Kv, int NumHeads, int Vectors>
 BACKFILL_INLINE void paired_values(const RowRing<Kv>& rows, int64_t first_key, int64_t value_offset,
                                    int64_t padded, int64_t d, int64_t dim, const float* weights, float* sums,
                                    int64_t sums_stride) {
-  constexpr int kLines = Vectors * (int)sizeof(Kv) / 2;
   Floats acc[NumHeads][2 * Vectors] = {};
   for (int64_t i = 0; i < padded; i += 2) {
     const Kv* first = rows[first_key + i] + value_offset;
     const Kv* second = rows[first_key + i + 1] + value_offset;
-    prefetch_line(rows[first_key + i + kAhead] + value_offset + d, kLines);
-    prefetch_line(rows[first_key + i + 1 + kAhead] + value_offset + d, kLines);
     Floats pair[2 * Vectors];
-    for (int v = 0; v < Vectors; v++) {
-      const __m512i a = (__m512i)load_stored<bf16>(first, d / 2 + 16 * v, dim / 2);
-      const __m512i b = (__m512i)load_stored<bf16>(second, d / 2 + 16 * v, dim / 2);
-      pair[2 * v] = (Floats)_mm512_unpacklo_epi16(a, b);
-      pair[2 * v + 1] = (Floats)_mm512_unpackhi_epi16(a, b);
+    if constexpr (kHasScales<Kv>) {
+      for (int v = 0; v < 2 * Vectors; v++)
+        pair[v] = exact_pair(load_elements(first, d + 16 * v, dim), load_elements(second, d + 16 * v, dim));
+    } else {
+      prefetch_line(rows[first_key + i + kAhead] + value_offset + d, Vectors);
+      prefetch_line(rows[first_key + i + 1 + kAhead] + value_offset + d, Vectors);
+      for (int v = 0; v < Vectors; v++) {
+        const __m512i a = (__m512i)load_stored<bf16>(first, d / 2 + 16 * v, dim / 2);
+        const __m512i b = (__m512i)load_stored<bf16>(second, d / 2 + 16 * v, dim / 2);
+        pair[2 * v] = (Floats)_mm512_unpacklo_epi16(a, b);
+        pair[2 * v + 1] = (Floats)_mm512_unpackhi_epi16(a, b);
+      }
     }
     for (int h = 0; h < NumHeads; h++) {
       const Floats weight = broadcast(weights[h * kChunk + i / 2]);
@@ -201,7 +244,7 @@ BACKFILL_INLINE void single_values(const RowRing<Kv>& rows, int64_t first_key, i
   Floats acc[NumHeads][kSums] = {};
   for (int64_t i = 0; i < padded; i++) {
     const Kv* row = rows[first_key + i] + value_offset;
-    prefetch_line(rows[first_key + i + kAhead] + value_offset + d, kLines);
+    if constexpr (!kHasScales<Kv>) prefetch_line(rows[first_key + i + kAhead] + value_offset + d, kLines);
     Floats value[kSums];
     for (int v = 0; v < Vectors; v++) {
       const Floats stored = load_stored<T>(row, d / kSplits + v * kLanes, dim / kSplits);
@@ -259,7 +302,7 @@ class DecodeItem {
     const int64_t row_size = (args.num_heads + 2 * args.shape.num_kv_heads) * dim_;
     query_ = static_cast<const T*>(args.qkv) + row * row_size + kv_head * group_ * dim_;
     out_ = static_cast<T*>(args.out) + (row * args.num_heads + kv_head * group_) * dim_;
-    const int64_t floats = group_ * (kChunk + 3 * padded_dim_) + units_ * kKeysAtOnce;
+    const int64_t floats = group_ * (kChunk + 3 * padded_dim_) + units_ * kKeysAtOnce + 2 * kChunk;
     const size_t bytes = floats * sizeof(float) + 2 * group_ * sizeof(SoftmaxState) + 64;
     float* memory = static_cast<float*>(scratch(kWork, bytes + RowRing<Kv>::kSize * sizeof(Kv*)));
     weights_ = memory, memory += group_ * kChunk;
@@ -267,6 +310,8 @@ class DecodeItem {
     chunk_sums_ = memory, memory += group_ * padded_dim_;
     wide_query_ = memory, memory += group_ * padded_dim_;
     transposed_ = memory, memory += units_ * kKeysAtOnce;
+    key_scales_ = memory, memory += kChunk;
+    value_scales_ = memory, memory += kChunk;
     rows_ = reinterpret_cast<const Kv**>(memory);
     states_ = reinterpret_cast<SoftmaxState*>(rows_ + RowRing<Kv>::kSize);
     chunk_states_ = states_ + group_;
@@ -308,14 +353,21 @@ class DecodeItem {
   void attend(const RowRing<Kv>& rows, int64_t first, int64_t count) {
     for (int64_t i = 0; i < count; i += kKeysAtOnce) {
       const int vectors = (int)smaller<int64_t>(kKeyVectors, (count - i + kLanes - 1) / kLanes);
-      transpose_keys<T>(rows, first + i, vectors, units_, transposed_);
+      transpose_keys<T>(rows, first + i, vectors, units_, keys_.value_offset(), transposed_);
       for (int64_t h = 0; h < group_; h += kHeadBatch)
         score_heads(h, i, vectors, h == 0 ? &rows : nullptr, first + i + kAhead);
     }
     const int64_t padded = round_up(count, kLanes);
+    if constexpr (kHasScales<Kv>) {
+      for (int64_t i = 0; i < padded; i++) {
+        const Kv* row = rows[first + i];
+        key_scales_[i] = i < count ? scale_of(row, dim_) : 1.0f;
+        value_scales_[i] = i < count ? scale_of(row + keys_.value_offset(), dim_) : 1.0f;
+      }
+    }
     for (int64_t h = 0; h < group_; h++) {
       float* weights = weights_ + h * kChunk;
-      chunk_states_[h] = weigh<T>(weights, count, scale_);
+      chunk_states_[h] = weigh<T, kHasScales<Kv>>(weights, count, scale_, key_scales_, value_scales_);
 #if defined(__AVX512BF16__)
       if constexpr (kPaired<T>) pair_weights(weights, padded);
 #endif
@@ -375,7 +427,7 @@ class DecodeItem {
 
   void restore_order([[maybe_unused]] float* sums) {
 #if defined(__AVX512BF16__)
-    if constexpr (kPaired<T>) natural_order(sums, dim_);
+    if constexpr (kPaired<T> && !kHasScales<Kv>) natural_order(sums, dim_);
 #endif
     if constexpr (kSplit<T, Kv>) {
       for (int64_t d = 0; d < dim_; d += 2 * kLanes) {
@@ -417,6 +469,7 @@ class DecodeItem {
   float* chunk_sums_;                     // [group, padded dim]
   float* wide_query_;                     // [group, padded dim], units
   float* transposed_;                     // [units, kKeysAtOnce]
+  float *key_scales_, *value_scales_;     // [kChunk], where KV has scales
   SoftmaxState *states_, *chunk_states_;  // [group]
   const Kv** rows_;
 };

@@ -78,6 +78,7 @@ class TileDecodeItem {
     TileShapes::load(rows, 64, rows, 64);
     for (int64_t first = 0; first < count_; first += kChunkTiles) {
       const int64_t last = smaller(first + kChunkTiles, count_);
+      if constexpr (kHasScales<Kv>) load_scales(first, last);
       for (int64_t h = 0; h < group_; h++) weigh_head(h, first, last);
       add_values(first, last);
       if (partials == nullptr)
@@ -90,14 +91,14 @@ class TileDecodeItem {
 
  private:
   static constexpr int64_t kDim = 32 * Steps;
-  static constexpr bool kConverts = !std::is_same_v<Kv, bf16>;
+  static constexpr bool kConverts = kHasScales<Kv>;
   static constexpr int64_t kCopiedRows = kConverts ? kChunk : kTileKeys;
 
   void take_memory() {
     const int64_t sums = Steps * 2 * group_ * 16, queries = Steps * 16 * padded_group_;
     const int64_t scores = count_ * kTileKeys * padded_group_;
     const int64_t weights = kChunkTiles * 2 * group_ * 16;
-    const int64_t floats = weights + 4 * sums + round_up(queries, 16) + scores + 4 * group_;
+    const int64_t floats = weights + 4 * sums + round_up(queries, 16) + scores + 4 * group_ + 2 * kChunk;
     char* memory = static_cast<char*>(
         scratch(kWork, floats * sizeof(float) + kCopiedRows * kDim * sizeof(bf16) + count_ * sizeof *tiles_));
     weights_ = reinterpret_cast<uint32_t*>(memory);
@@ -106,7 +107,9 @@ class TileDecodeItem {
     halves_ = chunk_sums_ + sums;
     queries_ = reinterpret_cast<uint32_t*>(halves_ + 2 * sums);
     scores_ = reinterpret_cast<float*>(queries_) + round_up(queries, 16);
-    copied_ = reinterpret_cast<bf16*>(scores_ + scores);
+    key_scales_ = scores_ + scores;
+    value_scales_ = key_scales_ + kChunk;
+    copied_ = reinterpret_cast<bf16*>(value_scales_ + kChunk);
     tiles_ = reinterpret_cast<KeyTile<Kv>*>(copied_ + kCopiedRows * kDim);
     states_ = reinterpret_cast<SoftmaxState*>(tiles_ + count_);
     chunk_states_ = states_ + group_;
@@ -204,6 +207,20 @@ class TileDecodeItem {
         std::memcpy(queries_ + pair * padded_group_ + h, query_ + h * kDim + 2 * pair, sizeof *queries_);
   }
 
+  // Scales of the keys of tiles [first, last); 1 for those that do not exist.
+  void load_scales(int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+      const KeyTile<Kv>& tile = tiles_[i];
+      const Kv* row = tile.keys;
+      float* keys = key_scales_ + (i - first) * kTileKeys;
+      float* values = value_scales_ + (i - first) * kTileKeys;
+      for (int r = 0; r < kTileKeys; r++, row += tile.stride) {
+        keys[r] = r < tile.count ? scale_of(row, kDim) : 1.0f;
+        values[r] = r < tile.count ? scale_of(row + keys_.value_offset(), kDim) : 1.0f;
+      }
+    }
+  }
+
   // Turns one head's scores of tiles [first, last) into the rows of weights for even and for odd elements.
   void weigh_head(int64_t h, int64_t first, int64_t last) {
     const __m512i places = _mm512_add_epi32(
@@ -214,8 +231,9 @@ class TileDecodeItem {
     Floats scores[kChunkTiles];
     Floats top = none;
     for (int64_t i = first; i < last; i++) {
-      const Floats scaled =
-          (Floats)_mm512_i32gather_ps(places, scores_ + i * kTileKeys * padded_group_, 4) * scale_;
+      Floats scaled = (Floats)_mm512_i32gather_ps(places, scores_ + i * kTileKeys * padded_group_, 4);
+      if constexpr (kHasScales<Kv>) scaled *= load(key_scales_ + (i - first) * kTileKeys);
+      scaled *= scale_;
       scores[i - first] =
           (Floats)_mm512_mask_mov_ps((__m512)none, first_lanes(tiles_[i].count), (__m512)scaled);
       top = max(top, scores[i - first]);
@@ -223,8 +241,9 @@ class TileDecodeItem {
     const float highest = max_of(top);
     Floats total{};
     for (int64_t i = first; i < last; i++) {
-      const Floats weight = exp2<kExpDegree<bf16>>(scores[i - first] - highest);
+      Floats weight = exp2<kExpDegree<bf16>>(scores[i - first] - highest);
       total += weight;
+      if constexpr (kHasScales<Kv>) weight *= load(value_scales_ + (i - first) * kTileKeys);
       const Words bits = __builtin_convertvector(narrow(weight), Words);
       std::memcpy(weight_row(i - first, 2 * h), &bits, sizeof bits);
       const Words odd = bits << 16;
@@ -346,6 +365,7 @@ class TileDecodeItem {
   uint32_t* queries_;                     // [Steps, 16 pairs, padded group]
   SoftmaxState *states_, *chunk_states_;  // [group]
   bf16* copied_;                          // [kCopiedRows, head_dim]
+  float *key_scales_, *value_scales_;     // [kChunk], where KV has scales
 };
 
 template <class Kv>

@@ -1,8 +1,9 @@
 // Rows of KV, of T or int8, as the arithmetic on T reads them.
 //
 // A row of int8 is the K or V of a token and head: head_dim codes, then the float32 that multiplies them, which
-// is the row's largest magnitude / 127. It is multiplied when it is read, and rounded to bf16 where products
-// are of bf16. All kernels read it so, and never what it was before: decode and prefill agree to the bit.
+// is the row's largest magnitude / 127. Products are of codes, which bf16 holds exactly. The scale of a key
+// multiplies its score, before the scale of softmax; that of a value multiplies the key's weight, before the
+// weight is rounded. All kernels read rows so, and never what was rounded: decode and prefill agree to the bit.
 #pragma once
 
 #include <type_traits>
@@ -15,6 +16,10 @@ constexpr float kMaxCode = 127.0f;
 constexpr float kLeastMagnitude = 1e-30f;  // rows below it are zero: 127 / magnitude stays finite
 
 typedef int8_t Codes __attribute__((vector_size(kLanes)));
+
+// KV of Kv has scales, one for K and one for V of each key.
+template <class Kv>
+constexpr bool kHasScales = sizeof(Kv) == 1;
 
 // Without products of bf16, a stored unit (32 bits) of bf16 is split into its even and its odd element.
 template <class T, class Kv>
@@ -38,13 +43,30 @@ BACKFILL_INLINE Floats load_codes(const int8_t* p, int64_t count) {
   else if (count > 0)
     std::memcpy(&codes, p, count);
 #endif
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  int64_t bits;  // GCC converts Codes of 8 lanes one by one
+  std::memcpy(&bits, &codes, sizeof bits);
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bits)));
+#else
   return __builtin_convertvector(__builtin_convertvector(codes, Ints), Floats);
+#endif
 }
 
-BACKFILL_INLINE Floats scale_of(const int8_t* row, int64_t head_dim) {
+// Code `i` of the four in each lane.
+BACKFILL_INLINE Floats code_of(Words four, int i) {
+  return __builtin_convertvector((Ints)(four << (24 - 8 * i)) >> 24, Floats);
+}
+
+// Units of bf16 of numbers that bf16 holds exactly.
+BACKFILL_INLINE Floats exact_pair(Floats first, Floats second) {
+  return (Floats)((Words)first >> 16 | ((Words)second & 0xffff0000u));
+}
+
+// The scale that follows the codes of a row.
+BACKFILL_INLINE float scale_of(const int8_t* row, int64_t head_dim) {
   float scale;
   std::memcpy(&scale, row + head_dim, sizeof scale);
-  return broadcast(scale);
+  return scale;
 }
 
 // Elements [d, d + kLanes) of a row; those past the head are zero.
@@ -54,7 +76,7 @@ BACKFILL_INLINE Floats load_elements(const T* row, int64_t d, int64_t head_dim) 
 }
 
 BACKFILL_INLINE Floats load_elements(const int8_t* row, int64_t d, int64_t head_dim) {
-  return load_codes(row + d, head_dim - d) * scale_of(row, head_dim);
+  return load_codes(row + d, head_dim - d);
 }
 
 // The same for products of bf16.

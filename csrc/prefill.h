@@ -80,13 +80,16 @@ class PrefillItem {
                              kChunk * kTileQueries,
                              kChunk * kTileQueries,
                              kTileQueries,
-                             kTileQueries};
+                             kTileQueries,
+                             kChunk,
+                             kChunk};
     int64_t total = 0;
     for (int64_t size : sizes) total += round_up(size, 16);
     float* memory = static_cast<float*>(scratch(kWork, total * sizeof(float) + kChunk * sizeof(Kv*)));
-    float** parts[] = {&queries_,       &sums_,   &max_,     &total_,       &positions_, &packed_keys_,
-                       &packed_values_, &scores_, &weights_, &fold_before_, &fold_chunk_};
-    for (int i = 0; i < 11; i++) *parts[i] = memory, memory += round_up(sizes[i], 16);
+    float** parts[] = {&queries_,     &sums_,          &max_,         &total_,   &positions_,
+                       &packed_keys_, &packed_values_, &scores_,      &weights_, &fold_before_,
+                       &fold_chunk_,  &key_scales_,    &value_scales_};
+    for (int i = 0; i < 13; i++) *parts[i] = memory, memory += round_up(sizes[i], 16);
     rows_ = reinterpret_cast<const Kv**>(memory);
   }
 
@@ -145,6 +148,12 @@ class PrefillItem {
           key = load_stored<T>(row, unit, units);
         store(packed_keys_ + i * depth_ + unit, key, depth_ - unit);
       }
+    if constexpr (kHasScales<Kv>) {
+      for (int64_t i = 0; i < round_up(count, kKeysTogether); i++) {
+        key_scales_[i] = i < count ? scale_of(rows_[i], dim_) : 1.0f;
+        value_scales_[i] = i < count ? scale_of(rows_[i] + keys_.value_offset(), dim_) : 1.0f;
+      }
+    }
     const int64_t padded = round_up(count, kRowPadding<Tiled>);
     std::memset(packed_keys_ + count * depth_, 0, (padded - count) * depth_ * sizeof(float));
     if constexpr (Tiled)
@@ -200,6 +209,12 @@ class PrefillItem {
     float* sums = sums_ + tile * row_dim_ * kTileQueries;
     product<T, Tiled>(packed_keys_, depth_, 1, queries_ + tile * depth_ * kTileQueries, depth_, scores_,
                       round_up(count, kRowPadding<Tiled>), queries, StoreSums{});
+    if constexpr (kHasScales<Kv>)
+      for (int64_t i = 0; i < count; i++)
+        for (int64_t query = 0; query < queries; query += kLanes) {
+          float* score = scores_ + i * kTileQueries + query;
+          store(score, load(score) * key_scales_[i]);
+        }
     // Every row of the tile sees keys up to its first row's position.
     const int64_t clear = smaller<int64_t>(count, larger<int64_t>(0, first_position(tile) + 1 - begin));
     for (int64_t query = 0; query < queries; query += kLanes) weigh_queries(tile, query, begin, clear, count);
@@ -261,8 +276,9 @@ class PrefillItem {
   BACKFILL_INLINE Floats write_weights(const float* scores, float* weights, int64_t count, Floats reference) {
     Floats sums[kLanes] = {};
     const auto weight_of = [&](int64_t key, int lane) __attribute__((always_inline)) {
-      const Floats weight = exp2<kExpDegree<T>>(load(scores + key * kTileQueries) * scale_ - reference);
+      Floats weight = exp2<kExpDegree<T>>(load(scores + key * kTileQueries) * scale_ - reference);
       sums[lane] += weight;
+      if constexpr (kHasScales<Kv>) weight *= value_scales_[key];
       return weight;
     };
     for (int64_t first = 0; first < count; first += kKeysTogether) {
@@ -314,7 +330,8 @@ class PrefillItem {
   const Kv** rows_;
   float *queries_, *sums_, *max_, *total_, *positions_;
   float *packed_keys_, *packed_values_, *scores_, *weights_;
-  float *fold_before_, *fold_chunk_;  // of a tile's queries
+  float *fold_before_, *fold_chunk_;   // of a tile's queries
+  float *key_scales_, *value_scales_;  // [kChunk], where KV has scales
 };
 
 }  // namespace backfill::BACKFILL_VARIANT
