@@ -428,3 +428,29 @@ def test_growth_of_one_owner_preempts_none_of_another_that_holds_less(
     while bench.scheduler.has_unfinished:
         bench.step()
     assert all(each.finish_reason is not None for each in flood)
+
+
+STATES = ["waits", "starts", "has answered", "comes back", "waits late", "starts late"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(STATES)), max_size=8))
+def test_whose_turn_it_is(states: list[tuple[str, str]]) -> None:
+    """Of an owner without online prompts in time, or with none but this, beside an owner with some."""
+    levels = queues.UnfinishedRequests()
+    in_time: list[Request] = []
+    for owner, state in states:
+        request = make_request(owner=owner)
+        if "late" in state:
+            request.priority_level = PriorityLevel.RELEGATED
+        levels.add(request)
+        if "waits" not in state:
+            levels.take(request)
+            (levels.restore if state == "comes back" else levels.run)(request)
+        if state == "has answered":
+            request.last_token_at_s = 0.0
+        if state in ("waits", "starts"):
+            in_time.append(request)
+    started = levels.started_of_owners()
+    for request in levels.by_id.values():
+        owners = {each.owner for each in in_time if each is not request}
+        assert levels._has_turn(request, started) == (bool(owners) and request.owner not in owners)

@@ -122,9 +122,12 @@ class RequestQueue:
         """Of each owner the first in its own order."""
         return [queue[0] for queue in self._of_owner.values()]
 
-    def owners_besides(self, request: Request) -> set[str]:
-        """Whoever has a request in the queue other than this."""
-        return {owner for owner, queue in self._of_owner.items() if len(queue) > 1 or queue[0] is not request}
+    def num_of_owner(self, owner: str) -> int:
+        return len(self._of_owner.get(owner, ()))
+
+    @property
+    def num_owners(self) -> int:
+        return len(self._of_owner)
 
     def push(self, request: Request) -> None:
         insort(self._requests, request, key=order_key)
@@ -254,10 +257,15 @@ class UnfinishedRequests:
             del self._num_of_owner[request.owner]
         self.num_online -= request.service_class is ServiceClass.ONLINE
 
+    def started_of_owners(self) -> Counter[str]:
+        """Of each owner the online prompts in steps that are in time."""
+        return Counter(request.owner for request in self.running.values() if _is_online_prompt(request))
+
     def change_levels(self, now_s: float, in_flight: Collection[RequestId] = ()) -> None:
         """Promote and relegate the requests that are due. Those in flight keep their level until later."""
         self._return_relegated(now_s)
-        self._give_turns(now_s, in_flight)
+        started = self.started_of_owners()
+        self._give_turns(now_s, in_flight, started)
         put_off = []
         while self._changes and self._changes[0][0] <= now_s:
             request = heapq.heappop(self._changes)[2]
@@ -272,9 +280,10 @@ class UnfinishedRequests:
             if self._rule.changes_at_s(request) > now_s:  # it has come further since
                 self._await_change(request, now_s)
                 continue
-            if request.priority_level is PriorityLevel.ONLINE and self._has_turn(request):
+            if request.priority_level is PriorityLevel.ONLINE and self._has_turn(request, started):
                 put_off.append(request)
                 continue
+            started[request.owner] -= _is_online_prompt(request)
             self._move(request, self._rule.next_level(request))
             if request.priority_level is PriorityLevel.RELEGATED and _is_queued(request):
                 self._relegated[request.request_id] = request.num_computed_tokens
@@ -296,8 +305,10 @@ class UnfinishedRequests:
                 self._move(request, PriorityLevel.ONLINE)
                 self._await_change(request, now_s)
 
-    def _give_turns(self, now_s: float, in_flight: Collection[RequestId]) -> None:
+    def _give_turns(self, now_s: float, in_flight: Collection[RequestId], started: Counter[str]) -> None:
         """Relegation is between the prompts of one owner: one of each comes back where it has no others.
+
+        ``started``: as ``started_of_owners`` has it; it is kept up to date.
 
         Else who floods the server would keep a late request of another owner waiting for as long as it does.
         """
@@ -308,22 +319,21 @@ class UnfinishedRequests:
         ):
             # The KV of a preempted answer is computed like a prompt's.
             is_prompt = request.last_token_at_s is None or _is_queued(request)
-            if is_prompt and request.request_id not in in_flight and self._has_turn(request):
+            if is_prompt and request.request_id not in in_flight and self._has_turn(request, started):
                 self._relegated.pop(request.request_id, None)
                 self._move(request, PriorityLevel.ONLINE)
+                started[request.owner] += _is_online_prompt(request)
                 self._await_change(request, now_s)
 
-    def _has_turn(self, request: Request) -> bool:
+    def _has_turn(self, request: Request, started: Counter[str]) -> bool:
         """Other owners have online prompts that are in time, and the request's owner has none but this."""
-        owners = self.waiting[PriorityLevel.ONLINE].owners_besides(request)
-        owners |= {
-            each.owner
-            for each in self.running.values()
-            if each.priority_level is PriorityLevel.ONLINE
-            and each.last_token_at_s is None
-            and each is not request
-        }
-        return bool(owners) and request.owner not in owners
+        waiting, owner = self.waiting[PriorityLevel.ONLINE], request.owner
+        is_waiting = _is_queued(request) and request.priority_level is PriorityLevel.ONLINE
+        num_own = waiting.num_of_owner(owner) + started[owner]
+        if num_own > is_waiting + _is_online_prompt(request):
+            return False
+        is_alone = waiting.num_owners == (waiting.num_of_owner(owner) > 0)
+        return not is_alone or started.total() > started[owner]
 
     def _look_up(self, request: Request) -> None:
         if _is_queued(request):
@@ -350,6 +360,12 @@ class UnfinishedRequests:
             ]
             heapq.heapify(self._changes)
         heapq.heappush(self._changes, (max(at_s, now_s), request.order_key[2], request))
+
+
+def _is_online_prompt(request: Request) -> bool:
+    """It is in steps, and has yet to give its first token."""
+    is_running = request.status is RequestStatus.RUNNING and request.priority_level is PriorityLevel.ONLINE
+    return is_running and request.last_token_at_s is None
 
 
 def _is_queued(request: Request) -> bool:
