@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 
 from backfill.api.online_load import OnlineLoad, Prediction
-from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.http.errors import MAX_RETRY_AFTER_S, RateLimited
@@ -88,14 +87,15 @@ def check_objectives(
 ) -> None:
     """Check that the load leaves headroom for objectives tighter than the default.
 
+    Never a lasting refusal: predictions follow the measured times, so even what a request needs alone may
+    soon be less. What no run can meet is refused before (``impossible_objectives``).
+
     Args:
         default: the server's objectives. They are always offered.
         predicted: of this request beside ``load``.
         prompt_tokens: of each choice's prompt.
         end_s: whole seconds until so many choices have ended, as far as is known.
-    Raises:
-        ObjectiveUnavailable: the load leaves one no headroom.
-        RequestError: an idle server would not either.
+    Raises: ObjectiveUnavailable.
     """
     # What it takes alone is no reason to refuse: no retry would change that.
     if asked.ttft_s < default.ttft_s and predicted.ttft_s > max(asked.ttft_s, predicted.ttft_alone_s):
@@ -124,16 +124,10 @@ def _check_tpot(
     limit_s = decode_limit_s(asked_s)
     if predicted.decode_s <= limit_s:
         return
-    if predicted.decode_alone_s > limit_s:
-        idle_s = min(default_s, least_tpot_slo(predicted.decode_alone_s))
-        raise RequestError(
-            f"TPOT objective: asked {asked_s:g} s, and no load at all leaves {_shown(idle_s)}. "
-            "Ask for at least that.",
-            param="slo.tpot",
-            code="objective_unavailable",
-        )
     offered_s = min(default_s, least_tpot_slo(predicted.decode_s))
-    wait_s = end_s(load.num_too_many(prompt_tokens, limit_s))
+    wait_s = MAX_RETRY_AFTER_S  # the end of others alone does not help
+    if predicted.decode_alone_s <= limit_s:
+        wait_s = end_s(load.num_too_many(prompt_tokens, limit_s))
     raise ObjectiveUnavailable("tpot", asked_s, offered_s, wait_s)
 
 
