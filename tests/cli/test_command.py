@@ -272,7 +272,23 @@ def test_the_help_of_serve_is_short_and_names_the_one_with_every_option(
     whole = run_cli_here("serve", "--help", "all").stdout
     assert [name for name in every if name[:21] not in whole] == []  # the longest one is broken at a hyphen
     assert run_cli_here("serve", "--help-all", "--port", "1").returncode == 2
-    assert run_cli_here("pull", "--help", "all").stdout == run_cli_here("pull", "--help").stdout
+
+
+@pytest.mark.parametrize("after", [(), ("m",), ("--port", "1")])
+@pytest.mark.parametrize("asked", ["--help all", "-h all", "--help=all", "--help all --port 1"])
+def test_the_whole_help_is_printed_wherever_it_is_asked_for(asked: str, after: tuple[str, ...]) -> None:
+    done = run_cli_here("serve", *after, *asked.split())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--offload-interval" in done.stdout
+    pull = run_cli_here("pull", "--help")
+    assert run_cli_here("pull", *after, *asked.split()).stdout == pull.stdout, "it has no other"
+
+
+@pytest.mark.parametrize("group", [[], ["bench"]])
+def test_of_commands_there_is_one_help(group: list[str]) -> None:
+    assert run_cli_here(*group, "--help", "all").stdout == run_cli_here(*group, "--help").stdout
+    for unknown in ((*group, "serv", "--help"), (*group, "serv", "--help", "all")):
+        assert run_cli_here(*unknown).returncode == 2
 
 
 @pytest.mark.parametrize("name", [*(f"{name} -h" for name in COMMANDS), "serve --help all"])

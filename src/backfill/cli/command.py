@@ -51,7 +51,7 @@ VARIABLES = {
 
 # Similarity from which a variable counts as another one misspelt.
 _MISSPELT = 0.93
-HELP_ALL = "--help-all"  # cyclopts has no value for --help, so main.py turns `--help all` into it
+HELP_ALL = "--help-all"  # cyclopts has no value for --help, so main.py makes this of `--help all`
 _MORE = "These are the options that are needed first; --help all lists all {}."
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _CONFIG = Option(

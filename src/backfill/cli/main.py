@@ -51,9 +51,7 @@ def main(commands: App = app) -> None:
 
     Raises: SystemExit, with status 2 for what is no command line.
     """
-    arguments = [_with_hyphens(argument) for argument in sys.argv[1:]]
-    if arguments[-2:] == ["--help", "all"] and HELP_ALL in commands.parse_commands(arguments[:-2])[1][-1]:
-        arguments[-2:] = [HELP_ALL]
+    arguments = _with_whole_help(commands, [_with_hyphens(argument) for argument in sys.argv[1:]])
     try:
         commands(arguments, result_action="return_value", exit_on_error=False, print_error=False)
     except CycloptsError as error:
@@ -78,6 +76,16 @@ def _usage_error(error: CycloptsError) -> str:
         name = (error.token.keyword or error.token.value).partition("=")[0]
         error.token = error.token.evolve(keyword=name, value="")  # the value may be a key
     return str(error)
+
+
+def _with_whole_help(commands: App, arguments: list[str]) -> list[str]:
+    """Nothing else counts beside ``--help all``, as beside ``--help``."""
+    for index, argument in enumerate(arguments):
+        flag, _, value = argument.partition("=")
+        if flag in ("--help", "-h") and (value or "".join(arguments[index + 1 : index + 2])) == "all":
+            names, apps, _ = commands.parse_commands(arguments[:index])
+            return [*names, HELP_ALL] if HELP_ALL in apps[-1] else [*arguments[:index], "--help"]
+    return arguments
 
 
 def _with_hyphens(argument: str) -> str:
