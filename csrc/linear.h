@@ -40,9 +40,10 @@ constexpr int64_t kTileInputs = kTileUnits * 4 / (int64_t)sizeof(T);
 class Prefetcher {
  public:
   // Each panel is read `num_reads` times, and the prefetch of the next one is spread over these reads: memory
-  // then delivers while the product computes.
-  Prefetcher(const void* end, int64_t num_reads, int64_t round_bytes = kAhead)
+  // then delivers while the product computes. It is never further ahead of what is read than two panels.
+  Prefetcher(const void* end, int64_t num_reads, int64_t panel_bytes, int64_t round_bytes = kAhead)
       : end_((const char*)end),
+        farthest_(2 * panel_bytes + kAhead),
         round_lines_((round_bytes + kLine - 1) / kLine),
         lines_(std::max<int64_t>(1, round_lines_ / num_reads)) {}
 
@@ -54,7 +55,7 @@ class Prefetcher {
       next_ = nearest;
       lines = round_lines_;
     }
-    if (next_ + lines * kLine > end_) return;
+    if (next_ + lines * kLine > end_ || next_ > (const char*)reading + farthest_) return;
     for (int64_t line = 0; line < lines; line++, next_ += kLine) __builtin_prefetch(next_);
   }
 
@@ -63,7 +64,7 @@ class Prefetcher {
 
   const char* next_ = nullptr;
   const char* end_;
-  int64_t round_lines_, lines_;
+  int64_t farthest_, round_lines_, lines_;
 };
 
 // Adds the bias to a block's sums [rows, 32] and writes them, with AMX while the next block is multiplied:
@@ -144,7 +145,8 @@ class PlainWeight {
   }
 
   Prefetcher prefetcher(int64_t last_panel, int64_t num_reads) const {
-    return Prefetcher(weight_ + last_panel * depth_ * kPanel, num_reads);
+    const int64_t panel = depth_ * kPanel;
+    return Prefetcher(weight_ + last_panel * panel, num_reads, panel * (int64_t)sizeof(T));
   }
 
  private:

@@ -3,7 +3,7 @@
 // In each group of inputs, 32 or the weight's 16, a row has a scale of its own: its greatest magnitude / 127. Of
 // an output and a group, products of codes are summed in integers, exactly, and added as one float:
 //
-//   sum += (row scale * sum of row code * (code - zero)) * scale
+//   sum += sum of row code * (code - zero) * (row scale * scale)
 //   sum += (row scale * sum of row codes) * (offset + zero * scale)      where the weight has offsets
 //
 // so a row's result depends on no other row, and has one order of sums.
@@ -170,8 +170,8 @@ class CodesWeight {
   }
 
   Prefetcher prefetcher(int64_t last_panel, int64_t num_reads) const {
-    return Prefetcher(panels_ + last_panel * panel_bytes_, num_reads,
-                      layout_.bytes * kChunkInputs / layout_.inputs);
+    return Prefetcher(panels_ + last_panel * panel_bytes_, num_reads, step_ * layout_.bytes / layout_.inputs,
+                      kChunkInputs * layout_.bytes / layout_.inputs);
   }
 
  private:
@@ -246,7 +246,7 @@ __attribute__((noinline)) void multiply_codes(const CodeTiles& tiles, const uint
         const Floats scale = load(factors + v * kLanes), offset = load(factors + kPanel + v * kLanes);
         for (int r = 0; r < Rows; r++) {
           const Floats sum = __builtin_convertvector(group_sums[r][v].end(starts[r]), Floats);
-          acc[r][v] = multiply_add(acc[r][v], sum * broadcast(scales[r]), scale);
+          acc[r][v] = multiply_add(acc[r][v], sum, scale * broadcast(scales[r]));
           if constexpr (HasOffsets) acc[r][v] = multiply_add(acc[r][v], broadcast(scales[Rows + r]), offset);
         }
       }
@@ -263,7 +263,7 @@ class IntegerProduct {
  public:
   using T = Element;
   static constexpr int64_t kRows = kIntegerRows, kMaxChunk = 1536, kPackedBytes = 384 << 10;
-  static constexpr double kPackCost = 0.3, kReadCost = 1.0;
+  static constexpr double kPackCost = 1.8, kReadCost = 1.0;
 
   static int64_t packed_bytes(int64_t inputs) {
     return round_up(inputs / Inputs * kRows * kGroupWords<Inputs> * 4, 64);
@@ -299,17 +299,17 @@ class IntegerProduct {
     std::memcpy(&magnitude, &bits, sizeof magnitude);
     const float scale = magnitude / 127, inverse = magnitude < 1e-30f ? 0.0f : 127 / magnitude;
     const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to nearest even
-    Ints total{};
+    Words total{};                                // wraps for a row that is no number
     for (int v = 0; v < kVectors; v++) {
-      const Ints codes = (Ints)multiply_add(magic, values[v], broadcast(inverse)) - (Ints)magic;
+      const Words codes = (Words)multiply_add(magic, values[v], broadcast(inverse)) - (Words)magic;
       total += codes;
       const RowCodes bytes = __builtin_convertvector(codes, RowCodes);
       uint32_t words[kLanes / 4];
       std::memcpy(words, &bytes, sizeof words);
       for (int i = 0; i < kLanes / 4; i++) group[(3 + v * kLanes / 4 + i) * rows] = words[i];
     }
-    const int32_t codes_sum = sum(total), start = -kZero<Bits> * codes_sum;
-    const float scaled = scale * (float)codes_sum;
+    const uint32_t codes_sum = sum(total), start = -kZero<Bits> * codes_sum;
+    const float scaled = scale * (float)(int32_t)codes_sum;
     std::memcpy(group, &scale, 4);
     std::memcpy(group + rows, &scaled, 4);
     std::memcpy(group + 2 * rows, &start, 4);

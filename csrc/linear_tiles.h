@@ -155,7 +155,8 @@ inline void multiply_few_rows(const LinearArgs& args, const LinearPart& part) {
   PanelTiles tiles;
   SumsWriter<bf16> writer;
   Prefetcher prefetcher(weight + part.last_panel * panel_size,
-                        (part.last_row - part.first_row + kTileRows - 1) / kTileRows);
+                        (part.last_row - part.first_row + kTileRows - 1) / kTileRows,
+                        panel_size * (int64_t)sizeof(bf16));
   int turn = 0;
   for (int64_t index = part.first_panel; index < part.last_panel; index++) {
     for (int64_t row = part.first_row; row < part.last_row; row += kTileRows, turn ^= 1) {

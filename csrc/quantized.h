@@ -1,14 +1,15 @@
 // Weights of 4 or 8 bits: y = x * weight^T where an output's weight is code * scale + offset, with a scale and an
-// offset for each group of inputs. Where products are of pairs of bf16 it is rounded to bf16, else it is a float.
+// offset for each group of inputs.
 //
-// They are packed into the panels of linear.h, and a panel is unpacked a few hundred inputs at a time, into
-// tiles that the products of linear_vectors.h and linear_tiles.h read: so a row's result is, to the bit, that of
-// the unpacked weight, whatever the number of rows, and memory delivers a third of the bytes.
-//
-// A panel is a row of blocks, each for a group of inputs, or for two groups of 16: scales [groups][32], offsets
-// [groups][32] if there are any, then for every 32 inputs codes [2][32 / inputs of a word][16], a word of 32
-// bits having neighbouring inputs of an output; of 8 inputs, the first four are the lower halves of its bytes. Scales and offsets of one byte are in units: a block has 256
+// They are packed into the panels of linear.h. A panel is a row of blocks, each for a group of inputs, or for two
+// groups of 16: scales [groups][32], offsets [groups][32] if there are any, then for every 32 inputs codes
+// [2][32 / inputs of a word][16], a word of 32 bits having neighbouring inputs of an output; of 8 inputs, the
+// first four are the lower halves of its bytes. Scales and offsets of one byte are in units: a block has 256
 // inputs, and the units of its scales [32] and offsets [32] come first.
+//
+// Variants without the integer product of linear_integers.h unpack a panel a few hundred inputs at a time, into
+// tiles that the products of linear_vectors.h and linear_tiles.h read: a row's result is, to the bit, that of the
+// unpacked weight, which is rounded to bf16 where products are of pairs of bf16.
 #pragma once
 
 #include "linear_tiles.h"
@@ -217,7 +218,7 @@ class QuantizedWeight {
   }
 
   // Unpacking reads the weight, and prefetches it.
-  Prefetcher prefetcher(int64_t, int64_t) const { return Prefetcher(nullptr, 1); }
+  Prefetcher prefetcher(int64_t, int64_t) const { return Prefetcher(nullptr, 1, 0); }
 
  private:
   static constexpr int64_t kInputBytes = kPanel * sizeof(W), kFewRows = 16 << 10, kManyRows = 96 << 10;

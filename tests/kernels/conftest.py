@@ -30,6 +30,14 @@ def kv_dtype(request: pytest.FixtureRequest, dtype: torch.dtype) -> torch.dtype:
     return torch.int8 if request.param else dtype
 
 
+@pytest.fixture(params=[1, 2, 3], ids="{} threads".format)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def scratch_limit() -> Iterator[Callable[[int], None]]:
     """Sets the most bytes of scratch memory that a kernel's thread gets."""

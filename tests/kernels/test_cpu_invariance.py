@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -66,14 +64,6 @@ class Tokens:
         )
         qkv = torch.cat([self.qkv[context - rows : context] for rows, context in lens])
         return kernels.attention(qkv, pool, 0, batch, self.num_heads, self.head_dim**-0.5)
-
-
-@pytest.fixture(params=[1, 2, 3], ids="{} threads".format)
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)

@@ -76,6 +76,16 @@ def integer_linear(weight: QuantizedWeight, x: Tensor) -> tuple[Tensor, Tensor]:
     return terms.sum(-1), bounds.sum(-1)
 
 
+def assert_rounded_product(weight: QuantizedWeight, x: Tensor, found: Tensor, bias: Tensor) -> None:
+    sums, bounds = integer_linear(weight, x)
+    expected = sums + bias.double()
+    # Offsets and zeros may be many times what is left of them.
+    tolerance = 1e-6 * bounds * min(weight.format.group, 96)
+    if found.dtype == torch.bfloat16:
+        tolerance += expected.abs() * 2**-8
+    assert ((found.double() - expected).abs() <= tolerance).all(), x.shape
+
+
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize("size", range(3))
 def test_a_linear_layer_of_codes(
@@ -91,13 +101,7 @@ def test_a_linear_layer_of_codes(
         x[:, 32:64] = 0.0
         found = linear(x)
         if kernels.sums_integers:
-            sums, bounds = integer_linear(weight, x)
-            expected = sums + bias.double()
-            # Offsets and zeros may be many times what is left of them.
-            tolerance = 1e-6 * bounds * form.group + (
-                expected.abs() * 2**-8 if dtype == torch.bfloat16 else 0
-            )
-            assert ((found.double() - expected).abs() <= tolerance).all(), rows
+            assert_rounded_product(weight, x, found, bias)
         else:
             product_dtype = dtype if kernels.isa == "amx" else torch.float32
             plain = kernels.linear(replace(weight, dtype=product_dtype).dequantized(), bias.to(product_dtype))
@@ -106,11 +110,13 @@ def test_a_linear_layer_of_codes(
     assert torch.equal(linear.rows(index), weight.dequantized()[index])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_sums_of_integers_are_equal_on_all_instruction_sets(dtype: torch.dtype, bits: int) -> None:
-    generator = seeded("instruction sets", bits)
-    weight = quantize(random_rows(generator, 70, 640, dtype=dtype), bits)
-    x = random_rows(generator, 9, 640, dtype=dtype)
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_sums_of_integers_are_equal_on_all_instruction_sets(
+    dtype: torch.dtype, form: QuantizedFormat
+) -> None:
+    generator = seeded("instruction sets", form)
+    weight = random_weight(form, (70, 768), dtype, generator)
+    x = random_rows(generator, 9, 768, dtype=dtype)
     every = [CpuKernels(isa) for isa in available_isas()]
     results = [each.linear(weight)(x) for each in every if each.sums_integers]
     for each in results[1:]:
@@ -132,12 +138,14 @@ def test_extremes_of_rows_and_codes(kernels: CpuKernels) -> None:
             found = linear(x.contiguous())
             expected = torch.tensor([64.0 * value, -64.0 * value, 0.0, 0.0])
             torch.testing.assert_close(found, expected[:, None].expand(4, 33), rtol=1e-6, atol=1e-34)
-    for wrong in (float("nan"), float("inf")):
-        x = torch.ones(2, 64)
-        x[0, 40] = wrong
-        found = linear(x)
-        assert not found[0].isfinite().any()
-        assert found[1].isfinite().all()
+            large = kernels.linear(replace(weight, scales=torch.full((33, 2), 1e-3)))
+            assert large(torch.full((1, 64), 1e36)).isfinite().all()
+            for wrong in (float("nan"), float("-nan"), float("inf")):
+                x = torch.ones(2, 64)
+                x[0, 40] = wrong
+                found = linear(x)
+                assert not found[0].isfinite().any()
+                assert found[1].isfinite().all()
 
 
 def test_rows_of_a_weight_whose_inputs_are_padded_are_dense(kernels: CpuKernels, dtype: torch.dtype) -> None:
@@ -147,14 +155,34 @@ def test_rows_of_a_weight_whose_inputs_are_padded_are_dense(kernels: CpuKernels,
     assert torch.equal(rows, weight[[4, 1]])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_many_rows_and_a_row_of_them_alone(kernels: CpuKernels, dtype: torch.dtype, bits: int) -> None:
-    generator = seeded("many rows", bits)
-    linear = kernels.linear(quantize(random_rows(generator, 100, 1536, dtype=dtype), bits))
-    x = random_rows(generator, 600, 1536, dtype=dtype)
+@pytest.mark.parametrize(
+    ("form", "shape", "num_rows"),
+    [
+        (QuantizedFormat(4, 32, torch.float16, True), (100, 1536), 600),
+        # The depth is divided, and parts of it begin within a block.
+        (QuantizedFormat(8, 16, torch.float32, False), (40, 4832), 200),
+        (QuantizedFormat(4, 4832, torch.float16, True), (40, 4832), 200),
+        (QuantizedFormat(4, 32, torch.int8, True), (40, 19 * 256), 200),
+    ],
+    ids=str,
+)
+def test_many_rows_and_a_row_of_them_alone(
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    form: QuantizedFormat,
+    shape: tuple[int, int],
+    num_rows: int,
+    threads: int,
+) -> None:
+    generator = seeded("many rows", form)
+    weight = random_weight(form, shape, dtype, generator)
+    linear = kernels.linear(weight)
+    x = random_rows(generator, num_rows, shape[1], dtype=dtype)
     whole = linear(x)
-    for first, last in [(0, 1), (5, 22), (60, 100), (7, 300), (599, 600)]:
+    for first, last in [(0, 1), (5, 22), (60, 100), (7, num_rows // 2), (num_rows - 1, num_rows)]:
         assert torch.equal(linear(x[first:last]), whole[first:last])
+    if kernels.sums_integers:
+        assert_rounded_product(weight, x[:5], whole[:5], torch.zeros(shape[0]))
 
 
 def test_it_can_be_placed_elsewhere(kernels: CpuKernels, dtype: torch.dtype) -> None:
