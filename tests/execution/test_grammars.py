@@ -27,6 +27,31 @@ def triggered(schema: object) -> dict[str, Any]:
     return {"structural_tag": {"triggers": ["<a>"], "structures": [structure]}}
 
 
+DATE = {"type": "string", "format": "date"}
+
+
+def calls(**fields: Any) -> dict[str, Any]:
+    """Calls of f, which takes an integer, and of g, which takes any object."""
+    schemas: dict[str, dict[str, Any]] = {
+        "f": {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/i"}},
+            "$defs": {"i": {"type": "integer"}},
+        },
+        "g": {"type": "object"},
+    }
+    tags = [
+        {
+            "type": "tag",
+            "begin": f'<call>{{"name": "{name}", "arguments": ',
+            "content": {"type": "json_schema", "json_schema": schema},
+            "end": "}</call>",
+        }
+        for name, schema in schemas.items()
+    ]
+    return {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True, **fields}
+
+
 @pytest.fixture(scope="module")
 def compiler(default_model: Path) -> GrammarCompiler:
     return GrammarCompiler(default_model, VOCAB_SIZE, END_TOKEN_IDS)
@@ -59,7 +84,29 @@ def compiler(default_model: Path) -> GrammarCompiler:
         ({"json": {"properties": {"a": {"pattern": "[]a]"}}}}, "must be escaped"),
         ({"json": {"pattern": "[+--]"}}, "must be escaped"),
         ({"json": {"allOf": [{"multipleOf": 65536}, {"multipleOf": 65537}]}}, "multipleOf"),
-        ({"json": {"items": {"multipleOf": 0.01}, "multipleOf": 100_000_000}}, "multipleOf"),
+        (
+            {
+                "json": {
+                    "properties": {"a": {"$ref": "#/$defs/cents"}},
+                    "allOf": [{"additionalProperties": {"anyOf": [{"multipleOf": 100_000_000}]}}],
+                    "$defs": {"cents": {"multipleOf": 0.01}},
+                }
+            },
+            r"multipleOf .*\(#/a\)",
+        ),
+        (
+            {"json": {"prefixItems": [{}, {"multipleOf": 0.01}], "allOf": [{"items": {"multipleOf": 1e8}}]}},
+            r"multipleOf .*\(#/1\)",
+        ),
+        ({"json": {"items": {"multipleOf": True}}}, r"multipleOf must be .*true \(#/items\)"),
+        ({"json": {"multipleOf": -2}}, "multipleOf must be .*-2"),
+        ({"json": '{"anyOf": [{"multipleOf": NaN}, {"multipleOf": 2}]}'}, "NaN is not a finite number"),
+        ({"json": '{"const": 1e999}'}, "1e999 is not a finite number"),
+        (
+            {"json": {"$ref": "#/components/a", "components": {"a": {"minProperties": 2}}}},
+            r"minProperties .*\(#/components/a\)",
+        ),
+        ({"json": {"$ref": "b#/x", "$defs": {"b": {"$id": "b", "x": {"format": "date"}}}}}, "inner .id"),
         ({"json": "{"}, "JSON schema"),
         ({"json": "[]"}, "JSON schema"),
         ({"json": "[" * 60_000}, "JSON schema"),
@@ -77,6 +124,10 @@ def compiler(default_model: Path) -> GrammarCompiler:
         (triggered('{"minProperties": 2}'), "minProperties"),
         ({"structural_tag": {"format": {"type": "any_text"}}}, "types of format are .* got 'any_text'"),
         ({"structural_tag": {"format": {"type": "tag", "begin": "a"}}}, "no 'content'"),
+        *(
+            ({"structural_tag": {"format": calls(at_most=at_most)}}, "at_most must be a whole number")
+            for at_most in (0, -3, True, 1.5, "4")
+        ),
         (
             {"structural_tag": {"format": {"type": "tags_with_separator", "tags": [], "separator": ""}}},
             "must not be empty",
@@ -142,6 +193,51 @@ def test_what_follows_a_grammar_is_accepted(
         ({"minProperties": 2, "required": ["a"]}, ['{"a": 1, "b": 1}'], ['{"a": 1, "a": 1}', '{"b": 1}']),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, ["0.1", "1"], ["0", "1.1"]),
         ({"multipleOf": 0.01, "allOf": [{"multipleOf": 25}], "type": "number"}, ["50"], ["10", "0.01"]),
+        (  # values of multipleOf that do not meet
+            {
+                "properties": {
+                    "price": {"type": "number", "multipleOf": 0.01},
+                    "lot": {"type": "integer", "multipleOf": 100_000_000},
+                    "prices": {"items": {"$ref": "#/properties/price"}},
+                }
+            },
+            ['{"price": 0.25, "lot": 200000000, "prices": [0.5]}'],
+            ['{"price": 0.005}', '{"lot": 1}'],
+        ),
+        ({"default": {"minProperties": 4}, "examples": [{"const": 1 << 60}]}, ["1"], ["a"]),
+        (
+            {"properties": {"enum": {"type": "integer", "maximum": (1 << 63) - 1}}},
+            ['{"enum": 1}'],
+            [f'{{"enum": {1 << 63}}}'],
+        ),
+        (
+            {"properties": {"$schema": {"const": "http://json-schema.org/draft-03/schema#"}}},
+            ['{"$schema": "http://json-schema.org/draft-03/schema#"}'],
+            ['{"$schema": ""}'],
+        ),
+        (
+            {"$ref": "#/components/schemas/a~1b/0", "components": {"schemas": {"a/b": [DATE]}}},
+            ['"2023-02-28"', '"2024-02-29"', '"2000-02-29"'],
+            ['"2023-02-29"', '"1900-02-29"', '"2024-02-30"'],
+        ),
+        (DATE, ['"2024-02-29"'], ['"2023-02-29"']),
+        ({"type": "string", "format": "time"}, ['"23:59:59Z"'], ['"23:59:60Z"']),
+        ({"type": "string", "format": "date-time"}, ['"2024-02-29T23:59:59Z"'], ['"2024-02-28T23:59:60Z"']),
+        # A class of all control characters has " and \\ no more than what it says.
+        ({"type": "string", "pattern": '^[^"]+$'}, [r'"a\n\\"'], [r'"a\"b"']),
+        ({"type": "string", "pattern": r"^[\x00-!#-\[\]-~]*$"}, [r'"a\n!"'], [r'"a\"b"', r'"a\\"']),
+        ({"type": "string", "pattern": "^[\\u0000-\\u001fab]*$"}, [r'"a\n"'], [r'"a\"b"', r'"a\\"']),
+        ({"type": "string", "pattern": "^[\x00-\x1fab]*$"}, [r'"a\n"'], [r'"a\"b"', r'"a\\"']),
+        ({"type": "string", "pattern": r"^([\x{0}-\x1f]|[a-z])*$"}, [r'"a\n"'], [r'"a\"b"', r'"a\\"']),
+        ({"type": "string", "pattern": r"^(?:\p{Cc}|a|b)*$"}, [r'"a\n"'], [r'"a\"b"', r'"a\\"']),
+        ({"type": "string", "pattern": r"^[\p{Cc}a-z]*$"}, [r'"a\n"'], [r'"a\"b"', r'"a\\"']),
+        ({"type": "string", "pattern": r"^[^\P{L}_]*$"}, ['"aé"'], ['"1"', r'"a\"b"']),
+        ({"type": "string", "pattern": r"^\P{P}*$"}, [r'"a\n"'], [r'"a\"b"', r'"a\\"', '"."']),
+        (
+            {"patternProperties": {r'^[^"\\]+$': {"type": "integer"}}, "additionalProperties": False},
+            ['{"a": 1}'],
+            [r'{"a\"b": 1}', r'{"a\\b": 1}', '{"a": "x"}'],
+        ),
         ({"type": "integer", "maximum": (1 << 63) - 1}, [f"{(1 << 63) - 1}"], [f"{1 << 63}"]),
         (
             {"properties": {"minProperties": {"minimum": 3}}},
@@ -250,28 +346,6 @@ def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path: Path) -> 
         GrammarCompiler(tmp_path, 100, (2,)).matcher(StructuredOutputsParams(regex="a"))
 
 
-def calls(**fields: Any) -> dict[str, Any]:
-    """Calls of f, which takes an integer, and of g, which takes any object."""
-    schemas: dict[str, dict[str, Any]] = {
-        "f": {
-            "type": "object",
-            "properties": {"a": {"$ref": "#/$defs/i"}},
-            "$defs": {"i": {"type": "integer"}},
-        },
-        "g": {"type": "object"},
-    }
-    tags = [
-        {
-            "type": "tag",
-            "begin": f'<call>{{"name": "{name}", "arguments": ',
-            "content": {"type": "json_schema", "json_schema": schema},
-            "end": "}</call>",
-        }
-        for name, schema in schemas.items()
-    ]
-    return {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True, **fields}
-
-
 def thought(mark: str) -> dict[str, Any]:
     return {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": mark}
 
@@ -285,6 +359,7 @@ G = '<call>{"name": "g", "arguments": {"b": [1]}}</call>'
     [
         (calls(), [F, f"{F}\n{G}"], ["", f"{F}{G}", F.replace("3", '"3"'), F.replace('"f"', '"h"')]),
         (calls(stop_after_first=True), [F, G], [f"{F}\n{G}"]),
+        (calls(at_most=1), [F, G], ["", f"{F}\n{G}"]),
         (calls(at_most=2), [F, f"{F}\n{G}"], ["", f"{F}\n{G}\n{F}"]),
         (calls(at_least_one=False), ["", F], ["a"]),
         (

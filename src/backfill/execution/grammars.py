@@ -35,7 +35,7 @@ _NAMES: dict[GrammarKind, str] = {
     "json_object": "The grammar of JSON objects",
     "structural_tag": "The structural tag",
 }
-_WRONG = (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError, OverflowError)
+_WRONG = (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError, ArithmeticError)
 # Without u: the library does not read \u0061 as a, and would take it for another key than those of a schema.
 _ESCAPES = r"nrbtf\""
 

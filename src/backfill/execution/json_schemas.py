@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
+from urllib.parse import unquote
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SCHEMAS = ("items", "additionalItems", "additionalProperties", "not")
+_INNER_POINTER = re.compile(r"#/(?!(?:\$defs|definitions)/[^/]*$)")
+_INDEX = re.compile(r"\+?[0-9]+")  # as the library reads it
+_TOO_LARGE = "values of multipleOf that meet have too large a common multiple"
+_MAX_MEETING = 100_000  # parts that are looked at for them
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # without \u
 _OLD_DRAFT = re.compile(r"/draft-0[0-3]\b")  # their keywords are others
 # The library's formats allow February 29 of any year, and 61 seconds in any minute.
@@ -20,7 +25,10 @@ _DATE = f"(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-[01]|02-2[0-8])|{_LEAP_YEAR}-02-29)
 _FORMATS = {"date": f"^{_DATE}", "date-time": f"^{_DATE}[^:]*:[0-9]{{2}}:[0-5]", "time": "^.{6}[0-5]"}
 _MAX_EXACT = 1 << 53  # integers above it are rounded,
 _MAX_INTEGER = (1 << 63) - 1  # and bounds above this one to it
-_PATTERN_TOKENS = re.compile(r"\\.|\[\^?|\]|&&|--|~~|.", re.DOTALL)
+_PATTERN_TOKENS = re.compile(
+    r"\\[pP](?:\{[^}]*\}|.)|\\x00|\\u0000|\\U00000000|\\[xuU]\{0+\}|\\.|\[\^?|\]|&&|--|~~|.", re.DOTALL
+)
+_NUL = re.compile(r"\0|\\(?:x00|u0000|U00000000|[xuU]\{0+\})")
 
 _NEGATED = r"[^\x00"
 
@@ -29,25 +37,39 @@ def adapted_schema(text: str) -> Any:
     """The schema that the library allows valid outputs of, and no others.
 
     Raises: ValueError naming what the library would take, and get wrong; ValueError, RecursionError,
-        TypeError and OverflowError for what is no schema.
+        TypeError and ArithmeticError for what is no schema.
     """
-    root = json.loads(text)
-    _check(root)
-    for _, part in schema_parts(root) if isinstance(root, dict) else ():
-        if (form := part.get("format")) in _FORMATS:
+    root = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    parts: list[dict[str, Any]] = []
+    for place, part in schema_parts(root) if isinstance(root, dict) else ():
+        if reason := _misread(part):
+            raise ValueError(f"{reason} ({place})")
+        parts.append(part)
+        if isinstance(form := part.get("format"), str) and form in _FORMATS:
             part["allOf"] = [*part.get("allOf", ()), {"pattern": _FORMATS[form]}]
         if isinstance(pattern := part.get("pattern"), str):
             part["pattern"] = _adapted_pattern(pattern)
         if isinstance(by_pattern := part.get("patternProperties"), dict):
             part["patternProperties"] = {_adapted_pattern(name): each for name, each in by_pattern.items()}
+    has_inner_id = any(isinstance(part.get(key), str) for part in parts[1:] for key in ("$id", "id"))
+    if has_inner_id and any(_INNER_POINTER.search(str(part.get("$ref"))) for part in parts):
+        raise ValueError("beside an inner $id, a JSON pointer of $ref may only be of $defs or definitions")
+    if _overflows(parts):  # or would if all of them met
+        for place, met in [("#", parts)] if has_inner_id else _meeting(root):
+            if _overflows(met):
+                raise ValueError(f"{_TOO_LARGE} ({place})")
     return root
 
 
 def schema_parts(root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Places and schemas within a schema, each before its own parts."""
+    """Places and schemas within a schema, each once and before its own parts, with what ``$ref`` leads to."""
+    seen: dict[int, dict[str, Any]] = {}
     waiting = [("#", root)]
     while waiting:
         place, schema = waiting.pop()
+        if id(schema) in seen:
+            continue
+        seen[id(schema)] = schema
         yield place, schema
         inner: list[tuple[str, Any]] = []
         for key in _SCHEMAS_BY_NAME:
@@ -57,32 +79,110 @@ def schema_parts(root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             if isinstance(schema.get(key), list):
                 inner += [(f"{key}/{index}", each) for index, each in enumerate(schema[key])]
         inner += [(key, schema.get(key)) for key in _SCHEMAS]
+        if isinstance(target := _target(root, schema), dict):
+            waiting.insert(0, (f"#{schema['$ref'].partition('#')[2]}", target))
         waiting += [(f"{place}/{name}", each) for name, each in reversed(inner) if isinstance(each, dict)]
 
 
-def _check(root: object) -> None:
-    waiting, multiples = [("#", root)], set[Decimal]()
+def _target(root: object, schema: Mapping[str, Any]) -> object:
+    """What ``$ref`` of a schema leads to by a JSON pointer from the root; None if it does not."""
+    ref = schema.get("$ref")
+    uri, _, pointer = (ref if isinstance(ref, str) else "none").partition("#")
+    if pointer[:1] != "/" and (uri or pointer):
+        return None
+    for step in unquote(pointer).split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(root, list) and _INDEX.fullmatch(name):
+            root = root[int(name)] if int(name) < len(root) else None
+        else:
+            root = root.get(name) if isinstance(root, dict) else None
+    return root
+
+
+def _meeting(root: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Schemas that may apply to one place of an instance together, by place.
+
+    Raises: ValueError if that cannot be told.
+    """
+    waiting: list[tuple[str, list[Any]]] = [("#", [root])]
+    seen: set[frozenset[int]] = set()
+    num_met = 0
     while waiting:
-        place, part = waiting.pop()
-        if isinstance(part, dict):
-            if isinstance(value := part.get("multipleOf"), int | float):
-                multiples.add(Decimal(str(value)))
-            if reason := _misread(part):
-                raise ValueError(f"{reason} ({place})")
-            waiting += [(f"{place}/{name}", each) for name, each in part.items()]
-        elif isinstance(part, list):
-            waiting += [(f"{place}/{index}", each) for index, each in enumerate(part)]
-    if len(multiples) > 1:  # which the library multiplies in 32 bits where they meet
-        num_digits = max(0, *(-int(value.as_tuple().exponent) for value in multiples))
-        factors = [int(value.scaleb(num_digits)) for value in multiples]
-        if math.lcm(*factors) * max(factors) >= 1 << 32:
-            raise ValueError("its values of multipleOf have too large a common multiple")
+        place, applied = waiting.pop()
+        schemas = _applied(root, applied)
+        num_met += len(schemas)
+        if num_met > _MAX_MEETING:
+            raise ValueError(_TOO_LARGE)
+        if (key := frozenset(map(id, schemas))) in seen:
+            continue
+        seen.add(key)
+        yield place, schemas
+        for kind in (_of_properties, _of_items):
+            inner = [kind(each) for each in schemas]
+            for name in dict.fromkeys([*(name for named, _, _ in inner for name in named), None]):
+                applied = [each for named, rest, any_of in inner for each in (named.get(name, rest), *any_of)]
+                waiting.append((f"{place}/{'*' if name is None else name}", applied))
+                num_met += len(inner)
+
+
+def _applied(root: object, schemas: Iterable[object]) -> list[dict[str, Any]]:
+    """Schemas, and what they apply to the same place of an instance."""
+    found: dict[int, dict[str, Any]] = {}
+    waiting = [*schemas]
+    while waiting:
+        schema = waiting.pop()
+        if isinstance(schema, dict) and id(schema) not in found:
+            found[id(schema)] = schema
+            for key in ("allOf", "anyOf", "oneOf"):
+                waiting += schema[key] if isinstance(schema.get(key), list) else ()
+            if "$ref" in schema:
+                if (target := _target(root, schema)) is None:
+                    raise ValueError(_TOO_LARGE)
+                waiting.append(target)
+    return [*found.values()]
+
+
+def _of_properties(schema: Mapping[str, Any]) -> tuple[dict[Any, Any], Any, Iterable[Any]]:
+    """The schemas of properties by name, the one of others, and those that may be of any."""
+    named, by_pattern = (
+        each if isinstance(each := schema.get(key), dict) else {}
+        for key in ("properties", "patternProperties")
+    )
+    return named, schema.get("additionalProperties"), by_pattern.values()
+
+
+def _of_items(schema: Mapping[str, Any]) -> tuple[dict[Any, Any], Any, Iterable[Any]]:
+    """The schemas of items by index, the one of others, and those that may be of any."""
+    for first, rest in (("prefixItems", "items"), ("items", "additionalItems")):
+        if isinstance(schema.get(first), list):
+            return dict(enumerate(schema[first])), schema.get(rest), ()
+    return {}, schema.get("items"), ()
+
+
+def _overflows(schemas: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the library, which multiplies values of multipleOf in 32 bits where they meet, cannot here."""
+    given = (schema.get("multipleOf") for schema in schemas)
+    multiples = {Decimal(str(value)) for value in given if isinstance(value, int | float)}
+    if len(multiples) < 2:
+        return False
+    num_digits = max(0, *(-int(value.as_tuple().exponent) for value in multiples))
+    factors = [int(value.scaleb(num_digits)) for value in multiples]
+    return math.lcm(*factors) * max(factors) >= 1 << 32
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text:.40} is not a finite number")
+    return value
 
 
 def _misread(schema: Mapping[str, Any]) -> str:
     """Why this part of a schema would be got wrong, without the parts in it; empty if it would not be."""
     if _OLD_DRAFT.search(str(schema.get("$schema"))):
         return "its draft is older than 4"
+    multiple = schema.get("multipleOf", 1)
+    if isinstance(multiple, bool) or (isinstance(multiple, int | float) and multiple <= 0):
+        return f"multipleOf must be a number above 0, got {json.dumps(multiple):.40}"
     required = schema.get("required")
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
     at_least = schema.get("minProperties")
@@ -125,7 +225,7 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def _adapted_pattern(pattern: str) -> str:
-    """As Rust reads what ECMA does, and with NUL, which is not written anyway, in each negated class.
+    """As Rust reads what ECMA does, and so that no class has NUL, which is not written anyway.
 
     In a JSON string the library takes a class of all control characters for one that also has " and \\.
 
@@ -138,6 +238,9 @@ def _adapted_pattern(pattern: str) -> str:
             raise ValueError(f"{token} must be escaped in a class of characters, in {pattern!r:.80}")
         if is_in_class and token in ("[", "[^", "&&", "~~"):
             adapted.append("".join(f"\\{letter}" for letter in token))
+            continue
+        if _NUL.fullmatch(token) or token[:2] in (r"\p", r"\P"):  # \x01 is not written either
+            adapted.append(rf"[{token}&&[^\x00]]" if token[1:2] in ("p", "P") else r"\x01")
             continue
         is_in_class = token != "]" and (is_in_class or token[0] == "[")
         adapted.append(_NEGATED if token == "[^" else token)

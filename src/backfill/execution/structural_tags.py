@@ -79,8 +79,12 @@ class _FormatGrammar:
         if not form["tags"]:
             raise ValueError("tags must not be empty")
         one = self._rule(" | ".join(self._tag(each) for each in form["tags"]))
-        times = f"{{0,{form['at_most'] - 1}}}" if "at_most" in form else "*"
-        more = "" if form.get("stop_after_first") else f"({self._text(form['separator'])} {one}){times}"
+        at_most = form.get("at_most")
+        if at_most is not None and (type(at_most) is not int or at_most < 1):
+            raise ValueError(f"at_most must be a whole number of 1 or more, got {json.dumps(at_most):.40}")
+        times = "*" if at_most is None else f"{{0,{at_most - 1}}}"
+        is_one = at_most == 1 or form.get("stop_after_first")
+        more = "" if is_one else f"({self._text(form['separator'])} {one}){times}"
         some = f"{one} {more}"
         return self._rule(some if form.get("at_least_one") else f"({some})?")
 
