@@ -93,6 +93,7 @@ def test_fields_without_an_effect_are_named_in_the_batch_its_lines_and_the_log(
     server.logged(batch.id, "3 completed")  # later lines are there too
     assert sum(batch.id in line and "max_tokns" in line for line in server.output) == 1
     assert "2 lines" in warning and "did you mean max_tokens?" in warning
+    assert batch.errors is None
     told = batch.model_dump()["warning"]
     assert told.startswith("2 lines have fields with no effect, first in line 2: unknown fields: max_tokns")
     of_lines = {line["custom_id"]: line.get("warning") for line in result_lines(client, batch)[0]}

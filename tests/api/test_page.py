@@ -124,7 +124,7 @@ def test_an_error_is_shown_in_the_server_s_words(page: Page, server: RunningServ
 def test_a_batch_is_uploaded_watched_and_its_results_downloaded(
     page: Page, server: RunningServer, tmp_path: Path
 ) -> None:
-    body = {"prompt": "Gravity", "max_tokens": 3}
+    body = {"prompt": "Gravity", "max_tokens": 3, "max_tokns": 3}
     line = {"method": "POST", "url": "/v1/completions", "body": body}
     lines = [json.dumps({"custom_id": str(index), **line}) for index in range(5)]
     (tmp_path / "five.jsonl").write_text("\n".join(lines))
@@ -135,6 +135,8 @@ def test_a_batch_is_uploaded_watched_and_its_results_downloaded(
     row = page.locator("#batch-list tbody tr").first
     expect(row).to_contain_text("completed")
     expect(row).to_contain_text("5 of 5")
+    expect(row.locator(".warning")).to_contain_text("max_tokns")
+    expect(row.locator(".error")).to_have_count(0)
     with page.expect_download() as download:
         row.get_by_role("button", name="Results").click()
     results = Path(download.value.path()).read_text().splitlines()

@@ -15,6 +15,7 @@ from sqlalchemy.exc import OperationalError
 
 from backfill.core.config import GIB
 from backfill.core.errors import ConfigError, NotReady
+from backfill.http.batches import batch_body
 from backfill.jobs.database import open_database
 from backfill.jobs.errors import TooLarge
 from backfill.jobs.lifecycle import BatchDriver
@@ -30,6 +31,7 @@ from tests.jobs.doubles import (
     check_completed,
     ended,
     in_status,
+    input_line,
     input_of,
     make_manager,
     ready,
@@ -47,9 +49,20 @@ def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backfill.jobs.retry.FIRST_RETRY_S", 0.001)
 
 
-async def half_done(manager: JobManager, runner: InstantRunner) -> BatchRecord:
+def with_warning() -> bytes:
+    """20 lines, of which one has a field without effect."""
+    return input_of(19) + input_line(19, body={"prompt": "x", "max_tokns": 3})
+
+
+def told(manager: JobManager, batch: BatchRecord) -> tuple[list[str] | None, str | None]:
+    """Codes of errors, and the warning, as the API shows them."""
+    body = batch_body(batch, manager.outlook)
+    return body["errors"] and [each["code"] for each in body["errors"]["data"]], body["warning"]
+
+
+async def half_done(manager: JobManager, runner: InstantRunner, content: bytes = input_of(20)) -> BatchRecord:
     """A batch of 20 lines; some have results, the runner holds the rest."""
-    batch = await submit(manager, input_of(20))
+    batch = await submit(manager, content)
     ready(manager)
     async with asyncio.timeout(TIMEOUT_S):
         while sum(runner.runs.values()) < 6:
@@ -90,6 +103,22 @@ async def test_results_that_vanish_while_their_batch_runs_fail_it(
     assert any(batch.id in text and batch.output_blob in text for text in caplog.messages)
     output, _ = await results_of(manager, batch)
     assert len(output) == batch.request_counts.completed, "remaining results can be read and are counted"
+
+
+async def test_a_warning_is_no_error_and_stays_beside_one(tmp_path: Path, start: Start) -> None:
+    runner = InstantRunner()
+    manager = await start(runner)
+    batch = await half_done(manager, runner, with_warning())
+    _, warning = told(manager, batch)
+    assert warning is not None and "max_tokns" in warning
+    remove(tmp_path / "files" / batch.output_blob)
+    runner.release()
+    assert told(manager, await ended(manager, batch.id)) == (["results_lost"], warning)
+    done = await run_batch(manager, with_warning())
+    assert (done.status, *told(manager, done)) == (BatchStatus.COMPLETED, None, warning)
+    runner.hold()
+    late = await run_batch(manager, with_warning(), window_s=0)
+    assert (late.status, *told(manager, late)) == (BatchStatus.EXPIRED, None, warning)
 
 
 async def test_results_that_vanish_once_every_line_has_one_fail_their_batch(

@@ -10,7 +10,7 @@ from backfill.http.bodies import json_body, owner_of, query_limit
 from backfill.http.files import HasJobs, json_list
 from backfill.http.openapi import takes_json
 from backfill.jobs.outlook import Outlook
-from backfill.jobs.records import BatchRecord, BatchStatus, TokenUsage
+from backfill.jobs.records import BatchRecord, TokenUsage
 from backfill.preparation.lines import LineError
 from backfill.protocol.batches import CreateBatchRequest, parse_window_s
 from backfill.protocol.parsing import parse_body
@@ -71,14 +71,13 @@ def build_batches_router(state: HasJobs) -> APIRouter:
 
 def batch_body(batch: BatchRecord, outlook: Outlook) -> Json:
     """OpenAI's Batch object, and ``warning``; times of events that have not happened are null."""
-    has_failed = batch.status is BatchStatus.FAILED
-    warnings = [*(error.message for error in batch.errors if not has_failed), outlook.warning(batch.id)]
+    warnings = [*(error.message for error in batch.errors if error.is_warning), outlook.warning(batch.id)]
     return {
         "id": batch.id,
         "object": "batch",
         "endpoint": batch.endpoint,
         "model": batch.model,
-        "errors": _errors_body(batch.errors) if has_failed else None,
+        "errors": _errors_body([error for error in batch.errors if not error.is_warning]),
         "input_file_id": batch.input_file_id,
         "completion_window": batch.completion_window,
         "status": batch.status.value,

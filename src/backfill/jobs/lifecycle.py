@@ -37,7 +37,7 @@ from backfill.jobs.retry import append_with_retries, retry_delays_s
 from backfill.jobs.storage import JobStorage
 from backfill.jobs.suspects import BatchPoisoned, Suspects
 from backfill.preparation.line_file import complement, union
-from backfill.preparation.lines import BadLine, LineError
+from backfill.preparation.lines import WARNING, BadLine, LineError
 from backfill.preparation.messages import InputLimits, InputReport, LineSelection
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class BatchDriver:
         changes = {"in_progress_at": stamp, "model": model, "request_counts": counts, "usage": TokenUsage()}
         if report.warning is not None:
             logger.warning("%s: %s", job.batch.id, report.warning)
-            changes["errors"] = [LineError("unknown_parameter", report.warning)]
+            changes["errors"] = [LineError(WARNING, report.warning)]
         logger.info("%s: %d lines", job.batch.id, report.total)
         job.batch = dataclasses.replace(job.batch, request_counts=counts)
         is_begun = await self._change(
@@ -285,7 +285,7 @@ class BatchDriver:
         with contextlib.suppress(ForeignResults):
             await self.storage.threads.results.run(log.open)
             job.log = log
-        changes = {"failed_at": self._timestamp(job), "errors": [reason]}
+        changes = {"failed_at": self._timestamp(job), "errors": [*job.batch.errors, reason]}
         await self._end(job, BatchStatus.FAILED, changes, OPEN_STATUSES)
 
     async def _end(

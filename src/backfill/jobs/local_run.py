@@ -271,7 +271,7 @@ class LocalRun:
             await self._run_lines(manager, job, stopping)
         if job.batch.status is BatchStatus.FAILED:
             errors = (await manager.get_batch(job.batch.owner, job.batch.id)).errors
-            raise BadInput(self._files.input, errors)
+            raise BadInput(self._files.input, [error for error in errors if not error.is_warning])
         if job.error is not None:
             raise self._shown(job.error)
         if job.task.done() and not job.task.cancelled():  # else it was stopped

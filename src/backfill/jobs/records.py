@@ -145,7 +145,7 @@ class BatchRecord(OwnedRecord, Record):
         output_file_id, error_file_id: readable results, once the batch has ended.
         output_blob, error_blob: ids under which results are written meanwhile; they become the file ids.
         output_retention_s: life of the result files.
-        errors: why it has failed; of another batch, what the check of its file warned of.
+        errors: what the check of its file warned of, and why it has failed.
         user_metadata: ``metadata`` of the API, which in a mapped class is something else.
     """
 

@@ -25,6 +25,7 @@ class _Line(msgspec.Struct):
     body: msgspec.Raw
 
 
+WARNING = "warning"  # code of a LineError
 # Escapes in JSON strings; the group matches a lone half of a surrogate pair.
 _ESCAPES = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
@@ -72,12 +73,19 @@ def as_taken(generation: Generation, num_reused_tokens: int) -> Generation:
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """Why an input file is refused; ``line`` counts from 1, None for the whole file."""
+    """Why an input file is refused, or with the code ``WARNING`` what it is warned of.
+
+    ``line`` counts from 1, None for the whole file.
+    """
 
     code: str
     message: str
     line: int | None = None
     param: str | None = None
+
+    @property
+    def is_warning(self) -> bool:
+        return self.code == WARNING
 
 
 @dataclass(frozen=True, slots=True)

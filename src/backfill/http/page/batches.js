@@ -66,8 +66,8 @@ export class Batches {
     if (failed) lines.append(html("span", { className: "error", textContent: `, ${failed} failed` }));
     const status = html("td", { textContent: batch.status.replace("_", " ") });
     const [fault] = batch.errors?.data ?? [];
-    const warning = fault?.message ?? batch.warning;
-    if (warning) status.append(html("div", { className: "error", textContent: warning }));
+    if (fault) status.append(html("div", { className: "error", textContent: fault.message }));
+    if (batch.warning) status.append(html("div", { className: "warning", textContent: batch.warning }));
     return html("tr", {}, html("th", { scope: "row", textContent: batch.id }), status, lines,
       html("td", { textContent: this.expectedEnd(batch, done, total) }),
       html("td", { textContent: batch.usage.output_tokens.toLocaleString("en") }), this.actions(batch));
