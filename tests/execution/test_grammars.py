@@ -106,6 +106,10 @@ def compiler(default_model: Path) -> GrammarCompiler:
             {"json": {"$ref": "#/components/a", "components": {"a": {"minProperties": 2}}}},
             r"minProperties .*\(#/components/a\)",
         ),
+        (
+            {"json": {"$ref": "#/$defs/b%2Fx", "$defs": {"b": {"$id": "b", "x": {"format": "date"}}}}},
+            "inner .id",
+        ),
         ({"json": {"$ref": "b#/x", "$defs": {"b": {"$id": "b", "x": {"format": "date"}}}}}, "inner .id"),
         ({"json": "{"}, "JSON schema"),
         ({"json": "[]"}, "JSON schema"),
@@ -219,6 +223,14 @@ def test_what_follows_a_grammar_is_accepted(
             {"$ref": "#/components/schemas/a~1b/0", "components": {"schemas": {"a/b": [DATE]}}},
             ['"2023-02-28"', '"2024-02-29"', '"2000-02-29"'],
             ['"2023-02-29"', '"1900-02-29"', '"2024-02-30"'],
+        ),
+        (
+            {
+                "$ref": "#/definitions/a/definitions/b",
+                "definitions": {"a": {"definitions": {"b": DATE}}, "c": {"$id": "c"}},
+            },
+            ['"2024-02-29"'],
+            ['"2023-02-29"'],
         ),
         (DATE, ['"2024-02-29"'], ['"2023-02-29"']),
         ({"type": "string", "format": "time"}, ['"23:59:59Z"'], ['"23:59:60Z"']),

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SCHEMAS = ("items", "additionalItems", "additionalProperties", "not")
-_INNER_POINTER = re.compile(r"#/(?!(?:\$defs|definitions)/[^/]*$)")
+_INNER_POINTER = re.compile(r"#(?!(?:/(?:\$defs|definitions)/[^/%]*)+$)/")
 _INDEX = re.compile(r"\+?[0-9]+")  # as the library reads it
 _TOO_LARGE = "values of multipleOf that meet have too large a common multiple"
 _MAX_MEETING = 100_000  # parts that are looked at for them
