@@ -191,6 +191,11 @@ def test_load_under_vllm_names_is_of_online_requests_alone() -> None:
     get, labels = metrics.registry.get_sample_value, {"model_name": "m", "engine": "0"}
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     assert [get(f"vllm:{name}", labels) for name in names] == [2, 1, 0.25]
+    pool = {"block_size": "4", "num_gpu_blocks": "16", "cache_dtype": "none", "device": "none"}
+    assert [get(f"{prefix}:cache_config_info", {**labels, **pool}) for prefix in ("backfill", "vllm")] == [
+        1,
+        1,
+    ]
     uses = ("online", "offline", "cached", "empty")
     for tier, expected in (("device", [5, 13, 1, 1]), ("host", [0, 7, 0, 3])):
         assert [value(metrics.registry, "kv_tier_blocks", tier=tier, use=use) for use in uses] == expected

@@ -42,9 +42,7 @@ class EngineMetrics:
         *,
         vllm_names: bool,
     ) -> None:
-        self._state = _EngineState(
-            labels, token_bytes=info.block_bytes / info.block_size, vllm_names=vllm_names
-        )
+        self._state = _EngineState(labels, info, vllm_names=vllm_names)
         registry.register(self._state)
         instruments = Instruments(registry, labels)
         self._step_tokens = instruments.histogram(
@@ -69,14 +67,6 @@ class EngineMetrics:
         )
         self._labels = labels
         self.on_objectives(slo)
-        facts = {
-            "block_size": str(info.block_size),
-            "num_gpu_blocks": str(info.num_blocks),
-            "cache_dtype": info.kv_dtype or info.dtype,
-            "device": info.device,
-        }
-        pool = instruments.gauge("cache_config_info", "The KV pool; always 1", *facts)
-        pool.labels(**labels, **facts).set(1)
 
     def on_report(self, report: StepReport) -> None:
         self._state.stats = report.stats
@@ -129,14 +119,27 @@ _TIER_TOTALS = {
 class _EngineState(Collector):
     """The engine's last report and the cost profile in use; no metrics of what is missing."""
 
-    def __init__(self, labels: dict[str, str], *, token_bytes: float, vllm_names: bool) -> None:
+    def __init__(self, labels: dict[str, str], info: ExecutorInfo, *, vllm_names: bool) -> None:
         self.stats: EngineStats | None = None
         self.profile: CostProfile | None = None
         self._families = Families(labels)
         self._vllm_families = Families(labels, prefix="vllm:") if vllm_names else None
-        self._token_bytes = token_bytes
+        self._token_bytes = info.block_bytes / info.block_size
+        self._pool = {
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_blocks),
+            "cache_dtype": info.kv_dtype or info.dtype,
+            "device": info.device,
+        }
 
     def collect(self) -> Iterable[Metric]:
+        for families in filter(None, (self._families, self._vllm_families)):
+            yield families.gauge_by_all(
+                tuple(self._pool),
+                "cache_config_info",
+                "The KV pool; always 1",
+                {tuple(self._pool.values()): 1},
+            )
         if self.stats is not None:
             yield from self._of_classes(self.stats)
             yield from self._of_prefix_cache(self.stats)
