@@ -111,6 +111,13 @@ def test_a_chat_streams_stops_and_is_seen_live(page: Page, server: RunningServer
     expect(page.locator("#chat-log .note").last).to_have_text("stopped")
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
 
+    page.get_by_label("Message", exact=True).fill("Count on.")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#chat-log .answer")).to_have_count(3)
+    page.get_by_role("button", name="Clear").click()
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
+    expect(page.locator("#chat-log")).to_be_empty()
+
 
 def test_an_error_is_shown_in_the_server_s_words(page: Page, server: RunningServer) -> None:
     page.goto(f"{server.url}/")

@@ -64,6 +64,17 @@ def test_json_objects(client: OpenAI) -> None:
         ({"response_format": schema_format({"items": {"not": {}}})}, "response_format", "#/items"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format", "type"),
+        (
+            {"response_format": {"type": "json_object", "schema": {}}},
+            "response_format",
+            "Use type json_schema",
+        ),
+        (
+            {"response_format": schema_format({"const": "a" * 70_000})},
+            "response_format",
+            "json_schema.schema may",
+        ),
+        ({"guided_json": {}}, "guided_json", "Use structured_outputs."),
         ({"structured_outputs": {"regex": "[a"}}, "structured_outputs", "unclosed"),
         ({"structured_outputs": {"grammar": "start: a"}}, "structured_outputs", "unknown name"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),

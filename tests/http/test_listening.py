@@ -15,7 +15,7 @@ import pytest
 import trustme
 import uvloop
 
-from backfill.cli.startup import Address, first_request, listen
+from backfill.cli.startup import Address, bind, first_request, listen
 from backfill.core.errors import ConfigError
 from backfill.http.app import new_app
 from backfill.http.config import ServerConfig
@@ -62,6 +62,11 @@ def test_a_socket_in_place_of_a_port_is_taken_over_once_nobody_listens(tmp_path:
 def test_a_socket_that_cannot_be_made_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"`uds` .*{name}: "):
         listen(ServerConfig(uds=tmp_path / name))
+
+
+def test_a_port_in_use_is_named_with_the_option_for_another() -> None:
+    with bind("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match=r"in use\. Another one: --port\."):
+        bind("127.0.0.1", taken.getsockname()[1])
 
 
 def test_what_is_not_a_socket_is_left_alone(tmp_path: Path) -> None:

@@ -250,7 +250,8 @@ def bind(host: str, port: int, *, shares_port: bool = False) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror or error}.") from error
+        hint = " Another one: --port." if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror or error}.{hint}") from error
     return listener
 
 

@@ -97,7 +97,7 @@ class ExecutorInfo:
         if num_prompt_tokens >= self.max_model_len:
             raise RequestError(
                 f"This model's maximum context length is {self.max_model_len} tokens, and the prompt has "
-                f"{num_prompt_tokens}. Please reduce the prompt: at least one token is left for the output.",
+                f"{num_prompt_tokens}. Please reduce the prompt: the output needs at least one token.",
                 param="prompt",
                 code="context_length_exceeded",
             )

@@ -32,34 +32,36 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_PRIORITY = 2**31 - 1
 MAX_REQUEST_ID_CHARS = 128
-# All but flex are online.
-# Not implemented, and they would change the answer, so a request that sets one is refused.
-UNSUPPORTED_FIELDS = frozenset(
-    {
-        "audio",
-        "chat_template",
-        "documents",
-        "echo",
-        "function_call",
-        "functions",
-        "guided_choice",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
-        "logits_processors",
-        "modalities",
-        "moderation",
-        "prediction",
-        "prompt_embeds",
-        "reasoning_effort",
-        "return_tokens_as_token_ids",
-        "structural_tag",
-        "suffix",
-        "tools",
-        "use_beam_search",
-        "web_search_options",
-    }
-)
+# Not implemented, and they would change the answer, so a request that sets one is
+# refused; and what to use instead.
+UNSUPPORTED_FIELDS: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "audio",
+            "chat_template",
+            "documents",
+            "echo",
+            "logits_processors",
+            "modalities",
+            "moderation",
+            "prediction",
+            "prompt_embeds",
+            "reasoning_effort",
+            "return_tokens_as_token_ids",
+            "suffix",
+            "use_beam_search",
+            "web_search_options",
+        ),
+        "",
+    ),
+    **dict.fromkeys(
+        ("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structural_tag"),
+        "structured_outputs",
+    ),
+    "function_call": "tool_choice of /v1/chat/completions",
+    "functions": "tools of /v1/chat/completions",
+    "tools": "/v1/chat/completions",
+}
 
 # Not implemented, and they would not change the answer: accepted without a warning.
 IGNORED_FIELDS = frozenset(
@@ -126,6 +128,12 @@ class ResponseFormat(BaseModel):
         try:
             match self.type:
                 case "json_object":
+                    if "schema" in (self.model_extra or {}):
+                        raise RequestError(
+                            "response_format of type json_object takes no schema. Use type json_schema, with "
+                            "'json_schema': {'name': ..., 'schema': ...}.",
+                            param="response_format",
+                        )
                     return StructuredOutputsParams(json_object=True)
                 case "structural_tag":
                     return StructuredOutputsParams(structural_tag=self.model_extra or {})
@@ -139,7 +147,10 @@ class ResponseFormat(BaseModel):
                     return StructuredOutputsParams(json=self.json_schema.schema_ or {})
         except InvalidRequest as error:
             raise RequestError(
-                str(error).replace("structured_outputs", "response_format"), param="response_format"
+                str(error)
+                .replace("structured_outputs.json ", "response_format.json_schema.schema ")
+                .replace("structured_outputs", "response_format"),
+                param="response_format",
             ) from None
         return None
 
@@ -361,7 +372,9 @@ _SAMPLING_FIELDS = SamplingParams.__dataclass_fields__.keys() & GenerationFields
 
 def refuse_unsupported(name: str) -> NoReturn:
     """Raise RequestError for a field that is not implemented."""
-    raise RequestError(f"{name} is not supported by this server.", param=name, code="unsupported_parameter")
+    instead = UNSUPPORTED_FIELDS.get(name, "")
+    text = f"{name} is not supported here.{instead and f' Use {instead}.'}"
+    raise RequestError(text, param=name, code="unsupported_parameter")
 
 
 def _token_biases(biases: Mapping[str, float] | None) -> dict[int, float]:

@@ -42,8 +42,9 @@ export class Chat {
       const options = { signal: this.abort.signal };
       await answer.read(await postJson("v1/chat/completions", this.body(), options));
     } catch (error) {
-      if (error.name === "AbortError") answer.note("stopped");
-      else this.show("error", error instanceof Refused ? error.message : "the connection was lost", "error");
+      if (error.name === "AbortError") {
+        if (this.messages === messages) answer.note("stopped"); // else it was cleared
+      } else this.show("error", error instanceof Refused ? error.message : "the connection was lost", "error");
     }
     if (answer.text) messages.push({ role: "assistant", content: answer.text });
     else messages.pop(); // a question without an answer is not asked again with the next one
