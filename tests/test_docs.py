@@ -161,7 +161,7 @@ def test_every_field_of_requests_is_documented_as_what_it_is() -> None:
     expected = {
         "Supported": {name for name in fields if "." not in name} - no_effect,
         "Ignored": no_effect,
-        "Refused": UNSUPPORTED_FIELDS,
+        "Refused": UNSUPPORTED_FIELDS.keys(),
     }
     for title, names in expected.items():
         section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
