@@ -63,13 +63,7 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
         "" if config.offload_bus is None else f" on {config.offload_bus_gib_per_s:g} GiB/s of `offload_bus`",
         _extent(record),
     )
-    for phase, beyond in chooser.beyond_record().items():
-        logger.warning(
-            "offload_interval auto: %ss of %s are beyond the record, and may miss their objective; "
-            "`backfill profile --offload` records larger ones",
-            phase,
-            beyond,
-        )
+    _warn_beyond_record(chooser)
     least = config.min_offload_interval
     if interval is None and least is not None:
         interval = next((each for each in chooser.holding(slo) if each in fitting and each > least), None)
@@ -83,6 +77,16 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
     if config.device_memory is None:
         logger.info("offload_interval auto: what it saves stays free; `device_memory` gives it to KV")
     return replace(config, offload_interval=interval)
+
+
+def _warn_beyond_record(chooser: IntervalChooser) -> None:
+    for phase, beyond in chooser.beyond_record().items():
+        logger.warning(
+            "offload_interval auto: %ss of %s are beyond the record, and may miss their objective; "
+            "`backfill profile --offload` records larger ones",
+            phase,
+            beyond,
+        )
 
 
 def _without_offloading(config: EngineConfig) -> EngineConfig:
