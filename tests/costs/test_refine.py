@@ -17,7 +17,7 @@ from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile, FitError
 from backfill.costs.profiler import FULL, Capacity
-from backfill.costs.refine import ProfileRefiner, ServedStep, StepSample
+from backfill.costs.refine import ProfileRefiner, ServedStep, StepSample, corrected
 from tests.builders import make_profile
 from tests.costs.test_profiler import TRUTH
 
@@ -250,3 +250,38 @@ def test_the_sample_is_bounded_and_keeps_the_latest_of_each_kind() -> None:
     assert all(len(each.fitted) <= 9 and len(each.held_out) <= 9 for each in strata.values())
     assert max(step.seconds for step in sample.held_out()) > 19_900
     assert not {id(s) for each in strata.values() for s in each.fitted} & set(map(id, sample.held_out()))
+
+
+STARTED: list[Shape] = [
+    [(0, 1, True)],
+    [(0, 16, True)],
+    [(16, 1, True)],
+    [(0, 128, False)],
+    [(16, 1, True)] * 32,
+    [(256, 1, True)] * 8,
+]
+
+
+def started(truth: CostModel = TRUTH) -> list[TimedStep]:
+    """The steps that a start times."""
+    loads = [StepLoad.of(shape) for shape in STARTED]
+    return [TimedStep(load, truth.step_time_s(load)) for load in loads]
+
+
+@pytest.mark.parametrize(("factor", "sampled"), [(0.2, 1.0), (3.0, 1.0), (2.0, 4.0)], ids=str)
+def test_a_start_corrects_a_profile_of_another_speed(factor: float, sampled: float) -> None:
+    """Refined by served steps while other programs ran, sampling ones more than others."""
+    slow = TRUTH.slowed(factor)
+    spoilt = replace(slow, sampled_s=slow.sampled_s.scaled(sampled))
+    profile = replace(make_profile(spoilt), quality="refined", error=FitError(0.3, 0.9, 18))
+    found = corrected(profile, started(), GRID)
+    assert found.quality == "coarse", "it refuses nobody until served steps have refined it"
+    assert max(errors(found.cost, STARTED)) < 0.2
+    assert max(errors(found.cost, [[(0, 1024, False)], [(1000, 1, True)] * 8])) < 0.4
+    assert found.error.median < 0.1 and found.error.num_steps == len(STARTED)
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.0, 1.25], ids=str)
+def test_a_start_keeps_a_profile_that_is_about_right(factor: float) -> None:
+    profile = replace(make_profile(TRUTH.slowed(factor)), quality="refined")
+    assert corrected(profile, started(), GRID) is profile

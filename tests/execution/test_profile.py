@@ -145,6 +145,25 @@ def test_a_real_executor_is_measured_where_nothing_is_saved_and_not_where_it_is(
     assert load_or_measure_profile(config, executor) == profile
 
 
+@pytest.mark.parametrize("quality", ["coarse", "refined", "full"])
+def test_a_start_corrects_a_saved_profile_that_is_off_unless_it_is_full(
+    running: Loaded, quality: Quality, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    cost = make_profile().cost.slowed(1e4)
+    saved = profile_of(running, quality=quality, cost=cost)
+    saved.save(profile_path(saved.key))
+    found = load_or_measure_profile(*running)
+    if quality == "full":
+        assert found == saved and not caplog.messages
+        return
+    load = StepLoad.of([(0, 64, True)])
+    assert found.cost.step_time_s(load) < 0.1 * cost.step_time_s(load)
+    assert found.quality == "coarse"
+    assert caplog.messages[-1].startswith("the saved cost profile is off")
+    assert saved_profile(running) == saved, "what served steps show is saved, not this"
+
+
 def saved_profile(running: Loaded) -> CostProfile:
     return CostProfile.load(profile_path(profile_key(*running)))
 

@@ -42,6 +42,8 @@ _LOWEST_SCALE, _HIGHEST_SCALE = 0.5, 2.0
 _MOST_PER_ROW = 1.25
 # Weight of a stratum without served steps; one with them weighs 1. All strata share attention's terms.
 _UNSERVED_WEIGHT = 0.1
+# A saved profile is off if steps at a start take more than so many times as long as it says, or as little.
+_MOST_OFF = 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,7 @@ class ProfileRefiner:
         typical = self._sample.typical(self.profile.cost)
         if len(held_out) < _LEAST_HELD_OUT or not typical:
             return None
-        cost = _bounded(self.profile.cost, typical.values())
+        cost = _bounded(self.profile.cost, [step.timed for step in typical.values()])
         error = fit_error(cost, held_out)
         fitted = self._fit(cost, typical)
         fitted_error = fit_error(fitted, held_out)
@@ -203,31 +205,55 @@ class ProfileRefiner:
         served = [step.timed for step in typical.values()]
         ratio = statistics.median(step.seconds / _predicted_s(cost, step.load) for step in served)
         scale = min(max(ratio, _LOWEST_SCALE), _HIGHEST_SCALE)
-        # A coarse profile of few steps may predict nothing at all for the smallest loads: that says nothing.
-        unserved = [
-            load
-            for load in self._grid
-            if stratum_of(load) not in typical and cost.step_time_s(load) > _LEAST_S
-        ]
-        steps = [*served, *(TimedStep(load, scale * _predicted_s(cost, load)) for load in unserved)]
-        most_tokens = max(step.load.num_tokens for step in steps)
-        most_sampled = max(step.load.num_sampled for step in steps)
-        return fit_cost_model(
-            steps,
-            knots_within(_ROW_KNOTS, most_tokens),
-            knots_within(_SAMPLED_KNOTS, most_sampled),
-            weights=[1.0] * len(served) + _unserved_weights(unserved),
-        )
+        return _fitted_to(cost.slowed(scale), served, self._grid)
 
 
-def _bounded(cost: CostModel, served: Collection[ServedStep]) -> CostModel:
-    """The model with times beyond the served steps that these make credible.
+def corrected(profile: CostProfile, timed: Sequence[TimedStep], grid: Iterable[StepLoad]) -> CostProfile:
+    """The profile, fitted to steps timed at a start if it is off by a factor on them.
+
+    Served steps may have run beside other programs, on a machine that is quiet now. What they taught would be
+    unlearned slowly: objectives are widened by it, and steps that look too long are never planned.
+
+    Args:
+        timed: of several sizes, one or more.
+        grid: loads at which the profile's model, scaled, counts where no steps were timed.
+    """
+    ratios = [step.seconds / _predicted_s(profile.cost, step.load) for step in timed]
+    off = statistics.median(max(ratio, 1 / ratio) for ratio in ratios)
+    if off <= _MOST_OFF:
+        return profile
+    cost = _bounded(_fitted_to(profile.cost.slowed(statistics.median(ratios)), timed, grid), timed)
+    return replace(
+        profile,
+        quality="coarse",
+        cost=cost,
+        error=fit_error(cost, timed),
+        provenance=f"{profile.provenance} Off by {off:.1f} x on {len(timed)} steps timed at a start.",
+    )
+
+
+def _fitted_to(cost: CostModel, steps: Sequence[TimedStep], grid: Iterable[StepLoad]) -> CostModel:
+    """A model of these steps; ``cost`` counts a little at loads of the grid that are unlike all of them."""
+    known = {stratum_of(step.load) for step in steps}
+    # A coarse profile of few steps may predict nothing at all for the smallest loads: that says nothing.
+    others = [load for load in grid if stratum_of(load) not in known and cost.step_time_s(load) > _LEAST_S]
+    all_steps = [*steps, *(TimedStep(load, _predicted_s(cost, load)) for load in others)]
+    return fit_cost_model(
+        all_steps,
+        knots_within(_ROW_KNOTS, max(step.load.num_tokens for step in all_steps)),
+        knots_within(_SAMPLED_KNOTS, max(step.load.num_sampled for step in all_steps)),
+        weights=[1.0] * len(steps) + _unserved_weights(others),
+    )
+
+
+def _bounded(cost: CostModel, steps: Collection[TimedStep]) -> CostModel:
+    """The model with times beyond these steps that these make credible.
 
     Steps that look too long are never planned, so no step would ever correct a time that a busy machine left
     there.
     """
-    tokens = max(step.timed.load.num_tokens for step in served)
-    sampled = max(step.timed.load.num_sampled for step in served)
+    tokens = max(step.load.num_tokens for step in steps)
+    sampled = max(step.load.num_sampled for step in steps)
     return replace(
         cost,
         rows_s=_bounded_beyond(cost.rows_s, tokens),

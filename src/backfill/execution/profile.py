@@ -8,8 +8,8 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import astuple
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -20,10 +20,11 @@ from backfill.core.clock import Clock, WallClock
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.core.measured_on import MeasuredFile, MeasuredOn
+from backfill.costs.fit import TimedStep
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile
-from backfill.costs.profiler import FULL, QUICK, Capacity, Grid, profile_executor
-from backfill.costs.refine import ProfileRefiner
+from backfill.costs.profiler import FULL, QUICK, Capacity, Grid, StepTimer, profile_executor
+from backfill.costs.refine import ProfileRefiner, corrected
 from backfill.execution.executor import Executor, ExecutorInfo
 from backfill.execution.machine import proc_value, threads_of_rank
 from backfill.kernels.cpu import CpuKernels
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 _Measured = TypeVar("_Measured", bound=MeasuredFile)
 
+# By which a start checks a saved profile, and the seconds that it may take.
+_CHECK = replace(QUICK, listed=QUICK.listed[:7])
+_CHECK_S = 0.3
 _LOCK_TIMEOUT_S = 10.0  # a save takes milliseconds; a start may wait for it
 
 
@@ -146,7 +150,7 @@ def create_refiner(
     """
     if profile.quality == "full":
         return None
-    grid = (StepLoad.of(shape) for shape in FULL.shapes(step_capacity(config, info)))
+    grid = _loads_of(step_capacity(config, info))
     if config.profile_path is not None:
         return ProfileRefiner(profile, grid, clock)
     return ProfileRefiner(profile, grid, clock, on_refined=ProfileSaver().put)
@@ -203,8 +207,28 @@ def _is_full(path: Path) -> bool:
         return False
 
 
+def _checked(saved: CostProfile, config: EngineConfig, executor: MeasuredExecutor) -> CostProfile:
+    """The saved profile, corrected if a few small steps show that it is off."""
+    capacity = step_capacity(config, executor.info)
+    executor.fill_kv_pool(_CHECK.num_blocks(capacity))
+    timer = StepTimer(executor, WallClock(), capacity)
+    times = timer.time_within(_CHECK.shapes(capacity), _CHECK.rounds, _CHECK_S)
+    timed = [TimedStep(StepLoad.of(shape), seconds) for shape, seconds in times.items()]
+    profile = corrected(saved, timed, _loads_of(capacity))
+    if profile is not saved:
+        logger.info("the saved cost profile is off: corrected by %d steps timed now", len(timed))
+    return profile
+
+
+def _loads_of(capacity: Capacity) -> Iterable[StepLoad]:
+    """Loads of every kind within the capacity."""
+    return map(StepLoad.of, FULL.shapes(capacity))
+
+
 def load_or_measure_profile(config: EngineConfig, executor: MeasuredExecutor) -> CostProfile:
     """The profile named by the configuration, else the saved one, else a quick measurement, which is saved.
+
+    A saved one that is not full is checked.
 
     Raises: ConfigError if the named profile cannot be read, or is of another model, device or dtype.
     """
@@ -215,7 +239,7 @@ def load_or_measure_profile(config: EngineConfig, executor: MeasuredExecutor) ->
         return profile
     saved = saved_measurement(CostProfile, key, profile_path(key))
     if saved is not None:
-        return saved
+        return saved if saved.quality == "full" else _checked(saved, config, executor)
     began_s = time.monotonic()
     logger.info("measuring what steps cost, because there is no cost profile of this model on this device")
     profile = measure_profile(config, executor, QUICK)
