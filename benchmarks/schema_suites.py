@@ -18,6 +18,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from decimal import Decimal, localcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ class Suite:
             self.refused[VARIABLE.sub("_", str(error))[:100]] += 1
             return
         self.counts["compiled"] += 1
-        validator = validator_for(schema, jsonschema.Draft202012Validator)(schema)
+        kind = validator_for(schema, jsonschema.Draft202012Validator)
+        validator = jsonschema.validators.extend(kind, {"multipleOf": exact_multiple_of})(schema)
         for test in tests:
             self.counts["instances"] += 1
             texts = [text for text in spellings(test["data"]) if has(matcher, text)]
@@ -92,6 +94,14 @@ class Suite:
                     break
                 following.consume_token(token_id)
                 output.append(token_id)
+
+
+def exact_multiple_of(_: Any, divisor: Any, value: Any, __: Any) -> Iterator[jsonschema.ValidationError]:
+    """``jsonschema`` divides binary fractions, of which few are what their text says."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with localcontext(prec=800):
+            if Decimal(str(value)) % Decimal(str(divisor)):
+                yield jsonschema.ValidationError(f"{value} is no multiple of {divisor}")
 
 
 def byte_weights(tokenizer: LLTokenizer) -> np.ndarray:

@@ -173,6 +173,9 @@ def test_a_prompt_beyond_the_context(server: RunningServer) -> None:
         server, "/v1/completions", {"prompt": "hi", "max_tokens": 2048}, 400, "max_tokens", code
     )
     assert "2048 tokens" in message
+    for text in ("a b " * 2048, "a b " * 49_000):
+        chat = {"messages": [{"role": "user", "content": text}]}
+        assert_refused(server, "/v1/chat/completions", chat, 400, "messages", code)
     truncated = {"prompt": prompt, "truncate_prompt_tokens": 8, "max_tokens": 1}
     assert server.http.post("/v1/completions", json=truncated).json()["usage"]["prompt_tokens"] == 8
 

@@ -68,7 +68,31 @@ def compiler(default_model: Path) -> GrammarCompiler:
             r"\(#/\$defs/b/items\)",
         ),
         ({"json": {"$ref": "https://example.org/schema"}}, "example.org"),
-        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "JSON schema"),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, r"nothing satisfies it: minimum \(5\)"),
+        (
+            {
+                "json": {
+                    "properties": {
+                        "free": {"enum": []},
+                        "a": {"items": {"type": "integer", "enum": ["b"]}, "minItems": 1, "type": "array"},
+                    },
+                    "required": ["a"],
+                    "type": "object",
+                }
+            },
+            r"used \(#/properties/a/items\): nothing satisfies it: its types, const and enum exclude",
+        ),
+        (
+            {"json": {"items": {"oneOf": [{"minimum": 1}, {"maximum": 5}]}}},
+            r"used \(#/items\): the branches of oneOf must be known to exclude each other",
+        ),
+        (
+            {"json": {"items": {"not": {}, "if": {}}}},
+            r"\(#/items\): it has keywords that are not supported: ",
+        ),
+        ({"json": {"items": {"$ref": "#/b"}}}, r"\(#/items\): \$ref leads to '#/b', which does not exist"),
+        ({"json": {"items": {"pattern": "(?x)a b"}}}, r"flags of \(\?x\) are not ECMA's, .*\(#/items\)"),
+        ({"json": {"pattern": "(?i-u:a)"}}, r"flags of \(\?i-u\)"),
         ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "nothing satisfies it"),
         ({"json": {"x-guidance": {"lenient": True}, "not": {}}}, "not"),
         ({"json": {"$schema": "http://json-schema.org/draft-03/schema#", "extends": {}}}, "older than 4"),
@@ -111,8 +135,8 @@ def compiler(default_model: Path) -> GrammarCompiler:
             "inner .id",
         ),
         ({"json": {"$ref": "b#/x", "$defs": {"b": {"$id": "b", "x": {"format": "date"}}}}}, "inner .id"),
-        ({"json": "{"}, "JSON schema"),
-        ({"json": "[]"}, "JSON schema"),
+        ({"json": "{"}, "it is not valid JSON: .*char 1"),
+        ({"json": "[]"}, r"it must be an object, got \[\]"),
         ({"json": "[" * 60_000}, "JSON schema"),
         ({"json": '{"items": ' * 3000 + "{}" + "}" * 3000}, "more than 128 levels"),
         ({"structural_tag": "[" * 3000}, "more than 128 levels"),
@@ -244,6 +268,7 @@ def test_what_follows_a_grammar_is_accepted(
         ({"type": "string", "pattern": r"^(?:\p{Cc}|a|b)*$"}, [r'"a\n"'], [r'"a\"b"', r'"a\\"']),
         ({"type": "string", "pattern": r"^[\p{Cc}a-z]*$"}, [r'"a\n"'], [r'"a\"b"', r'"a\\"']),
         ({"type": "string", "pattern": r"^[^\P{L}_]*$"}, ['"aé"'], ['"1"', r'"a\"b"']),
+        ({"type": "string", "pattern": r"^(?i)a(?-i:[(?x])\(?x(?:b)$"}, ['"A?(xb"', '"axxb"'], ['"ab"']),
         ({"type": "string", "pattern": r"^\P{P}*$"}, [r'"a\n"'], [r'"a\"b"', r'"a\\"', '"."']),
         (
             {"patternProperties": {r'^[^"\\]+$': {"type": "integer"}}, "additionalProperties": False},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
@@ -80,6 +81,64 @@ def test_unknown_fields_are_warned_about(fields: dict[str, Any], warning: str | 
     assert has_warning(body_of(fields)) == (warning is not None)
 
 
+def of_schema(schema: Any, **fields: Any) -> dict[str, Any]:
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, **fields}}
+    }
+
+
+def of_tool(**function: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", **function}}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "warning"),
+    [
+        (
+            of_schema({"propertes": {}, "items": {"requred": [], "nullable": True}}),
+            "unknown keywords in schemas: propertes at # (did you mean properties?), requred at #/items "
+            "(did you mean required?), nullable at #/items",
+        ),
+        (of_schema({"$ref": "#/parts/a", "parts": {"a": {"x-order": 1, "examples": [{"b": 1}]}}}), None),
+        (of_schema({"properties": {"propertes": {"$comment": ""}}}), None),
+        (of_schema(None, strict=True, description="d"), None),
+        (
+            {"structured_outputs": {"json": '{"maxlength": 3}'}},
+            "unknown keywords in schemas: maxlength at # (did you mean maxLength?)",
+        ),
+        ({"structured_outputs": {"json": "{"}}, None),
+        (
+            of_schema({}, shema={}),
+            "unknown fields: response_format.json_schema.shema "
+            "(did you mean response_format.json_schema.schema?)",
+        ),
+        (
+            {"response_format": {"type": "json_object", "strict": True}},
+            "unknown fields: response_format.strict",
+        ),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, None),
+        (
+            of_tool(parameters={"properties": {"a": {"descripton": "d"}}}, strict=True),
+            "unknown keywords in schemas: descripton at #/properties/a (did you mean description?)",
+        ),
+        (
+            of_tool(paramters={}),
+            "unknown fields: tools.function.paramters (did you mean tools.function.parameters?)",
+        ),
+    ],
+)
+def test_what_is_misspelt_in_a_schema_is_warned_about(fields: dict[str, Any], warning: str | None) -> None:
+    body = body_of(fields, "/v1/chat/completions")
+    assert warning_of(body) == warning
+    assert has_warning(body) == (warning is not None)
+    if warning is None:
+        refuse_unknown_fields(body)
+        return
+    with pytest.raises(RequestError) as refused:
+        refuse_unknown_fields(body)
+    assert refused.value.code == "unknown_parameter"
+
+
 @pytest.mark.parametrize("name", ["", "a\r\nset-cookie: x", "\0", "caf\u00e9", "\U0001f600", "x" * 100_000])
 def test_a_warning_can_be_a_header_for_any_name(name: str) -> None:
     warning = warning_of(body_of({f"{name}{number}" if number else name: 1 for number in range(50)}))
@@ -87,6 +146,8 @@ def test_a_warning_can_be_a_header_for_any_name(name: str) -> None:
     assert warning.isascii()
     assert warning.isprintable()
     assert len(warning) < 600
+    keywords = warning_of(body_of({"structured_outputs": {"json": {f"{name}{n}": {} for n in range(50)}}}))
+    assert keywords is not None and keywords.isascii() and keywords.isprintable() and len(keywords) < 600
     with pytest.raises(RequestError) as refused:
         refuse_unknown_fields(body_of({name: 1}))
     assert refused.value.param is not None
@@ -107,6 +168,28 @@ def test_what_a_chat_cannot_echo_is_refused() -> None:
     with pytest.raises(RequestError) as refused:
         body_of({"echo": True}, "/v1/chat/completions")
     assert refused.value.param == "echo"
+
+
+CHOICE = '\'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        *(
+            ({"tool_choice": choice}, "tool_choice", CHOICE)
+            for choice in ("any", 5, {"type": "function", "name": "f"})
+        ),
+        (of_schema("a" * 200), "response_format", f'must be|should be an object, got "{"a" * 79}\\.\\.\\.'),
+    ],
+)
+def test_an_error_shows_what_is_allowed_and_where_a_value_is_cut(
+    fields: dict[str, Any], param: str, message: str
+) -> None:
+    pattern = message if param == "response_format" else re.escape(message)
+    with pytest.raises(RequestError, match=pattern) as refused:
+        body_of(fields, "/v1/chat/completions")
+    assert refused.value.param == param
 
 
 class TwoTokens:

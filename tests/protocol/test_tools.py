@@ -228,3 +228,26 @@ def test_a_stop_string_within_arguments_ends_no_call(
     response = Response(prepared(preparer, tool_choice="auto"), ChatShape(preparer.tokenizer))
     response.add(0, TextDelta(f"</think>{text}", 5, None, FinishReason.STOP, stop_reason="1"))
     assert response.whole()["choices"][0]["finish_reason"] == reason
+
+
+@pytest.mark.parametrize(
+    ("choice", "text", "reason"),
+    [
+        ("required", F, "tool_calls"),
+        ("required", F[: F.index("}") + 1], "tool_calls"),
+        ("required", f"{F}\n{G[: G.index('}')]}", "length"),
+        ("required", f'{F}\n<tool_call>\n{{"na', "length"),
+        ("required", F[: F.index("1")], "length"),
+        ("required", "", "length"),
+        ("auto", F, "length"),
+    ],
+)
+def test_calls_that_are_forced_and_whole_are_all_that_was_asked_for(
+    preparer: RequestPreparer, choice: str, text: str, reason: str
+) -> None:
+    shape = ChatShape(preparer.tokenizer)
+    whole, stream = (Response(prepared(preparer, tool_choice=choice), shape) for _ in range(2))
+    delta = TextDelta(f"</think>{text}", 5, None, FinishReason.LENGTH)
+    whole.add(0, delta)
+    (chosen,) = whole.whole()["choices"]
+    assert chosen["finish_reason"] == stream.chunks(0, delta)[-1]["choices"][0]["finish_reason"] == reason

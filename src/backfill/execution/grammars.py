@@ -27,6 +27,27 @@ _MAX_PLACES = 256  # of a schema, that are looked at for an error's
 _MAX_REASON_CHARS = 400
 _RECURSION = re.compile("recursion (limit|depth) exceeded")  # what the library says, and Python
 _TOO_DEEP = "it has more than 128 levels of objects and arrays"  # the limit of the library's JSON parser
+# What the library says, in the words of the API. The first that matches.
+_NONE = "nothing satisfies it"
+_REASONS = (
+    (r"^(NoExtension|Unsatisfiable schema: (any|one)Of is empty).*", _NONE),
+    (
+        r"^Unsatisfiable schema: Regex is empty.*",
+        f"{_NONE}: pattern, format and lengths exclude each other",
+    ),
+    (r"^Unsatisfiable schema: incompatible types", f"{_NONE}: its types, const and enum exclude each other"),
+    (r"^Unsatisfiable schema: range .* (does not contain a multiple of .*)", rf"{_NONE}: its range \1"),
+    (r"^Unsatisfiable schema", _NONE),
+    (
+        r"^oneOf constraints are not supported.*",
+        "the branches of oneOf must be known to exclude each other: by type, or by const or enum, also of a "
+        "property that is required in each. anyOf allows any branches",
+    ),
+    (r"^Unimplemented keys: \[(.*)\]", r"it has keywords that are not supported: \1"),
+    (r"^Pointer '(.*)' does not exist", r"$ref leads to '#\1', which does not exist"),
+    (r"^Resource '(.*)' is not present.*", r"$ref leads to '\1', and only this schema is read"),
+)
+_REQUIRED = re.compile("required property '(.*)' is unsatisfiable")
 _NAMES: dict[GrammarKind, str] = {
     "json": "The JSON schema",
     "regex": "The regular expression",
@@ -108,10 +129,9 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first takes longest, and finds grammars that have no output
         if matcher.is_error():
-            reason = matcher.get_error()
-            if reason.startswith("NoExtension"):
-                reason = "nothing satisfies it"
-            place = _place_of(params, reason) if params.kind == "json" else ""
+            reason, place = matcher.get_error(), ""
+            if params.kind == "json":
+                reason, place = _innermost(params, reason)
             raise _unusable(params, reason, place)
         if time.monotonic() - began_s > _MAX_COMPILE_S:
             raise _unusable(params, f"it takes over {_MAX_COMPILE_S:g} s to compile")
@@ -183,24 +203,41 @@ def _source(params: StructuredOutputsParams, tokenizer: LLTokenizer | None) -> s
 
 
 def _unusable(params: StructuredOutputsParams, reason: str, place: str = "") -> RequestError:
+    shown = " ".join(reason.split())
+    for pattern, words in _REASONS:
+        shown, num_found = re.subn(pattern, words, shown)
+        if num_found:
+            break
     if _RECURSION.search(reason):
-        reason, place = _TOO_DEEP, ""
-    shown = " ".join(reason.split())[:_MAX_REASON_CHARS]
-    return RequestError(f"{_NAMES[params.kind]} cannot be used{place}: {shown}.", param="structured_outputs")
+        shown, place = _TOO_DEEP, ""
+    if len(shown) > _MAX_REASON_CHARS:
+        shown = f"{shown[:_MAX_REASON_CHARS]}..."
+    where = f" ({place})" if place else ""
+    return RequestError(f"{_NAMES[params.kind]} cannot be used{where}: {shown}.", param="structured_outputs")
 
 
-def _place_of(params: StructuredOutputsParams, reason: str) -> str:
-    """Where in a JSON schema the error is: the innermost part that alone has it; empty if none has."""
+def _innermost(params: StructuredOutputsParams, reason: str) -> tuple[str, str]:
+    """The reason and the place of the innermost part of a JSON schema that alone has the error."""
     from llguidance import LLMatcher
 
     try:
         root = adapted_schema(params.text)
-        parts = list(islice(schema_parts(root), _MAX_PLACES))
+        parts = dict(islice(schema_parts(root), _MAX_PLACES))
     except _WRONG:
-        return ""
+        return reason, ""
     found, defs = "", {name: root[name] for name in ("$defs", "definitions") if name in root}
-    for place, part in parts[1:]:
+    is_unsatisfied = reason.startswith("Unsatisfiable")
+    for place, part in parts.items():
+        if place == "#" or (is_unsatisfied and not place.startswith(_within(found or "#", reason))):
+            continue
         source = LLMatcher.grammar_from_json_schema({**defs, **part}, overrides={"lenient": False})
-        if LLMatcher.validate_grammar(source, limits=_limits()) == reason:
-            found = place
-    return f" ({found})" if found else ""
+        alone = LLMatcher.validate_grammar(source, limits=_limits())
+        if alone == reason or (is_unsatisfied and alone.startswith("Unsatisfiable")):
+            found, reason = place, alone
+    return reason, found
+
+
+def _within(place: str, reason: str) -> str:
+    """How places begin that can be why there is no value at a place."""
+    required = _REQUIRED.search(reason)
+    return f"{place}/properties/{required[1]}" if required else f"{place}/"

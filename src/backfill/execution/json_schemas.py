@@ -26,11 +26,44 @@ _FORMATS = {"date": f"^{_DATE}", "date-time": f"^{_DATE}[^:]*:[0-9]{{2}}:[0-5]",
 _MAX_EXACT = 1 << 53  # integers above it are rounded,
 _MAX_INTEGER = (1 << 63) - 1  # and bounds above this one to it
 _PATTERN_TOKENS = re.compile(
-    r"\\[pP](?:\{[^}]*\}|.)|\\x00|\\u0000|\\U00000000|\\[xuU]\{0+\}|\\.|\[\^?|\]|&&|--|~~|.", re.DOTALL
+    r"\(\?(?!P?<)[a-zA-Z]*(?:-[a-zA-Z]+)?"
+    r"|\\[pP](?:\{[^}]*\}|.)|\\x00|\\u0000|\\U00000000|\\[xuU]\{0+\}|\\.|\[\^?|\]|&&|--|~~|.",
+    re.DOTALL,
 )
+_FLAGS = re.compile(r"\(\?[ims]*(?:-[ims]+)?")
 _NUL = re.compile(r"\0|\\(?:x00|u0000|U00000000|[xuU]\{0+\})")
 
 _NEGATED = r"[^\x00"
+# Of drafts 4 to 2020-12, and those of OpenAPI that describe. Others mean nothing, and are allowed.
+_KEYWORDS_TEXT = """
+    $anchor $comment $defs $dynamicAnchor $dynamicRef $id $recursiveAnchor $recursiveRef $ref $schema
+    $vocabulary additionalItems additionalProperties allOf anyOf const contains contentEncoding
+    contentMediaType contentSchema default definitions dependencies dependentRequired dependentSchemas
+    deprecated description discriminator else enum example examples exclusiveMaximum exclusiveMinimum
+    externalDocs format id if items maxContains maxItems maxLength maxProperties maximum minContains
+    minItems minLength minProperties minimum multipleOf not oneOf pattern patternProperties
+    prefixItems properties propertyNames readOnly required then title type unevaluatedItems
+    unevaluatedProperties uniqueItems writeOnly xml
+"""
+KEYWORDS = frozenset(_KEYWORDS_TEXT.split())
+
+
+def unknown_keywords(schema: object) -> Iterator[tuple[str, str]]:
+    """Places and names of keywords that JSON Schema does not have, but for ``x-`` and what ``$ref`` leads to.
+
+    ``schema``: also as text; what is no schema has none.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):  # refused where it is compiled
+            return
+    parts = [*schema_parts(schema)] if isinstance(schema, dict) else []
+    referred = {place.split("/")[1] for place, _ in parts if "/" in place}
+    for place, part in parts:
+        for name in part:
+            if name not in KEYWORDS and not name.startswith("x-") and not (place == "#" and name in referred):
+                yield place, name
 
 
 def adapted_schema(text: str) -> Any:
@@ -39,18 +72,23 @@ def adapted_schema(text: str) -> Any:
     Raises: ValueError naming what the library would take, and get wrong; ValueError, RecursionError,
         TypeError and ArithmeticError for what is no schema.
     """
-    root = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    try:
+        root = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not valid JSON: {error}") from None
+    if not isinstance(root, dict):
+        raise TypeError(f"it must be an object, got {text:.40}{'...' if len(text) > 40 else ''}")
     parts: list[dict[str, Any]] = []
-    for place, part in schema_parts(root) if isinstance(root, dict) else ():
+    for place, part in schema_parts(root):
         if reason := _misread(part):
             raise ValueError(f"{reason} ({place})")
         parts.append(part)
         if isinstance(form := part.get("format"), str) and form in _FORMATS:
             part["allOf"] = [*part.get("allOf", ()), {"pattern": _FORMATS[form]}]
-        if isinstance(pattern := part.get("pattern"), str):
-            part["pattern"] = _adapted_pattern(pattern)
-        if isinstance(by_pattern := part.get("patternProperties"), dict):
-            part["patternProperties"] = {_adapted_pattern(name): each for name, each in by_pattern.items()}
+        try:
+            _adapt_patterns(part)
+        except ValueError as error:
+            raise ValueError(f"{error} ({place})") from None
     has_inner_id = any(isinstance(part.get(key), str) for part in parts[1:] for key in ("$id", "id"))
     if has_inner_id and any(_INNER_POINTER.search(str(part.get("$ref"))) for part in parts):
         raise ValueError("beside an inner $id, a JSON pointer of $ref may only be of $defs or definitions")
@@ -224,18 +262,28 @@ def _leaves(value: object) -> Iterator[object]:
             yield each
 
 
+def _adapt_patterns(schema: dict[str, Any]) -> None:
+    if isinstance(pattern := schema.get("pattern"), str):
+        schema["pattern"] = _adapted_pattern(pattern)
+    if isinstance(by_pattern := schema.get("patternProperties"), dict):
+        schema["patternProperties"] = {_adapted_pattern(name): each for name, each in by_pattern.items()}
+
+
 def _adapted_pattern(pattern: str) -> str:
     """As Rust reads what ECMA does, and so that no class has NUL, which is not written anyway.
 
     In a JSON string the library takes a class of all control characters for one that also has " and \\.
 
-    Raises: ValueError for a class that cannot be written so.
+    Raises: ValueError for a class that cannot be written so, and for flags that ECMA does not have: with x
+        the library takes spaces and comments of the pattern for a string's.
     """
     adapted: list[str] = []
     is_in_class = False
     for token in _PATTERN_TOKENS.findall(pattern):
         if is_in_class and (token == "--" or (token == "]" and adapted[-1] in ("[", _NEGATED))):
             raise ValueError(f"{token} must be escaped in a class of characters, in {pattern!r:.80}")
+        if not is_in_class and token[:2] == "(?" and not _FLAGS.fullmatch(token):
+            raise ValueError(f"the flags of {token}) are not ECMA's, in {pattern!r:.80}")
         if is_in_class and token in ("[", "[^", "&&", "~~"):
             adapted.append("".join(f"\\{letter}" for letter in token))
             continue

@@ -84,6 +84,7 @@ class MessageParser:
         self._begin_regions(parsing.calls, parsing.begun)
         self._calls: _CallRegion | None = None  # while one is being written
         self._num_regions = 0  # of calls
+        self._ends_in_head = False
         self.num_calls = 0
 
     def push(self, text: str, *, is_last: bool = False) -> MessageDelta:
@@ -101,6 +102,12 @@ class MessageParser:
     def is_cut(self) -> bool:
         """The last call has begun, and its arguments have not ended."""
         return self._calls is not None and self._calls.is_in_arguments
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """The output is calls that a grammar forced, and ends in none."""
+        is_forced = self._parsing.calls == "forced" and self.num_calls > 0
+        return is_forced and not self.is_cut and not self._ends_in_head
 
     def _begin_regions(self, calls: CallSource, prefix: str) -> None:
         from transformers.utils.chat_parsing import ResponseParser
@@ -135,6 +142,7 @@ class MessageParser:
                 case "content":
                     self._add_content(value, delta)
                 case "rest":
+                    self._ends_in_head = is_last and calls.is_in_head
                     self._calls = None
                     self._num_regions += 1
                     # Finding a region takes longer than its text, and a model may write marks alone.
@@ -188,6 +196,11 @@ class _CallRegion:
     @property
     def is_in_arguments(self) -> bool:
         return self._read == self._read_arguments
+
+    @property
+    def is_in_head(self) -> bool:
+        """A call has begun, and not its arguments."""
+        return self._read == self._read_head
 
     def push(self, text: str, *, is_last: bool) -> Iterator[tuple[_Part, str]]:
         """Add text. Yields: parts of calls; last "rest", what follows the region, once it has ended."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from backfill.core.errors import RequestError
 from backfill.core.sampling import SamplingParams
 from backfill.execution.executor import ExecutorInfo
+from backfill.execution.json_schemas import KEYWORDS, unknown_keywords
 from backfill.protocol.generation import GenerationBody
 from backfill.protocol.generation_fields import GenerationFields
 from backfill.protocol.options import MAX_RESPONSE_TOKENS
@@ -17,38 +18,44 @@ from backfill.protocol.options import MAX_RESPONSE_TOKENS
 _MAX_NAMED_FIELDS = 5
 _MAX_NAME_CHARS = 40
 _LEAST_SIMILARITY = 0.75
+_MAX_PLACE_CHARS = 60
 _EMPTY_SLO = "slo has neither ttft nor tpot, so it has no effect"
 
 
 def has_warning(body: GenerationFields) -> bool:
     """Whether ``warning_of`` is not None; about 100 times faster."""
-    return bool(body.unknown_fields) or _has_empty_slo(body)
+    return bool(body.unknown_fields) or _has_empty_slo(body) or any(_unknown_keywords(body))
 
 
 def warning_of(body: GenerationFields) -> str | None:
-    """The body's unknown fields and empty ``slo``, as short printable ASCII; None if there are none."""
+    """What of the body has no effect, as short printable ASCII; None if all has.
+
+    That is unknown fields, unknown keywords of its JSON schemas, and an empty ``slo``.
+    """
     parts = []
-    unknown = body.unknown_fields
-    if unknown:
+    if unknown := body.unknown_fields:
         known = body.known_fields()
         named = [_named(name, known) for name in unknown[:_MAX_NAMED_FIELDS]]
-        num_others = len(unknown) - len(named)
-        parts.append(
-            "unknown fields: " + ", ".join(named) + (f" and {num_others} more" if num_others else "")
-        )
+        parts.append("unknown fields: " + _listed(named, len(unknown)))
+    if keywords := [*_unknown_keywords(body)]:
+        named = [_named_keyword(place, name) for _, place, name in keywords[:_MAX_NAMED_FIELDS]]
+        parts.append("unknown keywords in schemas: " + _listed(named, len(keywords)))
     if _has_empty_slo(body):
         parts.append(_EMPTY_SLO)
     return "; ".join(parts) or None
 
 
 def refuse_unknown_fields(body: GenerationFields) -> None:
-    """Raise RequestError for the first unknown field, or an empty ``slo``."""
+    """Raise RequestError for the first unknown field or keyword of a JSON schema, or an empty ``slo``."""
     unknown = body.unknown_fields
     if unknown:
         name = _named(unknown[0], body.known_fields())
         raise RequestError(
             f"Unknown parameter: {name}.", param=_printable(unknown[0]), code="unknown_parameter"
         )
+    for field, place, name in _unknown_keywords(body):
+        message = f"Unknown keyword in a schema: {_named_keyword(place, name)}."
+        raise RequestError(message, param=field, code="unknown_parameter")
     if _has_empty_slo(body):
         raise RequestError(f"{_EMPTY_SLO}.", param="slo")
 
@@ -116,17 +123,55 @@ def bounded_max_tokens(sampling: SamplingParams, left: int, num_prompts: int, mo
     return min(left, allowed) if requested is None else requested
 
 
+def check_prompt_logprobs(body: GenerationBody, sampling: SamplingParams, num_tokens: int, most: int) -> None:
+    """Raise RequestError for more log probabilities of ``num_tokens`` of prompts than a response may hold."""
+    if sampling.prompt_logprobs is None:
+        return
+    if num_tokens * sampling.n * (1 + sampling.prompt_logprobs) > most:
+        name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        raise RequestError(
+            f"The response would be too large: prompt tokens x n x (1 + {name}) may be at most {most}, "
+            f"got {num_tokens} prompt tokens, n {sampling.n} and {name} {sampling.prompt_logprobs}.",
+            param=name,
+        )
+
+
 def _has_empty_slo(body: GenerationFields) -> bool:
     return body.slo is not None and not body.slo.as_dict()
 
 
+def _unknown_keywords(body: GenerationFields) -> Iterator[tuple[str, str, str]]:
+    """Field, place in its schema, and name."""
+    for field, schema in body.json_schemas:
+        for place, name in unknown_keywords(schema):
+            yield field, place, name
+
+
+def _listed(named: Sequence[str], num_all: int) -> str:
+    num_others = num_all - len(named)
+    return ", ".join(named) + (f" and {num_others} more" if num_others else "")
+
+
 def _named(name: str, known: Collection[str]) -> str:
-    shown = _printable(name)
-    similar = difflib.get_close_matches(shown, known, n=1, cutoff=_LEAST_SIMILARITY)
-    return f"{shown} (did you mean {similar[0]}?)" if similar else shown
+    """A field as a warning names it, with the one among its neighbours that may be meant."""
+    shown, (path, dot, last) = _printable(name), name.rpartition(".")
+    beside = [each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == path]
+    similar = _similar(last, beside)
+    return f"{shown} (did you mean {path}{dot}{similar}?)" if similar else shown
 
 
-def _printable(name: str) -> str:
+def _named_keyword(place: str, name: str) -> str:
+    similar = _similar(name, KEYWORDS)
+    meant = f" (did you mean {similar}?)" if similar else ""
+    return f"{_printable(name)} at {_printable(place, _MAX_PLACE_CHARS)}{meant}"
+
+
+def _similar(name: str, known: Collection[str]) -> str | None:
+    found = difflib.get_close_matches(name[:_MAX_NAME_CHARS], sorted(known), n=1, cutoff=_LEAST_SIMILARITY)
+    return found[0] if found else None
+
+
+def _printable(name: str, most: int = _MAX_NAME_CHARS) -> str:
     """The start of a client's field name, with ``?`` for characters that no header may hold."""
-    shown = "".join(c if c.isascii() and c.isprintable() else "?" for c in name[:_MAX_NAME_CHARS])
-    return (shown + "..." if len(name) > _MAX_NAME_CHARS else shown) or "''"
+    shown = "".join(c if c.isascii() and c.isprintable() else "?" for c in name[:most])
+    return (shown + "..." if len(name) > most else shown) or "''"

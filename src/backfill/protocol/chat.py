@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -13,7 +13,7 @@ from backfill.core.sampling import MAX_LOGPROBS
 from backfill.generation.message_format import MAX_CALLS
 from backfill.protocol.generation_fields import GenerationFields
 from backfill.protocol.parsing import FailFastList, StrictModel
-from backfill.protocol.tools import ToolFields, Tools
+from backfill.protocol.tools import FUNCTION_FIELDS, ToolFields, Tools
 
 MAX_MESSAGES = 2048  # OpenAI's
 MAX_PARTS = 2048
@@ -96,10 +96,30 @@ class ChatCompletionRequest(GenerationFields, ConversationFields, ToolFields):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Messages
+    prompt_field: ClassVar[str] = "messages"
     include_reasoning: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        return [*super().known_fields(), *(f"tools.function.{name}" for name in FUNCTION_FIELDS)]
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        in_tools = {
+            f"tools.function.{name}": None
+            for tool in self.tools or ()
+            for name in tool.function.model_extra or ()
+            if name not in FUNCTION_FIELDS
+        }
+        return [*super().unknown_fields, *in_tools]
+
+    @property
+    def json_schemas(self) -> list[tuple[str, object]]:
+        of_tools = [("tools", tool.function.parameters) for tool in self.tools or ()]
+        return [*super().json_schemas, *of_tools]
 
     @property
     def requested_max_tokens(self) -> int | None:

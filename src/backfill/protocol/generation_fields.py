@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
-from backfill.core.errors import InvalidRequest, RequestError
+from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass, check_cache_salt
 from backfill.core.sampling import SamplingParams
 from backfill.core.structured import StructuredOutputsParams
-from backfill.protocol.parsing import FailFastList, StrictModel
+from backfill.protocol.parsing import FailFastList
 from backfill.protocol.request_headers import (
     MIN_WINDOW_S,
     PRIORITY_HEADER,
@@ -22,6 +23,7 @@ from backfill.protocol.request_headers import (
     ServiceTier,
     tier_of,
 )
+from backfill.protocol.response_format import ResponseFormat
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -108,53 +110,6 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchema(BaseModel):
-    """OpenAI's ``strict`` changes nothing: the output always follows the schema."""
-
-    model_config = StrictModel
-    name: str
-    strict: bool | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-
-
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: JsonSchema | None = None
-
-    @property
-    def structured(self) -> StructuredOutputsParams | None:
-        """Raises: RequestError."""
-        try:
-            match self.type:
-                case "json_object":
-                    if "schema" in (self.model_extra or {}):
-                        raise RequestError(
-                            "response_format of type json_object takes no schema. Use type json_schema, with "
-                            "'json_schema': {'name': ..., 'schema': ...}.",
-                            param="response_format",
-                        )
-                    return StructuredOutputsParams(json_object=True)
-                case "structural_tag":
-                    return StructuredOutputsParams(structural_tag=self.model_extra or {})
-                case "json_schema":
-                    if self.json_schema is None:
-                        raise RequestError(
-                            "Missing required parameter: 'response_format.json_schema'.",
-                            param="response_format",
-                            code="missing_required_parameter",
-                        )
-                    return StructuredOutputsParams(json=self.json_schema.schema_ or {})
-        except InvalidRequest as error:
-            raise RequestError(
-                str(error)
-                .replace("structured_outputs.json ", "response_format.json_schema.schema ")
-                .replace("structured_outputs", "response_format"),
-                param="response_format",
-            ) from None
-        return None
-
-
 class GenerationFields(BaseModel):
     """The shared fields. An absent field and a null one mean the same."""
 
@@ -196,6 +151,7 @@ class GenerationFields(BaseModel):
     user: str | None = None
 
     has_best_of: ClassVar[bool] = False  # the endpoint does
+    prompt_field: ClassVar[str] = "prompt"
     _header_objectives: dict[str, Objective] = PrivateAttr(default_factory=dict)
     _window_s: float | None = PrivateAttr(None)
 
@@ -209,7 +165,11 @@ class GenerationFields(BaseModel):
     @classmethod
     def known_fields(cls) -> list[str]:
         """Names of the fields that have an effect; nested fields with their path."""
-        return [*cls.model_fields, *(f"stream_options.{name}" for name in StreamOptions.model_fields)]
+        return [
+            *cls.model_fields,
+            *(f"stream_options.{name}" for name in StreamOptions.model_fields),
+            *(f"response_format.{name}" for name in ResponseFormat.known_fields()),
+        ]
 
     @property
     def unknown_fields(self) -> list[str]:
@@ -220,7 +180,19 @@ class GenerationFields(BaseModel):
             if name not in IGNORED_FIELDS and name not in UNSUPPORTED_FIELDS
         ]
         options = (self.stream_options and self.stream_options.model_extra) or ()
-        return unknown + [f"stream_options.{name}" for name in options if name not in IGNORED_STREAM_OPTIONS]
+        unknown += [f"stream_options.{name}" for name in options if name not in IGNORED_STREAM_OPTIONS]
+        if self.response_format is not None:
+            unknown += [f"response_format.{name}" for name in self.response_format.unknown_fields]
+        return unknown
+
+    @property
+    def json_schemas(self) -> list[tuple[str, object]]:
+        """The field and the schema of each JSON schema in the body; not those in structural tags."""
+        form = None if self.response_format is None else self.response_format.json_schema
+        schemas: list[tuple[str, object]] = [] if form is None else [("response_format", form.schema_)]
+        if (schema := (self.structured_outputs or {}).get("json")) is not None:
+            schemas.append(("structured_outputs", schema))
+        return schemas
 
     @property
     def num_choices(self) -> int:
@@ -341,6 +313,15 @@ class GenerationFields(BaseModel):
                 f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {self.priority}.",
                 param="priority",
             )
+
+    @contextmanager
+    def prompt_named(self) -> Iterator[None]:
+        """Errors of the prompt name the field that it is of."""
+        try:
+            yield
+        except RequestError as error:
+            param = self.prompt_field if error.param == "prompt" else error.param
+            raise RequestError(str(error), param=param, code=error.code) from None
 
     def truncated(self, token_ids: list[int]) -> list[int]:
         """The prompt's last ``truncate_prompt_tokens`` tokens, or all."""

@@ -21,6 +21,7 @@ MAX_CONTAINERS = 16_384
 MAX_KEYS = 65_536
 MAX_ITEMS = 524_288
 
+_MAX_SHOWN_CHARS = 80  # of a wrong value
 MAX_LEVELS = 200  # of pydantic's parser
 # Name, the marks that are counted, and how many of them are allowed outside strings.
 _LIMITS = (
@@ -92,7 +93,9 @@ def _request_error(error: ValidationError) -> RequestError:
         return RequestError(f"'{where}' may have at most {first['ctx']['max_length']} items.", param=name)
     if name is None:
         return RequestError(f"The body must be a JSON object: {first['msg']}.")
-    got, fault = json.dumps(first["input"], default=repr)[:80], first["msg"].removeprefix("Value error, ")
+    got, fault = json.dumps(first["input"], default=repr), first["msg"].removeprefix("Value error, ")
+    if len(got) > _MAX_SHOWN_CHARS:
+        got = f"{got[:_MAX_SHOWN_CHARS]}..."
     param = where if name == "slo" else name
     return RequestError(f"Invalid value for '{where}': {fault}, got {got}.", param=param)
 

@@ -25,7 +25,13 @@ from backfill.execution.grammars import GrammarCompiler
 from backfill.generation.generator import GenerationRequest
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
-from backfill.protocol.body_check import BodyCheck, bounded_max_tokens, refuse_unknown_fields, warning_of
+from backfill.protocol.body_check import (
+    BodyCheck,
+    bounded_max_tokens,
+    check_prompt_logprobs,
+    refuse_unknown_fields,
+    warning_of,
+)
 from backfill.protocol.chat import (
     ChatCompletionRequest,
     ChatMessage,
@@ -155,8 +161,9 @@ class RequestPreparer:
             if not compiles:
                 raise GrammarNeeded
             self._check_grammar(plan.structured, plan.field, body)
-        prompts = self._tokenized(body, texts)
-        samplings = self._samplings(body, prompts, plan)
+        with body.prompt_named():
+            prompts = self._tokenized(body, texts)
+            samplings = self._samplings(body, prompts, plan)
         objectives = body.objectives
         self._check_achievable(objectives, max(map(len, prompts)))
         slo = self._slo(body.service_class, objectives)
@@ -286,7 +293,7 @@ class RequestPreparer:
         sampling = replace(body.sampling(self.defaults.recommended), structured_outputs=plan.structured)
         if plan.parsing is not None and self.tokenizer.needs_marks(plan.parsing):
             sampling = replace(sampling, skip_special_tokens=False)
-        self._check_prompt_logprobs(body, sampling, prompts)
+        check_prompt_logprobs(body, sampling, sum(map(len, prompts)), self.max_response_tokens)
         samplings = []
         bad_words = self.tokenizer.spellings(sampling.bad_words) if sampling.bad_words else ()
         for prompt in prompts:
@@ -308,22 +315,6 @@ class RequestPreparer:
             if isinstance(body, ChatCompletionRequest):
                 body.check_schemas(self._compiler.matcher)
             raise RequestError(str(error), param=field) from None
-
-    def _check_prompt_logprobs(
-        self, body: GenerationBody, sampling: SamplingParams, prompts: list[list[int]]
-    ) -> None:
-        """Raise RequestError for more than a response may hold."""
-        if sampling.prompt_logprobs is None:
-            return
-        most, num_entries = self.max_response_tokens, sampling.n * (1 + sampling.prompt_logprobs)
-        num_tokens = sum(map(len, prompts))
-        if num_tokens * num_entries > most:
-            name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-            raise RequestError(
-                f"The response would be too large: prompt tokens x n x (1 + {name}) may be at most {most}, "
-                f"got {num_tokens} prompt tokens, n {sampling.n} and {name} {sampling.prompt_logprobs}.",
-                param=name,
-            )
 
     def _echoed(self, body: GenerationBody, prompts: list[list[int]]) -> list[str]:
         """Text that precedes the output, one a prompt."""

@@ -294,6 +294,8 @@ def _ended(
     choice: Json, finish_reason: FinishReason, stop_reason: int | str | None, parser: MessageParser | None
 ) -> Json:
     has_calls = finish_reason is FinishReason.STOP and parser is not None and parser.num_calls > 0
+    if finish_reason is FinishReason.LENGTH and parser is not None:
+        has_calls = parser.has_whole_calls  # all but what ends the message was written
     if has_calls and isinstance(stop_reason, str) and parser is not None and parser.is_cut:
         has_calls = False  # a stop string of the client's within arguments
     reason = "tool_calls" if has_calls else finish_reason.value

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 
 from backfill.core.errors import InvalidRequest, RequestError
 from backfill.core.structured import StructuredOutputsParams
@@ -19,6 +19,7 @@ from backfill.protocol.parsing import FailFastList
 MAX_TOOLS = 128  # OpenAI's
 MAX_NAME_CHARS = 64  # OpenAI's
 _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_NAME_CHARS}}}")
+FUNCTION_FIELDS = ("name", "description", "parameters", "strict", "return")  # the last: chat templates'
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -52,6 +53,16 @@ class NamedToolChoice(BaseModel):
     function: FunctionName
 
 
+def _check_choice(value: object, check: Callable[[object], Any]) -> Any:
+    """One error for all the forms that are allowed, where pydantic has one for each."""
+    try:
+        return check(value)
+    except ValidationError:
+        named = '{"type": "function", "function": {"name": ...}}'
+        raise ValueError(f"Input should be 'none', 'auto', 'required' or {named}") from None
+
+
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedToolChoice, WrapValidator(_check_choice)]
 Tools = Annotated[FailFastList[Tool], Field(max_length=MAX_TOOLS)]
 
 
@@ -59,7 +70,7 @@ class ToolFields(BaseModel):
     """Which tools a chat may call, and must."""
 
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @property
