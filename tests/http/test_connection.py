@@ -271,20 +271,36 @@ def test_time_that_the_application_takes_does_not_count_against_the_client() -> 
     with_timeout(slow, attempt, "head_timeout_s", "body_timeout_s", "write_timeout_s")
 
 
-def test_the_rest_of_an_answered_body_has_a_time_limit() -> None:
-    async def refuse(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-length", b"2")]
-        await send({"type": "http.response.start", "status": 413, "headers": headers})
-        await send({"type": "http.response.body", "body": b"no"})
+async def refuse(scope: Any, receive: Any, send: Any) -> None:
+    """Answers without reading a body."""
+    headers = [(b"content-length", b"2")]
+    await send({"type": "http.response.start", "status": 413, "headers": headers})
+    await send({"type": "http.response.body", "body": b"no"})
 
+
+def test_the_rest_of_an_answered_body_has_a_time_limit() -> None:
     def attempt(port: int, timeout_s: float) -> None:
         with RawClient(port) as client:
             client.send(HEAD + b"Content-Length: 100000\r\n\r\n")
             assert client.answer() == (413, b"no")
             with _Dripping(client, b"d" * 10_000):
                 assert client.is_closed()
+        with RawClient(port) as client:
+            client.send(HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % (1 << 40))
+            assert client.answer() == (413, b"no")
+            with pytest.raises(OSError):
+                while True:
+                    client.send(b"d" * 100_000)
 
     with_timeout(refuse, attempt, "head_timeout_s", "body_timeout_s")
+
+
+def test_a_client_that_asks_to_close_may_send_its_body_to_the_end_and_reads_the_answer() -> None:
+    """Closed before the body came, the connection would be reset, and the answer lost."""
+    with serving(refuse, limits()) as port, RawClient(port) as client:
+        client.send(request(body=b"e" * 5_000_000, headers={"Connection": "close"}))
+        assert client.answer() == (413, b"no")
+        assert client.is_closed()
 
 
 def test_connections_over_the_limit_get_503() -> None:

@@ -10,7 +10,8 @@ a client that stops reading its response    the connection and its request are a
 more connections than allowed               503
 ==========================================  =======================================================
 
-Errors have OpenAI's shape, and the connection is closed after each. Timeouts are checked at intervals of a
+Errors have OpenAI's shape, and the connection is closed after each. Where the application answers before it has
+a whole body, the rest is read and dropped for up to ``head_timeout_s``, also where the client asked to close. Timeouts are checked at intervals of a
 quarter of the shortest one, so a client may have that much longer.
 """
 
@@ -131,6 +132,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._checks: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
         self._in_message = False
+        self._closes_after_message = False
         self._num_begun = 0  # messages that began in the data being parsed
         self._num_head_bytes = 0  # of the current message, as parsed, trailers included
         self._num_other_bytes = 0  # of the current message, as received, without its body
@@ -236,7 +238,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._in_message = False
         super().on_message_complete()
-        if self.cycle.response_complete:  # answered before the body was complete: wait for the next head now
+        if self._closes_after_message:
+            self.transport.close()
+        elif self.cycle.response_complete:  # answered before the body was complete: wait for the next head now
             self._head_since_s = self.loop.time()
 
     def on_response_complete(self) -> None:
@@ -246,8 +250,21 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             following.scope["state"]["received_at_s"] = self._clock.now_s()
         super().on_response_complete()
 
+    def end_after_request(self) -> None:
+        """Close the connection after a response. What is left of its request is read and dropped first.
+
+        Closed at once, the client would see a reset and perhaps no response.
+        """
+        if not self._in_message:
+            self.transport.close()
+            return
+        self._closes_after_message = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
+        cycle.transport = _ResponseTransport(self)
         super()._start_asgi_task(cycle, app)
 
     @property
@@ -333,6 +350,23 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         else:
             self.transport.close()
+
+
+class _ResponseTransport(asyncio.Transport):
+    """What a response is written to: the connection's transport, which ends after the response's request."""
+
+    def __init__(self, protocol: LimitedHttpProtocol) -> None:
+        super().__init__()
+        self._protocol = protocol
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._protocol.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._protocol.transport.is_closing()
+
+    def close(self) -> None:
+        self._protocol.end_after_request()
 
 
 def _reset(transport: asyncio.Transport) -> None:
