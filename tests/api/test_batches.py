@@ -87,7 +87,11 @@ def test_fields_without_an_effect_are_named_in_the_batch_its_lines_and_the_log(
     server: RunningServer, client: OpenAI
 ) -> None:
     lines = [chat_line("a"), chat_line("b", max_tokns=3), chat_line("c", max_tokns=3)]
-    batch = wait_ended(client, submit(client, as_jsonl(lines), completion_window="3d").id)
+    body = {"input_file_id": upload(client, as_jsonl(lines)), "endpoint": "/v1/chat/completions"}
+    extra = {"completion_window": "3d", "metdata": {"a": "b"}}
+    created = server.http.post("/v1/batches", json={**body, **extra})
+    assert created.headers["x-backfill-warning"] == "unknown fields: metdata (did you mean metadata?)"
+    batch = wait_ended(client, created.json()["id"])
     assert (batch.status, batch.expires_at) == ("completed", batch.created_at + 3 * 24 * 3600)
     warning = server.logged(batch.id, "max_tokns")
     server.logged(batch.id, "3 completed")  # later lines are there too

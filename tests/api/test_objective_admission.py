@@ -21,6 +21,7 @@ from backfill.api.online_load import OnlineLoad, Prediction
 from backfill.core.clock import VirtualClock
 from backfill.core.slo import SLO
 from backfill.http.errors import MAX_RETRY_AFTER_S
+from backfill.protocol.request_headers import Objective
 from tests.api.in_process import InProcessServer, in_process_server
 from tests.api.servers import wait_until
 from tests.api.sockets import RawClient, request
@@ -43,7 +44,8 @@ def check(
     load: OnlineLoad, ttft_s: float = DEFAULT.ttft_s, tpot_s: float = DEFAULT.tpot_s, tokens: int = 10
 ) -> None:
     predicted = predict(load, tokens)
-    check_objectives(SLO(ttft_s, tpot_s), DEFAULT, load, predicted, [tokens], lambda num: 10 * num)
+    objectives = {"ttft": Objective(ttft_s, "slo.ttft"), "tpot": Objective(tpot_s, "slo.tpot")}
+    check_objectives(objectives, DEFAULT, load, predicted, [tokens], lambda num: 10 * num)
 
 
 def refusal(load: OnlineLoad, **asked: Any) -> ObjectiveUnavailable:
@@ -64,7 +66,7 @@ def test_a_tpot_objective_needs_half_as_much_again_as_the_decodes() -> None:
     check(three, tpot_s=0.0601)  # four rows of 10 ms
     refused = refusal(three, tpot_s=0.0599)
     assert str(refused) == (
-        "TPOT objective: asked 0.0599 s, the present load leaves 0.06 s. "
+        "slo.tpot: asked 0.0599 s, the present load leaves 0.06 s. "
         "Please ask for that, or retry in 10 s."
     )
     assert (refused.param, refused.retry_after_s) == ("slo.tpot", 10)
@@ -97,7 +99,7 @@ def test_a_ttft_objective_must_leave_time_for_the_prompts_ahead() -> None:
     check(waiting_prompt, ttft_s=0.301)  # 20 tokens ahead and 10 of its own
     refused = refusal(waiting_prompt, ttft_s=0.299)
     assert str(refused) == (
-        "TTFT objective: asked 0.299 s, the present load leaves 0.3 s. Please ask for that, or retry in 1 s."
+        "slo.ttft: asked 0.299 s, the present load leaves 0.3 s. Please ask for that, or retry in 1 s."
     )
     assert (refused.param, refused.retry_after_s) == ("slo.ttft", 1)
     check(loaded(), ttft_s=0.05, tokens=10)  # late even alone: the answer says so
@@ -128,7 +130,9 @@ def test_over_http_tight_objectives_are_refused_under_load_and_counted(
                 assert f"asked {asked} s, the present load leaves 0." in body["error"]["message"]
                 assert int(headers["Retry-After"]) >= 1
                 assert "x-should-retry" not in headers
-            assert ask(server, {"x-slo-tpot-ms": "40"})[0] == 429
+            status, body, _ = ask(server, {"x-slo-tpot-ms": "40"})
+            assert (status, body["error"]["param"]) == (429, "x-slo-tpot-ms")
+            assert body["error"]["message"].startswith("x-slo-tpot-ms: asked 40 ms, the present load leaves ")
             assert ask(server, slo={"tpot": 0.001})[0] == 429, "it may be a slowdown that passes"
             assert load.num_open == 2, "a refused request is not counted"
             assert server.state.admission.num_open == 2
@@ -150,7 +154,7 @@ def test_a_tpot_objective_that_others_on_the_bus_leave_no_room_for_is_refused() 
     check(load, tpot_s=0.0801)
     refused = refusal(load, tpot_s=0.0799)
     assert str(refused) == (
-        "TPOT objective: asked 0.0799 s, with any offloading interval that fits the device, its bus leaves, "
+        "slo.tpot: asked 0.0799 s, with any offloading interval that fits the device, its bus leaves, "
         f"beside other engines, 0.08 s. Please ask for that, or retry in {refused.retry_after_s} s."
     )
     load.bus_least_step_s = math.inf

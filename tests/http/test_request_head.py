@@ -182,6 +182,8 @@ def test_unsupported_endpoints_are_501(server: InProcessServer, path: str) -> No
     answered = server.http.post(path, json={"input": "a"})
     assert answered.status_code == 501
     assert answered.json()["error"]["type"] == "server_error"
+    instead = "/v1/responses" in path
+    assert ("/v1/chat/completions" in answered.json()["error"]["message"]) == instead
 
 
 def test_ollama_s_endpoints_name_the_path_to_use(server: InProcessServer) -> None:
@@ -194,6 +196,9 @@ def test_unknown_routes_stay_404_and_wrong_methods_405(server: InProcessServer) 
     nothing = server.http.get("/v1/nothing")
     assert (nothing.status_code, nothing.json()["error"]["type"]) == (404, "invalid_request_error")
     assert nothing.json()["error"]["message"].startswith("There is no /v1/nothing on this server")
+    assert "Did you mean" not in nothing.json()["error"]["message"]
+    for path, meant in (("/chat/completions", "/v1/chat/completions"), ("/v1/model", "/v1/models")):
+        assert f"Did you mean {meant}?" in server.http.get(path).json()["error"]["message"]
     wrong = server.http.get("/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert wrong.json()["error"]["message"] == "GET is not allowed for /v1/completions, only POST."

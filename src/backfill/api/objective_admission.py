@@ -8,13 +8,14 @@ requests that would miss their TTFT objective by far are refused too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from backfill.api.online_load import OnlineLoad, Prediction
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.http.errors import MAX_RETRY_AFTER_S, RateLimited
-from backfill.scheduling.objectives import decode_limit_s, least_tpot_slo
+from backfill.protocol.request_headers import Objective
+from backfill.scheduling.objectives import decode_limit_s, least_tpot_slo, rounded_up
 
 # What is computed of a prompt since it came counts too, so the true wait may be half of the prediction.
 SHED_FACTOR = 2.0
@@ -38,27 +39,27 @@ class ObjectiveUnavailable(RateLimited):
     """The load leaves no headroom for a request's objective.
 
     Args:
+        objective: as the client named it.
         offered_s: what the present load leaves.
         leaves: what leaves it.
     """
 
     def __init__(
         self,
-        objective: str,
-        asked_s: float,
+        objective: Objective,
         offered_s: float,
         retry_after_s: int,
         *,
         leaves: str = "the present load leaves",
     ) -> None:
         super().__init__(
-            f"{objective.upper()} objective: asked {asked_s:g} s, {leaves} {_shown(offered_s)}. "
-            f"Please ask for that, or retry in {retry_after_s} s.",
+            f"{objective.name}: asked {objective.show(objective.seconds)}, "
+            f"{leaves} {objective.show(rounded_up(round(offered_s, 9)))}. Please ask for that, or retry in {retry_after_s} s.",
             "objective_unavailable",
             retry_after_s,
             ServiceClass.ONLINE,
             "objective_unavailable",
-            param=f"slo.{objective}",
+            param=objective.name,
         )
 
 
@@ -78,7 +79,7 @@ def retry_after_s(predicted: Prediction, objective_s: float) -> int:
 
 
 def check_objectives(
-    asked: SLO,
+    objectives: Mapping[str, Objective],
     default: SLO,
     load: OnlineLoad,
     predicted: Prediction,
@@ -91,6 +92,7 @@ def check_objectives(
     soon be less. What no run can meet is refused before (``impossible_objectives``).
 
     Args:
+        objectives: of the request, by field of ``slo``.
         default: the server's objectives. They are always offered.
         predicted: of this request beside ``load``.
         prompt_tokens: of each choice's prompt.
@@ -98,38 +100,38 @@ def check_objectives(
     Raises: ObjectiveUnavailable.
     """
     # What it takes alone is no reason to refuse: no retry would change that.
-    if asked.ttft_s < default.ttft_s and predicted.ttft_s > max(asked.ttft_s, predicted.ttft_alone_s):
+    ttft, tpot = objectives.get("ttft"), objectives.get("tpot")
+    if (
+        ttft is not None
+        and ttft.seconds < default.ttft_s
+        and predicted.ttft_s > max(ttft.seconds, predicted.ttft_alone_s)
+    ):
         offered_s = min(default.ttft_s, predicted.ttft_s)
-        raise ObjectiveUnavailable("ttft", asked.ttft_s, offered_s, retry_after_s(predicted, asked.ttft_s))
-    if asked.tpot_s < default.tpot_s:
-        _check_tpot(asked.tpot_s, default.tpot_s, load, predicted, prompt_tokens, end_s)
+        raise ObjectiveUnavailable(ttft, offered_s, retry_after_s(predicted, ttft.seconds))
+    if tpot is not None and tpot.seconds < default.tpot_s:
+        _check_tpot(tpot, default.tpot_s, load, predicted, prompt_tokens, end_s)
 
 
 def _check_tpot(
-    asked_s: float,
+    tpot: Objective,
     default_s: float,
     load: OnlineLoad,
     predicted: Prediction,
     prompt_tokens: Sequence[int],
     end_s: Callable[[int], int],
 ) -> None:
-    if asked_s < load.bus_least_step_s:
+    if tpot.seconds < load.bus_least_step_s:
         raise ObjectiveUnavailable(
-            "tpot",
-            asked_s,
+            tpot,
             min(default_s, load.bus_least_step_s),
             MAX_RETRY_AFTER_S,
             leaves="with any offloading interval that fits the device, its bus leaves, beside other engines,",
         )
-    limit_s = decode_limit_s(asked_s)
+    limit_s = decode_limit_s(tpot.seconds)
     if predicted.decode_s <= limit_s:
         return
     offered_s = min(default_s, least_tpot_slo(predicted.decode_s))
     wait_s = MAX_RETRY_AFTER_S  # the end of others alone does not help
     if predicted.decode_alone_s <= limit_s:
         wait_s = end_s(load.num_too_many(prompt_tokens, limit_s))
-    raise ObjectiveUnavailable("tpot", asked_s, offered_s, wait_s)
-
-
-def _shown(seconds: float) -> str:
-    return f"{math.ceil(round(1000 * seconds, 6)) / 1000:g} s"  # up to milliseconds
+    raise ObjectiveUnavailable(tpot, offered_s, wait_s)

@@ -186,11 +186,12 @@ def _launch(config: EngineConfig, log_level: str) -> EngineClient:
 def _sizes(info: ExecutorInfo, config: EngineConfig) -> str:
     ranks = ""
     in_codes = f" in {info.kv_dtype}" if info.kv_dtype else ""
+    types = f"weights in {info.stored_in}, computed in {info.dtype}" if info.stored_in else info.dtype
     if config.num_ranks > 1 and info.device == "cpu":
         threads = counted(threads_of_rank(config), "thread")
         ranks = f"\n  {config.num_ranks} ranks divide the threads: {threads} each"
     return (
-        f"  {info.device}, {info.dtype}, context of {info.max_model_len} tokens, "
+        f"  {info.device}, {types}, context of {info.max_model_len} tokens, "
         f"KV pool of {info.num_blocks * info.block_size} tokens{in_codes}{ranks}"
     )
 

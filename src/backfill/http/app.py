@@ -60,6 +60,7 @@ UNSUPPORTED = (
     "vector_stores",
     "videos",
 )
+_INSTEAD = {"responses": "POST /v1/chat/completions", "assistants": "POST /v1/chat/completions"}
 INSTEAD_OF_OLLAMA = {
     "chat": "POST /v1/chat/completions",
     "generate": "POST /v1/completions",
@@ -155,7 +156,10 @@ def _unsupported_router() -> APIRouter:
     router = APIRouter(include_in_schema=False)
 
     async def refuse(request: Request) -> JSONResponse:
-        body = error_body(f"{request.url.path} is not supported by this server.", "server_error")
+        path = request.url.path
+        instead = _INSTEAD.get(path.removeprefix("/v1/").partition("/")[0])
+        hint = f" Use {instead}." if instead else ""
+        body = error_body(f"{path} is not supported by this server.{hint}", "server_error")
         return JSONResponse(body, 501, {"x-should-retry": "false"})
 
     async def refuse_ollama(request: Request) -> JSONResponse:

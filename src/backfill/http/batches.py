@@ -9,10 +9,12 @@ from fastapi import APIRouter, Request, Response
 from backfill.http.bodies import json_body, owner_of, query_limit
 from backfill.http.files import HasJobs, json_list
 from backfill.http.openapi import takes_json
+from backfill.http.streaming import WARNING_HEADER
 from backfill.jobs.outlook import Outlook
 from backfill.jobs.records import BatchRecord, TokenUsage
 from backfill.preparation.lines import LineError
 from backfill.protocol.batches import CreateBatchRequest, parse_window_s
+from backfill.protocol.body_check import unknown_fields_warning
 from backfill.protocol.parsing import parse_body
 from backfill.protocol.shapes import Json
 
@@ -24,7 +26,7 @@ def build_batches_router(state: HasJobs) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/batches", openapi_extra=takes_json(CreateBatchRequest))
-    async def create(request: Request) -> Json:
+    async def create(request: Request, response: Response) -> Json:
         """Create a batch from an uploaded file of requests."""
         async with json_body(request, state.bodies, _MAX_BODY_BYTES) as held:
             body = parse_body(CreateBatchRequest, held.raw)
@@ -40,6 +42,9 @@ def build_batches_router(state: HasJobs) -> APIRouter:
             metadata=body.metadata,
             output_expires_after_s=None if expires_after is None else expires_after.seconds,
         )
+        if unknown := list(body.model_extra or ()):
+            warning = unknown_fields_warning(unknown, CreateBatchRequest.model_fields)
+            response.headers[WARNING_HEADER] = warning
         return batch_body(batch, jobs.outlook)
 
     @router.get("/v1/batches")

@@ -240,7 +240,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
         if self._closes_after_message:
             self.transport.close()
-        elif self.cycle.response_complete:  # answered before the body was complete: wait for the next head now
+        elif (
+            self.cycle.response_complete
+        ):  # answered before the body was complete: wait for the next head now
             self._head_since_s = self.loop.time()
 
     def on_response_complete(self) -> None:

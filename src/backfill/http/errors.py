@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 # Requests that the engine lost together with this one: tells a router that this one may be the cause.
 LOST_HEADER = "x-backfill-lost"
 MAX_RETRY_AFTER_S = 120  # with a longer time OpenAI's client gives up
+_LEAST_SIMILARITY = 0.8  # of a path to one that exists
 _METHODS = ("DELETE", "GET", "HEAD", "POST")
 
 
@@ -159,7 +161,10 @@ def _routing_error(request: Request, status: int) -> HTTPException:
     """The error for an unknown path (404) or method (405); it names what exists."""
     path = request.url.path
     if status == 404:
-        return HTTPException(404, f"There is no {path} on this server; /docs lists its endpoints.")
+        known = [each for each in request.app.openapi()["paths"] if "{" not in each]
+        likely = difflib.get_close_matches(path.rstrip("/"), known, n=1, cutoff=_LEAST_SIMILARITY)
+        meant = f" Did you mean {likely[0]}?" if likely else ""
+        return HTTPException(404, f"There is no {path} on this server; /docs lists its endpoints.{meant}")
     routes = request.app.routes
     scopes = {method: {**request.scope, "method": method} for method in _METHODS}
     allowed = ", ".join(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from backfill.core.errors import RequestError
 from backfill.protocol.generation import GenerationEndpoint
@@ -45,9 +45,9 @@ class ExpiresAfter(BaseModel):
 
 
 class CreateBatchRequest(BaseModel):
-    """Body of ``POST /v1/batches``."""
+    """Body of ``POST /v1/batches``. Unknown fields are kept, to be named."""
 
-    model_config = StrictModel
+    model_config = ConfigDict(strict=True, extra="allow")
     input_file_id: str
     endpoint: GenerationEndpoint
     completion_window: str

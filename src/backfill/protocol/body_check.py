@@ -34,15 +34,19 @@ def warning_of(body: GenerationFields) -> str | None:
     """
     parts = []
     if unknown := body.unknown_fields:
-        known = body.known_fields()
-        named = [_named(name, known) for name in unknown[:_MAX_NAMED_FIELDS]]
-        parts.append("unknown fields: " + _listed(named, len(unknown)))
+        parts.append(unknown_fields_warning(unknown, body.known_fields()))
     if keywords := [*_unknown_keywords(body)]:
         named = [_named_keyword(place, name) for _, place, name in keywords[:_MAX_NAMED_FIELDS]]
         parts.append("unknown keywords in schemas: " + _listed(named, len(keywords)))
     if _has_empty_slo(body):
         parts.append(_EMPTY_SLO)
     return "; ".join(parts) or None
+
+
+def unknown_fields_warning(unknown: Sequence[str], known: Collection[str]) -> str:
+    """Names unknown fields, as short printable ASCII, with the known ones like them."""
+    named = [_named(name, known) for name in unknown[:_MAX_NAMED_FIELDS]]
+    return "unknown fields: " + _listed(named, len(unknown))
 
 
 def refuse_unknown_fields(body: GenerationFields) -> None:

@@ -14,6 +14,7 @@ from backfill.generation.message_parser import MessageParsing
 from backfill.protocol.chat import ChatCompletionRequest
 from backfill.protocol.generation_fields import MAX_CHOICES, GenerationFields
 from backfill.protocol.parsing import FailFastList, parse_body
+from backfill.protocol.request_headers import Objective
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, of text completions
 
@@ -117,7 +118,7 @@ class Generation(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         returns_logprobs: the response has those of output tokens, if the engine gives them.
         returns_prompt_logprobs: the response has them in a field of their own.
         parsing: how a chat's outputs are; None: all of them is content.
-        reported_slo: objectives whose attainment the response reports; None where the client set none.
+        objectives: those that the client set, by field of ``slo``, as it named them.
         warning: fields of the body that have no effect, in printable ASCII; None if there are none.
     """
 
@@ -138,8 +139,13 @@ class Generation(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     includes_usage: bool = False
     usage_on_every_chunk: bool = False
     parsing: MessageParsing | None = None
-    reported_slo: SLO | None = None
+    objectives: dict[str, Objective] = {}
     warning: str | None = None
+
+    @property
+    def reported_slo(self) -> SLO | None:
+        """Objectives whose attainment the response reports; None where the client set none."""
+        return self.request.slo if self.objectives else None
 
     def echo_of(self, choice: int) -> str:
         """Text that precedes a choice's output."""

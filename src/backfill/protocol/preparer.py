@@ -201,7 +201,7 @@ class RequestPreparer:
             includes_usage=options is not None and bool(options.include_usage),
             usage_on_every_chunk=options is not None and bool(options.continuous_usage_stats),
             parsing=plan.parsing,
-            reported_slo=slo if objectives else None,
+            objectives=objectives,
             warning=warning_of(body),
         )
 
