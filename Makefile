@@ -61,8 +61,9 @@ lock:
 	  --universal --python-version 3.11 --all-extras --no-annotate --custom-compile-command 'make lock' $(UPGRADE) \
 	  -o constraints.txt pyproject.toml -
 
+# make serve PORT=8001: as ARGS="--port 8001". A variable of that name in the environment may be another program's.
 serve: $(RUNNABLE)
-	@exec $(BIN)/backfill serve $(ARGS)
+	@exec $(BIN)/backfill serve $(if $(findstring command,$(origin PORT)),--port $(PORT)) $(ARGS)
 
 test: $(TESTABLE)
 	$(BIN)/python -m pytest -n $(WORKERS) $(IN_PARALLEL) -m 'not ($(LEFT_OUT))' $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -54,3 +55,14 @@ def test_torchs_index_is_asked_once_and_for_torch_alone(tmp_path: Path, status: 
 def test_without_an_index_only_pips_own_is_asked(tmp_path: Path) -> None:
     (ours,), _ = install(tmp_path, "TORCH_INDEX=")
     assert ours.endswith("-e .[plot]")
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"), [(["PORT=8001", "ARGS=--x"], "serve --port 8001 --x"), ([], "serve")]
+)
+def test_serve_takes_a_port_from_the_command_line_alone(given: list[str], passed: str) -> None:
+    environment = {**os.environ, "PORT": "3000"}
+    done = subprocess.run(
+        ["make", "-n", "serve", *given], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert " ".join(done.stdout.splitlines()[-1].split()).endswith(f"bin/backfill {passed}")

@@ -272,6 +272,10 @@ def test_the_help_of_serve_is_short_and_names_the_one_with_every_option(
     whole = run_cli_here("serve", "--help", "all").stdout
     assert [name for name in every if name[:21] not in whole] == []  # the longest one is broken at a hyphen
     assert run_cli_here("serve", "--help-all", "--port", "1").returncode == 2
+    for misspelt in (("--help", "alll"), ("-h=al",)):
+        refused = run_cli_here("serve", *misspelt)
+        assert refused.returncode == 2
+        assert f"{' '.join(misspelt).replace('=', ' ')}: did you mean" in refused.stderr
 
 
 @pytest.mark.parametrize("after", [(), ("m",), ("--port", "1")])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 
 from cyclopts import App, CycloptsError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
 from backfill.cli.command import HELP_ALL
-from backfill.core.errors import BackfillError
+from backfill.core.errors import BackfillError, ConfigError
 
 
 def _version() -> str:
@@ -51,7 +52,11 @@ def main(commands: App = app) -> None:
 
     Raises: SystemExit, with status 2 for what is no command line.
     """
-    arguments = _with_whole_help(commands, [_with_hyphens(argument) for argument in sys.argv[1:]])
+    try:
+        arguments = _with_whole_help(commands, [_with_hyphens(argument) for argument in sys.argv[1:]])
+    except ConfigError as error:
+        print(f"backfill: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     try:
         commands(arguments, result_action="return_value", exit_on_error=False, print_error=False)
     except CycloptsError as error:
@@ -79,12 +84,18 @@ def _usage_error(error: CycloptsError) -> str:
 
 
 def _with_whole_help(commands: App, arguments: list[str]) -> list[str]:
-    """Nothing else counts beside ``--help all``, as beside ``--help``."""
+    """Nothing else counts beside ``--help all``, as beside ``--help``. Raises: ConfigError for a word like it."""
     for index, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
-        if flag in ("--help", "-h") and (value or "".join(arguments[index + 1 : index + 2])) == "all":
-            names, apps, _ = commands.parse_commands(arguments[:index])
-            return [*names, HELP_ALL] if HELP_ALL in apps[-1] else [*arguments[:index], "--help"]
+        value = value or "".join(arguments[index + 1 : index + 2])
+        if flag not in ("--help", "-h") or not difflib.get_close_matches(value, ["all"]):
+            continue
+        names, apps, _ = commands.parse_commands(arguments[:index])
+        if HELP_ALL not in apps[-1]:
+            return [*arguments[:index], "--help"]
+        if value != "all":
+            raise ConfigError(f"{flag} {value}: did you mean {flag} all, for every option?")
+        return [*names, HELP_ALL]
     return arguments
 
 
