@@ -66,8 +66,7 @@ def test_a_tpot_objective_needs_half_as_much_again_as_the_decodes() -> None:
     check(three, tpot_s=0.0601)  # four rows of 10 ms
     refused = refusal(three, tpot_s=0.0599)
     assert str(refused) == (
-        "slo.tpot: asked 0.0599 s, the present load leaves 0.06 s. "
-        "Please ask for that, or retry in 10 s."
+        "slo.tpot: asked 0.0599 s, the present load leaves 0.06 s. Please ask for that, or retry in 10 s."
     )
     assert (refused.param, refused.retry_after_s) == ("slo.tpot", 10)
     assert refusal(three, tpot_s=0.031).retry_after_s == 20, "until two of them have ended"

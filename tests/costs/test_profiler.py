@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -130,15 +131,18 @@ def test_the_times_of_random_mixes_are_recovered() -> None:
 
 
 def test_each_step_is_timed_in_every_round_and_held_out_steps_are_not_fitted() -> None:
-    grid = SMALL_GRID
+    grid = replace(SMALL_GRID, chunks=(1, 16, 128, 512))
     _, executor = profiled(grid=grid)
     shapes = [*grid.shapes(CAPACITY), *grid.held_out(CAPACITY)]
     num_shapes = len(shapes)
-    assert len(executor.loads) == 4 * num_shapes, "three rounds and one that warms up"
-    rounds = [executor.loads[i : i + num_shapes] for i in range(0, len(executor.loads), num_shapes)]
-    expected = sorted(map(repr, map(StepLoad.of, shapes)))
-    assert all(sorted(map(repr, each)) == expected for each in rounds)
-    assert rounds[0] != rounds[1] != rounds[2], "each round is shuffled"
+    runs = Counter(map(repr, executor.loads))
+    for load in map(StepLoad.of, shapes):
+        is_long = TRUTH.step_time_s(load) >= 0.25
+        assert runs[repr(load)] == (1 if is_long else 4), (
+            "three rounds and one that warms up; two of a long step"
+        )
+    assert {1, 4} == set(runs.values())
+    assert executor.loads[:num_shapes] != executor.loads[num_shapes : 2 * num_shapes], "each is shuffled"
     assert not set(grid.shapes(CAPACITY)) & set(grid.held_out(CAPACITY))
 
 
@@ -146,7 +150,7 @@ def test_the_first_round_only_warms_up() -> None:
     class ColdExecutor(TimedExecutor):
         def run(self, plan: StepPlan) -> StepOutcome:
             if plan.slices and len(self.loads) < num_shapes:
-                self.clock.advance(10.0)
+                self.clock.advance(0.05)
             return super().run(plan)
 
     grid = replace(SMALL_GRID, rounds=1)  # a median of several would hide it

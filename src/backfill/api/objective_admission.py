@@ -54,7 +54,8 @@ class ObjectiveUnavailable(RateLimited):
     ) -> None:
         super().__init__(
             f"{objective.name}: asked {objective.show(objective.seconds)}, "
-            f"{leaves} {objective.show(rounded_up(round(offered_s, 9)))}. Please ask for that, or retry in {retry_after_s} s.",
+            f"{leaves} {objective.show(rounded_up(round(offered_s, 9)))}. "
+            f"Please ask for that, or retry in {retry_after_s} s.",
             "objective_unavailable",
             retry_after_s,
             ServiceClass.ONLINE,

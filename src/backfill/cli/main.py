@@ -84,7 +84,10 @@ def _usage_error(error: CycloptsError) -> str:
 
 
 def _with_whole_help(commands: App, arguments: list[str]) -> list[str]:
-    """Nothing else counts beside ``--help all``, as beside ``--help``. Raises: ConfigError for a word like it."""
+    """Nothing else counts beside ``--help all``, as beside ``--help``.
+
+    Raises: ConfigError for a word like ``all``.
+    """
     for index, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
         value = value or "".join(arguments[index + 1 : index + 2])

@@ -10,9 +10,10 @@ a client that stops reading its response    the connection and its request are a
 more connections than allowed               503
 ==========================================  =======================================================
 
-Errors have OpenAI's shape, and the connection is closed after each. Where the application answers before it has
-a whole body, the rest is read and dropped for up to ``head_timeout_s``, also where the client asked to close. Timeouts are checked at intervals of a
-quarter of the shortest one, so a client may have that much longer.
+Errors have OpenAI's shape, and the connection is closed after each. Where the application answers before it
+has a whole body, the rest is read and dropped for up to ``head_timeout_s``, also where the client asked to
+close. Timeouts are checked at intervals of a quarter of the shortest one, so a client may have that much
+longer.
 """
 
 from __future__ import annotations
