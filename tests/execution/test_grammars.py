@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -314,7 +315,17 @@ def test_the_largest_grammars_take_seconds_at_most_and_the_cache_is_bounded(
         {"regex": ".*a.{1000}" * 20},
         {"grammar": "start: " + "(" * 2000 + '"a"' + ")" * 2000},
     ]
+    meeting = {"allOf": [{"pattern": f"(a.{{{index}}}b|c)+"} for index in range(1, 40)]}
+    refused: list[dict[str, Any]] = [
+        {"json": meeting},
+        {"json": {"properties": {"a": meeting, "b": {"not": {}}}}},  # no part of it is tried alone
+        {"grammar": f"start: %json {json.dumps(meeting)}"},
+        {"json": {"patternProperties": {f"^a{index}[a-z]{{1,40}}$": {} for index in range(1500)}}},
+    ]
     began = time.monotonic()
+    for fields in refused:
+        with pytest.raises(RequestError, match=r"patterns take over|not supported"):
+            compiler.matcher(StructuredOutputsParams(**fields))
     for fields in hostile:
         params = StructuredOutputsParams(**fields)
         assert len(params.text) <= MAX_GRAMMAR_CHARS

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from itertools import islice
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from backfill.core.errors import RequestError
 from backfill.core.structured import GrammarKind, StructuredOutputsParams
-from backfill.execution.json_schemas import adapted_schema, schema_parts
+from backfill.execution.json_schemas import adapted_schema, num_patterns, schema_parts
 from backfill.execution.structural_tags import structural_tag_grammar
 
 if TYPE_CHECKING:  # imported at the first grammar: most servers need none of it
@@ -21,6 +23,17 @@ if TYPE_CHECKING:  # imported at the first grammar: most servers need none of it
 _MAX_CACHED = 256
 _MAX_CACHED_CHARS = 2 << 20  # of their texts: one of 64 Ki takes up to 10 MB
 _MAX_COMPILE_S = 5.0  # more than the largest that is allowed takes, so that only a machine in need is slower
+# Where n patterns of a schema meet, the library takes up to 2 ** n, and cannot be stopped: what has more than
+# these is compiled first in a process that may use this much of a processor.
+_MAX_QUICK_PATTERNS = 8
+_MAX_TRIAL_S = 2
+_MAX_WAIT_S = 30.0  # for them, on a busy machine
+_TRIAL = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, ({_MAX_TRIAL_S}, {_MAX_TRIAL_S}))
+from llguidance import LLMatcher
+LLMatcher.validate_grammar(sys.stdin.read())
+"""
 # A line and ten levels of indentation: some models would otherwise write whitespace without end.
 _WHITESPACE = r"[ \t\n\r]{0,41}"
 _MAX_PLACES = 256  # of a schema, that are looked at for an error's
@@ -65,7 +78,8 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer, which is loaded with the first one. All threads may call it.
 
     Bounded are a grammar's text (``core/structured.py``), the nesting of JSON (128, by the library), the size
-    and the lexer of the compiled grammar, the time that compiling takes, and how many are cached.
+    and the lexer of the compiled grammar, the time that compiling takes (of many patterns before it is done),
+    and how many are cached.
 
     Args:
         folder: the model's.
@@ -125,6 +139,8 @@ class GrammarCompiler:
             raise _unusable(params, f"it has no {error}") from None
         except _WRONG as error:
             raise _unusable(params, f"{error}" or type(error).__name__) from None
+        if not _is_quick(source):
+            raise _unusable(params, f"its patterns take over {_MAX_TRIAL_S} s to compile")
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=_limits())
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first takes longest, and finds grammars that have no output
@@ -202,6 +218,20 @@ def _source(params: StructuredOutputsParams, tokenizer: LLTokenizer | None) -> s
             return grammar_from(kind, params.text)
 
 
+def _is_quick(source: str) -> bool:
+    is_lark = not source.startswith("{")
+    if "%json" not in source and (is_lark or num_patterns(source) <= _MAX_QUICK_PATTERNS):
+        return True  # Lark may have schemas too
+    command = [sys.executable, "-P", "-c", _TRIAL]
+    try:
+        trial = subprocess.run(
+            command, input=source.encode(), stderr=subprocess.DEVNULL, timeout=_MAX_WAIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return trial.returncode >= 0  # unless a signal ended it
+
+
 def _unusable(params: StructuredOutputsParams, reason: str, place: str = "") -> RequestError:
     shown = " ".join(reason.split())
     for pattern, words in _REASONS:
@@ -231,6 +261,8 @@ def _innermost(params: StructuredOutputsParams, reason: str) -> tuple[str, str]:
         if place == "#" or (is_unsatisfied and not place.startswith(_within(found or "#", reason))):
             continue
         source = LLMatcher.grammar_from_json_schema({**defs, **part}, overrides={"lenient": False})
+        if num_patterns(source) > _MAX_QUICK_PATTERNS:
+            continue
         alone = LLMatcher.validate_grammar(source, limits=_limits())
         if alone == reason or (is_unsatisfied and alone.startswith("Unsatisfiable")):
             found, reason = place, alone

@@ -66,6 +66,22 @@ def unknown_keywords(schema: object) -> Iterator[tuple[str, str]]:
                 yield place, name
 
 
+def num_patterns(grammar: str) -> int:
+    """Different patterns and formats in the JSON schemas of a grammar of the library, which is JSON."""
+    found: set[str] = set()
+    waiting = [json.loads(grammar)]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            found.update(text for key in ("pattern", "format") if isinstance(text := each.get(key), str))
+            by_pattern = each.get("patternProperties")
+            found.update(by_pattern if isinstance(by_pattern, dict) else ())
+            waiting += each.values()
+        elif isinstance(each, list):
+            waiting += each
+    return len(found)
+
+
 def adapted_schema(text: str) -> Any:
     """The schema that the library allows valid outputs of, and no others.
 
