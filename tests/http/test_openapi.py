@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import jsonschema
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -149,3 +150,40 @@ def test_a_405_lists_the_allowed_methods(app: FastAPI) -> None:
     for path, allowed in (("/v1/files/file-x", "DELETE, GET"), ("/v1/batches", "GET, POST")):
         wrong = client.put(path)
         assert (wrong.status_code, wrong.headers["allow"]) == (405, allowed)
+
+
+def test_the_document_says_what_values_may_be(document: dict[str, Any]) -> None:
+    def body(path: str) -> dict[str, Any]:
+        (content,) = document["paths"][path]["post"]["requestBody"]["content"].values()
+        return cast(dict[str, Any], content["schema"])
+
+    def allows(path: str, **fields: Any) -> bool:
+        whole = {**body(path), "components": document["components"]}
+        return jsonschema.Draft202012Validator(whole).is_valid(fields)
+
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    for fields in ({}, {"temperature": 2, "top_k": -1, "seed": -1, "n": 128}, {"temperature": None}):
+        assert allows("/v1/chat/completions", **chat, **fields)
+    for name, value in (
+        ("temperature", 2.1),
+        ("top_p", 0),
+        ("top_k", -2),
+        ("max_tokens", 0),
+        ("messages", []),
+    ):
+        assert not allows("/v1/chat/completions", **{**chat, name: value})
+    assert not allows("/v1/chat/completions", messages=[{"role": "user"}])
+    assert allows("/v1/chat/completions", messages=[{"role": "assistant"}])
+    assert allows("/v1/completions", prompt="x", max_tokens=0) and not allows("/v1/completions", prompt="")
+    assert (
+        allows("/tokenize", prompt="x") and not allows("/tokenize") and not allows("/tokenize", prompt=None)
+    )
+    window = body("/v1/batches")["properties"]["completion_window"]["pattern"]
+    assert [bool(re.search(window, text)) for text in ("24h", "365d", "0h", "", "1w")] == [
+        True,
+        True,
+        *[False] * 3,
+    ]
+    upload = {"file": "", "purpose": "batch"}
+    assert allows("/v1/files", **upload) and not allows("/v1/files", file="", purpose="b")
+    assert not allows("/v1/files", **upload, **{"expires_after[seconds]": 3600})

@@ -6,6 +6,7 @@ The page loads no other file, so it needs no network.
 from __future__ import annotations
 
 import json
+import math
 from html import escape
 from typing import Any
 
@@ -13,6 +14,9 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from backfill.core.options import Bounds, options_of
+from backfill.core.sampling import SamplingParams
+from backfill.protocol.batches import MAX_EXPIRY_S, MIN_EXPIRY_S, UPLOAD_PURPOSES
 from backfill.protocol.shapes import Json
 
 # The page has no script and loads no file.
@@ -46,18 +50,37 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 UPLOAD_SCHEMA: Json = {
     "type": "object",
     "required": ["file", "purpose"],
+    "dependentRequired": {
+        "expires_after[anchor]": ["expires_after[seconds]"],
+        "expires_after[seconds]": ["expires_after[anchor]"],
+    },
     "properties": {
         "file": {"type": "string", "format": "binary"},
-        "purpose": {"type": "string"},
+        "purpose": {"type": "string", "enum": list(UPLOAD_PURPOSES)},
         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-        "expires_after[seconds]": {"type": "integer"},
+        "expires_after[seconds]": {"type": "integer", "minimum": MIN_EXPIRY_S, "maximum": MAX_EXPIRY_S},
     },
 }
 
 
 def takes_json(kind: type[BaseModel]) -> dict[str, Any]:
     """A route's ``openapi_extra`` for a JSON body that the route parses itself."""
-    return _takes("application/json", kind.model_json_schema(ref_template=_REFERENCE))
+    schema = kind.model_json_schema(ref_template=_REFERENCE)
+    for name, option in options_of(SamplingParams).items():
+        for form in schema["properties"].get(name, {}).get("anyOf", ()):
+            if option.bounds is not None and form.get("type") in ("integer", "number"):
+                form.update(_bounded(option.bounds) | form)  # the field's own come first
+    return _takes("application/json", schema)
+
+
+def _bounded(bounds: Bounds) -> Json:
+    limits = {
+        "minimum": bounds.least,
+        "exclusiveMinimum": bounds.above,
+        "maximum": bounds.most,
+        "exclusiveMaximum": bounds.below,
+    }
+    return {name: limit for name, limit in limits.items() if math.isfinite(limit)}
 
 
 def takes_upload() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from backfill.core.errors import RequestError
 from backfill.protocol.generation import GenerationEndpoint
-from backfill.protocol.parsing import StrictModel
+from backfill.protocol.parsing import StrictModel, told
 
 BATCH_ENDPOINTS: tuple[str, ...] = get_args(GenerationEndpoint)
 UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
@@ -41,7 +41,7 @@ Metadata = Annotated[
 class ExpiresAfter(BaseModel):
     model_config = StrictModel
     anchor: Literal["created_at"]
-    seconds: int
+    seconds: Annotated[int, told(minimum=MIN_EXPIRY_S, maximum=MAX_EXPIRY_S)]
 
 
 class CreateBatchRequest(BaseModel):
@@ -50,7 +50,7 @@ class CreateBatchRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     input_file_id: str
     endpoint: GenerationEndpoint
-    completion_window: str
+    completion_window: Annotated[str, told(pattern="^([1-9][0-9]{0,5}m|[1-9][0-9]{0,3}h|[1-9][0-9]{0,2}d)$")]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 

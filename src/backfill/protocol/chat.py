@@ -12,7 +12,7 @@ from backfill.core.errors import RequestError
 from backfill.core.sampling import MAX_LOGPROBS
 from backfill.generation.message_format import MAX_CALLS
 from backfill.protocol.generation_fields import GenerationFields
-from backfill.protocol.parsing import FailFastList, StrictModel
+from backfill.protocol.parsing import FailFastList, StrictModel, told
 from backfill.protocol.tools import FUNCTION_FIELDS, ToolFields, Tools
 
 MAX_MESSAGES = 2048  # OpenAI's
@@ -21,7 +21,7 @@ MAX_PARTS = 2048
 
 class TextPart(BaseModel):
     model_config = StrictModel
-    type: str
+    type: Annotated[str, told(enum=["text"])]
     text: str | None = None
 
 
@@ -52,7 +52,16 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"const": "assistant"}}},
+                {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+            ]
+        },
+    )
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[FailFastList[TextPart], Field(max_length=MAX_PARTS)] | None = None
     tool_calls: Annotated[FailFastList[ToolCall], Field(max_length=MAX_CALLS)] | None = None
@@ -95,10 +104,10 @@ class ConversationFields(BaseModel):
 class ChatCompletionRequest(GenerationFields, ConversationFields, ToolFields):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Messages
+    messages: Annotated[Messages, told(minItems=1)]
     prompt_field: ClassVar[str] = "messages"
     include_reasoning: bool | None = None
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int, told(minimum=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -176,10 +185,18 @@ class TokenizeRequest(ConversationFields):
     ``add_special_tokens`` is true by default for a prompt, and false for messages.
     """
 
-    model_config = StrictModel
+    model_config = ConfigDict(
+        **StrictModel,
+        json_schema_extra={
+            "oneOf": [
+                {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+                for name in ("prompt", "messages")
+            ]
+        },
+    )
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = None
+    messages: Annotated[Messages, told(minItems=1)] | None = None
     tools: Tools | None = None
 
     def check(self) -> None:
@@ -194,4 +211,4 @@ class DetokenizeRequest(BaseModel):
 
     model_config = StrictModel
     model: str | None = None
-    tokens: FailFastList[int]
+    tokens: FailFastList[Annotated[int, told(minimum=0)]]

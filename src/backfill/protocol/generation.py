@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, cast
+from typing import Annotated, ClassVar, Literal, cast
 
 import msgspec
 
@@ -13,7 +13,7 @@ from backfill.generation.generator import GenerationRequest
 from backfill.generation.message_parser import MessageParsing
 from backfill.protocol.chat import ChatCompletionRequest
 from backfill.protocol.generation_fields import MAX_CHOICES, GenerationFields
-from backfill.protocol.parsing import FailFastList, parse_body
+from backfill.protocol.parsing import FailFastList, parse_body, told
 from backfill.protocol.request_headers import Objective
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, of text completions
@@ -24,7 +24,11 @@ GenerationEndpoint = Literal["/v1/chat/completions", "/v1/completions"]
 class CompletionRequest(GenerationFields):
     """Body of ``POST /v1/completions``."""
 
-    prompt: str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]]
+    prompt: Annotated[
+        str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]],
+        told(minLength=1, minItems=1, items={"minLength": 1, "minItems": 1, "minimum": 0}),
+    ]
+    max_tokens: Annotated[int, told(minimum=0)] | None = None
     has_best_of: ClassVar[bool] = True
     echo: bool | None = None
     logprobs: int | None = None

@@ -13,7 +13,7 @@ from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass, check_cache_salt
 from backfill.core.sampling import SamplingParams
 from backfill.core.structured import StructuredOutputsParams
-from backfill.protocol.parsing import FailFastList
+from backfill.protocol.parsing import FailFastList, told
 from backfill.protocol.request_headers import (
     MIN_WINDOW_S,
     PRIORITY_HEADER,
@@ -120,7 +120,7 @@ class GenerationFields(BaseModel):
     min_tokens: int | None = None
     temperature: Number | None = None
     top_p: Number | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, told(minimum=-1)] | None = None
     min_p: Number | None = None
     repetition_penalty: Number | None = None
     presence_penalty: Number | None = None
@@ -130,7 +130,7 @@ class GenerationFields(BaseModel):
     bad_words: Annotated[FailFastList[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     seed: int | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, told(minimum=1, maximum=MAX_CHOICES)] | None = None
     stop: str | Annotated[FailFastList[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[FailFastList[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -144,7 +144,7 @@ class GenerationFields(BaseModel):
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     service_tier: ServiceTier | None = None
-    priority: int | None = None
+    priority: Annotated[int, told(minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)] | None = None
     slo: SloFields | None = None
     request_id: str | None = None
     cache_salt: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -37,6 +37,11 @@ _BLOCKS = re.compile(rb'(?:[^"]++|' + _STRING + rb"){1,4096}+", re.DOTALL)
 
 # Stops at the first wrong item: a list of a million wrong ones would otherwise be a million errors.
 FailFastList = Annotated[list[Item], Field(fail_fast=True)]
+
+
+def told(**schema: Any) -> Any:
+    """What the OpenAPI document says of a value. It is checked elsewhere, with a message of its own."""
+    return Field(json_schema_extra=schema)
 
 
 def parse_body(kind: type[Body], raw: bytes) -> Body:
