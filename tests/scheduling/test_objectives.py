@@ -204,11 +204,13 @@ def answering(arrived_at_s: float, mean_gap_s: float = 0.1) -> Request:
 def test_the_share_in_time_is_that_of_requests_that_came_together() -> None:
     late = [make_request(4, 4, request_id=f"late{i}", arrived_at_s=10.0) for i in range(6)]
     burst = [answering(10.0), answering(10.0, 0.05)]
-    assert share_in_time(burst, late) == 2 / 8
-    assert share_in_time([*burst, answering(10.0, 0.2), answering(10.0, 0.2)], late) == 2 / 10
-    assert share_in_time(burst, []) == 1.0
-    assert share_in_time([], late) == 0.0
+    assert share_in_time(burst, late, 1.0) == 2 / 8
+    assert share_in_time([*burst, answering(10.0, 0.2), answering(10.0, 0.2)], late, 1.0) == 2 / 10
+    assert share_in_time(burst, [], 1.0) == 1.0
+    assert share_in_time([], late, 1.0) == 0.0
+    # Sockets bring a burst one by one, and the first of it have the earliest deadlines.
+    assert share_in_time([answering(10.5), answering(10.6)], late, 1.0) == 2 / 8
     # Those that came after an overload are not held to be late with what it left.
-    assert share_in_time([answering(20.0), answering(30.0)], late) == 1.0
+    assert share_in_time([answering(20.0), answering(30.0)], late, 1.0) == 1.0
     # Of those in time the later half counts: one old answer does not take the backlog for a burst.
-    assert share_in_time([answering(0.0), answering(20.0), answering(30.0)], late) == 1.0
+    assert share_in_time([answering(0.0), answering(20.0), answering(30.0)], late, 1.0) == 1.0

@@ -118,14 +118,18 @@ def test_late_answers_without_room_take_the_blocks_of_those_they_preempt() -> No
     assert num_ours <= num_fcfs
 
 
-def test_a_burst_that_is_nearly_all_late_is_served_as_fast_as_without_objectives() -> None:
+@pytest.mark.parametrize("spread_s", [0.0, 0.3], ids=["at-once", "as-sockets-bring-it"])
+def test_a_burst_that_is_nearly_all_late_is_served_as_fast_as_without_objectives(spread_s: float) -> None:
     # A step of the objective's length computes a third as many tokens a second as a large one.
     rows_s = PiecewiseLinear((1, 10, 100, 1000), (0.06, 0.08, 0.3, 2.0))
 
     def served(policy: type[FcfsPolicy] | None) -> tuple[float, float]:
         """When half of the chats have their first token, and when all have ended."""
         bench = Bench(policy and policy(), cost=replace(linear_cost(), rows_s=rows_s))
-        chats = [make_request(40, 20, request_id=f"chat{i}") for i in range(60)]
+        chats = [
+            make_request(40, 20, request_id=f"chat{i}", arrived_at_s=i / 60 * spread_s - spread_s)
+            for i in range(60)
+        ]
         bench.add(*chats)
         while bench.scheduler.has_unfinished:
             bench.step()

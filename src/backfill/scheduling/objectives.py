@@ -167,11 +167,11 @@ def check_server_slo(config: SchedulerConfig, profile: CostProfile | None) -> li
     return warnings
 
 
-def share_in_time(served: Iterable[RequestView], late: Iterable[RequestView]) -> float:
+def share_in_time(served: Iterable[RequestView], late: Iterable[RequestView], within_s: float) -> float:
     """Of the online requests that came together, the share that meets its objectives so far.
 
-    Late ones count that came no earlier than the middle one of those in time. So a burst counts whole, and
-    what has been waiting since an earlier time of overload does not.
+    Those came together that came no earlier than ``within_s`` before the middle one of those in time. So a
+    burst counts whole, and what has been waiting since an earlier time of overload does not.
 
     Args:
         served: prompts that can be in time, and decodes, which are late if their mean gap is too long.
@@ -182,7 +182,7 @@ def share_in_time(served: Iterable[RequestView], late: Iterable[RequestView]) ->
     in_time = sorted(arrived_at_s for arrived_at_s, is_in_time in banked if is_in_time)
     if not in_time:
         return 0.0
-    since_s = in_time[len(in_time) // 2]
+    since_s = in_time[len(in_time) // 2] - within_s
     num_in_time = len(in_time) - bisect_left(in_time, since_s)
     num_late = sum(each.arrived_at_s >= since_s for each in late)
     num_late += sum(arrived_at_s >= since_s for arrived_at_s, is_in_time in banked if not is_in_time)

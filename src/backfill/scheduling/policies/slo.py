@@ -160,7 +160,7 @@ class SloPolicy(Policy):
         """
         relegated = PriorityLevel.RELEGATED
         late = [*late, *view.running[relegated], *view.waiting[relegated]]
-        if not late or share_in_time(served, late) >= _LEAST_SHARE_IN_TIME:
+        if not late or share_in_time(served, late, self.default_slo.ttft_s) >= _LEAST_SHARE_IN_TIME:
             return 0.0
         return self._predictor.cost.efficient_prefill_s(decodes, _PROMPT_EFFICIENCY, self._max_step_tokens)
 
