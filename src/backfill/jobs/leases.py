@@ -166,14 +166,7 @@ class Leases:
                 Of several owners each has its share, and what the others leave of theirs.
             lines_of: of each owner, those that it has.
         """
-        is_free: ColumnElement[bool] = LeasedPart.holder.is_(None)
-        if takes_over:
-            is_free = or_(is_free, LeasedPart.expires_at <= self._now_s)
-        is_own = LeasedPart.holder == self.holder
-        if running is not None:
-            is_running = is_own & _is_of(running)
-            is_free = or_(is_free, is_own) & not_(func.coalesce(is_running, False))
-            is_own = is_running
+        is_free, is_own = self._free_and_own(running, takes_over=takes_over)
         passed_over = set(others_than)
         only_over = only_over or sum(lines_of.values()) >= _MOST_SHARES * max_lines
         num_left = max_lines - sum(lines_of.values())  # an owner may have what the others leave
@@ -199,6 +192,19 @@ class Leases:
             claimed = select(BatchRecord, self._now_s).where(BatchRecord.id == lease.batch_id)
             batch, now_s = session.execute(claimed).one()
             return Claim(batch, lease, now_s)
+
+    def _free_and_own(
+        self, running: Collection[Lease] | None, *, takes_over: bool
+    ) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+        """Which parts this server may claim, and which of its own it does not: see ``claim``."""
+        is_free: ColumnElement[bool] = LeasedPart.holder.is_(None)
+        if takes_over:
+            is_free = or_(is_free, LeasedPart.expires_at <= self._now_s)
+        is_own = LeasedPart.holder == self.holder
+        if running is None:
+            return is_free, is_own
+        is_running = is_own & _is_of(running)
+        return or_(is_free, is_own) & not_(func.coalesce(is_running, False)), is_running
 
     def _claimable(
         self, model_names: Collection[str], full_owners: Collection[str], *, only_over: bool
