@@ -149,9 +149,20 @@ def test_a_batch_is_uploaded_watched_and_its_results_downloaded(
     results = Path(download.value.path()).read_text().splitlines()
     assert sorted(json.loads(each)["custom_id"] for each in results) == list("01234")
 
+    files = server.http.get("/v1/files").json()["data"]
     page.get_by_label("Complete within").fill("soon")
     page.get_by_role("button", name="Upload and run").click()
-    expect(page.locator("#batch-message.error")).to_contain_text("completion_window")
+    expect(page.locator("#batch-window:invalid")).to_have_count(1)
+    assert server.http.get("/v1/files").json()["data"] == files, "nothing is uploaded for such a window"
+
+    page.get_by_label("Complete within").fill("24h")
+    (tmp_path / "bad.jsonl").write_text("\n".join(["{}"] * 5))
+    page.get_by_label("Requests, JSONL").set_input_files(tmp_path / "bad.jsonl")
+    page.get_by_role("button", name="Upload and run").click()
+    faults = page.locator("#batch-list tbody tr").first.locator(".error")
+    expect(faults).to_have_count(4)
+    expect(faults.nth(1)).to_contain_text("Line 2: ")
+    expect(faults.last).to_have_text("and 2 more")
 
 
 def test_a_key_is_asked_for_once_and_used(page: Page, keyed_server: RunningServer) -> None:

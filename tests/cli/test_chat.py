@@ -56,8 +56,11 @@ def test_a_conversation_has_the_questions_that_were_answered(monkeypatch: pytest
         with pytest.raises(KeyboardInterrupt):  # so that `run` ends with status 130
             chat.ask("stop")
         chat.ask("last")
+        chat.clear()
+        chat.ask("new")
         seen = chat.llm.seen  # type: ignore[attr-defined]
-    assert seen[-1] == ["be short", "first", "one two", "fail later", "one ", "stop", "one ", "last"]
+    assert seen[-1] == ["be short", "new"]
+    assert seen[-2] == ["be short", "first", "one two", "fail later", "one ", "stop", "one ", "last"]
 
 
 def test_one_prompt_is_answered_from_an_argument_or_standard_input(small_model: Path) -> None:

@@ -113,7 +113,10 @@ def test_failed_lines_go_into_their_own_file_and_the_pool_learns_how_far_lines_a
     good = [completion_line(f"r{n}", max_tokens=60, ignore_eos=True) for n in range(8)]
     folder.input.write_bytes(as_jsonl([*good, chat_line("long", "x " * 500)]))
     options = ("--error-file", str(folder.errors), "--max-model-len", "256", "--log-level", "debug")
-    assert folder.run_here(*options).returncode == 3
+    done = folder.run_here(*options)
+    assert done.returncode == 3
+    assert "1 failed with context_length_exceeded: line 9\n" in done.stderr
+    assert f"all errors are in {folder.errors}\n" in done.stderr
     output = parse_jsonl(folder.output.read_bytes())
     assert {line["custom_id"] for line in output} == {line["custom_id"] for line in good}
     (failed,) = parse_jsonl(folder.errors.read_bytes())

@@ -10,6 +10,7 @@ from threading import Event
 
 from backfill.cli.command import VARIABLES, command
 from backfill.cli.interrupts import interruptible
+from backfill.cli.live import note
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.core.sampling import RequestOutputKind, SamplingParams
 from backfill.engine.options import ModelOptions
@@ -18,6 +19,10 @@ from backfill.llm.llm import LoopThread
 
 _STOP_S = 5.0
 _ENDS = ("/bye", "/exit", "/quit")
+_HELP = """/clear   forget the conversation
+/bye     end; so do Ctrl-D, and Ctrl-C at the prompt
+/help    this
+Ctrl-C stops an answer. Options: backfill chat --help"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +79,18 @@ class Chat:
         self._loop = LoopThread("backfill-chat")
 
     def __enter__(self) -> Chat:
+        if sys.stderr.isatty():
+            note("loading the model")
         self._loop.run(self.llm.start())
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._loop.run(self.llm.shutdown())
         self._loop.close()
+
+    def clear(self) -> None:
+        """Forget all but the system message."""
+        self._messages = [each for each in self._messages if each["role"] == "system"]
 
     def ask(self, question: str) -> None:
         """Print the answer as it comes; what has come is kept.
@@ -117,13 +128,18 @@ def run(prompt: PromptOptions, model: ModelOptions, answers: AnswerOptions) -> N
 
 
 def chat(model: ModelOptions, answers: AnswerOptions) -> None:
-    """Talk with MODEL. Ctrl-C stops an answer; Ctrl-D, /bye or Ctrl-C at the prompt ends."""
+    """Talk with MODEL. Ctrl-C stops an answer; Ctrl-D, /bye or Ctrl-C at the prompt ends; /help says more."""
     with suppress(ImportError):
         import readline  # noqa: F401  # input() then has a history
     with interruptible(), Chat(model, answers) as chat:
         while (question := _read_question()) is not None:
             try:
-                if question.strip():
+                command = question.strip()
+                if command == "/clear":
+                    chat.clear()
+                elif command.startswith("/"):
+                    print(_HELP if command == "/help" else f"No command {command}; /help lists them.")
+                elif command:
                     with suppress(KeyboardInterrupt):
                         chat.ask(question)
             except BackfillError as error:

@@ -36,6 +36,7 @@ _LINE_INTERVAL_S = 30.0
 _BAR_COLUMNS = 34  # without the description, where there is a bar and counts have six digits
 _BAR_WIDTH = 80  # of a terminal that has room for a bar beside the figures
 _EXIT_FAILED_LINES = 3
+_MOST_REASONS, _MOST_NUMBERS, _MOST_REASON_CHARS = 5, 5, 120  # shown of lines that failed
 _PLANNING = "reading and planning lines"
 
 
@@ -123,6 +124,8 @@ def run_batch(
     stopped_by = run_in_loop(_run(run, console))
     part = f", part {files.shard} of {files.shards}" if files.shards > 1 else ""
     _print_summary(run, console, part, is_whole=stopped_by is None, as_json=files.json)
+    if run.counts.failed:
+        _print_failures(files.error_file or files.output_file, console)
     if stopped_by is not None:
         raise SystemExit(128 + stopped_by)
     if run.counts.failed:
@@ -212,6 +215,21 @@ def _print_summary(run: LocalRun, console: Console, part: str, *, is_whole: bool
             "least_offload_interval": intervals[1],
         }
         print(json.dumps(summary))
+
+
+def _print_failures(path: Path, console: Console) -> None:
+    """Which lines failed and why, as far as a screen has room."""
+    from backfill.jobs.results import failures_in
+
+    failures = failures_in(path)
+    for reason, numbers in list(failures.items())[:_MOST_REASONS]:
+        shown = ", ".join(map(str, sorted(numbers)[:_MOST_NUMBERS]))
+        more = ", ..." if len(numbers) > _MOST_NUMBERS else ""
+        lines = "line" if len(numbers) == 1 else "lines"
+        text = f"  {len(numbers)} failed with {reason[:_MOST_REASON_CHARS]}: {lines} {shown}{more}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    others = f"  {len(failures) - _MOST_REASONS} other reasons; " if len(failures) > _MOST_REASONS else "  "
+    console.print(f"{others}all errors are in {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _intervals_used(largest: int, least: int | None) -> str:

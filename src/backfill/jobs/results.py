@@ -25,8 +25,14 @@ class ResultsLost(BackfillError):
     """A result file was removed, replaced or cut while results were written to it."""
 
 
+class _Error(msgspec.Struct):
+    code: str | None = None
+    message: str = ""
+
+
 class _Body(msgspec.Struct):
     usage: Usage | None = None
+    error: _Error | None = None
 
 
 class _Response(msgspec.Struct):
@@ -37,6 +43,7 @@ class _Response(msgspec.Struct):
 class _Written(msgspec.Struct):
     id: str
     response: _Response | None = None
+    error: _Error | None = None
 
 
 _decoder = msgspec.json.Decoder(_Written)
@@ -228,6 +235,23 @@ class ResultLog(ResultTally):
         if number == written.id or not (number.isascii() and number.isdigit()):
             raise ForeignResults(f"{path.name} holds results of another input, or of another part of it.")
         return int(number), written
+
+
+def failures_in(path: Path) -> dict[str, list[int]]:
+    """Numbers of the lines that failed, by the code of their errors or else the message, most lines first.
+
+    Raises: OSError.
+    """
+    found: dict[str, list[int]] = {}
+    with path.open("rb") as file:
+        for data in file:
+            written = _decoder.decode(data)
+            error = written.error
+            if written.response is not None and written.response.body is not None:
+                error = written.response.body.error
+            if error is not None:
+                found.setdefault(error.code or error.message, []).append(int(written.id.rpartition("_")[2]))
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
 @contextlib.contextmanager

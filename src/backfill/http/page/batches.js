@@ -6,6 +6,7 @@ import { html } from "./chart.js";
 const INTERVAL_MS = 2000;
 const RATE_S = 60; // progress of so long tells the expected end
 const LIMIT = 20;
+const FAULTS = 3; // shown of a batch
 const OPEN = new Set(["validating", "in_progress", "finalizing", "cancelling"]);
 const element = (id) => document.getElementById(id);
 
@@ -65,8 +66,13 @@ export class Batches {
     const lines = html("td", {}, bar, ` ${done.toLocaleString("en")} of ${total.toLocaleString("en")}`);
     if (failed) lines.append(html("span", { className: "error", textContent: `, ${failed} failed` }));
     const status = html("td", { textContent: batch.status.replace("_", " ") });
-    const [fault] = batch.errors?.data ?? [];
-    if (fault) status.append(html("div", { className: "error", textContent: fault.message }));
+    const faults = batch.errors?.data ?? [];
+    for (const each of faults.slice(0, FAULTS)) {
+      const line = each.line == null ? "" : `Line ${each.line}: `;
+      status.append(html("div", { className: "error", textContent: line + each.message }));
+    }
+    const more = faults.length - FAULTS;
+    if (more > 0) status.append(html("div", { className: "error", textContent: `and ${more} more` }));
     if (batch.warning) status.append(html("div", { className: "warning", textContent: batch.warning }));
     return html("tr", {}, html("th", { scope: "row", textContent: batch.id }), status, lines,
       html("td", { textContent: this.expectedEnd(batch, done, total) }),
