@@ -20,7 +20,7 @@ from backfill.scheduling.owner_shares import OwnerShares, in_turn
 from backfill.scheduling.policies.baselines import FcfsPolicy
 from backfill.scheduling.policies.create import PolicyFactory
 from backfill.scheduling.prediction import StepPredictor
-from backfill.scheduling.queues import RequestQueue
+from backfill.scheduling.queues import RequestQueue, UnfinishedRequests
 from backfill.scheduling.scheduler import Scheduler
 from tests.builders import linear_cost, make_request
 from tests.scheduling.bench import Bench, bros_policy, conserve_policy, offline, slo_policy
@@ -335,6 +335,104 @@ def flooding(bench: Bench, late: Request, num_prompts: int, **prompt: Any) -> No
     waiting = bench.scheduler.requests.waiting[PriorityLevel.ONLINE].requests
     for _ in range(num_prompts - sum(each is not late for each in waiting)):
         bench.add(make_request(owner="flood", arrived_at_s=bench.clock.now_s(), **prompt))
+
+
+class FloodedBench:
+    """One owner keeps requests open, more than the device serves in time.
+
+    A prompt of 100 tokens takes 0.11 s, a decode 2 ms in each step.
+    """
+
+    def __init__(self, num_open: int = 120) -> None:
+        self.bench = Bench(
+            slo_policy,
+            cost=linear_cost(token_s=0.001, step_s=0.01),
+            num_blocks=20_000,
+            max_num_seqs=256,
+        )
+        self._num_open = num_open
+        self._open: list[Request] = []
+
+    def step(self) -> StepPlan:
+        self._open = [each for each in self._open if each.finish_reason is None]
+        for _ in range(self._num_open - len(self._open)):
+            self._open.append(self.send("flood", priority=-100))
+        return self.bench.step()
+
+    def send(self, owner: str, **fields: Any) -> Request:
+        request = make_request(100, 30, owner=owner, arrived_at_s=self.bench.clock.now_s(), **fields)
+        self.bench.add(request)
+        return request
+
+    def run_until(self, at_s: float) -> None:
+        while self.bench.clock.now_s() < at_s:
+            self.step()
+
+
+def test_a_flood_that_is_late_makes_the_step_of_anothers_prompt_hardly_longer() -> None:
+    world, ttft_s = FloodedBench(), []
+    for number in range(20):
+        world.run_until(2.0 + 1.37 * number)
+        chat = world.send("chat")
+        while chat.first_token_at_s is None:
+            world.step()
+        ttft_s.append(chat.first_token_at_s - chat.arrived_at_s)
+    assert max(ttft_s) < 1.25 * 0.11
+
+
+def test_two_floods_have_equal_parts() -> None:
+    """Which of them gives way changes with what they were served."""
+    world, tokens = FloodedBench(), Counter[str]()
+    others: list[Request] = []
+    while world.bench.clock.now_s() < 60.0:
+        others = [each for each in others if each.finish_reason is None]
+        others += [world.send("other") for _ in range(120 - len(others))]
+        before = world.bench.scheduler.requests.by_id.copy()
+        plan = world.step()
+        for each in plan.slices:
+            request = before.get(each.request_id)
+            tokens["flood" if request is None else request.owner] += each.num_tokens
+    assert 0.4 < tokens["other"] / tokens.total() < 0.6, tokens
+
+
+def test_who_has_no_late_requests_gives_way_to_none() -> None:
+    bench = slow_bench(step_s=0.01)
+    answers = [make_request(10, 50, owner="a") for _ in range(10)]
+    bench.step(*answers)
+    chat = make_request(20, 1, owner="b", arrived_at_s=bench.clock.now_s())
+    assert bench.step(chat).num_tokens == 10 + 20
+
+
+@pytest.mark.parametrize(("since_s", "is_longer"), [(1.0, False), (90.0, True)])
+def test_beside_others_late_requests_of_one_owner_make_no_step_longer(
+    since_s: float, is_longer: bool
+) -> None:
+    """Without another one's requests, and a while after them, throughput counts where nearly all are late."""
+    bench = slow_bench(step_s=0.02, max_num_seqs=256)
+    bench.step(*(make_request(4, 1, owner=owner) for owner in ("burst", "other")))
+    bench.clock.advance(since_s)
+    now_s = bench.clock.now_s()
+    bench.add(*(make_request(200, 30, owner="burst", arrived_at_s=now_s) for _ in range(60)))
+    steps_s = [bench.step().predicted_s for _ in range(10)][1:]
+    assert min(steps_s) > 0.2 if is_longer else max(steps_s) < 0.1
+
+
+def test_late_requests_in_service_count_for_their_owner() -> None:
+    requests = UnfinishedRequests()
+    late, chat = make_request(500, owner="flood"), make_request(50, owner="chat")
+    waiting = [make_request(10, owner=owner) for owner in ("flood", "chat")]
+    for each in (late, chat, *waiting):
+        requests.add(each)
+    for each in (late, chat):
+        requests.take(each)
+        each.first_scheduled_at_s = 0.0
+        requests.run(each)
+    late.priority_level = PriorityLevel.RELEGATED
+    requests.first_waiting(PriorityLevel.ONLINE, 10)
+    assert requests.waiting[PriorityLevel.ONLINE].served == {"flood": 500, "chat": 50}
+    requests.remove(late)
+    requests.first_waiting(PriorityLevel.ONLINE, 10)
+    assert requests.waiting[PriorityLevel.ONLINE].served == {"flood": 500, "chat": 50}
 
 
 @pytest.mark.parametrize("num_blocks", [20_000, 130])

@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from backfill.core.config import SchedulerConfig
+from backfill.core.decaying_peak import DecayingPeak
 from backfill.core.prefixes import CHUNK_TOKENS, PrefixIndex
 from backfill.costs.correction import BiasCorrection
 from backfill.costs.load import StepLoad
@@ -23,8 +24,6 @@ from backfill.engine.messages import StepReport
 from backfill.preparation.messages import OnlineTraffic
 
 _PERIOD_S = 1.0
-# KV is left to as many online tokens as there were lately: the time constant of the policies' reserve.
-_RESERVE_DECAY_S = 60.0
 _ENGINE = ""  # its name in the index of prefixes
 
 
@@ -334,12 +333,11 @@ class OnlineTrafficMeter:
         self._began_s: float | None = None
         self._num_computed = 0  # by the engine that runs now
         self._num_reads = 0
-        self._peak_tokens = 0.0
-        self._peak_at_s = 0.0
+        self._peak_tokens = DecayingPeak()
 
     def on_report(self, report: StepReport, now_s: float) -> OnlineTraffic | None:
         """Count a step. Returns: the mean of a period that has ended; None within one."""
-        self._note_held(now_s)
+        self._peak_tokens.note(self._load.num_context_tokens, now_s)
         num_computed = report.stats.online.totals.num_computed_tokens
         if self._began_s is None or num_computed < self._num_computed:  # a new engine counts from 0
             self._begin(now_s, num_computed)
@@ -350,14 +348,11 @@ class OnlineTrafficMeter:
         if elapsed_s < _PERIOD_S:
             return None
         num_new = num_computed - self._num_computed
-        traffic = OnlineTraffic(num_new / elapsed_s, self._num_reads / elapsed_s, int(self._peak_tokens))
+        traffic = OnlineTraffic(
+            num_new / elapsed_s, self._num_reads / elapsed_s, int(self._peak_tokens.value)
+        )
         self._begin(now_s, num_computed)
         return traffic
-
-    def _note_held(self, now_s: float) -> None:
-        decayed = self._peak_tokens * math.exp((self._peak_at_s - now_s) / _RESERVE_DECAY_S)
-        self._peak_tokens = max(decayed, float(self._load.num_context_tokens))
-        self._peak_at_s = now_s
 
     def _begin(self, now_s: float, num_computed: int) -> None:
         self._began_s, self._num_computed, self._num_reads = now_s, num_computed, 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from heapq import merge
 from typing import overload
 
-from backfill.core.request import Request, order_key
-from backfill.scheduling.policy import R
+from backfill.core.request import PriorityLevel, Request, order_key
+from backfill.scheduling.policy import R, RequestView, Snapshot, split
 
 
 class OwnerShares:
@@ -102,6 +103,19 @@ def prompts_in_turn(prefills: Sequence[R], waiting: Sequence[R], served: Mapping
         if each.has_started:
             computed[each.owner] -= each.num_pending_tokens / each.owner_weight
     return list(in_turn(queues, computed))
+
+
+def yielding_owners(view: Snapshot[RequestView]) -> Collection[str]:
+    """Owners that were served more than one whose prompt is in time, and whose own requests come late.
+
+    They ask for more than they get. Without late requests, an owner's objectives count like the others'.
+    """
+    if not view.served or not view.late_owners:
+        return ()
+    online = PriorityLevel.ONLINE
+    prompts = [*split(view.running[online])[1], *view.waiting[online][:1]]
+    least = min((view.served.get(each.owner, 0.0) for each in prompts), default=math.inf)
+    return {owner for owner in view.late_owners if view.served.get(owner, 0.0) > least}
 
 
 def in_places_of_owners(places: Sequence[R], requests: Sequence[R]) -> Sequence[R]:

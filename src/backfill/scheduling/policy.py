@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from heapq import merge
 from typing import Generic, Protocol, TypeAlias, TypeVar
@@ -101,9 +101,10 @@ class Snapshot(Generic[R_co]):
         in_other_steps: requests that could run but for the steps in flight: those in one of them, as they
             will be when it ends, and those that are left to the next step. The step delays their next tokens
             too.
-        num_owners: of all unfinished requests.
+        is_shared: several owners have unfinished requests, or had some lately.
         served: of owners that compete with online requests: tokens over weight (``OwnerShares``). Empty where
             no two do.
+        late_owners: of relegated requests that wait.
     """
 
     now_s: float
@@ -114,8 +115,27 @@ class Snapshot(Generic[R_co]):
     online_blocks: int
     reclaimable_blocks: int = 0
     in_other_steps: Mapping[PriorityLevel, Sequence[RequestView]] = field(default_factory=dict)
-    num_owners: int = 1
+    is_shared: bool = False
     served: Mapping[str, float] = field(default_factory=dict)
+    late_owners: Collection[str] = ()
+
+    def relegating(self, owners: Collection[str]) -> Snapshot[R_co]:
+        """The same with online requests of these owners among the relegated ones, but for those that wait."""
+        if not owners:
+            return self
+        online, relegated = PriorityLevel.ONLINE, PriorityLevel.RELEGATED
+
+        def moved(by_level: Mapping[PriorityLevel, Sequence[R]]) -> Mapping[PriorityLevel, Sequence[R]]:
+            rest = [each for each in by_level.get(online, ()) if each.owner not in owners]
+            yielding = [each for each in by_level.get(online, ()) if each.owner in owners]
+            return {**by_level, online: rest, relegated: [*yielding, *by_level.get(relegated, ())]}
+
+        return replace(
+            self,
+            running=moved(self.running),
+            in_other_steps=moved(self.in_other_steps),
+            waiting={**self.waiting, online: [e for e in self.waiting[online] if e.owner not in owners]},
+        )
 
     def holders(self, level: PriorityLevel) -> Sequence[R_co]:
         """Requests of a level that hold blocks: those that run, then those that are being restored."""

@@ -126,8 +126,8 @@ class RequestQueue:
         return len(self._of_owner.get(owner, ()))
 
     @property
-    def num_owners(self) -> int:
-        return len(self._of_owner)
+    def owners(self) -> Collection[str]:
+        return self._of_owner.keys()
 
     def push(self, request: Request) -> None:
         insort(self._requests, request, key=order_key)
@@ -207,7 +207,10 @@ class UnfinishedRequests:
     def first_waiting(self, level: PriorityLevel, num_most: int) -> Sequence[Request]:
         """The requests of a level to start next."""
         started = itertools.chain(self.running.values(), self.restoring.values())
-        return self.waiting[level].first(num_most, [each for each in started if each.priority_level is level])
+        levels = {level, PriorityLevel.RELEGATED} if level is PriorityLevel.ONLINE else {level}
+        return self.waiting[level].first(
+            num_most, [each for each in started if each.priority_level in levels]
+        )
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
@@ -248,7 +251,10 @@ class UnfinishedRequests:
         """Forget a request that is about to finish."""
         if _is_queued(request):
             self.waiting[request.priority_level].remove(request)
-        self.waiting[request.priority_level].on_end(request)
+        level = request.priority_level
+        self.waiting[level].on_end(request)
+        if level is PriorityLevel.RELEGATED:
+            self.waiting[PriorityLevel.ONLINE].on_end(request)
         self.running.pop(request.request_id, None)
         self.restoring.pop(request.request_id, None)
         del self.by_id[request.request_id]
@@ -332,7 +338,7 @@ class UnfinishedRequests:
         num_own = waiting.num_of_owner(owner) + started[owner]
         if num_own > is_waiting + _is_online_prompt(request):
             return False
-        is_alone = waiting.num_owners == (waiting.num_of_owner(owner) > 0)
+        is_alone = len(waiting.owners) == (waiting.num_of_owner(owner) > 0)
         return not is_alone or started.total() > started[owner]
 
     def _look_up(self, request: Request) -> None:

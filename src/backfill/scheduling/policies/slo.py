@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterable, Sequence
 from heapq import heappop, heappush
 
 from backfill.core.config import VictimOrder
+from backfill.core.decaying_peak import DecayingPeak
 from backfill.core.request import PriorityLevel, RequestId
 from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
 from backfill.scheduling.objectives import least_tpot_slo, share_in_time
-from backfill.scheduling.owner_shares import in_places_of_owners, prompts_in_turn
+from backfill.scheduling.owner_shares import in_places_of_owners, prompts_in_turn, yielding_owners
 from backfill.scheduling.policy import (
     MIN_PREFILL_CHUNK_TOKENS,
     Admission,
@@ -46,8 +47,6 @@ _BESIDE_PROMPTS = 0.2
 _HEADROOM_FACTOR = 1.5
 # Part of the TTFT objective that a purely offline step may take where the executor cannot stop it.
 UNSTOPPABLE_TTFT_SHARE = 0.25
-# Time constant with which the peak of the online requests' blocks decays.
-_RESERVE_DECAY_S = 60.0
 
 _ONLINE, _RELEGATED, _PROMOTED, _OFFLINE = (frozenset({level}) for level in PriorityLevel)
 _BELOW_ONLINE = _RELEGATED | _PROMOTED | _OFFLINE
@@ -97,8 +96,7 @@ class SloPolicy(Policy):
         self._victims = victims
         self._step_efficiency = step_efficiency
         self._offline_efficiency = offline_efficiency
-        self._peak_blocks = 0.0
-        self._peak_at_s: float | None = None
+        self._peak_blocks = DecayingPeak()
 
     def set_default_slo(self, slo: SLO) -> None:
         self.default_slo = slo
@@ -109,11 +107,15 @@ class SloPolicy(Policy):
         if not online and not any(view.waiting[level] for level in _ONLINE | _RELEGATED):
             self._fill_offline_step(view, builder, reserved)
             return
+        view = view.relegating(yielding := yielding_owners(view))
         decodes, prefills = split(view.running[PriorityLevel.ONLINE])
         builder.add_decodes(decodes)
-        if view.num_owners > 1:  # steps of prompts are short then, and leave late answers no time
-            builder.add_decodes(self._standing_still(view))
+        if view.is_shared:  # steps of prompts are short then, and leave late answers no time
+            late = [each for each in self._standing_still(view) if each.owner not in yielding]
+            builder.add_decodes(late, self.default_slo.tpot_s * self._predictor.usable_share)
         limit_s = self._add_prompts_in_time(view, builder, decodes, prefills)
+        if yielding and builder.batch.num_prefill_tokens:
+            limit_s = min(limit_s, builder.batch.predicted_s * (1.0 + _BESIDE_PROMPTS))
         self._add_relegated(view, builder, limit_s)
         if builder.batch.num_prefill_tokens:
             self._add_offline_decodes(view, builder, online)
@@ -136,7 +138,7 @@ class SloPolicy(Policy):
         if not prefills and not waiting:
             return max(limit_s, self._least_limit_s(view, builder.batch.load, decodes, ()))
         load, cost = _decode_load(decodes), self._predictor.cost
-        if view.num_owners > 1 and not delayed:  # what arrives of another owner need not wait for long
+        if view.is_shared and not delayed:  # what arrives of another owner need not wait for long
             limit_s = min(limit_s, cost.efficient_prefill_s(load, _PROMPT_EFFICIENCY, self._max_step_tokens))
         prompts = prompts_in_turn(prefills, waiting[:_MAX_WEIGHED], view.served)[:_MAX_WEIGHED]
         in_time = self._in_time(prompts, load, view.now_s, limit_s)
@@ -156,11 +158,13 @@ class SloPolicy(Policy):
     ) -> float:
         """Where nearly all online requests are late, objectives make steps no shorter than throughput wants.
 
-        Else the small steps of the few in time would cost all others, who wait behind them.
+        Else the small steps of the few in time would cost all others, who wait behind them. With several
+        owners, one's late requests make the steps of the others no longer, and leave room for who comes back.
         """
         relegated = PriorityLevel.RELEGATED
         late = [*late, *view.running[relegated], *view.waiting[relegated]]
-        if not late or share_in_time(served, late, self.default_slo.ttft_s) >= _LEAST_SHARE_IN_TIME:
+        within_s = self.default_slo.ttft_s
+        if view.is_shared or not late or share_in_time(served, late, within_s) >= _LEAST_SHARE_IN_TIME:
             return 0.0
         return self._predictor.cost.efficient_prefill_s(decodes, _PROMPT_EFFICIENCY, self._max_step_tokens)
 
@@ -321,11 +325,8 @@ class SloPolicy(Policy):
 
         Blocks that can be reclaimed count as free.
         """
-        elapsed_s = 0.0 if self._peak_at_s is None else max(0.0, view.now_s - self._peak_at_s)
-        self._peak_at_s = view.now_s
-        decayed = self._peak_blocks * math.exp(-elapsed_s / _RESERVE_DECAY_S)
-        self._peak_blocks = max(decayed, float(view.online_blocks))
-        wanted = min(int(self._peak_blocks) - view.online_blocks, view.num_blocks // 2)
+        peak = self._peak_blocks.note(view.online_blocks, view.now_s)
+        wanted = min(int(peak) - view.online_blocks, view.num_blocks // 2)
         return max(0, wanted - view.reclaimable_blocks)
 
     # What else the engine asks.
