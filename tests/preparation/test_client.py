@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -89,6 +90,10 @@ async def test_bodies_texts_lines_and_checks(client: PreparationClient, tmp_path
     with pytest.raises(RequestError) as refused:
         await client.prepare("/v1/chat/completions", b'{"messages": []}', CONTEXT)
     assert refused.value.param == "messages"
+
+    assert client.bodies.pid is not None
+    niceness = os.getpriority(os.PRIO_PROCESS, client.bodies.pid) - os.getpriority(os.PRIO_PROCESS, 0)
+    assert niceness >= min(12, 19 - os.getpriority(os.PRIO_PROCESS, 0)), "the engine's threads go before"
 
     answer = json.loads(await client.answer("/tokenize", b'{"prompt": "Gravity is"}'))
     assert answer["tokens"] == generation.request.prompts[0]
@@ -261,6 +266,37 @@ async def test_offline_bodies_do_not_keep_online_ones_waiting(lone_client: Prepa
     offline = [ask(f"offline {index}", ServiceClass.OFFLINE) for index in range(20)]
     await asyncio.gather(*offline, ask("online", ServiceClass.ONLINE))
     assert answered.index("online") <= 1
+
+
+@pytest.mark.parametrize("service_class", ServiceClass)
+async def test_bodies_of_one_owner_do_not_keep_another_ones_waiting(
+    lone_client: PreparationClient, service_class: ServiceClass
+) -> None:
+    answered: list[str] = []
+    lone_client.start()
+
+    async def ask(owner: str) -> None:
+        context = replace(CONTEXT, owner=owner)
+        await lone_client.prepare("/v1/completions", b"x", context, service_class)
+        answered.append(owner)
+
+    await asyncio.gather(*(ask("flood") for _ in range(30)), ask("late"), ask("late"))
+    last_late = max(index for index, owner in enumerate(answered) if owner == "late")
+    assert last_late <= 4 + 3, "those that were in, and turns"
+
+
+async def test_bodies_whose_clients_leave_keep_no_turn(lone_client: PreparationClient) -> None:
+    lone_client.start()
+    asked = [
+        asyncio.create_task(lone_client.prepare("/v1/completions", b"x", replace(CONTEXT, owner=owner)))
+        for owner in 10 * ["a", "b"]
+    ]
+    await asyncio.sleep(0)
+    for each in asked[3:]:  # of them one is in, others wait
+        each.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    later = [lone_client.prepare("/v1/completions", b"x", CONTEXT) for _ in range(10)]
+    assert len(await asyncio.wait_for(asyncio.gather(*later), TIMEOUT_S)) == 10
 
 
 async def test_jobs_are_refused_while_no_process_can_be_started(

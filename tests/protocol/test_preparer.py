@@ -120,6 +120,14 @@ def test_an_objective_below_its_floor_is_refused_with_the_least_one_offered(
     assert prepare_with({"ttft": 0.5, "tpot": 0.05}, {}).request.slo == SLO(0.5, 0.05)
 
 
+def test_a_field_out_of_range_is_refused_before_the_prompt_is_tokenized() -> None:
+    """Tokenizing a long text takes a hundred times as long as parsing it."""
+    body = b'{"prompt": "a long text", "max_tokens": -1}'
+    with pytest.raises(RequestError) as refused:
+        make_preparer().prepare("/v1/completions", body, RequestContext())
+    assert refused.value.param == "max_tokens"
+
+
 def test_a_batch_line_brings_no_objectives() -> None:
     raw = json.dumps({"prompt": [5], "max_tokens": 1, "slo": {"ttft": 50.0}}).encode()
     with pytest.raises(RequestError, match="slo") as refused:

@@ -22,6 +22,7 @@ from backfill.preparation.messages import (
 )
 from backfill.preparation.readers import LineNames, LineReaders, PreparedLines
 from backfill.preparation.supervisor import PreparationSupervisor
+from backfill.preparation.turns import OwnerTurns
 from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import EngineFacts, RequestContext, TextEndpoint
 
@@ -51,9 +52,9 @@ class PreparationClient:
         self._readers = LineReaders(self.files)
         self._indexing: asyncio.Task[None] | None = None
         self._facts: EngineFacts | None = None
-        self._body_slots = {
-            ServiceClass.ONLINE: asyncio.Semaphore(_MAX_ONLINE_BODIES),
-            ServiceClass.OFFLINE: asyncio.Semaphore(_MAX_OFFLINE_BODIES),
+        self._body_turns = {
+            ServiceClass.ONLINE: OwnerTurns(_MAX_ONLINE_BODIES),
+            ServiceClass.OFFLINE: OwnerTurns(_MAX_OFFLINE_BODIES),
         }
 
     @property
@@ -97,16 +98,16 @@ class PreparationClient:
         context: RequestContext,
         service_class: ServiceClass = ServiceClass.ONLINE,
     ) -> Generation:
-        """Prepare a body. Bodies of the two classes do not wait for each other.
+        """Prepare a body. Bodies of the two classes do not wait for each other, and owners take turns.
 
         Raises: RequestError; NotReady while no process can be started; PreparationDied.
         """
-        async with self._body_slots[service_class]:
+        async with self._body_turns[service_class].turn(context.owner):
             return await self.bodies.ask(PrepareBody(endpoint, body, context), Generation)
 
     async def answer(self, endpoint: TextEndpoint, body: bytes) -> bytes:
         """The JSON answer of ``/tokenize`` or ``/detokenize``. Raises: as ``prepare``."""
-        async with self._body_slots[ServiceClass.ONLINE]:
+        async with self._body_turns[ServiceClass.ONLINE].turn(owner=""):
             return await self.bodies.ask(AnswerBody(endpoint, body), bytes)
 
     async def check_input(self, path: str, limits: InputLimits) -> InputReport:

@@ -67,6 +67,8 @@ logger = logging.getLogger(__name__)
 
 # Two, so that a small body need not wait for a large one: encoding releases the interpreter's lock.
 _NUM_BODY_THREADS = 2
+# Where the engine computes on the same cores, each of its threads waits for the slowest.
+_NICENESS = 12
 # A body or line takes seconds at most. One that takes longer hangs, and only ending the process stops it.
 _MAX_WORK_S = 60.0
 # Seconds for which a thread may keep the interpreter's lock while others wait for it, such as a check of a
@@ -84,6 +86,7 @@ def run_preparation_process(setup: PreparationSetup, kind: str, commands_url: st
         kind: what it prepares, in its name and in log lines.
     """
     logging.basicConfig(level=setup.log_level, format=log_format(f"preparation of {kind}"))
+    os.nice(_NICENESS)
     # Encode a text in one thread: a pool of threads would compete with the engine's.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     sys.setswitchinterval(_SWITCH_INTERVAL_S)

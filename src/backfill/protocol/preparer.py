@@ -155,6 +155,7 @@ class RequestPreparer:
         Raises: RequestError; GrammarNeeded for a body with a grammar, unless it ``compiles`` it.
         """
         body = self._checked(endpoint, raw, context)
+        sampling = body.sampling(self.defaults.recommended)  # refuses before a long prompt is tokenized
         texts = self._prompts(body)
         plan = self._plan(body, texts)
         if plan.structured is not None:
@@ -163,7 +164,7 @@ class RequestPreparer:
             self._check_grammar(plan.structured, plan.field, body)
         with body.prompt_named():
             prompts = self._tokenized(body, texts)
-            samplings = self._samplings(body, prompts, plan)
+            samplings = self._samplings(body, sampling, prompts, plan)
         objectives = body.objectives
         self._check_achievable(objectives, max(map(len, prompts)))
         slo = self._slo(body.service_class, objectives)
@@ -286,11 +287,11 @@ class RequestPreparer:
         return [body.truncated(prompt) for prompt in token_ids]
 
     def _samplings(
-        self, body: GenerationBody, prompts: list[list[int]], plan: MessagePlan
+        self, body: GenerationBody, sampling: SamplingParams, prompts: list[list[int]], plan: MessagePlan
     ) -> list[SamplingParams]:
         """The sampling of every choice. Raises: RequestError for a request the engine can never serve."""
         info = self.engine.info
-        sampling = replace(body.sampling(self.defaults.recommended), structured_outputs=plan.structured)
+        sampling = replace(sampling, structured_outputs=plan.structured)
         if plan.parsing is not None and self.tokenizer.needs_marks(plan.parsing):
             sampling = replace(sampling, skip_special_tokens=False)
         check_prompt_logprobs(body, sampling, sum(map(len, prompts)), self.max_response_tokens)
