@@ -222,7 +222,9 @@ async def test_a_step_that_fails_twice_loses_its_requests_and_the_engine_continu
             await generate(client, "a")
         assert (failure.value.num_lost, failure.value.num_others) == (1, 0)
         assert isinstance(failure.value, RequestLost)
+        assert not client.has_computed
         assert await generate(client, "b") == 2
+        assert client.has_computed
 
 
 def test_a_stopped_engine_is_noticed_and_ended_and_can_be_started_again() -> None:

@@ -41,6 +41,7 @@ class EndingEngine:
         self.killed = asyncio.Event()
         self.is_settled = False
         self.silent_s = 0.0
+        self.has_computed = True
         self._lifetimes_s = list(lifetimes_s)
 
     async def start(self) -> Ready:
@@ -122,6 +123,13 @@ async def test_an_engine_with_many_quick_deaths_is_given_up() -> None:
     with pytest.raises(EngineDead, match="10 times"):
         await watched.supervisor.run()
     assert watched.told == ["ready", "lost"] * 10, "the last loss is told too"
+
+
+async def test_an_engine_that_computes_nothing_is_given_up_however_long_it_waits_for_requests() -> None:
+    watched = Watched(*[600.0] * 10)
+    watched.engine.has_computed = False
+    with pytest.raises(EngineDead, match="10 times"):
+        await watched.supervisor.run()
 
 
 class Hesitant(EndingEngine):

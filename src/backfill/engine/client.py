@@ -40,6 +40,7 @@ class EngineClient:
 
     Attributes:
         info: the running engine's; None while none runs.
+        has_computed: the engine that was started last has run a step that did not fail.
         default_slo: of the first engine, until widened defaults return. Later engines keep it.
         on_report: called with each step's report, for metrics.
         on_profile: called with each refined cost profile.
@@ -70,6 +71,7 @@ class EngineClient:
         self._starting: asyncio.Task[Ready] | None = None
         self._streams = RequestStreams()
         self.info: ExecutorInfo | None = None
+        self.has_computed = False
         self.default_slo: SLO | None = None
 
     @property
@@ -99,6 +101,7 @@ class EngineClient:
         Raises: BackfillError when the process cannot be started; its files are removed then.
         """
         assert not self._is_open, "there is a process already"
+        self.has_computed = False
         self._connection = EngineConnection(self.config, self._log_level, self._load)
 
     async def start(self) -> Ready:
@@ -251,5 +254,6 @@ class EngineClient:
             self.on_profile(message.profile)
             return
         assert isinstance(message, StepReport)
+        self.has_computed |= message.stats.step.kind != "none"
         self._streams.put(message)
         self.on_report(message)

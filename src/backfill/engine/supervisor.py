@@ -28,10 +28,10 @@ _TRUSTED_AFTER_S = 300.0
 class EngineSupervisor:
     """Starts an engine, and restarts it when it ends. The first start must succeed.
 
-    A quick death is an end within 30 s after the engine was ready, or a restart that fails. The
-    delay before a restart doubles with each quick death in a row. After ten of them offline work is
-    suspended: it is the likelier cause, because it is retried after each restart. It resumes when an engine
-    has run for five minutes.
+    A quick death is an end within 30 s after the engine was ready or before it has computed a step, or a
+    restart that fails. The delay before a restart doubles with each quick death in a row. After ten of them
+    offline work is suspended: it is the likelier cause, because it is retried after each restart. It resumes
+    when an engine has run for five minutes.
 
     Attributes:
         on_ready: awaited each time the model is loaded.
@@ -110,7 +110,8 @@ class EngineSupervisor:
         finally:
             ended.cancel()
         quick_s = _TRUSTED_AFTER_S if self._is_offline_suspended else _QUICK_DEATH_S
-        self._restarts.on_death(is_quick=self._ran_s(ready_at_s) < quick_s)
+        is_quick = self._ran_s(ready_at_s) < quick_s or not self.engine.has_computed
+        self._restarts.on_death(is_quick=is_quick)
 
     def _ran_s(self, ready_at_s: float) -> float:
         """Seconds from ready to the last report: an engine that hangs is killed long after that."""
