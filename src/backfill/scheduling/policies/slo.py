@@ -325,9 +325,8 @@ class SloPolicy(Policy):
 
         Blocks that can be reclaimed count as free.
         """
-        peak = self._peak_blocks.note(view.online_blocks, view.now_s)
-        wanted = min(int(peak) - view.online_blocks, view.num_blocks // 2)
-        return max(0, wanted - view.reclaimable_blocks)
+        wanted = int(self._peak_blocks.note(view.online_blocks, view.now_s)) - view.online_blocks
+        return max(0, min(wanted, view.num_blocks // 2) - view.reclaimable_blocks)
 
     # What else the engine asks.
 
