@@ -268,8 +268,8 @@ def started(truth: CostModel = TRUTH) -> list[TimedStep]:
     return [TimedStep(load, truth.step_time_s(load)) for load in loads]
 
 
-@pytest.mark.parametrize(("factor", "sampled"), [(0.2, 1.0), (3.0, 1.0), (2.0, 4.0)], ids=str)
-def test_a_start_corrects_a_profile_of_another_speed(factor: float, sampled: float) -> None:
+@pytest.mark.parametrize(("factor", "sampled"), [(1.5, 1.0), (3.0, 1.0), (2.0, 4.0)], ids=str)
+def test_a_start_corrects_a_profile_that_is_too_slow(factor: float, sampled: float) -> None:
     """Refined by served steps while other programs ran, sampling ones more than others."""
     slow = TRUTH.slowed(factor)
     spoilt = replace(slow, sampled_s=slow.sampled_s.scaled(sampled))
@@ -281,7 +281,9 @@ def test_a_start_corrects_a_profile_of_another_speed(factor: float, sampled: flo
     assert found.error.median < 0.1 and found.error.num_steps == len(STARTED)
 
 
-@pytest.mark.parametrize("factor", [0.8, 1.0, 1.25], ids=str)
-def test_a_start_keeps_a_profile_that_is_about_right(factor: float) -> None:
+@pytest.mark.parametrize("factor", [0.2, 0.8, 1.0, 1.25], ids=str)
+def test_a_start_keeps_a_profile_that_is_about_right_or_fast(factor: float) -> None:
+    """The first steps of a start may be slow ones."""
     profile = replace(make_profile(TRUTH.slowed(factor)), quality="refined")
     assert corrected(profile, started(), GRID) is profile
+    assert corrected(profile, [], GRID) is profile, "no step fits"

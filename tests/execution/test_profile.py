@@ -146,7 +146,7 @@ def test_a_real_executor_is_measured_where_nothing_is_saved_and_not_where_it_is(
 
 
 @pytest.mark.parametrize("quality", ["coarse", "refined", "full"])
-def test_a_start_corrects_a_saved_profile_that_is_off_unless_it_is_full(
+def test_a_start_corrects_a_saved_profile_that_is_too_slow_unless_it_is_full(
     running: Loaded, quality: Quality, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -160,7 +160,7 @@ def test_a_start_corrects_a_saved_profile_that_is_off_unless_it_is_full(
     load = StepLoad.of([(0, 64, True)])
     assert found.cost.step_time_s(load) < 0.1 * cost.step_time_s(load)
     assert found.quality == "coarse"
-    assert caplog.messages[-1].startswith("the saved cost profile is off")
+    assert caplog.messages[-1].startswith("the saved cost profile is too slow")
     assert saved_profile(running) == saved, "what served steps show is saved, not this"
 
 

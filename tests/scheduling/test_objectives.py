@@ -210,6 +210,7 @@ def test_the_share_in_time_is_that_of_requests_that_came_together() -> None:
     assert share_in_time([], late, 1.0) == 0.0
     # Sockets bring a burst one by one, and the first of it have the earliest deadlines.
     assert share_in_time([answering(10.5), answering(10.6)], late, 1.0) == 2 / 8
+    assert share_in_time([answering(10.5), answering(10.6)], late, 0.25) == 1.0
     # Those that came after an overload are not held to be late with what it left.
     assert share_in_time([answering(20.0), answering(30.0)], late, 1.0) == 1.0
     # Of those in time the later half counts: one old answer does not take the backlog for a burst.

@@ -42,8 +42,8 @@ _LOWEST_SCALE, _HIGHEST_SCALE = 0.5, 2.0
 _MOST_PER_ROW = 1.25
 # Weight of a stratum without served steps; one with them weighs 1. All strata share attention's terms.
 _UNSERVED_WEIGHT = 0.1
-# A saved profile is off if steps at a start take more than so many times as long as it says, or as little.
-_MOST_OFF = 1.3
+# A saved profile is too slow if it predicts more than so many times what steps take at a start.
+_MOST_TOO_SLOW = 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,26 +209,27 @@ class ProfileRefiner:
 
 
 def corrected(profile: CostProfile, timed: Sequence[TimedStep], grid: Iterable[StepLoad]) -> CostProfile:
-    """The profile, fitted to steps timed at a start if it is off by a factor on them.
+    """The profile, fitted to steps timed at a start if most of them took much less than it says.
 
     Served steps may have run beside other programs, on a machine that is quiet now. What they taught would be
-    unlearned slowly: objectives are widened by it, and steps that look too long are never planned.
+    unlearned slowly: objectives are widened by it, and steps that look too long are never planned. Steps that
+    take longer show less: they may be the first of their kind, or run beside others themselves.
 
     Args:
-        timed: of several sizes, one or more.
+        timed: of several sizes; none where none fits.
         grid: loads at which the profile's model, scaled, counts where no steps were timed.
     """
     ratios = [step.seconds / _predicted_s(profile.cost, step.load) for step in timed]
-    off = statistics.median(max(ratio, 1 / ratio) for ratio in ratios)
-    if off <= _MOST_OFF:
+    if not ratios or statistics.median(ratios) * _MOST_TOO_SLOW >= 1.0:
         return profile
-    cost = _bounded(_fitted_to(profile.cost.slowed(statistics.median(ratios)), timed, grid), timed)
+    ratio = statistics.median(ratios)
+    cost = _bounded(_fitted_to(profile.cost.slowed(ratio), timed, grid), timed)
     return replace(
         profile,
         quality="coarse",
         cost=cost,
         error=fit_error(cost, timed),
-        provenance=f"{profile.provenance} Off by {off:.1f} x on {len(timed)} steps timed at a start.",
+        provenance=f"{profile.provenance} {len(timed)} steps timed at a start took {ratio:.2f} of that.",
     )
 
 

@@ -208,7 +208,7 @@ def _is_full(path: Path) -> bool:
 
 
 def _checked(saved: CostProfile, config: EngineConfig, executor: MeasuredExecutor) -> CostProfile:
-    """The saved profile, corrected if a few small steps show that it is off."""
+    """The saved profile, corrected if a few small steps show that the machine is faster."""
     capacity = step_capacity(config, executor.info)
     executor.fill_kv_pool(_CHECK.num_blocks(capacity))
     timer = StepTimer(executor, WallClock(), capacity)
@@ -216,7 +216,7 @@ def _checked(saved: CostProfile, config: EngineConfig, executor: MeasuredExecuto
     timed = [TimedStep(StepLoad.of(shape), seconds) for shape, seconds in times.items()]
     profile = corrected(saved, timed, _loads_of(capacity))
     if profile is not saved:
-        logger.info("the saved cost profile is off: corrected by %d steps timed now", len(timed))
+        logger.info("the saved cost profile is too slow: corrected by %d steps timed now", len(timed))
     return profile
 
 

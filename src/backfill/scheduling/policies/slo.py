@@ -37,6 +37,8 @@ _PROMPT_STEP_SHARE = 0.5
 _BANK_SHARE = 0.5
 # Of the online requests that came together, those whose objectives bound steps where it is at least so many.
 _LEAST_SHARE_IN_TIME = 0.25
+# Part of the TTFT objective over which sockets and preparation spread what was sent at once.
+_BURST_SHARE = 0.25
 # Part of the best rate of prompts that steps have where it is fewer, or of several owners.
 _PROMPT_EFFICIENCY = 0.9
 # Prompts that are weighed against each other; those behind them wait.
@@ -163,7 +165,7 @@ class SloPolicy(Policy):
         """
         relegated = PriorityLevel.RELEGATED
         late = [*late, *view.running[relegated], *view.waiting[relegated]]
-        within_s = self.default_slo.ttft_s
+        within_s = _BURST_SHARE * self.default_slo.ttft_s
         if view.is_shared or not late or share_in_time(served, late, within_s) >= _LEAST_SHARE_IN_TIME:
             return 0.0
         return self._predictor.cost.efficient_prefill_s(decodes, _PROMPT_EFFICIENCY, self._max_step_tokens)
