@@ -30,15 +30,13 @@ from backfill.scheduling.policy import (
 )
 from backfill.scheduling.prediction import StepPredictor
 
-# Part of the TTFT objective that a step without online decodes may take, so that who arrives in it can still
-# be in time.
+# Part of the TTFT objective that a step without online decodes may take: who arrives in it can be in time.
 _PROMPT_STEP_SHARE = 0.5
 # Part of what the decodes have banked that one step may take.
 _BANK_SHARE = 0.5
-# Of the online requests that came together, those whose objectives bound steps where it is at least so many.
-_LEAST_SHARE_IN_TIME = 0.25
-# Part of the TTFT objective over which sockets and preparation spread what was sent at once.
-_BURST_SHARE = 0.25
+# Of the online requests that came together, those whose objectives bound steps where it is at least so many;
+# and the part of the TTFT objective over which sockets and preparation spread what was sent together.
+_LEAST_SHARE_IN_TIME, _BURST_SHARE = 0.25, 0.25
 # Part of the best rate of prompts that steps have where it is fewer, or of several owners.
 _PROMPT_EFFICIENCY = 0.9
 # Prompts that are weighed against each other; those behind them wait.
@@ -165,8 +163,8 @@ class SloPolicy(Policy):
         """
         relegated = PriorityLevel.RELEGATED
         late = [*late, *view.running[relegated], *view.waiting[relegated]]
-        within_s = _BURST_SHARE * self.default_slo.ttft_s
-        if view.is_shared or not late or share_in_time(served, late, within_s) >= _LEAST_SHARE_IN_TIME:
+        spread_s = _BURST_SHARE * self.default_slo.ttft_s
+        if view.is_shared or not late or share_in_time(served, late, spread_s) >= _LEAST_SHARE_IN_TIME:
             return 0.0
         return self._predictor.cost.efficient_prefill_s(decodes, _PROMPT_EFFICIENCY, self._max_step_tokens)
 
