@@ -302,6 +302,56 @@ def test_a_client_that_asks_to_close_may_send_its_body_to_the_end_and_reads_the_
         assert client.is_closed()
 
 
+def test_a_body_that_is_no_valid_http_after_its_answer_ends_the_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    head = HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with serving(refuse, limits()) as port, RawClient(port) as client:
+        client.send(head + b"5\r\nhello\r\n")
+        assert client.answer() == (413, b"no")
+        client.send(b"no size\r\n")
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            _send_without_end(client)
+    assert not [each for each in caplog.records if each.name == "asyncio"], "nothing is written after the end"
+
+
+def test_a_response_that_is_cut_off_ends_the_connection_before_the_body_has_come() -> None:
+    async def fail(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"n", "more_body": True})
+
+    with serving(fail, limits()) as port, RawClient(port) as client:
+        client.send(HEAD + b"Content-Length: %d\r\n\r\nabc" % (1 << 40))
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            _send_without_end(client)
+
+
+def test_nothing_runs_that_follows_an_answer_with_which_the_connection_closes() -> None:
+    paths = []
+
+    async def close(scope: Any, receive: Any, send: Any) -> None:
+        paths.append(scope["path"])
+        headers = [(b"content-length", b"2"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 413, "headers": headers})
+        await send({"type": "http.response.body", "body": b"no"})
+
+    first = request(path="/first", body=b"hello")
+    with serving(close, limits()) as port:
+        with RawClient(port) as client:
+            client.send(first[:-1])
+            assert client.answer() == (413, b"no")
+            client.send(first[-1:] + request(path="/after"))
+            assert client.is_closed()
+            with pytest.raises((ConnectionResetError, BrokenPipeError)):
+                _send_without_end(client)
+        with RawClient(port) as client:
+            client.send(first + request(path="/behind", body=b"hello")[:-1])
+            assert client.answer() == (413, b"no")
+            assert client.is_closed()
+    assert paths == ["/first", "/first"]
+
+
 def test_connections_over_the_limit_get_503() -> None:
     with serving(echo, limits(max_connections=2)) as port:
         with RawClient(port) as one, RawClient(port) as two:

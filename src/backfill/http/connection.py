@@ -223,6 +223,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._closes_after_message:
+            raise _Refusal(HTTPStatus.BAD_REQUEST, "The connection ends after the request before this one.")
         if len(self.pipeline) >= MAX_PIPELINED:
             message = f"At most {MAX_PIPELINED} requests may be sent ahead of their responses."
             raise _Refusal(HTTPStatus.TOO_MANY_REQUESTS, message)
@@ -241,9 +243,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
         if self._closes_after_message:
             self.transport.close()
-        elif (
-            self.cycle.response_complete
-        ):  # answered before the body was complete: wait for the next head now
+        # Answered before the body was complete: wait for the next head now.
+        elif self.cycle.response_complete:
             self._head_since_s = self.loop.time()
 
     def on_response_complete(self) -> None:
@@ -256,9 +257,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def end_after_request(self) -> None:
         """Close the connection after a response. What is left of its request is read and dropped first.
 
-        Closed at once, the client would see a reset and perhaps no response.
+        Closed at once, the client would see a reset and perhaps no response. A response that was cut off, or
+        that has requests behind it, ends the connection at once.
         """
-        if not self._in_message:
+        if not self._in_message or not self.cycle.response_complete:
             self.transport.close()
             return
         self._closes_after_message = True
@@ -339,6 +341,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         """Send an error in place of the app's response, or cut off one that has begun; read no more."""
+        if self._closes_after_message:  # the response is sent, and nothing may follow it
+            self.transport.close()
+            return
         self._refused_at_s = self.loop.time()
         if self._is_answering:
             answers_earlier = self._head_since_s is not None or bool(self.pipeline)
