@@ -127,21 +127,19 @@ def test_the_times_of_random_mixes_are_recovered() -> None:
     assert (profile.key, profile.num_layers) == (KEY, 30)
     assert profile.error.num_steps == FULL.num_held_out
     assert profile.error.p95 < 0.03
-    assert f"medians of {FULL.rounds}; {FULL.num_held_out} others held out" in profile.provenance
+    assert f"medians of up to {FULL.rounds}; {FULL.num_held_out} others held out" in profile.provenance
 
 
-def test_each_step_is_timed_in_every_round_and_held_out_steps_are_not_fitted() -> None:
+def test_short_steps_are_timed_in_every_round_and_held_out_steps_are_not_fitted() -> None:
     grid = replace(SMALL_GRID, chunks=(1, 16, 128, 512))
     _, executor = profiled(grid=grid)
     shapes = [*grid.shapes(CAPACITY), *grid.held_out(CAPACITY)]
     num_shapes = len(shapes)
     runs = Counter(map(repr, executor.loads))
     for load in map(StepLoad.of, shapes):
-        is_long = TRUTH.step_time_s(load) >= 0.25
-        assert runs[repr(load)] == (1 if is_long else 4), (
-            "three rounds and one that warms up; two of a long step"
-        )
-    assert {1, 4} == set(runs.values())
+        num_timed = 1 if TRUTH.step_time_s(load) >= 0.25 else grid.rounds
+        assert runs[repr(load)] == 1 + num_timed, "the first run only warms up"
+    assert set(runs.values()) == {2, 4}
     assert executor.loads[:num_shapes] != executor.loads[num_shapes : 2 * num_shapes], "each is shuffled"
     assert not set(grid.shapes(CAPACITY)) & set(grid.held_out(CAPACITY))
 
@@ -150,7 +148,7 @@ def test_the_first_round_only_warms_up() -> None:
     class ColdExecutor(TimedExecutor):
         def run(self, plan: StepPlan) -> StepOutcome:
             if plan.slices and len(self.loads) < num_shapes:
-                self.clock.advance(0.05)
+                self.clock.advance(10.0)  # as of a long step
             return super().run(plan)
 
     grid = replace(SMALL_GRID, rounds=1)  # a median of several would hide it

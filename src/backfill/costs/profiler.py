@@ -33,7 +33,7 @@ _BESIDE_COPIES: tuple[Shape, ...] = tuple(((256, 1, True),) * batch for batch in
 _INTERFERENCE_ROUNDS = 9
 _FEWEST_INTERFERENCE_ROUNDS = 5  # at the start of an engine, where they take no more than this time
 _INTERFERENCE_BUDGET_S = 0.3
-# Long steps take most of the time. A disturbance is small beside one, and there are several of each length.
+# Steps this long take most of a profile's time, and other processes change their times by a smaller share.
 _LONG_S = 0.25
 _NUM_ALWAYS_TIMED = 2  # of a grid with a budget: the first steps tell what a token costs
 
@@ -197,7 +197,7 @@ def profile_executor(
     timer = StepTimer(executor, clock, capacity, on_step)
     if grid.budget_s is None:
         times = timer.time_all([*fitted_on, *held_out], grid.rounds)
-        counted = f"medians of {grid.rounds}"
+        counted = f"medians of up to {grid.rounds}"
     else:
         times = timer.time_within(fitted_on, grid.rounds, grid.budget_s)
         counted = f"the least of up to {grid.rounds}"
@@ -237,7 +237,7 @@ class StepTimer:
         """The median seconds of each step.
 
         The order is shuffled in each round: a drift of the machine's speed then spreads over all steps. The
-        first round warms up and does not count, but for long steps, which run only in it.
+        first round warms up and does not count. A step that then takes ``_LONG_S`` is not run again.
         """
         rng = random.Random(_SEED)
         samples: dict[Shape, list[float]] = {shape: [] for shape in shapes}
@@ -246,10 +246,10 @@ class StepTimer:
             order = list(shapes)
             rng.shuffle(order)
             for index, shape in enumerate(order):
-                if each_round == 0 or samples[shape][0] < _LONG_S:
+                if each_round < 2 or samples[shape][-1] < _LONG_S:
                     samples[shape].append(self.time(shape))
                 self.on_step(each_round * len(shapes) + index + 1, total)
-        return {shape: statistics.median(values[1:] or values) for shape, values in samples.items()}
+        return {shape: statistics.median(values[1:]) for shape, values in samples.items()}
 
     def time_within(self, shapes: Sequence[Shape], rounds: int, budget_s: float) -> dict[Shape, float]:
         """The least seconds of each step within the budget, in up to ``rounds`` rounds.
