@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -151,6 +152,7 @@ def compiler(default_model: Path) -> GrammarCompiler:
         ),
         (triggered({"x-guidance": {"lenient": True}, "not": {}}), "structural tag .*not"),
         (triggered('{"minProperties": 2}'), "minProperties"),
+        ({"grammar": '{ x }\nstart: "a"'}, "The grammar cannot be used: key must be a string"),
         ({"structural_tag": {"format": {"type": "any_text"}}}, "types of format are .* got 'any_text'"),
         ({"structural_tag": {"format": {"type": "tag", "begin": "a"}}}, "no 'content'"),
         *(
@@ -335,6 +337,61 @@ def test_the_largest_grammars_take_seconds_at_most_and_the_cache_is_bounded(
             continue
     assert time.monotonic() - began < 30
     assert len(compiler._compiled) == 4
+
+
+MANY_PATTERNS = StructuredOutputsParams(
+    json={"properties": {f"p{index}": {"pattern": f"^a{index}$"} for index in range(12)}}
+)
+
+
+@pytest.mark.parametrize("error", [BlockingIOError("no process"), subprocess.TimeoutExpired("python", 30)])
+def test_a_machine_too_busy_to_try_patterns_may_try_again(
+    default_model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    compiler = GrammarCompiler(default_model, VOCAB_SIZE, END_TOKEN_IDS)
+
+    def run(*_: Any, **__: Any) -> NoReturn:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", run)
+        with pytest.raises(RequestError, match="too busy to try its patterns"):
+            compiler.matcher(MANY_PATTERNS)
+        trusting = GrammarCompiler(default_model, VOCAB_SIZE, END_TOKEN_IDS, bounds_time=False)
+        assert trusting.matcher(MANY_PATTERNS), "an engine tries nothing again"
+    assert compiler.matcher(MANY_PATTERNS)
+
+
+def test_the_time_of_a_trial_is_not_that_of_compiling(
+    default_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, late_s = 0.0, 0.0
+
+    def trial(*_: Any, **__: Any) -> subprocess.CompletedProcess[bytes]:
+        nonlocal now_s
+        now_s += 20
+        return subprocess.CompletedProcess([], 0)
+
+    def monotonic() -> float:
+        nonlocal now_s
+        now_s += late_s
+        return now_s
+
+    monkeypatch.setattr(subprocess, "run", trial)
+    monkeypatch.setattr(time, "monotonic", monotonic)
+    compiler, params = GrammarCompiler(default_model, VOCAB_SIZE, END_TOKEN_IDS), MANY_PATTERNS
+    late_s = 6.0
+    with pytest.raises(RequestError, match="takes over 5 s"):
+        compiler.matcher(params)
+    late_s = 0.0
+    assert compiler.matcher(params)
+
+
+def test_a_step_of_grammars_that_all_fail_has_their_errors(compiler: GrammarCompiler) -> None:
+    masks, name = GrammarMasks(compiler, 1), RequestId("r")
+    output = masks.output(StructuredOutputsParams(json={"not": {}}))
+    assert "not" in masks.begin({name: output}).result(30).errors[name]
+    masks.close()
 
 
 def test_masks_wait_for_a_grammar_that_is_compiled_beside_the_steps(

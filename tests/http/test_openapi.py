@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from backfill.core.errors import RequestError
 from backfill.http.app import INSTEAD_OF_OLLAMA, UNSUPPORTED
 from backfill.http.keys import ApiKeys
 from backfill.http.openapi import docs_page
@@ -17,6 +18,7 @@ from backfill.http.page import PAGE_PATHS
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.manager import JobManager
 from backfill.preparation.client import PreparationClient
+from backfill.protocol.chat import TokenizeRequest
 from tests.api.in_process import unstarted_app
 
 ERROR = {"$ref": "#/components/schemas/Error"}
@@ -178,6 +180,9 @@ def test_the_document_says_what_values_may_be(document: dict[str, Any]) -> None:
     assert (
         allows("/tokenize", prompt="x") and not allows("/tokenize") and not allows("/tokenize", prompt=None)
     )
+    assert not allows("/tokenize", messages=[])
+    with pytest.raises(RequestError, match="at least one"):
+        TokenizeRequest(messages=[]).check()
     window = body("/v1/batches")["properties"]["completion_window"]["pattern"]
     assert [bool(re.search(window, text)) for text in ("24h", "365d", "0h", "", "1w")] == [
         True,

@@ -16,6 +16,7 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestError
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
+from backfill.execution import json_schemas
 from backfill.generation.message_format import MessageFormat
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
@@ -95,9 +96,9 @@ def of_tool(**function: Any) -> dict[str, Any]:
     ("fields", "warning"),
     [
         (
-            of_schema({"propertes": {}, "items": {"requred": [], "nullable": True}}),
+            of_schema({"propertes": {}, "items": {"requred": [], "optional": True}}),
             "unknown keywords in schemas: propertes at # (did you mean properties?), requred at #/items "
-            "(did you mean required?), nullable at #/items",
+            "(did you mean required?), optional at #/items",
         ),
         (of_schema({"$ref": "#/parts/a", "parts": {"a": {"x-order": 1, "examples": [{"b": 1}]}}}), None),
         (of_schema({"properties": {"propertes": {"$comment": ""}}}), None),
@@ -137,6 +138,25 @@ def test_what_is_misspelt_in_a_schema_is_warned_about(fields: dict[str, Any], wa
     with pytest.raises(RequestError) as refused:
         refuse_unknown_fields(body)
     assert refused.value.code == "unknown_parameter"
+
+
+def test_nullable_is_warned_about_and_not_refused() -> None:
+    schema = {"properties": {"a": {"type": "string", "nullable": True}}}
+    body = body_of({"structured_outputs": {"json": schema}})
+    refuse_unknown_fields(body)
+    assert warning_of(body) == (
+        "unknown keywords in schemas: nullable at #/properties/a (without effect: add null to type)"
+    )
+    with pytest.raises(RequestError, match="optional"):
+        refuse_unknown_fields(body_of({"structured_outputs": {"json": {**schema, "optional": True}}}))
+
+
+def test_most_parts_of_schemas_cost_no_more_than_a_look_at_their_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(json_schemas, "_target", None)  # asked where there is a $ref alone
+    names = {f"p{index}": {"type": "string"} for index in range(20)}
+    assert not has_warning(body_of(of_tool(parameters={"properties": names}), "/v1/chat/completions"))
 
 
 @pytest.mark.parametrize("name", ["", "a\r\nset-cookie: x", "\0", "caf\u00e9", "\U0001f600", "x" * 100_000])

@@ -237,6 +237,7 @@ def test_a_stop_string_within_arguments_ends_no_call(
         ("required", F[: F.index("}") + 1], "tool_calls"),
         ("required", f"{F}\n{G[: G.index('}')]}", "length"),
         ("required", f'{F}\n<tool_call>\n{{"na', "length"),
+        ("required", f"{F}\n<tool_", "length"),
         ("required", F[: F.index("1")], "length"),
         ("required", "", "length"),
         ("auto", F, "length"),

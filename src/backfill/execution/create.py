@@ -109,7 +109,8 @@ def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None 
             throttle = None if bus is None else bus.copies
             copier = create_copier(kv_pool, info.num_host_blocks, throttle)
         logger.info("KV pool in host memory: %d blocks, %.2f GiB", info.num_host_blocks, host_bytes / GIB)
-    compiler = GrammarCompiler(Path(config.model_dir), info.vocab_size, info.end_token_ids)
+    # Who sends a request has compiled its grammar.
+    compiler = GrammarCompiler(Path(config.model_dir), info.vocab_size, info.end_token_ids, bounds_time=False)
     grammars = GrammarMasks(compiler, config.threads or available_processors())
     graphs = _capture_graphs(config, stage, model, kv_pool, info) if streamer is None else None
     return TorchExecutor(

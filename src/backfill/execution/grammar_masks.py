@@ -110,7 +110,8 @@ class GrammarMasks:
         bits = allocate_token_bitmask(len(outputs), self._compiler.num_tokens)
         rows = {request_id: row for row, request_id in enumerate(outputs)}
         filled = [(matcher, rows[request_id]) for request_id, matcher in matchers.items()]
-        fill_next_token_bitmask_par(executor, filled, bits)
+        if filled:  # else it raises
+            fill_next_token_bitmask_par(executor, filled, bits)
         num_words = np.count_nonzero(bits, axis=1)
         forced = {}
         for request_id, matcher in matchers.items():

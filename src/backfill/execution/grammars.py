@@ -26,8 +26,8 @@ _MAX_COMPILE_S = 5.0  # more than the largest that is allowed takes, so that onl
 # Where n patterns of a schema meet, the library takes up to 2 ** n, and cannot be stopped: what has more than
 # these is compiled first in a process that may use this much of a processor.
 _MAX_QUICK_PATTERNS = 8
-_MAX_TRIAL_S = 2
-_MAX_WAIT_S = 30.0  # for them, on a busy machine
+_MAX_TRIAL_S = 2  # of a processor's time
+_MAX_WAIT_S = 30.0  # until a busy machine has given that process its time
 _TRIAL = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, ({_MAX_TRIAL_S}, {_MAX_TRIAL_S}))
@@ -79,16 +79,20 @@ class GrammarCompiler:
 
     Bounded are a grammar's text (``core/structured.py``), the nesting of JSON (128, by the library), the size
     and the lexer of the compiled grammar, the time that compiling takes (of many patterns before it is done),
-    and how many are cached.
+    and how many are cached. What only a busy machine is why of is not cached.
 
     Args:
         folder: the model's.
         vocab_size: of its logits.
         end_token_ids: allowed where an output is complete.
+        bounds_time: False where another compiler has compiled each grammar before, within that time.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, folder: Path, vocab_size: int, end_token_ids: tuple[int, ...], *, bounds_time: bool = True
+    ) -> None:
         self.vocab_size = vocab_size
+        self._bounds_time = bounds_time
         self._folder = folder
         self._end_token_ids = end_token_ids
         self._tokenizer: LLTokenizer | None = None
@@ -115,6 +119,8 @@ class GrammarCompiler:
         if found is None:
             try:
                 found = self._compile(params)
+            except _TooBusyError:
+                raise
             except RequestError as error:
                 found = error
             with self._caching:
@@ -132,15 +138,15 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         tokenizer = self._loaded_tokenizer()
-        began_s = time.monotonic()
         try:
             source = _source(params, tokenizer)
         except KeyError as error:
             raise _unusable(params, f"it has no {error}") from None
         except _WRONG as error:
             raise _unusable(params, f"{error}" or type(error).__name__) from None
-        if not _is_quick(source):
-            raise _unusable(params, f"its patterns take over {_MAX_TRIAL_S} s to compile")
+        if self._bounds_time:
+            _check_patterns(params, source)
+        began_s = time.monotonic()
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=_limits())
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first takes longest, and finds grammars that have no output
@@ -149,8 +155,8 @@ class GrammarCompiler:
             if params.kind == "json":
                 reason, place = _innermost(params, reason)
             raise _unusable(params, reason, place)
-        if time.monotonic() - began_s > _MAX_COMPILE_S:
-            raise _unusable(params, f"it takes over {_MAX_COMPILE_S:g} s to compile")
+        if self._bounds_time and time.monotonic() - began_s > _MAX_COMPILE_S:
+            raise _TooBusyError(params, f"it takes over {_MAX_COMPILE_S:g} s to compile")
         return matcher
 
     def _loaded_tokenizer(self) -> LLTokenizer:
@@ -162,6 +168,13 @@ class GrammarCompiler:
                     message = f"This model's tokenizer cannot be used for structured outputs: {error}"
                     raise RequestError(message, param="structured_outputs") from error
             return self._tokenizer
+
+
+class _TooBusyError(RequestError):
+    """The machine has not compiled a grammar in time, and may another time."""
+
+    def __init__(self, params: StructuredOutputsParams, reason: str) -> None:
+        super().__init__(str(_unusable(params, reason)), param="structured_outputs")
 
 
 def _load_tokenizer(folder: Path, vocab_size: int, end_token_ids: tuple[int, ...]) -> LLTokenizer:
@@ -218,18 +231,31 @@ def _source(params: StructuredOutputsParams, tokenizer: LLTokenizer | None) -> s
             return grammar_from(kind, params.text)
 
 
-def _is_quick(source: str) -> bool:
-    is_lark = not source.startswith("{")
-    if "%json" not in source and (is_lark or num_patterns(source) <= _MAX_QUICK_PATTERNS):
-        return True  # Lark may have schemas too
+def _check_patterns(params: StructuredOutputsParams, source: str) -> None:
+    """Compile a grammar of many patterns in a process that can be ended.
+
+    Raises: RequestError if it takes too long; ``_TooBusyError`` if that cannot be told.
+    """
+    if "%json" not in source and not _has_many_patterns(source):
+        return  # Lark may have schemas too
     command = [sys.executable, "-P", "-c", _TRIAL]
     try:
         trial = subprocess.run(
             command, input=source.encode(), stderr=subprocess.DEVNULL, timeout=_MAX_WAIT_S, check=False
         )
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, OSError):  # the latter without memory for a process
+        raise _TooBusyError(params, "this machine is too busy to try its patterns") from None
+    if trial.returncode < 0:  # a signal ended it
+        raise _unusable(params, f"its patterns take over {_MAX_TRIAL_S} s to compile")
+
+
+def _has_many_patterns(source: str) -> bool:
+    if not source.startswith("{"):  # Lark
         return False
-    return trial.returncode >= 0  # unless a signal ended it
+    try:
+        return num_patterns(source) > _MAX_QUICK_PATTERNS
+    except (ValueError, RecursionError):  # Lark that begins so, or too deep: the matcher says what is wrong
+        return False
 
 
 def _unusable(params: StructuredOutputsParams, reason: str, place: str = "") -> RequestError:

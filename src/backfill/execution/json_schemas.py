@@ -13,6 +13,7 @@ from urllib.parse import unquote
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SCHEMAS = ("items", "additionalItems", "additionalProperties", "not")
+_WITH_PARTS = frozenset((*_SCHEMAS_BY_NAME, *_SCHEMA_LISTS, *_SCHEMAS, "$ref"))
 _INNER_POINTER = re.compile(r"#(?!(?:/(?:\$defs|definitions)/[^/%]*)+$)/")
 _INDEX = re.compile(r"\+?[0-9]+")  # as the library reads it
 _TOO_LARGE = "values of multipleOf that meet have too large a common multiple"
@@ -59,6 +60,8 @@ def unknown_keywords(schema: object) -> Iterator[tuple[str, str]]:
         except (ValueError, RecursionError):  # refused where it is compiled
             return
     parts = [*schema_parts(schema)] if isinstance(schema, dict) else []
+    if all(part.keys() <= KEYWORDS for _, part in parts):
+        return
     referred = {place.split("/")[1] for place, _ in parts if "/" in place}
     for place, part in parts:
         for name in part:
@@ -125,6 +128,8 @@ def schema_parts(root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         seen[id(schema)] = schema
         yield place, schema
+        if _WITH_PARTS.isdisjoint(schema):  # most are: a batch's lines are all walked
+            continue
         inner: list[tuple[str, Any]] = []
         for key in _SCHEMAS_BY_NAME:
             if isinstance(schema.get(key), dict):
@@ -133,7 +138,7 @@ def schema_parts(root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             if isinstance(schema.get(key), list):
                 inner += [(f"{key}/{index}", each) for index, each in enumerate(schema[key])]
         inner += [(key, schema.get(key)) for key in _SCHEMAS]
-        if isinstance(target := _target(root, schema), dict):
+        if "$ref" in schema and isinstance(target := _target(root, schema), dict):
             waiting.insert(0, (f"#{schema['$ref'].partition('#')[2]}", target))
         waiting += [(f"{place}/{name}", each) for name, each in reversed(inner) if isinstance(each, dict)]
 

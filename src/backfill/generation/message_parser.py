@@ -84,7 +84,7 @@ class MessageParser:
         self._begin_regions(parsing.calls, parsing.begun)
         self._calls: _CallRegion | None = None  # while one is being written
         self._num_regions = 0  # of calls
-        self._ends_in_head = False
+        self._ends_torn = False  # within what precedes a call's arguments
         self.num_calls = 0
 
     def push(self, text: str, *, is_last: bool = False) -> MessageDelta:
@@ -107,7 +107,7 @@ class MessageParser:
     def has_whole_calls(self) -> bool:
         """The output is calls that a grammar forced, and ends in none."""
         is_forced = self._parsing.calls == "forced" and self.num_calls > 0
-        return is_forced and not self.is_cut and not self._ends_in_head
+        return is_forced and not self.is_cut and not self._ends_torn
 
     def _begin_regions(self, calls: CallSource, prefix: str) -> None:
         from transformers.utils.chat_parsing import ResponseParser
@@ -142,7 +142,7 @@ class MessageParser:
                 case "content":
                     self._add_content(value, delta)
                 case "rest":
-                    self._ends_in_head = is_last and calls.is_in_head
+                    self._ends_torn |= is_last and calls.is_in_head
                     self._calls = None
                     self._num_regions += 1
                     # Finding a region takes longer than its text, and a model may write marks alone.
@@ -152,11 +152,14 @@ class MessageParser:
         return None
 
     def _add_content(self, text: str, delta: MessageDelta) -> None:
-        if self._parsing.calls != "forced":  # then it is markup that has been cut
+        if self._parsing.calls != "forced":
             delta.content += text
+        elif text.strip():  # markup that has been cut
+            self._ends_torn = True
 
     def _begin(self, name: str, delta: MessageDelta) -> None:
         self.num_calls += 1
+        self._ends_torn = False
         if self._is_wanted:
             delta.tool_calls.append(ToolCallDelta(self.num_calls - 1, id=self._new_id(), name=name))
 

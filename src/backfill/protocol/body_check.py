@@ -23,14 +23,14 @@ _EMPTY_SLO = "slo has neither ttft nor tpot, so it has no effect"
 
 
 def has_warning(body: GenerationFields) -> bool:
-    """Whether ``warning_of`` is not None; about 100 times faster."""
+    """Whether ``warning_of`` is not None, without looking for the names that its text suggests."""
     return bool(body.unknown_fields) or _has_empty_slo(body) or any(_unknown_keywords(body))
 
 
 def warning_of(body: GenerationFields) -> str | None:
     """What of the body has no effect, as short printable ASCII; None if all has.
 
-    That is unknown fields, unknown keywords of its JSON schemas, and an empty ``slo``.
+    That is unknown fields, unknown keywords of its JSON schemas, ``nullable``, and an empty ``slo``.
     """
     parts = []
     if unknown := body.unknown_fields:
@@ -50,7 +50,10 @@ def unknown_fields_warning(unknown: Sequence[str], known: Collection[str]) -> st
 
 
 def refuse_unknown_fields(body: GenerationFields) -> None:
-    """Raise RequestError for the first unknown field or keyword of a JSON schema, or an empty ``slo``."""
+    """Raise RequestError for the first unknown field or keyword of a JSON schema, or an empty ``slo``.
+
+    Not for ``nullable``, which generators of OpenAPI 3.0 write.
+    """
     unknown = body.unknown_fields
     if unknown:
         name = _named(unknown[0], body.known_fields())
@@ -58,6 +61,8 @@ def refuse_unknown_fields(body: GenerationFields) -> None:
             f"Unknown parameter: {name}.", param=_printable(unknown[0]), code="unknown_parameter"
         )
     for field, place, name in _unknown_keywords(body):
+        if name == "nullable":
+            continue
         message = f"Unknown keyword in a schema: {_named_keyword(place, name)}."
         raise RequestError(message, param=field, code="unknown_parameter")
     if _has_empty_slo(body):
@@ -165,6 +170,8 @@ def _named(name: str, known: Collection[str]) -> str:
 
 
 def _named_keyword(place: str, name: str) -> str:
+    if name == "nullable":
+        return f"nullable at {_printable(place, _MAX_PLACE_CHARS)} (without effect: add null to type)"
     similar = _similar(name, KEYWORDS)
     meant = f" (did you mean {similar}?)" if similar else ""
     return f"{_printable(name)} at {_printable(place, _MAX_PLACE_CHARS)}{meant}"

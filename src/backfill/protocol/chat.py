@@ -203,6 +203,8 @@ class TokenizeRequest(ConversationFields):
         """Raise RequestError for a combination of fields that cannot be served."""
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("Send either prompt or messages.", param="prompt")
+        if self.messages == []:
+            raise RequestError("messages must have at least one message.", param="messages")
         check_conversation(self.messages or (), self.continue_final_message)
 
 
