@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -403,13 +403,19 @@ def test_who_has_no_late_requests_gives_way_to_none() -> None:
     assert bench.step(chat).num_tokens == 10 + 20
 
 
-@pytest.mark.parametrize(("since_s", "is_longer"), [(1.0, False), (90.0, True)])
+@pytest.mark.parametrize(
+    ("make_other", "since_s", "is_longer"),
+    [(make_request, 1.0, False), (make_request, 15.0, True), (offline, 1.0, True)],
+    ids=["lately", "before", "a-batch"],
+)
 def test_beside_others_late_requests_of_one_owner_make_no_step_longer(
-    since_s: float, is_longer: bool
+    make_other: Callable[..., Request], since_s: float, is_longer: bool
 ) -> None:
-    """Without another one's requests, and a while after them, throughput counts where nearly all are late."""
+    """Without another one's online requests, and a while after them, throughput counts where all are late."""
     bench = slow_bench(step_s=0.02, max_num_seqs=256)
-    bench.step(*(make_request(4, 1, owner=owner) for owner in ("burst", "other")))
+    bench.step(make_request(4, 1, owner="burst"), make_other(4, 1, owner="other"))
+    if make_other is offline:
+        bench.add(offline(4, 500, owner="other"))
     bench.clock.advance(since_s)
     now_s = bench.clock.now_s()
     bench.add(*(make_request(200, 30, owner="burst", arrived_at_s=now_s) for _ in range(60)))

@@ -39,7 +39,16 @@ class OwnerTurns:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # let in, and cancelled before it ran
                 self._leave(owner)
+            else:
+                self._forget(owner, turn)
             raise
+
+    def _forget(self, owner: str, turn: asyncio.Future[None]) -> None:
+        queue = self._waiting.get(owner)
+        if queue and turn in queue:  # else its turn came after it was cancelled
+            queue.remove(turn)
+            if not queue:
+                del self._waiting[owner]
 
     def _enter(self, owner: str) -> None:
         self._num_free -= 1
@@ -56,6 +65,6 @@ class OwnerTurns:
             turn = queue.popleft()
             if queue:
                 self._waiting[following] = queue
-            if not turn.done():  # else it was cancelled
+            if not turn.done():  # else it is cancelled, and about to be forgotten
                 self._enter(following)
                 turn.set_result(None)

@@ -33,8 +33,8 @@ _MAX_UNTIMED_COPIES = 64  # in flight at once where the time of a copy is not kn
 # A step that computes nothing waits for copies. No more begin than the link moves in this time, so that the
 # copies of a request that arrives meanwhile do not queue for longer.
 _IDLE_STEP_S = 0.05
-# For so long, steps leave room for an owner whose last request has ended.
-_SHARED_FOR_S = 60.0
+# For so long, steps leave room for an owner whose last online request has ended.
+_SHARED_FOR_S = 10.0
 # Waiting requests of one level that a policy sees, beyond those that a step can hold: some are passed over
 # because another one in the step computes their next block.
 _MAX_PASSED_OVER = 1024
@@ -77,7 +77,7 @@ class StepPlanner:
     _to_admit: dict[RequestId, Request] = field(init=False, default_factory=dict)
     _to_release: list[RequestId] = field(init=False, default_factory=list)
     _num_plans: int = field(init=False, default=0)
-    _shared_at_s: float = field(init=False, default=-math.inf)  # when several owners last had requests
+    _shared_at_s: float = field(init=False, default=-math.inf)  # when several owners last had online ones
 
     @property
     def has_releases(self) -> bool:
@@ -198,7 +198,7 @@ class StepPlanner:
 
     def _snapshot(self, now_s: float) -> Snapshot[Request]:
         kv, requests = self.kv, self.requests
-        if requests.num_owners > 1:
+        if requests.num_online_owners > 1:
             self._shared_at_s = now_s
         in_flight, num_most = self.in_flight, self.config.max_num_seqs + _MAX_PASSED_OVER
         running = requests.running_by_level(excluded=in_flight.closed.union(self.suspension.waiting))

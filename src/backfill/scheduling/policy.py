@@ -101,7 +101,7 @@ class Snapshot(Generic[R_co]):
         in_other_steps: requests that could run but for the steps in flight: those in one of them, as they
             will be when it ends, and those that are left to the next step. The step delays their next tokens
             too.
-        is_shared: several owners have unfinished requests, or had some lately.
+        is_shared: several owners have unfinished online requests, or had some lately.
         served: of owners that compete with online requests: tokens over weight (``OwnerShares``). Empty where
             no two do.
         late_owners: of relegated requests that wait.

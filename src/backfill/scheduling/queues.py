@@ -179,7 +179,7 @@ class UnfinishedRequests:
         self.restoring: dict[RequestId, Request] = {}
         self.running: dict[RequestId, Request] = {}
         self.num_online = 0
-        self._num_of_owner = Counter[str]()
+        self._num_of_owner, self._num_online_of_owner = Counter[str](), Counter[str]()
         self._rule = rule
         self._num_cached = num_cached
         self._orders_by_deadline = orders_by_deadline
@@ -191,6 +191,10 @@ class UnfinishedRequests:
     @property
     def num_owners(self) -> int:
         return len(self._num_of_owner)
+
+    @property
+    def num_online_owners(self) -> int:
+        return len(self._num_online_of_owner)
 
     def running_by_level(self, excluded: Collection[RequestId]) -> dict[PriorityLevel, list[Request]]:
         """Each level's in its order."""
@@ -219,9 +223,10 @@ class UnfinishedRequests:
         self._num_added += 1
         self.by_id[request.request_id] = request
         self._num_of_owner[request.owner] += 1
-        self.num_online += request.service_class is ServiceClass.ONLINE
         self.waiting[request.priority_level].push(request)
         if request.service_class is ServiceClass.ONLINE:
+            self.num_online += 1
+            self._num_online_of_owner[request.owner] += 1
             self._look_up(request)
         self._await_change(request, -math.inf)
 
@@ -258,10 +263,10 @@ class UnfinishedRequests:
         self.running.pop(request.request_id, None)
         self.restoring.pop(request.request_id, None)
         del self.by_id[request.request_id]
-        self._num_of_owner[request.owner] -= 1
-        if not self._num_of_owner[request.owner]:
-            del self._num_of_owner[request.owner]
-        self.num_online -= request.service_class is ServiceClass.ONLINE
+        _take_one(self._num_of_owner, request.owner)
+        if request.service_class is ServiceClass.ONLINE:
+            self.num_online -= 1
+            _take_one(self._num_online_of_owner, request.owner)
 
     def started_of_owners(self) -> Counter[str]:
         """Of each owner the online prompts in steps that are in time."""
@@ -376,3 +381,9 @@ def _is_online_prompt(request: Request) -> bool:
 
 def _is_queued(request: Request) -> bool:
     return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+def _take_one(counts: Counter[str], key: str) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
