@@ -104,3 +104,16 @@ def test_lines_of_a_batch_are_structured_and_one_that_cannot_be_fails_alone(clie
         assert choice["finish_reason"] != "stop" or isinstance(json.loads(choice["message"]["content"]), int)
     assert failed["response"]["status_code"] == 400
     assert failed["response"]["body"]["error"]["param"] == "structured_outputs"
+
+
+TOO_LARGE = {"structured_outputs": {"regex": "(((a{1,50}){1,50}){1,50}){1,50}"}, "max_tokens": 30}
+
+
+def test_a_grammar_that_grows_too_large_on_the_way_is_a_fault_of_the_request(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot go on within its grammar"):
+        client.chat.completions.create(model=MODEL, messages=QUESTION, extra_body=TOO_LARGE)
+    line = chat_line("large", "A number.", **TOO_LARGE)
+    batch = wait_ended(client, submit(client, as_jsonl([line])).id)
+    _, (failed,) = result_lines(client, batch)
+    assert failed["response"]["status_code"] == 400
+    assert "cannot go on within its grammar" in failed["response"]["body"]["error"]["message"]

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from backfill.core.clock import Clock, WallClock
-from backfill.core.errors import BackfillError, EngineDead
+from backfill.core.errors import BackfillError, EngineDead, RequestError
 from backfill.core.plan import TokenLogprobs
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
@@ -181,7 +181,8 @@ class TextGenerator:
             async with aclosing(tokens):
                 async for output in tokens:
                     if output.token_id is None:
-                        raise BackfillError(output.message or "The engine failed.")
+                        # No step failed: the request can never be served, or not go on, as it stands.
+                        raise RequestError(output.message or "The engine refused the request.")
                     timeline.count_token(output)
                     waited_s = timeline.arrive().seconds if deliveries is None else 0.0
                     delta = _delta(output, detokenizer, stops, timeline, waited_s)

@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
-from backfill.core.errors import EngineDead
+from backfill.core.errors import EngineDead, RequestError
 from backfill.jobs.records import LineOutcome, TokenUsage
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.encoding import EncodedBody
+from backfill.protocol.responses import error_of
 from backfill.protocol.service import CompletionService, TokenCount
 
 _UNANSWERED_MESSAGES = {
@@ -83,13 +84,16 @@ class ServiceRunner:
     async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
         """Raises: RequestLost."""
         if line.refusal is not None:
-            return refused(line)
+            return refused(line, line.refusal.status, line.refusal.body)
         if line.generation is None:
             return unanswered(line, "internal_error")
         service = self.service()
         if service is None:
             raise EngineDead("The engine is not running.")
-        body = await service.run_whole(line.generation, count=count)
+        try:
+            body = await service.run_whole(line.generation, count=count)
+        except RequestError as error:  # it cannot go on as it stands
+            return refused(line, *error_of(error))
         return completed(line, body, line.generation.warning)
 
 
@@ -99,14 +103,9 @@ def completed(line: BatchLine, body: dict[str, Any], warning: str | None = None)
     return LineResult(line, LineOutcome.COMPLETED, response, None, usage, warning)
 
 
-def refused(line: BatchLine) -> LineResult:
+def refused(line: BatchLine, status: int, body: dict[str, Any]) -> LineResult:
     """A line whose request was refused, with the error body of the online API."""
-    assert line.refusal is not None
-    response = {
-        "status_code": line.refusal.status,
-        "request_id": line.request_id,
-        "body": line.refusal.body,
-    }
+    response = {"status_code": status, "request_id": line.request_id, "body": body}
     return LineResult(line, LineOutcome.FAILED, response, None)
 
 
