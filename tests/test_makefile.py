@@ -61,8 +61,14 @@ def test_without_an_index_only_pips_own_is_asked(tmp_path: Path) -> None:
     ("given", "passed"), [(["PORT=8001", "ARGS=--x"], "serve --port 8001 --x"), ([], "serve")]
 )
 def test_serve_takes_a_port_from_the_command_line_alone(given: list[str], passed: str) -> None:
-    environment = {**os.environ, "PORT": "3000"}
+    # The tests themselves may run under make, with flags and a level of its own.
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(
-        ["make", "-n", "serve", *given], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        ["make", "-n", "--no-print-directory", "serve", *given],
+        cwd=ROOT,
+        env={**outside, "PORT": "3000"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert " ".join(done.stdout.splitlines()[-1].split()).endswith(f"bin/backfill {passed}")

@@ -106,7 +106,11 @@ def test_lines_of_a_batch_are_structured_and_one_that_cannot_be_fails_alone(clie
     assert failed["response"]["body"]["error"]["param"] == "structured_outputs"
 
 
-TOO_LARGE = {"structured_outputs": {"regex": "(((a{1,50}){1,50}){1,50}){1,50}"}, "max_tokens": 30}
+TOO_LARGE = {
+    "structured_outputs": {"regex": "(((a{1,50}){1,50}){1,50}){1,50}"},
+    "max_tokens": 30,
+    "min_tokens": 25,
+}
 
 
 def test_a_grammar_that_grows_too_large_on_the_way_is_a_fault_of_the_request(client: OpenAI) -> None:

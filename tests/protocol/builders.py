@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from backfill.core.sampling import SamplingParams
+from backfill.core.slo import SLO
 from backfill.generation.generator import GenerationRequest
 from backfill.protocol.generation import Generation
+from backfill.protocol.request_headers import Objective
 
 
 def make_generation(
@@ -28,4 +30,12 @@ def make_generation(
         model="m",
         service_tier="default",
         echoed=[""] * len(prompts),
+        objectives=_objectives(request.get("slo")),
     )
+
+
+def _objectives(slo: SLO | None) -> dict[str, Objective]:
+    """As of a request whose body asks for these."""
+    if slo is None:
+        return {}
+    return {"ttft": Objective(slo.ttft_s, "slo.ttft"), "tpot": Objective(slo.tpot_s, "slo.tpot")}
