@@ -15,7 +15,7 @@ from backfill.preparation.line_pool import LinePool
 from backfill.preparation.messages import (
     START,
     Bug,
-    CancelCheck,
+    CancelJob,
     CheckInput,
     CloseLines,
     EndLine,
@@ -129,6 +129,20 @@ def test_an_answer_that_cannot_be_sent_is_a_failed_job(channel: Channel, prepare
     assert isinstance(failed.result, Bug)
 
 
+def test_bodies_that_nobody_waits_for_are_skipped(channel: Channel, preparer: Preparer) -> None:
+    preparer.may_end.clear()
+    work: Any = BODY.work
+    for job_id in range(1, 6):  # two of them begin, in a thread each
+        channel.commands.put(Job(job_id, work))
+    for job_id in (3, 5):
+        channel.commands.put(CancelJob(job_id))
+    assert {channel.reports.get(timeout=60) for _ in range(2)} == {JobBegun(1), JobBegun(2)}
+    channel.commands.put(Job(6, TakeLines("", 1)))
+    assert channel.next_report().job_id == 6, "the jobs before it have been received"
+    preparer.may_end.set()
+    assert {channel.next_report().job_id for _ in range(3)} == {1, 2, 4}
+
+
 @pytest.mark.parametrize("job", [IndexLines(7, START, 10), TakeLines("", 10)])
 def test_an_error_of_which_lines_may_be_lost_ends_the_process(
     channel: Channel, preparer: Preparer, monkeypatch: pytest.MonkeyPatch, job: IndexLines | TakeLines
@@ -171,7 +185,8 @@ def test_a_cancelled_check_stops_reading(channel: Channel, preparer: Preparer, t
     path.write_bytes(input_of(200_000))
     limits = InputLimits(endpoint=URL, model_names=("m",), max_lines=10**6, max_line_bytes=1000)
     channel.commands.put(Job(1, CheckInput(str(path), limits)))
-    channel.commands.put(CancelCheck(1))
+    assert channel.reports.get(timeout=60) == JobBegun(1)
+    channel.commands.put(CancelJob(1))
     checked = channel.next_report()
     assert isinstance(checked.result, InputReport)
     assert checked.result.total < 200_000

@@ -146,7 +146,7 @@ class AnswerBody(msgspec.Struct, tag=True, frozen=True):
 
 
 class CheckInput(msgspec.Struct, tag=True, frozen=True):
-    """Its result is an InputReport. A CancelCheck ends it early."""
+    """Its result is an InputReport. A CancelJob ends it early."""
 
     path: str
     limits: InputLimits
@@ -191,7 +191,9 @@ class Configure(msgspec.Struct, tag=True, frozen=True):
     facts: EngineFacts
 
 
-class CancelCheck(msgspec.Struct, tag=True, frozen=True):
+class CancelJob(msgspec.Struct, tag=True, frozen=True):
+    """Nobody waits for the job: it is not begun, and the check of a file is ended."""
+
     job_id: int
 
 
@@ -273,7 +275,7 @@ class OnlineTraffic(msgspec.Struct, tag=True, frozen=True):
 
 
 LineChange = PoolLearned | OpenLines | CloseLines | EndLine | PutBackLine | LinesProgress | OnlineTraffic
-ToPreparation = Job | Configure | CancelCheck | LineChange
+ToPreparation = Job | Configure | CancelJob | LineChange
 
 
 class LinesAt(msgspec.Struct, tag=True, frozen=True):

@@ -32,7 +32,7 @@ from backfill.preparation.line_pool import LinePool
 from backfill.preparation.messages import (
     AnswerBody,
     Bug,
-    CancelCheck,
+    CancelJob,
     CheckInput,
     CloseLines,
     Configure,
@@ -125,7 +125,7 @@ class Preparation:
         self._pool = LinePool(
             lambda learned: create_pool(order, preparer.engine, preparer.model.folder, learned)
         )
-        self._wanted_checks: set[int] = set()
+        self._wanted: set[int] = set()  # jobs without a result that are not cancelled
         self._working: dict[int, float] = {}  # by thread: when it began the current body or line
 
     def run(self) -> None:
@@ -135,8 +135,8 @@ class Preparation:
                 case Configure(facts):
                     self._preparer.facts = facts
                     self._pool.scope = facts.scheduler.prefix_cache_scope
-                case CancelCheck(job_id):
-                    self._wanted_checks.discard(job_id)
+                case CancelJob(job_id):
+                    self._wanted.discard(job_id)
                 case Job():
                     self._begin_job(message)
                 case _:
@@ -156,7 +156,6 @@ class Preparation:
             case ReadNames(selection, position, max_lines):
                 self._begin(self._lines, job, partial(self._file(selection).read_names, position, max_lines))
             case CheckInput() as wanted:
-                self._wanted_checks.add(job.job_id)
                 self._begin(self._checks, job, partial(self._check, job.job_id, wanted))
 
     def _change_lines(self, message: LineChange) -> None:
@@ -191,6 +190,8 @@ class Preparation:
 
     def _begin(self, pool: ThreadPoolExecutor, job: Job, work: Callable[[], Result]) -> None:
         def run() -> None:
+            if job.job_id not in self._wanted:
+                return
             self._channel.send(JobBegun(job.job_id))
             try:
                 self._channel.send(JobDone(job.job_id, work()))
@@ -201,7 +202,10 @@ class Preparation:
                     if isinstance(job.work, IndexLines | TakeLines):
                         self._abandon_lines()
                 self._channel.send(JobDone(job.job_id, failure))
+            finally:
+                self._wanted.discard(job.job_id)
 
+        self._wanted.add(job.job_id)
         pool.submit(run)
 
     def _in_time(self, work: Callable[Args, Prepared]) -> Callable[Args, Prepared]:
@@ -230,10 +234,7 @@ class Preparation:
             model = ModelConfig.from_folder(self._preparer.model.folder)
             division = Division(self._order, typical_resources(model))
         check = InputCheck(Path(wanted.path), wanted.limits, self._preparer.line_check, division)
-        try:
-            with closing(check):
-                while job_id in self._wanted_checks and not check.advance():
-                    pass
-        finally:
-            self._wanted_checks.discard(job_id)
+        with closing(check):
+            while job_id in self._wanted and not check.advance():
+                pass
         return check.report

@@ -15,8 +15,7 @@ from backfill.engine.tasks import TaskWatch
 from backfill.ipc.child import ChildProcess
 from backfill.ipc.restarts import Restarts
 from backfill.preparation.messages import (
-    CancelCheck,
-    CheckInput,
+    CancelJob,
     Failure,
     FromPreparation,
     Job,
@@ -159,8 +158,7 @@ class PreparationSupervisor:
         try:
             result = await pending.done
         except asyncio.CancelledError:
-            if isinstance(work, CheckInput):
-                self.send(CancelCheck(job.job_id))
+            self.send(CancelJob(job.job_id))
             done = pending.done
             if done.done() and not done.cancelled() and done.exception() is None:
                 self._on_unclaimed(done.result())
