@@ -108,7 +108,7 @@ class InlinePreparation:
         await self._wait_if_held(body)
         return self._preparer.prepare(endpoint, body, context)
 
-    async def answer(self, endpoint: TextEndpoint, body: bytes) -> bytes:
+    async def answer(self, endpoint: TextEndpoint, body: bytes, owner: str) -> bytes:
         await self._wait_if_held(body)
         return self._preparer.answer(endpoint, body)
 

@@ -100,7 +100,7 @@ def test_the_wait_for_the_first_token_begins_with_the_first_byte(default_model: 
         wait_until(lambda: clock.num_reads > 0, "the first byte")
         clock.advance(0.25)
         client.send(whole[1:-5])
-        wait_until(lambda: server.state.bodies.num_bytes > 0, "a part of the body")
+        wait_until(lambda: server.state.bodies.all.total > 0, "a part of the body")
         clock.advance(0.5)
         client.send(whole[-5:])
         read_until(client, b"[DONE]")

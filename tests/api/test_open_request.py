@@ -62,9 +62,9 @@ async def ready_state(monkeypatch: pytest.MonkeyPatch, prepared: Generation | Ex
 def held(state: ServerState) -> tuple[int, ...]:
     """Choices, bytes, choices in the load, and unanswered requests."""
     assert state.online_load is not None
-    offline_bytes = state.bodies.num_offline_bytes
+    offline_bytes = state.bodies.offline.total
     in_load = state.online_load.num_open
-    return state.admission.num_open, state.bodies.num_bytes, offline_bytes, in_load, state.num_unanswered
+    return state.admission.num_open, state.bodies.all.total, offline_bytes, in_load, state.num_unanswered
 
 
 async def test_a_request_is_held_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,24 @@ def test_one_owner_cannot_take_the_places_of_another(default_model: Path, tmp_pa
         assert 'reason="owner_limit"} 3.0' in server.http.get("/metrics").text
 
 
+def test_a_flood_of_one_owner_leaves_others_their_even_parts(default_model: Path) -> None:
+    """Without limits of owners, it fills both queues, from which nobody is dropped."""
+    keys = ("flood=one", "other=two")
+    with in_process_server(default_model, api_keys=keys, is_open=False, **LIMITS) as server:
+        flood, other = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+        server.http.headers.update(flood)
+        with waiting(server, ONLINE, 2) as online, waiting(server, FLEX, 2) as flex:
+            server.http.headers.update(other)
+            with waiting(server, ONLINE, 1) as late, waiting(server, FLEX, 1) as late_flex:
+                for headers in (flood, other):
+                    for body in (ONLINE, FLEX):
+                        refused = server.http.post("/v1/completions", json=body, headers=headers)
+                        assert refused.status_code == 429
+                        assert int(refused.headers["Retry-After"]) >= 1
+        assert online + flex + late + late_flex == 6 * [200]
+        assert server.state.admission.num_open == 0
+
+
 def test_a_request_is_refused_before_its_body_is_parsed(default_model: Path) -> None:
     with in_process_server(default_model, is_open=False, **LIMITS) as server:
         with waiting(server, ONLINE, 2):
@@ -118,7 +136,7 @@ def test_a_request_that_is_refused_later_releases_its_reservation(default_model:
         for body in ({"prompt": [-1]}, {"prompt": "a", "n": 0}, {"prompt": [[1], [2], [3]]}, {}):
             assert post(server, body).status_code == 400
             assert server.state.admission.num_open == 0
-            assert server.state.bodies.num_bytes == 0
+            assert server.state.bodies.all.total == 0
         assert post(server, ONLINE).status_code == 200
 
 
@@ -143,7 +161,7 @@ def test_bodies_of_all_connections_share_a_budget(default_model: Path) -> None:
     with in_process_server(default_model, **sizes) as server, RawClient(server.port) as slow:
         head = request(path="/v1/completions", headers={"Content-Length": "9000", **JSON_TYPE})
         slow.send(head + b'{"prompt": [7], "max_tokens": 1, ' + b" " * 5000)
-        wait_until(lambda: server.state.bodies.num_bytes > 5000, "the slow body")
+        wait_until(lambda: server.state.bodies.all.total > 5000, "the slow body")
         for path in ("/v1/completions", "/tokenize", "/detokenize"):
             refused = server.http.post(path, content=b" " * 8000, headers=JSON_TYPE)
             assert refused.status_code == 503, path
@@ -151,7 +169,7 @@ def test_bodies_of_all_connections_share_a_budget(default_model: Path) -> None:
         assert post(server, ONLINE).status_code == 200, "small bodies fit"
         slow.send(b'"n": 1}' + b" " * (9000 - 5033 - 7))
         assert slow.answer()[0] == 200
-        assert server.state.bodies.num_bytes == 0
+        assert server.state.bodies.all.total == 0
 
 
 def test_offline_bodies_in_preparation_do_not_block_online_ones(default_model: Path) -> None:
@@ -179,9 +197,9 @@ def test_a_client_that_leaves_cancels_the_preparation_of_its_body(default_model:
             body = json.dumps({"prompt": "word " * 1000}).encode()
             client.send(request(path=path, body=body, headers=JSON_TYPE))
             wait_until(lambda: server.preparation.num_held == 1, "the body to be in preparation")
-            assert server.state.bodies.num_bytes == len(body)
+            assert server.state.bodies.all.total == len(body)
         wait_until(lambda: server.preparation.num_held == 0, "it to be given up")
-        wait_until(lambda: server.state.bodies.num_bytes == 0, "its memory to be given back")
+        wait_until(lambda: server.state.bodies.all.total == 0, "its memory to be given back")
         assert server.state.admission.num_open == 0
         assert server.engine.prompts == []
 

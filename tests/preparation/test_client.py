@@ -19,6 +19,8 @@ from backfill.engine.tasks import TaskWatch
 from backfill.preparation.client import PreparationClient
 from backfill.preparation.lines import BadLine, BatchLine
 from backfill.preparation.messages import (
+    AnswerBody,
+    CancelJob,
     FromPreparation,
     InputLimits,
     Job,
@@ -95,9 +97,10 @@ async def test_bodies_texts_lines_and_checks(client: PreparationClient, tmp_path
     niceness = os.getpriority(os.PRIO_PROCESS, client.bodies.pid) - os.getpriority(os.PRIO_PROCESS, 0)
     assert niceness >= min(5, 19 - os.getpriority(os.PRIO_PROCESS, 0)), "the engine's threads go before"
 
-    answer = json.loads(await client.answer("/tokenize", b'{"prompt": "Gravity is"}'))
+    answer = json.loads(await client.answer("/tokenize", b'{"prompt": "Gravity is"}', ""))
     assert answer["tokens"] == generation.request.prompts[0]
-    text = json.loads(await client.answer("/detokenize", json.dumps({"tokens": answer["tokens"]}).encode()))
+    tokens = json.dumps({"tokens": answer["tokens"]}).encode()
+    text = json.loads(await client.answer("/detokenize", tokens, ""))
     assert text == {"prompt": "Gravity is"}
 
     path = tmp_path / "in"
@@ -189,6 +192,7 @@ class Child:
     """
 
     lives: ClassVar[list[list[int]]] = []  # for each process, the jobs it was sent
+    cancelled: ClassVar[list[int]] = []
     poison: ClassVar[Callable[[Any], bool]] = lambda work: False
 
     def __init__(self, *args: object) -> None:
@@ -201,14 +205,18 @@ class Child:
         self._report(Loaded())
 
     def send(self, message: ToPreparation) -> bool:
-        if isinstance(message, Job) and isinstance(message.work, PrepareBody):
+        if isinstance(message, CancelJob):
+            self.cancelled.append(message.job_id)
+        if isinstance(message, Job) and isinstance(message.work, PrepareBody | AnswerBody):
             self.lives[-1].append(message.job_id)
             self._report(JobBegun(message.job_id))
             if Child.poison(message.work):
                 self._is_ending = True
                 asyncio.get_running_loop().call_later(0.01, self._reports.put_nowait, None)
             else:
-                answer = JobDone(message.job_id, generation_of(message.work.context))
+                work = message.work
+                result = generation_of(work.context) if isinstance(work, PrepareBody) else b"{}"
+                answer = JobDone(message.job_id, result)
                 asyncio.get_running_loop().call_later(0.02, self._answer, answer)
         return True
 
@@ -234,6 +242,7 @@ async def lone_client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Preparat
     """With a ``Child`` for each process."""
     monkeypatch.setattr("backfill.preparation.supervisor.ChildProcess", Child)
     monkeypatch.setattr(Child, "lives", [])
+    monkeypatch.setattr(Child, "cancelled", [])
     client = PreparationClient(setup_of(Path()))
     yield client
     await client.stop()
@@ -285,6 +294,18 @@ async def test_bodies_of_one_owner_do_not_keep_another_ones_waiting(
     assert last_late <= 4 + 3, "those that were in, and turns"
 
 
+async def test_texts_of_one_owner_do_not_keep_another_ones_waiting(lone_client: PreparationClient) -> None:
+    answered: list[str] = []
+    lone_client.start()
+
+    async def ask(owner: str) -> None:
+        await lone_client.answer("/tokenize", b"x", owner)
+        answered.append(owner)
+
+    await asyncio.gather(*(ask("flood") for _ in range(30)), ask("late"))
+    assert answered.index("late") <= 4 + 1, "those that were in, and a turn"
+
+
 async def test_bodies_whose_clients_leave_keep_no_turn(lone_client: PreparationClient) -> None:
     lone_client.start()
     asked = [
@@ -295,6 +316,7 @@ async def test_bodies_whose_clients_leave_keep_no_turn(lone_client: PreparationC
     for each in asked[3:]:  # of them one is in, others wait
         each.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
+    assert Child.cancelled == [3], "the process need not begin it"
     later = [lone_client.prepare("/v1/completions", b"x", CONTEXT) for _ in range(10)]
     assert len(await asyncio.wait_for(asyncio.gather(*later), TIMEOUT_S)) == 10
 

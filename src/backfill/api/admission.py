@@ -9,7 +9,7 @@ from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
 from backfill.http.errors import MAX_RETRY_AFTER_S, RateLimited
-from backfill.http.limits import EndRate
+from backfill.http.limits import EndRate, EvenParts
 
 
 class Overloaded(RateLimited):
@@ -37,7 +37,7 @@ class OfflineSuspended(RateLimited):
 
 
 class Admission:
-    """Counts the choices in the server, each class against its own limit.
+    """Counts the choices in the server, each class against its own limit, of which owners get even parts.
 
     Attributes:
         is_offline_suspended: refuse offline requests, also below their limit.
@@ -49,34 +49,34 @@ class Admission:
     def __init__(self, limits: Mapping[ServiceClass, int], clock: Clock | None = None) -> None:
         self.is_offline_suspended = False
         self._limits = limits
-        self._num_open = dict.fromkeys(limits, 0)
+        self._open = {which: EvenParts() for which in limits}
         self._ends = {which: EndRate(clock or WallClock()) for which in limits}
 
     @property
     def num_open(self) -> int:
         """Choices that are reserved."""
-        return sum(self._num_open.values())
+        return sum(parts.total for parts in self._open.values())
 
     @property
     def num_open_online(self) -> int:
         """Those of them that are online."""
-        return self._num_open[ServiceClass.ONLINE]
+        return self._open[ServiceClass.ONLINE].total
 
-    def check_capacity(self) -> None:
-        """Raise Overloaded if every class is full, so that the request's body need not be read."""
-        if all(num >= self._limits[which] for which, num in self._num_open.items()):
+    def check_capacity(self, owner: str) -> None:
+        """Raise Overloaded if every class is full for the owner, so that the body need not be read."""
+        if all(parts.num_excess(owner, 1, self._limits[which]) for which, parts in self._open.items()):
             raise self._overloaded(ServiceClass.ONLINE, 1)
 
-    def reserve(self, service_class: ServiceClass, num_choices: int) -> Reservation:
+    def reserve(self, owner: str, service_class: ServiceClass, num_choices: int) -> Reservation:
         """Reserve ``num_choices`` choices until they are released.
 
-        Raises, reserving nothing: Overloaded when the queue is full, OfflineSuspended, RequestError when
-        ``num_choices`` is over the limit.
+        Raises, reserving nothing: Overloaded when the queue is full and the owner has its even part of it,
+        OfflineSuspended, RequestError when ``num_choices`` is over the limit.
         """
-        self.occupy(service_class, num_choices)
-        return Reservation(self, service_class, num_choices)
+        self.occupy(owner, service_class, num_choices)
+        return Reservation(self, owner, service_class, num_choices)
 
-    def occupy(self, which: ServiceClass, num_choices: int, num_held: int = 0) -> None:
+    def occupy(self, owner: str, which: ServiceClass, num_choices: int, num_held: int = 0) -> None:
         """Count so many choices of a class in place of ``num_held``; called by ``Reservation``.
 
         Raises, changing nothing: as ``reserve``.
@@ -87,15 +87,15 @@ class Admission:
         if num_choices > limit:
             message = f"This server accepts at most {limit} {which.value} choices at once, got {num_choices}."
             raise RequestError(message, param="n")
-        num_excess = self._num_open[which] - num_held + num_choices - limit
+        parts = self._open[which]
+        num_excess = parts.num_excess(owner, num_choices, limit, num_released=num_held)
         if num_choices > num_held and num_excess > 0:
             raise self._overloaded(which, num_excess)
-        self._num_open[which] += num_choices - num_held
+        parts.add(owner, num_choices - num_held)
 
-    def vacate(self, which: ServiceClass, num_choices: int, *, have_ended: bool = False) -> None:
+    def vacate(self, owner: str, which: ServiceClass, num_choices: int, *, have_ended: bool = False) -> None:
         """Count so many choices less; called by ``Reservation``. ``have_ended``: they have run."""
-        assert 0 <= num_choices <= self._num_open[which], (num_choices, self._num_open)
-        self._num_open[which] -= num_choices
+        self._open[which].add(owner, -num_choices)
         if have_ended:
             self._ends[which].on_end(num_choices)
 
@@ -112,6 +112,7 @@ class Reservation:
     """The choices of one request in the queue of its class; made by ``Admission.reserve``."""
 
     _admission: Admission
+    _owner: str
     _class: ServiceClass
     _num_choices: int
 
@@ -121,18 +122,19 @@ class Reservation:
         Raises, changing nothing: Overloaded, OfflineSuspended, RequestError.
         """
         is_same = service_class is self._class
-        self._admission.occupy(service_class, num_choices, self._num_choices if is_same else 0)
+        num_held = self._num_choices if is_same else 0
+        self._admission.occupy(self._owner, service_class, num_choices, num_held)
         if not is_same:
-            self._admission.vacate(self._class, self._num_choices)
+            self._admission.vacate(self._owner, self._class, self._num_choices)
         self._class, self._num_choices = service_class, num_choices
 
     def release_choice(self) -> None:
         """Release one choice that ran and has ended."""
         if self._num_choices > 0:
             self._num_choices -= 1
-            self._admission.vacate(self._class, 1, have_ended=True)
+            self._admission.vacate(self._owner, self._class, 1, have_ended=True)
 
     def release(self) -> None:
         """Release the remaining choices, which never ran; further calls do nothing."""
-        self._admission.vacate(self._class, self._num_choices)
+        self._admission.vacate(self._owner, self._class, self._num_choices)
         self._num_choices = 0

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from backfill.api.open_request import open_request
 from backfill.api.state import Phase, ServerState
 from backfill.http.app import add_checks, build_status_router, new_app, unhealthy
-from backfill.http.bodies import json_body
+from backfill.http.bodies import json_body, owner_of
 from backfill.http.errors import RateLimited
 from backfill.http.middleware import HttpMiddleware, RequestIdMiddleware
 from backfill.http.openapi import answers, takes_json
@@ -152,7 +152,7 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
 async def _answer_text(request: Request, state: ServerState, endpoint: TextEndpoint) -> Response:
     state.ready_service()
     async with json_body(request, state.bodies, state.server_config.max_body_bytes) as body:
-        text = await state.answer_text(endpoint, body.raw, request.receive)
+        text = await state.answer_text(endpoint, body.raw, owner_of(request), request.receive)
         return Response(text, media_type="application/json")
 
 

@@ -77,16 +77,17 @@ async def open_request(state: ServerState, endpoint: GenerationEndpoint, request
         OfflineUnavailable; ClientDisconnect; BackfillError for a body that cannot be served;
         ObjectiveUnavailable, RequestShed.
     """
-    state.admission.check_capacity()
+    owner = owner_of(request)
+    state.admission.check_capacity(owner)
     arrived_at_s: float = request.state.arrived_at_s
     with ExitStack() as held:
-        slot = state.limiter.enter(owner_of(request), is_routed=getattr(request.state, "is_routed", False))
+        slot = state.limiter.enter(owner, is_routed=getattr(request.state, "is_routed", False))
         held.callback(slot.release)
         request.state.answer_headers = slot.headers
         async with json_body(request, state.bodies, state.server_config.max_body_bytes) as body:
             service_class, num_choices = peek(body.raw, request.headers.get(TIER_HEADER))
             slot.resize(num_choices)
-            reservation = state.admission.reserve(service_class, num_choices)
+            reservation = state.admission.reserve(owner, service_class, num_choices)
             held.callback(reservation.release)
             if service_class is ServiceClass.OFFLINE:
                 body.mark_offline()

@@ -108,12 +108,12 @@ class ServerState:
         preparing = self.preparation.prepare(endpoint, body, context, service_class)
         return await while_connected(preparing, receive)
 
-    async def answer_text(self, endpoint: TextEndpoint, body: bytes, receive: Receive) -> bytes:
+    async def answer_text(self, endpoint: TextEndpoint, body: bytes, owner: str, receive: Receive) -> bytes:
         """The JSON response of ``/tokenize`` or ``/detokenize``; large bodies as in ``prepare``."""
         preparer = self.ready_preparer()
         if len(body) <= _INLINE_BODY_BYTES:
             return preparer.answer(endpoint, body)
-        return await while_connected(self.preparation.answer(endpoint, body), receive)
+        return await while_connected(self.preparation.answer(endpoint, body, owner), receive)
 
     def begin_answer(self, generation: Generation) -> None:
         """Count a generation request that is accepted; ``end_answer`` follows."""

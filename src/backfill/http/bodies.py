@@ -11,6 +11,7 @@ from fastapi import Request
 
 from backfill.core.errors import RequestError
 from backfill.http.errors import BodyTooLarge, OfflineUnavailable, Unavailable, UnsupportedEncoding
+from backfill.http.limits import EvenParts
 
 _JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\s*(;|$)", re.IGNORECASE)
 # Bodies up to this size may use the reserved part of the budget.
@@ -28,6 +29,7 @@ class HeldBody:
     """
 
     _budget: BodyBudget
+    _owner: str
     raw: bytes = b""
     num_bytes: int = 0
     is_offline: bool = False
@@ -35,23 +37,23 @@ class HeldBody:
     def add(self, num_bytes: int) -> None:
         """Raises, adding nothing: Unavailable."""
         is_small = self.num_bytes + num_bytes <= SMALL_BODY_BYTES
-        if self._budget.num_bytes + num_bytes > self._budget.limit_of(is_small=is_small):
+        if self._budget.all.num_excess(self._owner, num_bytes, self._budget.limit_of(is_small=is_small)):
             raise Unavailable("The server holds too many request bodies. Please retry.")
-        self._budget.num_bytes += num_bytes
+        self._budget.all.add(self._owner, num_bytes)
         self.num_bytes += num_bytes
 
     def release(self) -> None:
         """Hold nothing any more, before the block is left."""
-        self._budget.num_bytes -= self.num_bytes
+        self._budget.all.add(self._owner, -self.num_bytes)
         if self.is_offline:
-            self._budget.num_offline_bytes -= self.num_bytes
+            self._budget.offline.add(self._owner, -self.num_bytes)
         self.raw, self.num_bytes = b"", 0
 
     def mark_offline(self) -> None:
         """Count the body as offline. Raises, changing nothing: OfflineUnavailable."""
-        if self._budget.num_offline_bytes + self.num_bytes > self._budget.max_offline_bytes:
+        if self._budget.offline.num_excess(self._owner, self.num_bytes, self._budget.max_offline_bytes):
             raise OfflineUnavailable("The server holds too many bodies of flex requests. Please retry.")
-        self._budget.num_offline_bytes += self.num_bytes
+        self._budget.offline.add(self._owner, self.num_bytes)
         self.is_offline = True
 
 
@@ -60,7 +62,9 @@ class BodyBudget:
 
     The bytes that have arrived count, not the Content-Length: a client that announces a large body and sends
     nothing holds nothing. Offline bodies may hold a quarter of the budget. A sixteenth is reserved for small
-    bodies, so that large bodies that arrive slowly do not block all other requests.
+    bodies, so that large bodies that arrive slowly do not block all other requests. Owners get even parts.
+
+    Attributes: all, offline: bytes of bodies by owner.
 
     Args:
         max_bytes: limit of all bodies together.
@@ -68,8 +72,8 @@ class BodyBudget:
     """
 
     def __init__(self, max_bytes: int, max_body_bytes: int) -> None:
-        self.num_bytes = 0
-        self.num_offline_bytes = 0
+        self.all = EvenParts()
+        self.offline = EvenParts()
         self.max_offline_bytes = max(max_body_bytes, max_bytes // _OFFLINE_PART)
         self._max_bytes = max_bytes
         self._max_large_bytes = max(max_body_bytes, max_bytes - max_bytes // _RESERVED_PART)
@@ -79,9 +83,9 @@ class BodyBudget:
         return self._max_bytes if is_small else self._max_large_bytes
 
     @contextmanager
-    def hold(self) -> Iterator[HeldBody]:
+    def hold(self, owner: str) -> Iterator[HeldBody]:
         """Count one body until the block is left."""
-        held = HeldBody(self)
+        held = HeldBody(self, owner)
         try:
             yield held
         finally:
@@ -96,7 +100,7 @@ async def json_body(request: Request, budget: BodyBudget, max_bytes: int) -> Asy
     """
     _check_content_type(request)
     check_announced_size(request, max_bytes)
-    with budget.hold() as body:
+    with budget.hold(owner_of(request)) as body:
         body.raw = await _read(request, body, max_bytes)
         yield body
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -83,6 +83,37 @@ class EndRate:
             return 1
         elapsed_s = max(1e-3, self._clock.now_s() - self._ended_at_s[0])
         return _whole_s(num_choices * elapsed_s / len(self._ended_at_s))
+
+
+class EvenParts:
+    """What each owner has of something limited, of which several owners get even parts.
+
+    An owner may have all that the others leave. Where too little is left, one that has less than its even
+    part is not refused for it: it gets more, and what others have beyond theirs is not taken from them. So n
+    owners that fill their parts one after another have up to 1 + 1/2 + ... + 1/n times the limit.
+
+    Attributes: total: of all owners.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._of_owner = Counter[str]()
+
+    def num_excess(self, owner: str, num_more: int, limit: int, *, num_released: int = 0) -> int:
+        """By how many ``num_more`` are too many for an owner that gives ``num_released`` back; 0 if it may."""
+        num_own = self._of_owner[owner] - num_released
+        num_owners = len(self._of_owner) + (owner not in self._of_owner)
+        if num_owners > 1 and num_own * num_owners < limit:
+            return 0
+        return max(0, self.total - num_released + num_more - limit)
+
+    def add(self, owner: str, num_more: int) -> None:
+        """Count so many more, or fewer."""
+        assert self._of_owner[owner] + num_more >= 0, (num_more, self._of_owner)
+        self.total += num_more
+        self._of_owner[owner] += num_more
+        if not self._of_owner[owner]:
+            del self._of_owner[owner]
 
 
 class OwnerLimited(RateLimited):

@@ -105,9 +105,9 @@ class PreparationClient:
         async with self._body_turns[service_class].turn(context.owner):
             return await self.bodies.ask(PrepareBody(endpoint, body, context), Generation)
 
-    async def answer(self, endpoint: TextEndpoint, body: bytes) -> bytes:
+    async def answer(self, endpoint: TextEndpoint, body: bytes, owner: str) -> bytes:
         """The JSON answer of ``/tokenize`` or ``/detokenize``. Raises: as ``prepare``."""
-        async with self._body_turns[ServiceClass.ONLINE].turn(owner=""):
+        async with self._body_turns[ServiceClass.ONLINE].turn(owner):
             return await self.bodies.ask(AnswerBody(endpoint, body), bytes)
 
     async def check_input(self, path: str, limits: InputLimits) -> InputReport:
