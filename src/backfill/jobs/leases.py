@@ -168,7 +168,9 @@ class Leases:
         """
         is_free, is_own = self._free_and_own(running, takes_over=takes_over)
         passed_over = set(others_than)
-        only_over = only_over or sum(lines_of.values()) >= _MOST_SHARES * max_lines
+        # What an owner has beyond, from when fewer servers were there, costs other owners nothing.
+        num_counted = sum(min(num, max_lines) for num in lines_of.values())
+        only_over = only_over or num_counted >= _MOST_SHARES * max_lines
         num_left = max_lines - sum(lines_of.values())  # an owner may have what the others leave
         share = max_lines // max(1, len(lines_of))
         full_owners = [owner for owner, num in lines_of.items() if num_left <= 0 and num >= share]
