@@ -15,10 +15,11 @@ from backfill.core.plan import SampledToken, StepOutcome, StepPlan
 from backfill.core.request import PriorityLevel, Request, order_key
 from backfill.core.slo import SLO
 from backfill.kvcache.create import create_kv_cache
-from backfill.scheduling import queues
-from backfill.scheduling.owner_shares import OwnerShares, in_turn
+from backfill.scheduling import owner_shares
+from backfill.scheduling.owner_shares import OwnerShares, in_turn, relegating
 from backfill.scheduling.policies.baselines import FcfsPolicy
 from backfill.scheduling.policies.create import PolicyFactory
+from backfill.scheduling.policy import Snapshot
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.queues import RequestQueue, UnfinishedRequests
 from backfill.scheduling.scheduler import Scheduler
@@ -196,16 +197,40 @@ def test_a_plan_reads_a_long_queue_of_several_owners_only_as_far_as_it_starts_re
 ) -> None:
     bench = Bench(max_num_batched_tokens=100, max_prefill_chunk_tokens=100)
     bench.add(*(offline(40, 5, owner=f"owner{number % 50}") for number in range(1000)))
-    num_read = Counter[str]()
+    read = note_reads(monkeypatch)
+    plan = bench.step()
+    assert 0 < len(plan.slices) <= len(read) <= len(plan.slices) + 2
 
-    def counted(*args: Any) -> Iterator[Request]:
+
+def test_owners_that_yield_are_left_out_of_a_long_queue_without_reading_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue, online = RequestQueue(), PriorityLevel.ONLINE
+    for number in range(300):
+        request = make_request(40, owner="abc"[number % 3])
+        request.enqueue(number)
+        queue.push(request)
+    expected = [each for each in queue.first(300, ()) if each.owner != "a"]
+    read = note_reads(monkeypatch)
+    waiting = {online: queue.first(200, ())}
+    view = Snapshot(0.0, running={}, restoring=(), waiting=waiting, num_blocks=1, online_blocks=0)
+    view = relegating(view, {"a"})
+    assert list(view.waiting[online][:5]) == expected[:5]
+    assert len(read) == 5
+    assert list(view.waiting[online]) == expected
+
+
+def note_reads(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """Grows by what is put into its order."""
+    read: list[Request] = []
+
+    def noting(*args: Any) -> Iterator[Request]:
         for request in in_turn(*args):
-            num_read["requests"] += 1
+            read.append(request)
             yield request
 
-    monkeypatch.setattr(queues, "in_turn", counted)
-    plan = bench.step()
-    assert 0 < len(plan.slices) <= num_read["requests"] <= len(plan.slices) + 2
+    monkeypatch.setattr(owner_shares, "in_turn", noting)
+    return read
 
 
 POLICIES = [
@@ -540,7 +565,7 @@ STATES = ["waits", "starts", "has answered", "comes back", "waits late", "starts
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(STATES)), max_size=8))
 def test_whose_turn_it_is(states: list[tuple[str, str]]) -> None:
     """Of an owner without online prompts in time, or with none but this, beside an owner with some."""
-    levels = queues.UnfinishedRequests()
+    levels = UnfinishedRequests()
     in_time: list[Request] = []
     for owner, state in states:
         request = make_request(owner=owner)

@@ -7,11 +7,14 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from heapq import merge
-from typing import overload
+from typing import TypeVar, overload
 
 from backfill.core.request import PriorityLevel, Request, order_key
 from backfill.scheduling.policy import R, RequestView, Snapshot, split
+
+Q = TypeVar("Q", bound=RequestView)
 
 
 class OwnerShares:
@@ -118,6 +121,34 @@ def yielding_owners(view: Snapshot[RequestView]) -> Collection[str]:
     return {owner for owner in view.late_owners if view.served.get(owner, 0.0) > least}
 
 
+def relegating(view: Snapshot[R], owners: Collection[str]) -> Snapshot[R]:
+    """The same with online requests of these owners among the relegated ones, but for those that wait."""
+    if not owners:
+        return view
+    online, relegated = PriorityLevel.ONLINE, PriorityLevel.RELEGATED
+
+    def moved(by_level: Mapping[PriorityLevel, Sequence[Q]]) -> Mapping[PriorityLevel, Sequence[Q]]:
+        yielding = [each for each in by_level.get(online, ()) if each.owner in owners]
+        return {
+            **by_level,
+            online: _without(by_level.get(online, ()), owners),
+            relegated: [*yielding, *by_level.get(relegated, ())],
+        }
+
+    return replace(
+        view,
+        running=moved(view.running),
+        in_other_steps=moved(view.in_other_steps),
+        waiting={**view.waiting, online: _without(view.waiting[online], owners)},
+    )
+
+
+def _without(requests: Sequence[R], owners: Collection[str]) -> Sequence[R]:
+    if isinstance(requests, ReadInTurn):  # not read: of many, a step weighs few
+        return requests.without(owners)
+    return [each for each in requests if each.owner not in owners]
+
+
 def in_places_of_owners(places: Sequence[R], requests: Sequence[R]) -> Sequence[R]:
     """The requests in this order, of each owner, where ``places`` has any of that owner."""
     owners = {each.owner for each in places}
@@ -127,33 +158,42 @@ def in_places_of_owners(places: Sequence[R], requests: Sequence[R]) -> Sequence[
     return [next(rests[each.owner]) for each in places]
 
 
-class ReadInTurn(Sequence[Request]):
-    """Requests that are put into their order as far as they are read: of many, a step starts few."""
+class ReadInTurn(Sequence[R]):
+    """The first ``num_most`` requests ``in_turn``, put into their order as far as they are read.
 
-    def __init__(self, requests: Iterator[Request], num_requests: int) -> None:
-        self._requests = requests
-        self._num_requests = num_requests
-        self._read: list[Request] = []
+    Of many, a step starts few.
+    """
+
+    def __init__(self, queues: Mapping[str, Sequence[R]], served: Mapping[str, float], num_most: int) -> None:
+        self._queues, self._served, self._num_most = queues, served, num_most
+        self._requests = in_turn(queues, served)
+        self._num_requests = min(num_most, sum(map(len, queues.values())))
+        self._read: list[R] = []
+
+    def without(self, owners: Collection[str]) -> ReadInTurn[R]:
+        """The same of the other owners alone."""
+        queues = {owner: queue for owner, queue in self._queues.items() if owner not in owners}
+        return ReadInTurn(queues, self._served, self._num_most)
 
     def __len__(self) -> int:
         return self._num_requests
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[R]:
         yield from self._read
         for place in range(len(self._read), self._num_requests):
             yield self._read[place] if place < len(self._read) else self._read_next()
 
     @overload
-    def __getitem__(self, index: int) -> Request: ...
+    def __getitem__(self, index: int) -> R: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Request]: ...
-    def __getitem__(self, index: int | slice) -> Request | Sequence[Request]:
+    def __getitem__(self, index: slice) -> Sequence[R]: ...
+    def __getitem__(self, index: int | slice) -> R | Sequence[R]:
         places = range(self._num_requests)[index]
         last = places if isinstance(places, int) else max(places, default=-1)
         self._read += itertools.islice(self._requests, max(0, last + 1 - len(self._read)))
         return self._read[places] if isinstance(places, int) else [self._read[place] for place in places]
 
-    def _read_next(self) -> Request:
+    def _read_next(self) -> R:
         request = next(self._requests)
         self._read.append(request)
         return request

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from heapq import merge
 from typing import Generic, Protocol, TypeAlias, TypeVar
@@ -118,24 +118,6 @@ class Snapshot(Generic[R_co]):
     is_shared: bool = False
     served: Mapping[str, float] = field(default_factory=dict)
     late_owners: Collection[str] = ()
-
-    def relegating(self, owners: Collection[str]) -> Snapshot[R_co]:
-        """The same with online requests of these owners among the relegated ones, but for those that wait."""
-        if not owners:
-            return self
-        online, relegated = PriorityLevel.ONLINE, PriorityLevel.RELEGATED
-
-        def moved(by_level: Mapping[PriorityLevel, Sequence[R]]) -> Mapping[PriorityLevel, Sequence[R]]:
-            rest = [each for each in by_level.get(online, ()) if each.owner not in owners]
-            yielding = [each for each in by_level.get(online, ()) if each.owner in owners]
-            return {**by_level, online: rest, relegated: [*yielding, *by_level.get(relegated, ())]}
-
-        return replace(
-            self,
-            running=moved(self.running),
-            in_other_steps=moved(self.in_other_steps),
-            waiting={**self.waiting, online: [e for e in self.waiting[online] if e.owner not in owners]},
-        )
 
     def holders(self, level: PriorityLevel) -> Sequence[R_co]:
         """Requests of a level that hold blocks: those that run, then those that are being restored."""

@@ -18,7 +18,7 @@ from backfill.core.request import (
     ServiceClass,
     order_key,
 )
-from backfill.scheduling.owner_shares import OwnerShares, ReadInTurn, in_turn
+from backfill.scheduling.owner_shares import OwnerShares, ReadInTurn
 from backfill.scheduling.prediction import StepPredictor
 
 _LEVELS = tuple(PriorityLevel)  # to iterate over the Enum takes longer
@@ -116,7 +116,7 @@ class RequestQueue:
         if len(self._of_owner) < 2:
             return self._requests[:num_most]
         queues = {owner: queue[:num_most] for owner, queue in self._of_owner.items()}
-        return ReadInTurn(in_turn(queues, self.served), min(num_most, len(self._requests)))
+        return ReadInTurn(queues, self.served, num_most)
 
     def first_of_owners(self) -> list[Request]:
         """Of each owner the first in its own order."""

@@ -13,7 +13,7 @@ from backfill.core.request import PriorityLevel, RequestId
 from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
 from backfill.scheduling.objectives import least_tpot_slo, share_in_time
-from backfill.scheduling.owner_shares import in_places_of_owners, prompts_in_turn, yielding_owners
+from backfill.scheduling.owner_shares import in_places_of_owners, prompts_in_turn, relegating, yielding_owners
 from backfill.scheduling.policy import (
     MIN_PREFILL_CHUNK_TOKENS,
     Admission,
@@ -107,7 +107,7 @@ class SloPolicy(Policy):
         if not online and not any(view.waiting[level] for level in _ONLINE | _RELEGATED):
             self._fill_offline_step(view, builder, reserved)
             return
-        view = view.relegating(yielding := yielding_owners(view))
+        view = relegating(view, yielding := yielding_owners(view))
         decodes, prefills = split(view.running[PriorityLevel.ONLINE])
         builder.add_decodes(decodes)
         if view.is_shared:  # steps of prompts are short then, and leave late answers no time
