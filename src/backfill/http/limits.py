@@ -100,7 +100,7 @@ class EvenParts:
         self._of_owner = Counter[str]()
 
     def num_excess(self, owner: str, num_more: int, limit: int, *, num_released: int = 0) -> int:
-        """By how many ``num_more`` are too many for an owner that gives ``num_released`` back; 0 if it may."""
+        """By how many ``num_more`` are too many for an owner that gives ``num_released`` back; 0 for none."""
         num_own = self._of_owner[owner] - num_released
         num_owners = len(self._of_owner) + (owner not in self._of_owner)
         if num_owners > 1 and num_own * num_owners < limit:
