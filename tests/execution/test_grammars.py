@@ -142,8 +142,16 @@ def compiler(default_model: Path) -> GrammarCompiler:
         ({"json": "[" * 60_000}, "JSON schema"),
         ({"json": '{"items": ' * 3000 + "{}" + "}" * 3000}, "more than 128 levels"),
         ({"structural_tag": "[" * 3000}, "more than 128 levels"),
-        ({"regex": "[a"}, "regular expression .* unclosed"),
-        ({"grammar": 'start: "a" b'}, r"The grammar .* at 1\(8\)"),
+        ({"regex": "[a"}, r"expression cannot be used: unclosed character class, in '\[a'\.$"),
+        (
+            {"regex": r"\bword"},
+            r"expression cannot be used: \\b, \\B and look-around are not supported, in '\\bword'",
+        ),
+        ({"json": {"items": {"pattern": "(a"}}}, r"cannot be used \(#/items\): unclosed group, in '\(a'\.$"),
+        (
+            {"grammar": 'start: "a" b'},
+            r"The grammar cannot be used: line 1, column 8: unknown name: \"b\"\.$",
+        ),
         ({"structural_tag": {"structures": []}}, "structural tag .* no 'triggers'"),
         ({"structural_tag": {"triggers": ["<"], "structures": []}}, "must not be empty"),
         (

@@ -56,6 +56,12 @@ _REASONS = (
         "the branches of oneOf must be known to exclude each other: by type, or by const or enum, also of a "
         "property that is required in each. anyOf allows any branches",
     ),
+    (r".*regex parse error: (.*) \^+ error: (.*?)( \d+ \| start: .*)?$", r"\2, in '\1'"),
+    (
+        r".*lookarounds not supported.* in regex /(.*?)/( \d+ \| .*)?$",
+        r"\\b, \\B and look-around are not supported, in '\1'",
+    ),
+    (r"^(?:at )?(\d+)\((\d+)\): (.*?) \d+ \| .*", r"line \1, column \2: \3"),
     (r"^Unimplemented keys: \[(.*)\]", r"it has keywords that are not supported: \1"),
     (r"^Pointer '(.*)' does not exist", r"$ref leads to '#\1', which does not exist"),
     (r"^Resource '(.*)' is not present.*", r"$ref leads to '\1', and only this schema is read"),
