@@ -21,7 +21,7 @@ from backfill.engine.engine import Engine
 from backfill.engine.process import load_engine
 from backfill.execution import offloading, profile
 from backfill.offloading.coordinator import BusInstance
-from backfill.offloading.residency import SharedLinkPolicy, Situation, residencies
+from backfill.offloading.residency import SharedLinkPolicy, Situation, StepNeed, residencies
 from tests.builders import flat_cost, make_profile, make_request
 from tests.engine.test_restored_tokens import LAYER_BLOCK_BYTES
 from tests.models.tiny import save_tiny_model
@@ -249,7 +249,7 @@ def test_a_change_of_residency_changes_what_an_engine_needs(dividing: list[Divid
     assert first.member.load == pytest.approx(10 / 4 * load)
     for _ in range(8):
         for each in (second, third):
-            each.step(replace(ONLINE, online_limit_s=0.009))
+            each.step(replace(ONLINE, decodes=StepNeed(0.009, 0.008)))
         interval = first.step(wanting)
     assert interval == 4, "the others need their part of the bus"
     assert first.member.load == pytest.approx((8 + 2 * 4 * 12 / 9) / 4 * load)
@@ -261,7 +261,7 @@ def test_while_online_work_needs_the_bus_offline_work_has_the_rest(dividing: lis
     patient = replace(OFFLINE_ONLY, compute_s=lambda scale: 1e-3)
     for _ in range(4):
         assert offline_one.step(OFFLINE_ONLY) in (8, 2)
-    tight = replace(ONLINE, online_limit_s=0.0085)
+    tight = replace(ONLINE, decodes=StepNeed(0.0085, 0.008))
     for _ in range(4):
         for each in others:
             assert each.step(tight) == 8

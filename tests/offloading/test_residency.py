@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from backfill.offloading.interval import (
     num_device_layers,
 )
-from backfill.offloading.residency import Residency, ResidencyConfig, ResidencyPolicy, Situation, residencies
+from backfill.offloading.residency import (
+    Residency,
+    ResidencyConfig,
+    ResidencyPolicy,
+    Situation,
+    StepNeed,
+    residencies,
+)
 
 NUM_LAYERS = 32
 CONFIG = ResidencyConfig(offline_hold_s=10.0, least_stay_s=5.0, least_gain=0.05, online_margin=0.8)
@@ -49,8 +56,7 @@ def offline(**changes: Any) -> Situation:
         now_s=1000.0,
         transfer_s=1e-3,
         num_online=0,
-        online_limit_s=math.inf,
-        online_compute_s=0.0,
+        decodes=StepNeed(math.inf, 0.0),
         used_blocks=100,
         wanted_blocks=math.inf,
         most_scale=math.inf,
@@ -61,7 +67,7 @@ def offline(**changes: Any) -> Situation:
 
 def online(**changes: Any) -> Situation:
     """A step takes 8 ms; with interval 2 its 16 transfers take 16."""
-    return offline(num_online=1, online_limit_s=0.012, online_compute_s=0.008, **changes)
+    return offline(num_online=1, decodes=StepNeed(0.012, 0.008), **changes)
 
 
 def test_offline_work_alone_that_waits_for_blocks_gets_the_memory_of_weights() -> None:
@@ -106,11 +112,32 @@ def test_online_requests_whose_objective_the_transfers_would_miss_get_residency_
     assert policy.step_s(0.008, smaller.interval, 1e-3) > 0.8 * 0.012, "it could keep more KV"
 
 
+def test_prompts_whose_first_tokens_the_transfers_would_make_late_get_residency_back() -> None:
+    """With interval 2 every step takes 16 ms, which the decodes may take."""
+    policy = make_policy()
+    policy.choose(offline())
+    patient = replace(online(now_s=1001.0), decodes=StepNeed(0.02, 0.008))
+    assert policy.choose(replace(patient, prompts=StepNeed(0.016, 0.010))).interval == 2
+    chosen = policy.choose(replace(patient, prompts=StepNeed(0.015, 0.010)))
+    assert policy.step_s(0.010, chosen.interval, 1e-3) <= 0.8 * 0.015
+    assert policy.step_s(0.010, chosen.interval - 1, 1e-3) > 0.8 * 0.015
+    assert policy.choose(patient) is chosen, "offline work gets it back later"
+
+
+def test_a_phase_that_no_residency_serves_in_time_has_the_shortest_steps() -> None:
+    policy = make_policy()
+    policy.choose(offline())
+    hopeless = replace(online(now_s=1001.0), prompts=StepNeed(0.001, 0.008))
+    chosen = policy.choose(hopeless)
+    assert policy.step_s(0.008, chosen.interval, 1e-3) == policy.step_s(0.008, 8, 1e-3)
+    assert policy.choose(replace(hopeless, now_s=1002.0)) is chosen
+
+
 def test_online_requests_that_are_in_time_change_nothing() -> None:
     policy = make_policy()
     policy.choose(offline())
-    assert policy.choose(replace(online(now_s=1001.0), online_limit_s=0.017)).interval == 2
-    assert policy.choose(replace(online(now_s=1001.0), online_limit_s=0.016)).interval == 2
+    assert policy.choose(replace(online(now_s=1001.0), decodes=StepNeed(0.017, 0.008))).interval == 2
+    assert policy.choose(replace(online(now_s=1001.0), decodes=StepNeed(0.016, 0.008))).interval == 2
 
 
 def test_offline_requests_beside_online_ones_get_the_blocks_that_cost_no_time() -> None:
@@ -124,11 +151,11 @@ def test_offline_requests_beside_online_ones_get_the_blocks_that_cost_no_time() 
 def test_where_no_interval_keeps_the_objective_steps_are_as_short_as_they_can_be() -> None:
     policy = make_policy()
     policy.choose(offline())
-    chosen = policy.choose(replace(online(now_s=1001.0), online_limit_s=0.001))
+    chosen = policy.choose(replace(online(now_s=1001.0), decodes=StepNeed(0.001, 0.008)))
     steps_s = {each.interval: policy.step_s(0.008, each.interval, 1e-3) for each in policy.choices}
     assert steps_s[chosen.interval] == min(steps_s.values()) < steps_s[2]
     assert chosen.interval == 4, "a larger one takes as long and has less KV"
-    assert policy.choose(replace(online(now_s=1002.0), online_limit_s=0.001)) is chosen
+    assert policy.choose(replace(online(now_s=1002.0), decodes=StepNeed(0.001, 0.008))) is chosen
 
 
 def test_residency_does_not_follow_every_online_request() -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from backfill.offloading.residency import LinkGrant, LinkWish, ResidencyConfig, SharedLinkPolicy, residencies
+from backfill.offloading.residency import (
+    LinkGrant,
+    LinkWish,
+    ResidencyConfig,
+    SharedLinkPolicy,
+    StepNeed,
+    residencies,
+)
 from tests.offloading.test_residency import NUM_LAYERS, offline, online
 
 HOLD_S = 10.0
@@ -91,11 +98,11 @@ def test_what_is_of_no_use_is_not_asked_for() -> None:
         policy.choose(situation)
         (wish,) = budget.wished
         assert (wish.min_interval, wish.max_interval) == (least, 8)
-        assert wish.objective_s == (situation.online_limit_s if situation.num_online else None)
+        assert wish.objective_s == (situation.decodes.limit_s if situation.num_online else None)
 
 
 def test_an_objective_is_told_again_when_it_has_changed() -> None:
     policy, budget = make()
     for limit_s in (0.0120, 0.0125, 0.0115, 0.0140, math.inf):
-        policy.choose(replace(online(), online_limit_s=limit_s))
+        policy.choose(replace(online(), decodes=StepNeed(limit_s, 0.008)))
     assert [each.objective_s for each in budget.wished] == [0.0120, 0.0120, 0.0120, 0.0140, None]

@@ -65,6 +65,19 @@ class ResidencyConfig:
     online_margin: float = 0.8
 
 
+@dataclass(frozen=True, slots=True)
+class StepNeed:
+    """Of the steps of one phase of online requests.
+
+    Attributes:
+        limit_s: what a step may take; inf where nothing limits it.
+        compute_s: what it takes where it does not wait for weights.
+    """
+
+    limit_s: float
+    compute_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
     """What residency and interval are chosen for.
@@ -72,8 +85,8 @@ class Situation:
     Attributes:
         transfer_s: of one layer's weights; 0 where it is not known yet, and then nothing changes.
         num_online: online requests that wait or run.
-        online_limit_s: what a step of their decodes may take; inf without any.
-        online_compute_s: what such a step takes where it does not wait for weights.
+        decodes: of theirs, for their TPOT objectives.
+        prompts: of theirs, for the first tokens that can be in time; None without any.
         used_blocks: KV blocks that running requests hold.
         wanted_blocks: that requests would hold if there were enough, those that wait as well.
         most_scale: how many times as many requests as now a step may have.
@@ -84,8 +97,8 @@ class Situation:
     now_s: float
     transfer_s: float
     num_online: int
-    online_limit_s: float
-    online_compute_s: float
+    decodes: StepNeed
+    prompts: StepNeed | None = None
     used_blocks: int
     wanted_blocks: float
     most_scale: float
@@ -95,10 +108,10 @@ class Situation:
 class ResidencyPolicy:
     """Chooses among residencies, each of which trades KV blocks for time to transfer weights.
 
-    - While there are online requests, residency stays if a step of their decodes meets the objective. If not,
-      it becomes the smallest interval that meets it with a margin. If none does, it is the smallest of those
-      with the shortest steps. This is at once: nothing but the drain of the KV delays it. If offline requests
-      wait for blocks, they get those that cost the online ones no time.
+    - While there are online requests, residency stays if steps of their decodes and of their prompts meet the
+      objectives. If not, it becomes the smallest interval that meets them with a margin. A phase that none
+      meets has the shortest steps that it can have. This is at once: nothing but the drain of the KV delays
+      it. If offline requests wait for blocks, they get those that cost the online ones no time.
     - Where only offline requests are, and have been alone for a while, it becomes the one with which they
       advance fastest: requests in a step, which the KV bounds, over the time of the step, which computation
       or transfers bound. A small gain changes nothing.
@@ -137,25 +150,34 @@ class ResidencyPolicy:
         if wanted is not self.target:
             self.target, self._changed_at_s = wanted, now_s
 
-    def _online_steps_s(self, situation: Situation, choices: Sequence[Residency]) -> dict[Residency, float]:
-        return {
-            each: self.step_s(situation.online_compute_s, each.interval, situation.transfer_s)
-            for each in choices
-        }
+    def _smallest(self, situation: Situation, choices: Sequence[Residency], margin: float) -> Residency:
+        """That with which steps of online requests take no longer than ``margin`` of what they may take, or
+        as long as in any of the choices if that is more; the largest if there is none."""
+        limits_s = [(each, self._limit_s(each, situation, choices, margin)) for each in _needs(situation)]
+        for choice in choices:
+            if all(self._need_s(need, choice, situation) <= limit_s for need, limit_s in limits_s):
+                return choice
+        return choices[-1]
+
+    def _limit_s(
+        self, need: StepNeed, situation: Situation, choices: Sequence[Residency], margin: float
+    ) -> float:
+        least_s = min(self._need_s(need, each, situation) for each in choices)
+        return max(margin * need.limit_s, least_s) if margin else least_s
+
+    def _need_s(self, need: StepNeed, choice: Residency, situation: Situation) -> float:
+        return self.step_s(need.compute_s, choice.interval, situation.transfer_s)
 
     def _without_delay(self, situation: Situation, choices: Sequence[Residency]) -> Residency:
         """The smallest of those with the shortest steps of online requests."""
-        steps_s = self._online_steps_s(situation, choices)
-        least_s = min(steps_s.values())
-        return next(each for each in choices if steps_s[each] <= least_s)
+        return self._smallest(situation, choices, 0.0)
 
     def _for_online(self, situation: Situation) -> Residency:
-        steps_s = self._online_steps_s(situation, self._allowed)
-        least_s, limit_s = min(steps_s.values()), situation.online_limit_s
-        if steps_s[self.target] > max(limit_s, least_s):
-            limit_s = max(limit_s * self._config.online_margin, least_s)
-            return next(each for each in self._allowed if steps_s[each] <= limit_s)
-        free = self._without_delay(situation, self._allowed)
+        allowed = self._allowed
+        for need in _needs(situation):
+            if self._need_s(need, self.target, situation) > self._limit_s(need, situation, allowed, 1.0):
+                return self._smallest(situation, allowed, self._config.online_margin)
+        free = self._without_delay(situation, allowed)
         is_wanted = situation.wanted_blocks > self.target.num_blocks and not self._is_early(situation.now_s)
         return free if is_wanted and free.interval < self.target.interval else self.target
 
@@ -186,7 +208,7 @@ class ResidencyPolicy:
 
     def fastest_interval(self, residency: Residency, situation: Situation) -> int:
         """Of those that a residency has room for. It is not always the largest: see ``step_time_s``."""
-        compute_s = situation.online_compute_s if situation.num_online else situation.compute_s(1.0)
+        compute_s = situation.decodes.compute_s if situation.num_online else situation.compute_s(1.0)
         intervals = range(residency.interval, self.choices[0].interval - 1, -1)
         return min(intervals, key=lambda interval: self.step_s(compute_s, interval, situation.transfer_s))
 
@@ -284,7 +306,7 @@ class SharedLinkPolicy(ResidencyPolicy):
 
     def _wish(self, situation: Situation) -> LinkWish:
         free = replace(situation, transfer_s=self._budget.free_transfer_s)
-        objective_s = situation.online_limit_s if situation.num_online else math.inf
+        objective_s = situation.decodes.limit_s if situation.num_online else math.inf
         wanted = self._wanted_online(free) if situation.num_online else self._fastest_offline(free)
         wish = LinkWish(
             wanted.interval, self.choices[-1].interval, None if objective_s == math.inf else objective_s
@@ -303,6 +325,10 @@ class SharedLinkPolicy(ResidencyPolicy):
         if not situation.used_blocks:
             return self.target
         return self._fastest(situation, self.choices)
+
+
+def _needs(situation: Situation) -> Sequence[StepNeed]:
+    return [situation.decodes] if situation.prompts is None else [situation.decodes, situation.prompts]
 
 
 def _is_near(wish: LinkWish, other: LinkWish) -> bool:

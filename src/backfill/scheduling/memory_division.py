@@ -14,7 +14,8 @@ from backfill.costs.load import StepLoad
 from backfill.kvcache.content import Evictable
 from backfill.kvcache.manager import KVCacheManager
 from backfill.offloading.interval import step_bounds
-from backfill.offloading.residency import Residency, ResidencyPolicy, Situation
+from backfill.offloading.residency import Residency, ResidencyPolicy, Situation, StepNeed
+from backfill.scheduling.policy import MIN_PREFILL_CHUNK_TOKENS
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.preemption import Preemption
 from backfill.scheduling.queues import UnfinishedRequests
@@ -165,7 +166,9 @@ class MemoryDivision:
         online = [each for each in holders if each.priority_level in _ONLINE_LEVELS]
         for level in _ONLINE_LEVELS:  # those that may be in a step soon
             online += requests.waiting[level].requests[: self.config.max_num_seqs]
-        limit_s = min((each.slo.tpot_s for each in online if each.slo is not None), default=math.inf)
+        decodes = _decodes(online)
+        tpot_s = min((each.slo.tpot_s for each in online if each.slo is not None), default=math.inf)
+        limit_s = tpot_s * self.predictor.usable_share  # as predicted
         num_waiting = sum(len(requests.waiting[level].requests) for level in OFFLINE_LEVELS)
         used = kv.counts.referenced
         # Computation takes so many times as long as predicted; transfers take as long as was measured.
@@ -178,13 +181,42 @@ class MemoryDivision:
             now_s=now_s,
             transfer_s=self._transfer_s,
             num_online=len(online),
-            online_limit_s=limit_s * self.predictor.usable_share * time_scale,
-            online_compute_s=time_scale * cost.step_time_s(_decodes(online)),
+            decodes=StepNeed(limit_s * time_scale, time_scale * cost.step_time_s(decodes)),
+            prompts=self._prompts_need(online, limit_s, now_s),
             used_blocks=used,
             wanted_blocks=used * (1.0 + num_waiting / max(1, len(holders))),
             most_scale=self.config.max_num_seqs / max(1, len(holders)),
             compute_s=compute_s,
         )
+
+    def _prompts_need(self, online: Sequence[Request], limit_s: float, now_s: float) -> StepNeed | None:
+        """Of the steps that compute their prompts by deadline, in chunks that fit beside the decodes.
+
+        Prompts that could not be in time if no step waited for weights are left out. Relegated ones count:
+        it may be the weights that make them late.
+
+        Args:
+            limit_s: of a step with decodes, as predicted.
+        """
+        prompts = [each for each in online if each.last_token_at_s is None]
+        if not prompts:
+            return None
+        cost, config = self.predictor.measured, self.config
+        num_tokens = sum(each.num_pending_tokens for each in prompts)
+        chunk = min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens, num_tokens)
+        if len(prompts) < len(online):
+            decodes = _decodes([each for each in online if each.last_token_at_s is not None])
+            fitting = cost.max_tokens(decodes, 0, chunk, limit_s)
+            chunk = max(min(MIN_PREFILL_CHUNK_TOKENS, chunk), fitting)
+        compute_s = self.predictor.time_scale * cost.step_time_s(StepLoad.of([(0, chunk, True)]))
+        usable, num_tokens, least_s = self.predictor.usable_share * self.predictor.time_scale, 0, math.inf
+        for request in sorted(prompts, key=lambda each: each.next_token_by_s):
+            num_steps = max(1.0, (num_tokens + request.num_pending_tokens) / chunk)
+            step_s = (request.next_token_by_s - now_s) * usable / num_steps
+            if step_s >= compute_s:
+                num_tokens += request.num_pending_tokens
+                least_s = min(least_s, step_s)
+        return None if least_s == math.inf else StepNeed(least_s, compute_s)
 
 
 def _decodes(requests: Iterable[Request]) -> StepLoad:
