@@ -142,8 +142,10 @@ def test_relegated_prompts_are_served_after_it() -> None:
     add(load, 100, priority=1, first_token_by_s=9.0)
     late = predict(load, 100, now_s=2.0, waited_s=0.9, ttft_slo_s=1.0)
     assert late.ttft_s == pytest.approx(0.9 + 203 * 0.15), "relegated itself: behind all, of any priority"
+    assert load.num_relegated(2.0) == 201
     for request in burst:
         request[0].on_first_token()
+    assert load.num_relegated(2.0) == 1
     late = predict(load, 100, now_s=2.0, waited_s=0.9, ttft_slo_s=1.0)
     assert late.ttft_s == pytest.approx(0.9 + 3 * 0.15)
 

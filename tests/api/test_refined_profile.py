@@ -34,7 +34,6 @@ def test_a_coarse_profile_refuses_no_request_and_is_refined(small_model: Path, t
         assert answer.json()["metrics"]["ttft_slo_met"] is False
         wait_until(lambda: quality(server) == {"refined"}, "the profile to be refined")
         assert server.metric("backfill:cost_profile_error_ratio", quantile="0.5") > 0
-        assert "with a refined cost profile: error " in server.logged("from now on steps are predicted")
         text = server.http.get("/metrics").text
         assert 'inter_token_latency_seconds_bucket{class="online",engine="0",le="1e-06"' in text
     assert CostProfile.load(named) == coarse, "the user's file is not changed"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 
 import pytest
 
@@ -27,6 +28,17 @@ def test_only_missed_objectives_are_logged(caplog: pytest.LogCaptureFixture) -> 
     assert "--shed-hopeless" in line
     log.log_missed()
     assert len(caplog.messages) == 1, "no objective was missed since"
+
+
+def test_prompts_that_wait_and_are_late_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    StatsLog(dict, lambda: 3, stolen_s=lambda: 0.0).log_missed()
+    assert "TTFT by 3 that wait" in caplog.text
+    assert "hypervisor" not in caplog.text
+
+
+def test_what_the_hypervisor_took_is_said_beside_missed_objectives(caplog: pytest.LogCaptureFixture) -> None:
+    StatsLog(dict, lambda: 3, stolen_s=lambda: 6.0 * (os.cpu_count() or 1)).log_missed()
+    assert "The hypervisor took 10% of the processors' time." in caplog.text
 
 
 def test_missed_objectives_are_logged_every_minute(caplog: pytest.LogCaptureFixture) -> None:

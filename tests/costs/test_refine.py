@@ -56,17 +56,25 @@ class Service:
     ) -> None:
         self.clock = VirtualClock()
         self.saved: list[CostProfile] = []
-        self.refiner = ProfileRefiner(profile, grid, self.clock, self.saved.append)
+        self.stolen_s = 0.0
+        self.refiner = ProfileRefiner(profile, grid, self.clock, self.saved.append, self._take_stolen_s)
         self.truth = truth
         self._rng = random.Random(3)
         self.noise = noise
 
-    def serve(self, shape: Shape) -> None:
+    def _take_stolen_s(self) -> float:
+        stolen_s, self.stolen_s = self.stolen_s, 0.0
+        return stolen_s
+
+    def serve(self, shape: Shape, stolen: float = 0.0) -> None:
+        """``stolen``: seconds that a hypervisor takes beside it, over the step's own."""
         slices = tuple(
             ScheduledSlice(RequestId(str(index)), start, count, (), samples)
             for index, (start, count, samples) in enumerate(shape)
         )
         seconds = self.truth.step_time_s(StepLoad.of(shape)) * self._rng.lognormvariate(0.0, self.noise)
+        self.stolen_s += stolen * seconds
+        seconds *= 1.0 + stolen
         self.clock.advance(seconds)
         self.refiner.observe(StepPlan(step=0, work=Compute(slices)), seconds)
 
@@ -116,6 +124,19 @@ def test_a_wrong_profile_becomes_right_where_it_is_used(rows: float, rest: float
     assert refined.error.num_steps > 30
     assert 512 <= refined.known_tokens <= 1000
     assert refined.known_chunk_tokens == refined.known_tokens, "no prompt was in two steps"
+
+
+@pytest.mark.parametrize(("quiet_of_ten", "learned"), [(4, 1.0), (0, 1.5)])
+def test_steps_beside_stolen_time_are_left_out_unless_all_are_such(quiet_of_ten: int, learned: float) -> None:
+    service = Service(coarse_profile(TRUTH), noise=0.0)
+    for number in range(200):
+        service.serve([(300, 1, True)] * 8, stolen=0.0 if number % 10 < quiet_of_ten else 0.5)
+        service.serve([(700, 1, True)] * 2, stolen=0.0 if number % 10 < quiet_of_ten else 0.5)
+    service.refine()
+    load = StepLoad.of([(300, 1, True)] * 8)
+    assert service.refiner.profile.cost.step_time_s(load) == pytest.approx(
+        learned * TRUTH.step_time_s(load), rel=0.02
+    )
 
 
 def test_unserved_loads_follow_the_speed_of_served_ones() -> None:

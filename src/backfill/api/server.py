@@ -73,7 +73,7 @@ class Server:
         self._model = model
         self._on_started = on_started
         self._on_ready = on_ready
-        self._stats_log = StatsLog(self._objective_counts)
+        self._stats_log = StatsLog(self._objective_counts, self._num_late)
         self._tasks = TaskWatch()
         client.on_report, client.on_profile, client.tasks = self._on_report, self._on_profile, self._tasks
         setup = PreparationSetup(
@@ -270,6 +270,10 @@ class Server:
 
     def _objective_counts(self) -> Mapping[str, ObjectiveCounts]:
         return {} if self.state.metrics is None else self.state.metrics.requests.objective_counts()
+
+    def _num_late(self) -> int:
+        load = self.state.online_load
+        return 0 if load is None else load.num_relegated(self.state.clock.now_s())
 
     def _abandon(self) -> None:
         self.state.client.abandon()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from backfill.api.metrics.requests import ObjectiveCounts
 from backfill.core.clock import Clock, WallClock
 from backfill.core.request import ServiceClass
 from backfill.engine.messages import ClassStats, EngineStats, StepReport
+from backfill.execution.machine import StolenTime
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +22,8 @@ _NUM_INTERVALS_A_MINUTE = 6
 _WARNING_INTERVAL_S = 60.0
 # Log an objective that more than this share of a minute's first tokens or gaps missed.
 _MISSED_FRAC = 0.01
+# Say what the hypervisor took if it was more than this share of the processors' time.
+_STOLEN = 0.02
 _COUNTED = {"ttft": "requests' first tokens", "tpot": "gaps between tokens"}
 
 
@@ -31,9 +35,13 @@ class StatsLog:
 
     Args:
         objectives: returns how often each objective was met and missed since the start.
+        num_late: returns how many prompts that wait cannot be in time any more.
+        stolen_s: returns the seconds that a hypervisor took of all processors since the last call.
     """
 
     objectives: Callable[[], Mapping[str, ObjectiveCounts]]
+    num_late: Callable[[], int] = lambda: 0
+    stolen_s: Callable[[], float] = field(default_factory=lambda: StolenTime().take_s)
     interval_s: float = INTERVAL_S
     _seen: Mapping[str, ObjectiveCounts] = field(default_factory=dict)  # a minute ago
     _num_output_tokens: int = 0
@@ -68,11 +76,16 @@ class StatsLog:
             num_all = num_missed + counts.num_met - earlier.num_met
             if num_missed > _MISSED_FRAC * num_all:
                 missed.append(f"{name.upper()} by {num_missed} of {num_all} {_COUNTED[name]}")
+        if num_late := self.num_late():
+            missed.append(f"TTFT by {num_late} that wait")
+        minute_s = _NUM_INTERVALS_A_MINUTE * self.interval_s * (os.cpu_count() or 1)
+        stolen = self.stolen_s() / minute_s if minute_s else 0.0
         if missed:
             logger.warning(
                 "objectives missed in the last minute: %s. Send fewer online requests, set larger objectives "
-                "(--ttft-slo, --tpot-slo), or refuse requests that cannot meet them (--shed-hopeless).",
+                "(--ttft-slo, --tpot-slo), or refuse requests that cannot meet them (--shed-hopeless).%s",
                 ", ".join(missed),
+                f" The hypervisor took {stolen:.0%} of the processors' time." if stolen >= _STOLEN else "",
             )
 
     def _line(self, stats: EngineStats) -> str:

@@ -42,6 +42,8 @@ _LOWEST_SCALE, _HIGHEST_SCALE = 0.5, 2.0
 _MOST_PER_ROW = 1.25
 # Weight of a stratum without served steps; one with them weighs 1. All strata share attention's terms.
 _UNSERVED_WEIGHT = 0.1
+# Part of a step's time beyond which it counts as disturbed by what a hypervisor took.
+_MOST_STOLEN = 0.05
 # A saved profile is too slow if it predicts more than so many times what steps take at a start.
 _MOST_TOO_SLOW = 1.3
 
@@ -122,6 +124,7 @@ class ProfileRefiner:
     Args:
         grid: loads at which the current model counts where no steps were served.
         on_refined: called with each new profile.
+        stolen_s: returns the seconds that a hypervisor took of all processors since the last call.
     """
 
     def __init__(
@@ -130,13 +133,15 @@ class ProfileRefiner:
         grid: Iterable[StepLoad],
         clock: Clock,
         on_refined: Callable[[CostProfile], None] = lambda _: None,
+        stolen_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.profile = profile
         self._grid = list(grid)
         self._clock = clock
         self._on_refined = on_refined
+        self._stolen_s = stolen_s
         self._sample = StepSample()
-        self._num_new = 0
+        self._num_new = self._num_left_out = 0  # steps since the last fit
         self._began_at_s = clock.now_s()
         self._fitted_at_s = -math.inf
 
@@ -154,8 +159,16 @@ class ProfileRefiner:
         return self.is_due and self._clock.now_s() - last_s >= _MOST_INTERVAL_S
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Take a step into the sample that ran from its first layer to its last in ``seconds``."""
+        """Take a step into the sample that ran from its first layer to its last in ``seconds``.
+
+        One during which time was stolen is left out, but no more of them than are taken: where time is always
+        stolen, that is how fast the device is.
+        """
+        is_disturbed = self._stolen_s() > _MOST_STOLEN * seconds
         if seconds <= 0:
+            return
+        if is_disturbed and self._num_left_out < self._num_new:
+            self._num_left_out += 1
             return
         chunks = [scheduled for scheduled in plan.slices if scheduled.num_tokens > 1]
         self._sample.add(
@@ -173,7 +186,7 @@ class ProfileRefiner:
         The new model replaces the current one if it predicts held-out steps better. Otherwise the profile
         keeps its model, with the error on these steps.
         """
-        self._num_new = 0
+        self._num_new = self._num_left_out = 0
         self._fitted_at_s = self._clock.now_s()
         held_out = self._sample.held_out()
         typical = self._sample.typical(self.profile.cost)

@@ -152,12 +152,13 @@ def _log_objectives(config: SchedulerConfig, slo: SLO) -> None:
             )
 
 
-def _log_profile(event: str, profile: CostProfile) -> None:
+def _log_profile(event: str, profile: CostProfile, level: int = logging.INFO) -> None:
     error = profile.error
     if profile.quality == "coarse":  # its error is that of a few steps, on a machine that is still starting
-        logger.info("%s with a coarse cost profile, which served steps refine", event)
+        logger.log(level, "%s with a coarse cost profile, which served steps refine", event)
         return
-    logger.info(
+    logger.log(
+        level,
         "%s with a %s cost profile: error %.0f %% (median), %.0f %% (P95) on %d steps",
         event,
         profile.quality,
@@ -219,7 +220,7 @@ class EngineLoop:
     def _refine_profile(self) -> None:
         refined = self._engine.refine_profile()
         if refined is not None:
-            _log_profile("from now on steps are predicted", refined)
+            _log_profile("from now on steps are predicted", refined, logging.DEBUG)
             self._channel.send(ProfileRefined(refined, self._engine.default_slo))
 
     def _listen(self) -> None:

@@ -93,13 +93,40 @@ class OthersMeter:
         """Seconds: of the clock, of all processors at work, and of this process."""
         used = os.times()
         own_s = used.user + used.system + used.children_user + used.children_system
-        busy_s = own_s
-        with suppress(OSError, ValueError):
-            line = Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0]
-            user, nice, system, _idle, _waits, interrupts, soft, stolen = map(int, line.split()[1:9])
-            ticks = user + nice + system + interrupts + soft + stolen
-            busy_s = ticks / os.sysconf("SC_CLK_TCK")
-        return used.elapsed, busy_s, own_s
+        seconds = _processor_seconds()
+        if seconds is None:
+            return used.elapsed, own_s, own_s
+        user_s, nice_s, system_s, _idle_s, _waits_s, interrupts_s, soft_s, stolen_s = seconds
+        return used.elapsed, user_s + nice_s + system_s + interrupts_s + soft_s + stolen_s, own_s
+
+
+class StolenTime:
+    """What a hypervisor takes of the processors for its other guests."""
+
+    def __init__(self) -> None:
+        self._taken_s = self._now_s()
+
+    def take_s(self) -> float:
+        """Seconds since the last call, of all processors together; in steps of 10 ms, mostly.
+
+        0 where the system does not say.
+        """
+        before_s, self._taken_s = self._taken_s, self._now_s()
+        return self._taken_s - before_s
+
+    @staticmethod
+    def _now_s() -> float:
+        seconds = _processor_seconds()
+        return 0.0 if seconds is None else seconds[-1]
+
+
+def _processor_seconds() -> list[float] | None:
+    """The first eight columns of /proc/stat's first line, up to stolen time; None where there are none."""
+    with suppress(OSError, ValueError), open("/proc/stat", encoding="utf-8") as file:
+        columns = [int(each) / os.sysconf("SC_CLK_TCK") for each in file.readline().split()[1:9]]
+        if len(columns) == 8:
+            return columns
+    return None
 
 
 def _machine_available_bytes() -> int | None:
