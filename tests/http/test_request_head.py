@@ -176,13 +176,13 @@ def test_a_compressed_body_is_415_and_an_identical_one_is_not(server: InProcessS
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/embeddings", "/v1/responses", "/v1/responses/resp_1", "/v1/moderations", "/v1/images/generations"],
+    ["/v1/embeddings", "/v1/messages", "/v1/responses/resp_1", "/v1/moderations", "/v1/images/generations"],
 )
 def test_unsupported_endpoints_are_501(server: InProcessServer, path: str) -> None:
     answered = server.http.post(path, json={"input": "a"})
     assert answered.status_code == 501
     assert answered.json()["error"]["type"] == "server_error"
-    instead = "/v1/responses" in path
+    instead = path.startswith(("/v1/messages", "/v1/responses"))
     assert ("/v1/chat/completions" in answered.json()["error"]["message"]) == instead
 
 

@@ -52,6 +52,7 @@ UNSUPPORTED = (
     "evals",
     "fine_tuning",
     "images",
+    "messages",
     "moderations",
     "realtime",
     "responses",
@@ -60,7 +61,7 @@ UNSUPPORTED = (
     "vector_stores",
     "videos",
 )
-_INSTEAD = {"responses": "POST /v1/chat/completions", "assistants": "POST /v1/chat/completions"}
+_INSTEAD = dict.fromkeys(("assistants", "messages", "responses"), "POST /v1/chat/completions")
 INSTEAD_OF_OLLAMA = {
     "chat": "POST /v1/chat/completions",
     "generate": "POST /v1/completions",

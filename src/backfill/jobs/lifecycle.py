@@ -143,7 +143,9 @@ class BatchDriver:
         stamp = self._timestamp(job)
         found = report.errors or await self._queue_errors(job, report.total)
         if found:
-            logger.info("%s: failed validation: %s", job.batch.id, found[0].message)
+            line = f"line {found[0].line}: " if found[0].line is not None else ""
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            logger.info("%s: failed validation: %s%s%s", job.batch.id, line, found[0].message, more)
             changes = {"failed_at": stamp, "errors": found}
             await self._change(job, BatchStatus.FAILED, changes, [BatchStatus.VALIDATING])
             return False

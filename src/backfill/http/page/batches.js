@@ -62,8 +62,9 @@ export class Batches {
   row(batch) {
     const { total, completed, failed } = batch.request_counts;
     const done = completed + failed;
-    const bar = html("progress", { max: total || 1, value: done, ariaLabel: `${done} of ${total} lines` });
-    const lines = html("td", {}, bar, ` ${done.toLocaleString("en")} of ${total.toLocaleString("en")}`);
+    const words = total ? `${done.toLocaleString("en")} of ${total.toLocaleString("en")}` : OPEN.has(batch.status) ? "not counted yet" : "none";
+    const bar = html("progress", { max: total || 1, value: done, ariaLabel: `Lines done: ${words}` });
+    const lines = html("td", {}, bar, ` ${words}`);
     if (failed) lines.append(html("span", { className: "error", textContent: `, ${failed} failed` }));
     const status = html("td", { textContent: batch.status.replace("_", " ") });
     const faults = batch.errors?.data ?? [];
