@@ -25,6 +25,7 @@ _MOST_EXCESS = 0.75
 _LEAST_STEPS = 20
 _OUTLIERS = 0.05
 _LONGEST = 0.99
+_NUM_QUANTILES = 101
 _SEED = 0
 
 
@@ -137,11 +138,29 @@ def observed_behaviour(
     return DeviceBehaviour(
         cost,
         profile.copies,
-        noise=StepNoise.of_ratios([_ratio(step, cost) for step in bare]),
+        noise=noise_of_ratios([_ratio(step, cost) for step in bare]),
         host_s=_host_s(gaps_s),
         safepoint_s=safepoint_s,
         copy_slowdown=excess / (1.0 - excess),
     )
+
+
+def noise_of_ratios(ratios: Sequence[float]) -> StepNoise:
+    """The noise of consecutive steps, in order, two or more: observed over typical time."""
+    at = np.linspace(0.0, 1.0, _NUM_QUANTILES)
+    quantiles = np.quantile(np.asarray(ratios), at)
+    return StepNoise(tuple(at.tolist()), tuple(quantiles.tolist()), _autocorrelation(ratios))
+
+
+def _autocorrelation(ratios: Sequence[float]) -> float:
+    """Lag-1 autocorrelation of the normal scores of the ratios' ranks, at least 0 and below 1."""
+    values = np.asarray(ratios)
+    ranks = np.empty(len(values))
+    ranks[np.argsort(values, kind="stable")] = (np.arange(len(values)) + 0.5) / len(values)
+    scores = np.array([statistics.NormalDist().inv_cdf(rank) for rank in ranks])
+    variance = float(np.mean(scores * scores))
+    found = float(np.mean(scores[:-1] * scores[1:])) / variance if variance > 0 else 0.0
+    return min(max(found, 0.0), 1.0 - 1e-6)
 
 
 def _host_s(gaps_s: Sequence[float]) -> float:

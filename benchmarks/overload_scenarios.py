@@ -39,11 +39,12 @@ from typing import get_args
 
 import numpy as np
 from mixed_replay import Flood, Kind, KindFigures, Load, figures_of, replay
+from observation import noise_of_ratios
 
 from backfill.core.config import PolicyName, SchedulerConfig
 from backfill.core.measured_on import MeasuredOn
 from backfill.core.slo import SLO
-from backfill.costs.behaviour import DeviceBehaviour, StepNoise
+from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.hardware import HardwareProfile
 from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CostProfile, FitError
@@ -265,7 +266,7 @@ def main() -> None:
 def behaviour_of(noise: float) -> DeviceBehaviour:
     """Args: noise: standard deviation of the logarithm of a step's time over its typical time."""
     scores = np.random.default_rng(0).standard_normal(_NUM_NOISE_RATIOS)
-    step_noise = StepNoise.of_ratios(np.exp(noise * scores).tolist())
+    step_noise = noise_of_ratios(np.exp(noise * scores).tolist())
     return DeviceBehaviour(HARDWARE.costs.cost, noise=step_noise, host_s=HOST_S)
 
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from backfill.simulation.replay import Arrival, Lengths
 from backfill.simulation.workloads import DrawnLengths
-from backfill.workloads.arrivals import Phase, burstiness_of_cv, phased_arrivals
+from backfill.workloads.arrivals import burstiness_of_cv
 from backfill.workloads.lengths import LengthDistribution
 from experiments.blendserve.optimum import WorkModel
+from experiments.phases import Phase, phased_arrivals
 
 TrafficName = Literal["alternating", "steady"]
 TRAFFICS: tuple[TrafficName, ...] = get_args(TrafficName)

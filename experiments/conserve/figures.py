@@ -27,8 +27,8 @@ from backfill.simulation.workloads import (
     summarization_lengths,
     within_context,
 )
-from backfill.workloads.arrivals import Phase, phased_arrivals, reshaped
 from backfill.workloads.traces import read_trace
+from experiments.phases import Phase, phased_arrivals, reshaped
 
 _HARDWARE = "a100-40g-llama-2-7b"
 _SLO = SLO(ttft_s=1.5, tpot_s=0.11)

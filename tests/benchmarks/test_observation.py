@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from observation import ObservedExecutor, observed_behaviour
+from hypothesis import given
+from hypothesis import strategies as st
+from observation import ObservedExecutor, noise_of_ratios, observed_behaviour
 
 from backfill.core.block import SlotCopy, pack_block_ref
 from backfill.core.clock import VirtualClock
@@ -21,6 +23,7 @@ from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.simulation.replay import Lengths, Replay
 from backfill.simulation.workloads import gamma_workload
 from tests.builders import linear_cost, make_info, make_profile
+from tests.costs.test_behaviour import draws
 
 PROFILE = make_profile(linear_cost(token_s=1e-4, step_s=5e-3, context_s=1e-6))
 TRUE_COST = linear_cost(token_s=1.3e-4, step_s=6e-3, context_s=1e-6)
@@ -114,3 +117,20 @@ def test_stopped_and_resumed_steps_are_left_out() -> None:
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="two or more steps"):
         observed_behaviour([], [0.1], PROFILE, GRID, safepoint_s=0.0)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.4, 0.8])
+def test_noise_of_what_a_noise_drew_is_that_noise(correlation: float) -> None:
+    truth = replace(StepNoise.of_error(FitError(0.05, 0.15, 100)), correlation=correlation)
+    found = noise_of_ratios(draws(truth, 20_000).tolist())
+    assert found.correlation == pytest.approx(correlation, abs=0.03)
+    at = [0.05, 0.25, 0.5, 0.75, 0.95]
+    quantiles = [np.interp(at, each.probabilities, each.ratios) for each in (truth, found)]
+    assert quantiles[1] == pytest.approx(quantiles[0], abs=0.01)
+
+
+@given(st.lists(st.floats(0.01, 100.0), min_size=2, max_size=60), st.integers(0, 5))
+def test_no_draw_is_outside_of_what_was_measured(ratios: list[float], seed: int) -> None:
+    noise = noise_of_ratios(ratios)
+    drawn = draws(noise, 20, seed)
+    assert min(ratios) * (1 - 1e-9) <= drawn.min() and drawn.max() <= max(ratios) * (1 + 1e-9)

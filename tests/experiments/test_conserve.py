@@ -17,7 +17,6 @@ from backfill.simulation.policy_study import Scenario
 from backfill.simulation.replay import Lengths
 from backfill.simulation.study import TUNING_SEED, run_study
 from backfill.simulation.variants import VARIANTS
-from backfill.workloads.arrivals import Phase
 from experiments.__main__ import app
 from experiments.conserve.figures import (
     STUDIES,
@@ -31,6 +30,7 @@ from experiments.conserve.figures import (
     Slow100,
     conversation_workload,
 )
+from experiments.phases import Phase
 from tests.cli.running import run_cli_here
 
 

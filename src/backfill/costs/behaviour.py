@@ -18,7 +18,6 @@ from backfill.costs.profile import CopySpeed, FitError
 _NORMAL = NormalDist()
 # A fit's error says nothing beyond its P95. A normal deviation exceeds 1.5 times its P95 once in 300 steps.
 _FARTHEST_OVER_P95 = 1.5
-_NUM_QUANTILES = 101
 _EDGE = 1e-6  # ranks stay this far from 0 and 1, where the normal distribution has no finite quantile
 
 
@@ -62,18 +61,6 @@ class StepNoise:
         if i >= last or x[i] == probability:
             return y[min(i, last)]
         return (y[i + 1] - y[i]) / (x[i + 1] - x[i]) * (probability - x[i]) + y[i]
-
-    @classmethod
-    def of_ratios(cls, ratios: Sequence[float]) -> StepNoise:
-        """Of the ratios of consecutive steps, in order.
-
-        Raises: ValueError for fewer than two.
-        """
-        if len(ratios) < 2:
-            raise ValueError(f"needs the ratios of two or more steps, got {len(ratios)}")
-        at = np.linspace(0.0, 1.0, _NUM_QUANTILES)
-        quantiles = np.quantile(np.asarray(ratios), at)
-        return cls(tuple(at.tolist()), tuple(quantiles.tolist()), _autocorrelation(ratios))
 
     @classmethod
     def of_error(cls, error: FitError) -> StepNoise:
@@ -141,14 +128,3 @@ class NoiseSource:
         before = self._score
         self._score = fresh if before is None else kept * before + math.sqrt(1.0 - kept * kept) * fresh
         return self._noise.quantile(_NORMAL.cdf(self._score))
-
-
-def _autocorrelation(ratios: Sequence[float]) -> float:
-    """Lag-1 autocorrelation of the normal scores of the ratios' ranks, at least 0."""
-    values = np.asarray(ratios)
-    ranks = np.empty(len(values))
-    ranks[np.argsort(values, kind="stable")] = (np.arange(len(values)) + 0.5) / len(values)
-    scores = np.array([_NORMAL.inv_cdf(rank) for rank in ranks])
-    variance = float(np.mean(scores * scores))
-    found = float(np.mean(scores[:-1] * scores[1:])) / variance if variance > 0 else 0.0
-    return min(max(found, 0.0), 1.0 - _EDGE)

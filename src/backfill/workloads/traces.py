@@ -40,13 +40,11 @@ class Trace:
     Args:
         input_lens, output_lens: tokens, each at least 1.
         arrivals_at_s: arrival times from the first request, which is at 0; None when the trace has no times.
-        num_dropped: requests without tokens, which are left out: the recorded service failed them.
     """
 
     input_lens: Lengths
     output_lens: Lengths
     arrivals_at_s: Instants | None = None
-    num_dropped: int = 0
 
     def __len__(self) -> int:
         return len(self.input_lens)
@@ -59,7 +57,6 @@ class Trace:
             self.input_lens[index],
             self.output_lens[index],
             None if arrivals is None else arrivals - (arrivals[0] if len(arrivals) else 0),
-            self.num_dropped,
         )
 
 
@@ -234,6 +231,7 @@ def _trace_of(path: Path, rows: list[_Row]) -> Trace:
                 f"{path}, line {after.line}: time {after.time:g} s is before that of line {before.line}, "
                 f"{before.time:g} s. Expected ascending times; sort the file by time."
             )
+    # The recorded service failed those without tokens.
     kept = [row for row in rows if row.input_len > 0 and row.output_len > 0]
     if not kept:
         raise ConfigError(f"{path}: no request with at least 1 token of input and output.")
@@ -243,7 +241,6 @@ def _trace_of(path: Path, rows: list[_Row]) -> Trace:
         np.array([row.input_len for row in kept], dtype=np.int64),
         np.array([row.output_len for row in kept], dtype=np.int64),
         arrivals,
-        len(rows) - len(kept),
     )
 
 
