@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter as Totals
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -55,6 +56,10 @@ class Instruments:
         return family if labels else family.labels(**self.constant)
 
 
+Samples = Mapping[Any, float] | float | None
+"""By the value of a label, or the values of several; without labels a value, or None for no sample."""
+
+
 @dataclass(frozen=True, slots=True)
 class Families:
     """Metrics that a ``Collector`` yields, with the labels ``constant``; counter names lack ``_total``."""
@@ -62,42 +67,20 @@ class Families:
     constant: Mapping[str, str] = field(default_factory=dict)
     prefix: str = PREFIX
 
-    def gauge(self, name: str, text: str, value: float | None) -> Metric:
-        """Without a sample where ``value`` is None."""
-        return self._family("gauge", name, text, [] if value is None else [({}, value)])
+    def gauge(self, name: str, text: str, values: Samples, *labels: str) -> Metric:
+        return self._family("gauge", name, text, values, labels)
 
-    def counter(self, name: str, text: str, value: float) -> Metric:
-        return self._family("counter", name, text, [({}, value)])
+    def counter(self, name: str, text: str, values: Samples, *labels: str) -> Metric:
+        return self._family("counter", name, text, values, labels)
 
-    def gauge_by(self, label: str, name: str, text: str, values: Mapping[str, float]) -> Metric:
-        """With a sample for each value of ``label``, the keys of ``values``."""
-        return self._family("gauge", name, text, [({label: key}, value) for key, value in values.items()])
-
-    def counter_by(self, label: str, name: str, text: str, values: Mapping[str, float]) -> Metric:
-        """With a sample for each value of ``label``, the keys of ``values``."""
-        return self._family("counter", name, text, [({label: key}, value) for key, value in values.items()])
-
-    def counter_by_all(
-        self, label_names: Sequence[str], name: str, text: str, values: Mapping[tuple[str, ...], float]
-    ) -> Metric:
-        """With a sample for each tuple of labels' values, the keys of ``values``."""
-        samples = [(dict(zip(label_names, key, strict=True)), value) for key, value in values.items()]
-        return self._family("counter", name, text, samples)
-
-    def gauge_by_all(
-        self, label_names: Sequence[str], name: str, text: str, values: Mapping[tuple[str, ...], float]
-    ) -> Metric:
-        """With a sample for each tuple of labels' values, the keys of ``values``."""
-        samples = [(dict(zip(label_names, key, strict=True)), value) for key, value in values.items()]
-        return self._family("gauge", name, text, samples)
-
-    def _family(
-        self, kind: str, name: str, text: str, samples: Iterable[tuple[Mapping[str, str], float]]
-    ) -> Metric:
+    def _family(self, kind: str, name: str, text: str, values: Samples, labels: tuple[str, ...]) -> Metric:
         family = Metric(self.prefix + name, text, kind)
         sample_name = family.name + ("_total" if kind == "counter" else "")
-        for labels, value in samples:
-            family.add_sample(sample_name, {**self.constant, **labels}, float(value))
+        if values is None:
+            return family
+        for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
+            of_sample = dict(zip(labels, (key,) if isinstance(key, str) else key, strict=True))
+            family.add_sample(sample_name, {**self.constant, **of_sample}, float(value))
         return family
 
 
@@ -129,8 +112,8 @@ class JobMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         lines = {outcome.value: self._lines[outcome] for outcome in LineOutcome}
-        yield self._families.counter_by("outcome", "batch_lines", "Lines whose result is on disk", lines)
-        yield self._families.counter_by("kind", "batch_tokens", "Tokens of completed lines", self._tokens)
+        yield self._families.counter("batch_lines", "Lines whose result is on disk", lines, "outcome")
+        yield self._families.counter("batch_tokens", "Tokens of completed lines", self._tokens, "kind")
         if self._snapshot is not None:
             yield from self._gauges(self._snapshot())
 
@@ -140,7 +123,7 @@ class JobMetrics(Collector):
             for status in BatchStatus
             if not status.is_final
         }
-        yield self._families.gauge_by("status", "batch_jobs", "Batches that have not ended", num_jobs)
+        yield self._families.gauge("batch_jobs", "Batches that have not ended", num_jobs, "status")
         yield self._families.gauge(
             "batch_lines_queued", "Lines of open batches that have no result yet", snapshot.num_lines_queued
         )

@@ -38,10 +38,10 @@ class RouterMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         families = Families()
-        yield families.counter_by_all(
-            ("engine", "class"), "router_requests", "Requests and lines sent to an engine", self._sent
+        yield families.counter(
+            "router_requests", "Requests and lines sent to an engine", self._sent, "engine", "class"
         )
-        yield families.counter_by("reason", "router_retries", "Attempts that failed", self.retries)
+        yield families.counter("router_retries", "Attempts that failed", self.retries, "reason")
         yield families.counter(
             "router_broken_responses", "Answers cut off after they had begun", self.num_broken
         )
@@ -52,16 +52,16 @@ class RouterMetrics(Collector):
         ttfts = {replica.name: replica.ttft_s(_PROMPT_TOKENS, now_s) for replica in replicas}
         lines = {replica.name: float(replica.state.num_lines) for replica in replicas}
         corrections = {replica.name: replica.correction for replica in replicas}
-        yield families.gauge_by("engine", "router_engine_up", "1 if the engine accepts requests", ups)
-        yield families.counter_by("engine", "router_engine_losses", "How often it was lost", engines.num_lost)
-        yield families.gauge_by("engine", "router_in_flight", "Requests and lines that it has", in_flight)
-        yield families.gauge_by("engine", "router_lines", "Lines of batches that it has", lines)
-        yield families.gauge_by(
-            "engine",
+        yield families.gauge("router_engine_up", "1 if the engine accepts requests", ups, "engine")
+        yield families.counter("router_engine_losses", "How often it was lost", engines.num_lost, "engine")
+        yield families.gauge("router_in_flight", "Requests and lines that it has", in_flight, "engine")
+        yield families.gauge("router_lines", "Lines of batches that it has", lines, "engine")
+        yield families.gauge(
             "router_predicted_ttft_seconds",
             f"Predicted TTFT of {_PROMPT_TOKENS} new prompt tokens that come now",
             ttfts,
+            "engine",
         )
-        yield families.gauge_by(
-            "engine", "router_ttft_correction_ratio", "Measured over predicted TTFT", corrections
+        yield families.gauge(
+            "router_ttft_correction_ratio", "Measured over predicted TTFT", corrections, "engine"
         )

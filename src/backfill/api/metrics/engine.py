@@ -134,11 +134,8 @@ class _EngineState(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for families in filter(None, (self._families, self._vllm_families)):
-            yield families.gauge_by_all(
-                tuple(self._pool),
-                "cache_config_info",
-                "The KV pool; always 1",
-                {tuple(self._pool.values()): 1},
+            yield families.gauge(
+                "cache_config_info", "The KV pool; always 1", {tuple(self._pool.values()): 1}, *self._pool
             )
         if self.stats is not None:
             yield from self._of_classes(self.stats)
@@ -153,20 +150,20 @@ class _EngineState(Collector):
         classes = {"online": stats.online, "offline": stats.offline}
         running = {which: each.num_running for which, each in classes.items()}
         waiting = {which: each.num_waiting for which, each in classes.items()}
-        yield self._families.gauge_by(
-            "class", "num_requests_running", "Requests that hold device blocks", running
+        yield self._families.gauge(
+            "num_requests_running", "Requests that hold device blocks", running, "class"
         )
-        yield self._families.gauge_by("class", "num_requests_waiting", "Requests that wait", waiting)
+        yield self._families.gauge("num_requests_waiting", "Requests that wait", waiting, "class")
         for name, text in _CLASS_TOTALS.items():
             attribute = "num_" + name.removeprefix("num_")
             totals = {which: getattr(each.totals, attribute) for which, each in classes.items()}
-            yield self._families.counter_by("class", name, text, totals)
+            yield self._families.counter(name, text, totals, "class")
 
     def _of_prefix_cache(self, stats: EngineStats) -> Iterable[Metric]:
         totals = {"online": stats.online.totals, "offline": stats.offline.totals}
         queries = {which: each.num_prefix_queried_tokens for which, each in totals.items()}
-        yield self._families.counter_by(
-            "class", "prefix_cache_queries", "Tokens that were looked up in the prefix cache", queries
+        yield self._families.counter(
+            "prefix_cache_queries", "Tokens that were looked up in the prefix cache", queries, "class"
         )
         for name, (text, attributes) in _TIER_TOTALS.items():
             values: dict[tuple[str, ...], float] = {
@@ -174,7 +171,7 @@ class _EngineState(Collector):
                 for which, each in totals.items()
                 for tier, attribute in attributes.items()
             }
-            yield self._families.counter_by_all(("class", "tier"), name, text, values)
+            yield self._families.counter(name, text, values, "class", "tier")
         blocks = {
             "empty": stats.num_empty_blocks,
             "cached": stats.num_cached_blocks,
@@ -182,15 +179,13 @@ class _EngineState(Collector):
             "protected": stats.num_protected_blocks,
             "referenced": stats.num_referenced_blocks,
         }
-        yield self._families.gauge_by("state", "kv_blocks", "Device blocks by state", blocks)
+        yield self._families.gauge("kv_blocks", "Device blocks by state", blocks, "state")
         by_use: dict[tuple[str, ...], float] = {
             (tier, use): getattr(each, use)
             for tier, each in (("device", stats.device_blocks), ("host", stats.host_blocks))
             for use in ("online", "offline", "cached", "empty")
         }
-        yield self._families.gauge_by_all(
-            ("tier", "use"), "kv_tier_blocks", "Blocks of each tier by use", by_use
-        )
+        yield self._families.gauge("kv_tier_blocks", "Blocks of each tier by use", by_use, "tier", "use")
 
     def _of_engine(self, stats: EngineStats) -> Iterable[Metric]:
         online, offline = stats.online.totals, stats.offline.totals
@@ -239,14 +234,14 @@ class _EngineState(Collector):
             yield self._families.gauge(name, text, value)
 
     def _of_profile(self, profile: CostProfile) -> Iterable[Metric]:
-        yield self._families.gauge_by(
-            "quality", "cost_profile_info", "The cost profile in use; always 1", {profile.quality: 1}
+        yield self._families.gauge(
+            "cost_profile_info", "The cost profile in use; always 1", {profile.quality: 1}, "quality"
         )
-        yield self._families.gauge_by(
-            "quantile",
+        yield self._families.gauge(
             "cost_profile_error_ratio",
             "|predicted - measured| / measured of steps that the profile was not fitted on",
             {"0.5": profile.error.median, "0.95": profile.error.p95},
+            "quantile",
         )
 
 

@@ -98,9 +98,9 @@ class ProcessMetrics(Collector):
             yield families.counter(
                 "preparation_deaths", "Preparation processes that ended unexpectedly", preparation.num_deaths
             )
-        yield families.counter_by(
-            "task",
+        yield families.counter(
             "task_failures",
             "Long-lived tasks of the server that ended with an exception",
             self._task_failures,
+            "task",
         )
