@@ -17,7 +17,6 @@ from backfill.generation.message_parser import MessageParser, MessageParsing
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.preparation.line_file import LineFile
-from backfill.preparation.lines import Refusal
 from backfill.preparation.messages import START, LineSelection
 from backfill.protocol.generation import Generation
 from backfill.protocol.preparer import RequestContext, RequestPreparer, ServedModel
@@ -170,7 +169,7 @@ def test_a_line_whose_tools_the_model_cannot_be_asked_for_is_refused_alone(
         first, second = file.read(START, 2).lines
     finally:
         preparer.tokenizer.message_format = own
-    assert first.refusal == Refusal(*error_of(raised.value)) and first.generation is None
+    assert first.refusal == error_of(raised.value) and first.generation is None
     assert second.refusal is None and second.generation is not None
 
 

@@ -42,6 +42,12 @@ MODEL_SECTION = (
     "tool_call_parser reasoning_parser generation_config"
 )
 LIMITS_SECTION = "max_num_seqs max_num_batched_tokens max_prefill_chunk_tokens"
+ADDRESS_SECTION = "host port uds ssl_certfile ssl_keyfile root_path allowed_hosts allowed_origins"
+BATCHES_SECTION = (
+    "order batch_api batch_database_url batch_file_store batch_lease_timeout batch_max_lines batch_max_bytes "
+    "batch_max_storage_gib batch_max_owner_gib batch_min_free_gib batch_max_uploads batch_max_open "
+    "batch_max_queued_lines batch_retention_hours"
+)
 # Environment variables with names of their own, by option.
 VARIABLES = {
     "kv_gib": "BACKFILL_CPU_KVCACHE_SPACE",

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backfill.cli.command import VARIABLES, command
+from backfill.cli.command import ADDRESS_SECTION, BATCHES_SECTION, VARIABLES, command
 from backfill.cli.interrupts import LOADING, interruptible
 from backfill.cli.startup import (
     announce,
@@ -70,13 +70,11 @@ app = command(
     router,
     {
         "Engines": "engines policy engine_api_key admin_key poll_interval engine_timeout retry_timeout",
-        "Address": "host port uds ssl_certfile ssl_keyfile root_path allowed_hosts allowed_origins",
+        "Address": ADDRESS_SECTION,
         "Server": "data_dir api_key api_key_file offline_header shutdown_timeout log_level",
         "Limits": "max_body_bytes max_inflight_body_bytes max_connections head_timeout body_timeout "
         "write_timeout",
-        "Batches": "order batch_api batch_database_url batch_file_store batch_lease_timeout batch_max_lines "
-        "batch_max_bytes batch_max_storage_gib batch_max_owner_gib batch_min_free_gib batch_max_uploads "
-        "batch_max_open batch_max_queued_lines batch_retention_hours",
+        "Batches": BATCHES_SECTION,
     },
     variables=VARIABLES,
     many="engines",

@@ -12,7 +12,14 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from backfill.cli.command import LIMITS_SECTION, MODEL_SECTION, VARIABLES, command
+from backfill.cli.command import (
+    ADDRESS_SECTION,
+    BATCHES_SECTION,
+    LIMITS_SECTION,
+    MODEL_SECTION,
+    VARIABLES,
+    command,
+)
 from backfill.cli.interrupts import LOADING, exit_after, exit_at_once, interruptible
 from backfill.cli.startup import (
     announce,
@@ -85,15 +92,12 @@ app = command(
         "promote_before safepoints preemption max_stop_s",
         "KV memory": "kv_gib kv_dtype block_size host_kv_gib checkpointing checkpoint_from "
         "checkpoint_all_from kv_restore victims prefix_caching prefix_cache_scope kv_layout",
-        "Address": "host port uds ssl_certfile ssl_keyfile root_path allowed_hosts allowed_origins",
+        "Address": ADDRESS_SECTION,
         "Server": "data_dir api_key api_key_file offline_header strict shed_hopeless shutdown_timeout "
         "sse_keep_alive_interval vllm_metrics otlp_traces_endpoint log_level",
         "Limits": "max_queued_requests max_queued_offline_requests max_body_bytes max_inflight_body_bytes "
         "max_response_tokens max_connections head_timeout body_timeout write_timeout",
-        "Batches": "order batch_api batch_database_url batch_file_store batch_lease_timeout batch_max_lines "
-        "batch_max_bytes batch_max_storage_gib "
-        "batch_max_owner_gib batch_min_free_gib batch_max_uploads batch_max_open batch_max_queued_lines "
-        "batch_retention_hours",
+        "Batches": BATCHES_SECTION,
     },
     positional="model",
     first="model quantization max_model_len tensor_parallel_size threads device max_num_seqs policy ttft_slo "

@@ -167,7 +167,7 @@ class EventStream(LongResponse):
 
 def _error_event(error: Exception, request_id: str) -> bytes:
     if isinstance(error, BackfillError):
-        return sse_event(error_of(error)[1])
+        return sse_event(error_of(error).body)
     return b"data: " + bytes(error_response(error, request_id).body) + b"\n\n"
 
 

@@ -12,7 +12,7 @@ from backfill.core.errors import EngineDead, RequestError
 from backfill.jobs.records import LineOutcome, TokenUsage
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.encoding import EncodedBody
-from backfill.protocol.responses import error_of
+from backfill.protocol.responses import ErrorAnswer, error_of
 from backfill.protocol.service import CompletionService, TokenCount
 
 _UNANSWERED_MESSAGES = {
@@ -84,7 +84,7 @@ class ServiceRunner:
     async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
         """Raises: RequestLost."""
         if line.refusal is not None:
-            return refused(line, line.refusal.status, line.refusal.body)
+            return refused(line, line.refusal)
         if line.generation is None:
             return unanswered(line, "internal_error")
         service = self.service()
@@ -93,7 +93,7 @@ class ServiceRunner:
         try:
             body = await service.run_whole(line.generation, count=count)
         except RequestError as error:  # it cannot go on as it stands
-            return refused(line, *error_of(error))
+            return refused(line, error_of(error))
         return completed(line, body, line.generation.warning)
 
 
@@ -103,9 +103,9 @@ def completed(line: BatchLine, body: dict[str, Any], warning: str | None = None)
     return LineResult(line, LineOutcome.COMPLETED, response, None, usage, warning)
 
 
-def refused(line: BatchLine, status: int, body: dict[str, Any]) -> LineResult:
-    """A line whose request was refused, with the error body of the online API."""
-    response = {"status_code": status, "request_id": line.request_id, "body": body}
+def refused(line: BatchLine, answer: ErrorAnswer) -> LineResult:
+    """A line whose request was refused."""
+    response = {"status_code": answer.status, "request_id": line.request_id, "body": answer.body}
     return LineResult(line, LineOutcome.FAILED, response, None)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from backfill.core.errors import RequestError
-from backfill.preparation.lines import BatchLine, InputLine, Refusal, parse_line, read_lines
+from backfill.preparation.lines import BatchLine, InputLine, parse_line, read_lines
 from backfill.preparation.messages import LinesAt, LineSelection, Position
 from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import RequestContext
@@ -81,7 +81,7 @@ class LineFile:
         return LinesAt(group, position)
 
     def _prepared(self, line: InputLine, num_bytes: int) -> BatchLine:
-        read = named(line, num_bytes)
+        read = named(line)
         read.num_bytes = num_bytes
         if line.number in self.selection.unprepared:
             return read
@@ -96,7 +96,7 @@ class LineFile:
             # The check of the file has ensured that the url is one of these endpoints.
             read.generation = self.prepare(cast(GenerationEndpoint, line.url), line.body, context)
         except RequestError as error:
-            read.refusal = Refusal(*error_of(error))
+            read.refusal = error_of(error)
         except Exception:
             logger.exception("line %d could not be prepared", line.number)
         return read

@@ -8,12 +8,13 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 
 from backfill.protocol.batches import BATCH_ENDPOINTS
 from backfill.protocol.generation import Generation
+from backfill.protocol.responses import ErrorAnswer
 
 MAX_CUSTOM_ID_BYTES = 512
 
@@ -37,13 +38,6 @@ _WRONG_FIELD = re.compile(r"at `\$\.(\w+)`$")
 _line_decoder = msgspec.json.Decoder(_Line)
 
 
-class Refusal(msgspec.Struct, frozen=True):
-    """The HTTP status and body of the online API's answer to a line that it would refuse."""
-
-    status: int
-    body: dict[str, Any]
-
-
 class BatchLine(msgspec.Struct, kw_only=True):
     """One request of a batch, on its way from the file to the engine.
 
@@ -51,8 +45,8 @@ class BatchLine(msgspec.Struct, kw_only=True):
         number: line number in the file, from 1; blank lines count.
         num_bytes: length of the line, for bounding memory.
         request_id: as the line's result names it.
-        generation, refusal: the prepared body, or why it is refused; both None if only names were read or
-            the body could not be prepared.
+        generation, refusal: the prepared body, or what the online API would answer where it refuses it; both
+            None if only names were read or the body could not be prepared.
     """
 
     number: int
@@ -60,7 +54,7 @@ class BatchLine(msgspec.Struct, kw_only=True):
     num_bytes: int = 0
     request_id: str = ""
     generation: Generation | None = None
-    refusal: Refusal | None = None
+    refusal: ErrorAnswer | None = None
 
 
 def as_taken(generation: Generation, num_reused_tokens: int) -> Generation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from backfill.core.errors import BackfillError, EngineDead, NotReady, RequestError
 from backfill.core.request import FinishReason
@@ -27,14 +28,24 @@ def shortened(message: str) -> str:
     return message if len(message) <= _MAX_ECHOED_CHARS else message[:_MAX_ECHOED_CHARS] + "..."
 
 
-def error_of(error: BackfillError) -> tuple[int, Json]:
-    """HTTP status and body for an error of a generation request."""
+class ErrorAnswer(NamedTuple):
+    """HTTP status and body."""
+
+    status: int
+    body: Json
+
+
+def error_of(error: BackfillError) -> ErrorAnswer:
+    """The answer to a generation request with this error."""
     if isinstance(error, RequestError):
         status = 404 if error.code == "model_not_found" else 400
-        return status, error_body(str(error), "invalid_request_error", param=error.param, code=error.code)
+        body = error_body(str(error), "invalid_request_error", param=error.param, code=error.code)
+        return ErrorAnswer(status, body)
     if isinstance(error, EngineDead | NotReady):
-        return 503, error_body(str(error), "service_unavailable_error", code="server_is_overloaded")
-    return 500, error_body(str(error), "server_error")
+        return ErrorAnswer(
+            503, error_body(str(error), "service_unavailable_error", code="server_is_overloaded")
+        )
+    return ErrorAnswer(500, error_body(str(error), "server_error"))
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from backfill.jobs.errors import Busy
 from backfill.jobs.lines import LineResult, completed, refused, unanswered
 from backfill.jobs.manager import JobManager
 from backfill.preparation.lines import BatchLine
+from backfill.protocol.responses import ErrorAnswer
 from backfill.protocol.service import TokenCount
 from backfill.router.engines import Engines
 from backfill.router.line_reader import RoutedLine, RoutedReader
@@ -130,7 +131,7 @@ class EngineRunner:
             if answer.status == 200:
                 return completed(line, answer.body, answer.warning)
             if answer.status in _REFUSALS:
-                return refused(line, answer.status, answer.body)
+                return refused(line, ErrorAnswer(answer.status, answer.body))
             if answer.status == 500:
                 return unanswered(line, "internal_error")
             self.metrics.retries["refused"] += 1
