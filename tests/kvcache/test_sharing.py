@@ -10,6 +10,7 @@ from backfill.core.block import BlockCopy, is_reversed
 from backfill.core.config import CheckpointingName
 from backfill.core.plan import CopyDirections
 from backfill.kvcache.content import Content, Evictable
+from backfill.kvcache.sharing import MOST_GIVING_WAY
 from tests.kvcache.kv_examples import (
     OFFLINE,
     ONLINE,
@@ -115,6 +116,25 @@ def test_a_running_request_keeps_its_block_while_one_can_be_taken_that_loses_not
     assert decode(model, online)
     assert not model.cache.sharing.blocks
     assert model.cache.match(copied.request).num_tokens == 4, "the host has it"
+
+
+@pytest.mark.parametrize(("num_blocks", "shares"), [(MOST_GIVING_WAY, True), (MOST_GIVING_WAY + 1, False)])
+@pytest.mark.parametrize("enters", ["online", "offline"])
+def test_a_long_offline_request_shares_no_running_ones_block(
+    num_blocks: int, shares: bool, enters: str
+) -> None:
+    """It would give way soon, with all its blocks, for the half of one."""
+    end = (num_blocks - 1) * SIZE
+    prompt = list(range(1000, 1000 + end + 1))
+    if enters == "online":
+        model = make_shared_cache(num_blocks + 1)
+        run(model, prompt)
+        entering = run(model, B[:4], ONLINE)
+    else:
+        model = make_shared_cache(num_blocks)
+        run(model, B[:1], ONLINE)
+        entering = run(model, prompt[:end])
+    assert model.grow(entering, entering.request.num_tokens, NOTHING) is shares
 
 
 def test_of_two_blocks_the_one_with_more_free_slots_is_entered() -> None:

@@ -52,6 +52,20 @@ def test_no_block_is_kept_for_a_pair_where_that_saves_as_much_as_a_preemption_wa
     assert (waiting.status is RequestStatus.RUNNING) is (num_prompt_tokens == 6)
 
 
+def test_where_memory_is_full_one_long_request_gives_way_and_not_each_that_shares() -> None:
+    """20 answers that grow beside 20 batch lines of 30 blocks: the blocks of one suffice for a while."""
+    bench = make_bench(640, 2560, checks_every=16)
+    lines = [
+        request_of(tokens(f"line {number}", 430 + number), 400, service_class=OFFLINE) for number in range(20)
+    ]
+    chats = [request_of(tokens(f"chat {number}", 20 + number), 300) for number in range(20)]
+    bench.add(*lines, *chats)
+    while not all(each.output_token_ids for each in lines + chats):
+        bench.step()
+    run_steps(bench, 250)
+    assert 0 < bench.scheduler.counters[OFFLINE].num_preemptions < 20
+
+
 # What preemption frees.
 
 

@@ -14,6 +14,9 @@ from backfill.kvcache.store import ContentStore
 from backfill.kvcache.table import BlockTable
 
 _LEAST_FREE = 4  # one slot in so many must stay free, for a running request's block to be entered
+MOST_GIVING_WAY = 8
+"""Blocks of an offline request that shares one with a running online one: all that it has gives way soon."""
+
 _LEAST_COPIED = 8  # a tail of at most one token in so many slots is sooner computed again than copied
 
 
@@ -111,7 +114,9 @@ class SharedLastBlocks(LastBlocks):
 
         It is the one that costs least. At first no KV is overwritten: preempted requests' last blocks come
         before those of running ones, because no request has to be preempted for it soon. Of each kind the
-        block with the most free slots is taken (BROS's ``FindPreemptBlock``). Then an online request's tokens
+        block with the most free slots is taken (BROS's ``FindPreemptBlock``), unless its offline request
+        is long: where memory is full, each of the online requests would enter another one's block, and each
+        of these would give way, though the blocks of one suffice for all. Then an online request's tokens
         overwrite a preempted one's last tokens: better those that have a host copy, then as few as possible.
 
         Args:
@@ -130,7 +135,9 @@ class SharedLastBlocks(LastBlocks):
             return best
         running = ends.running(ServiceClass.OFFLINE if is_online else ServiceClass.ONLINE)
         if running is not None and running.num_slots + max(1, size // _LEAST_FREE) <= num_free:
-            return running
+            offline = running.owner if is_online else request
+            if offline is not None and offline.num_tokens <= MOST_GIVING_WAY * size:
+                return running
         saved = ends.preempted([state for state in states if state is BlockState.SECURED], matched)
         return best if saved is None and may_lose else saved
 

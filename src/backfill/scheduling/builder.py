@@ -13,6 +13,7 @@ from backfill.core.request import PriorityLevel, Request, RequestStatus, Service
 from backfill.costs.model import CostModel
 from backfill.kvcache.content import BlockKey, Evictable, Match
 from backfill.kvcache.manager import KVCacheManager
+from backfill.kvcache.sharing import MOST_GIVING_WAY
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.in_flight import StepsInFlight
 from backfill.scheduling.policy import MIN_PREFILL_CHUNK_TOKENS, NO_LIMITS, Admission, ChunkLimits
@@ -289,7 +290,8 @@ class StepBuilder:
             holders = [each for each in holders if not may_be_preempted(each, may_preempt)]
         least_saved = math.inf
         if self.kv.sharing.is_on:
-            least_saved = self.kv.counts.referenced / max(1, 2 * len(self.preemption.block_holders))
+            mean_blocks = self.kv.counts.referenced / max(1, len(self.preemption.block_holders))
+            least_saved = mean_blocks / 2 if mean_blocks < MOST_GIVING_WAY else math.inf
         reserved = _Reserved(may_preempt, least_saved)
         if len(holders) >= self.config.max_num_seqs:
             reserved.num_holders = len(holders)
