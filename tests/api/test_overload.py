@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -109,6 +110,22 @@ def test_a_flood_of_one_owner_leaves_others_their_even_parts(default_model: Path
                         assert int(refused.headers["Retry-After"]) >= 1
         assert online + flex + late + late_flex == 6 * [200]
         assert server.state.admission.num_open == 0
+
+
+def test_an_owner_that_is_refused_again_and_again_waits_for_it(
+    default_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not without keys, where all clients are one owner."""
+    monkeypatch.setattr("backfill.http.limits._REFUSALS_AT_ONCE", -5.0)  # each waits from the first on
+    bad = {**ONLINE, "max_tokens": -1}
+    with in_process_server(default_model) as server:
+        assert post(server, bad).status_code == 400
+        assert server.state.limiter.num_owners == 0, "it is not counted"
+    with in_process_server(default_model, api_keys=("a=key",)) as server:
+        server.http.headers["Authorization"] = "Bearer key"
+        began_s = time.monotonic()
+        assert post(server, bad).status_code == 400
+        assert time.monotonic() - began_s > 0.1
 
 
 def test_a_request_is_refused_before_its_body_is_parsed(default_model: Path) -> None:

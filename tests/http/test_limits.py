@@ -203,3 +203,19 @@ def test_what_a_router_sends_was_counted_by_it_and_keeps_its_weight() -> None:
     for slot in slots:
         slot.release()
     assert limiter.num_owners == 0
+
+
+def test_refusals_of_an_owner_that_asks_again_at_once_are_answered_later() -> None:
+    clock = VirtualClock()
+    limiter = OwnerLimiter(lambda _: OwnerLimits(), clock)
+    assert max(limiter.refuse("flood") for _ in range(50)) == pytest.approx(0.0)
+    waits_s = [limiter.refuse("flood") for _ in range(200)]
+    assert waits_s[:2] == pytest.approx([0.02, 0.04])
+    assert waits_s[-1] == 1.0
+    assert limiter.refuse("other") == 0.0
+    clock.advance(1.0)
+    assert limiter.refuse("flood") == pytest.approx(0.02)
+    clock.advance(10.0)
+    limiter.enter("flood").release()
+    limiter.enter("other").release()
+    assert limiter.num_owners == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from backfill.api.open_request import open_request
 from backfill.api.state import Phase, ServerState
+from backfill.core.errors import RequestError
 from backfill.http.app import add_checks, build_status_router, new_app, unhealthy
 from backfill.http.bodies import json_body, owner_of
 from backfill.http.errors import RateLimited
@@ -133,9 +135,12 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
     service = state.ready_service()
     try:
         opened = await open_request(state, endpoint, request)
-    except RateLimited as error:
-        if state.metrics is not None:
+    except (RateLimited, RequestError) as error:
+        if isinstance(error, RateLimited) and state.metrics is not None:
             state.metrics.requests.on_rejected(error.service_class, error.reason)
+        # A router asks another engine at once.
+        if state.api_keys is not None and not getattr(request.state, "is_routed", False):
+            await asyncio.sleep(state.limiter.refuse(owner_of(request)))
         raise
     generation = opened.generation
     arguments = generation, opened.arrived_at_s, opened

@@ -15,6 +15,9 @@ from backfill.http.errors import MAX_RETRY_AFTER_S, RateLimited
 _RATE_WINDOW = 64  # the last ended choices, from which their rate is estimated
 _MINUTE_S = 60.0
 _ROUNDING_S = 1e-6
+# Of an owner's refusals, so many at once and then so many a second are answered at once.
+_REFUSALS_AT_ONCE, _REFUSALS_PER_S = 50, 50.0
+_LONGEST_REFUSAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,7 @@ class _Use:
     num_choices: int = 0
     num_queued_tokens: int = 0
     paid_until_s: float = -math.inf  # each request pays for its part of a minute, at most a minute ahead
+    refused_until_s: float = -math.inf  # each refusal takes its part of a second
 
 
 class OwnerLimiter:
@@ -175,10 +179,25 @@ class OwnerLimiter:
     def now_s(self) -> float:
         return self._clock.now_s()
 
+    def refuse(self, owner: str) -> float:
+        """Count a refusal. Returns: seconds to wait before it is answered.
+
+        Who sends what is refused again at once, on many connections, would else keep the event loop from the
+        requests of others. A client that waits as it is told never notices.
+        """
+        now_s = self._clock.now_s()
+        use = self._uses.setdefault(owner, _Use(EndRate(self._clock)))
+        use.refused_until_s = max(use.refused_until_s, now_s) + 1 / _REFUSALS_PER_S
+        wait_s = use.refused_until_s - now_s - _REFUSALS_AT_ONCE / _REFUSALS_PER_S
+        use.refused_until_s -= max(0.0, wait_s - _LONGEST_REFUSAL_S)
+        return min(max(0.0, wait_s), _LONGEST_REFUSAL_S)
+
     def leave(self, owner: str) -> None:
         """Forget an owner that has nothing, and might ask as often as one that never did."""
         use = self._uses.get(owner)
-        if use is not None and not use.num_choices and use.paid_until_s <= self._clock.now_s():
+        if use is None or use.num_choices:
+            return
+        if max(use.paid_until_s, use.refused_until_s) <= self._clock.now_s():
             del self._uses[owner]
 
 
