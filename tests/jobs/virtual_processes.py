@@ -117,9 +117,16 @@ class Process:
         """Cancel what is left of a dead process's tasks, so that their coroutines end in order."""
         self.is_dead = False
         self.resume()
-        for task in self.loop.tasks:
-            task.cancel()
-        if not self.scheduler.run_until(lambda: all(task.done() for task in self.loop.tasks), 60.0):
+        cancelled = set[asyncio.Task[Any]]()
+
+        def have_ended() -> bool:
+            for task in self.loop.tasks:
+                if task not in cancelled:  # others may begin as they end
+                    cancelled.add(task)
+                    task.cancel()
+            return all(task.done() for task in self.loop.tasks)
+
+        if not self.scheduler.run_until(have_ended, 60.0):
             left = [repr(task) for task in self.loop.tasks if not task.done()]
             self.scheduler.errors.append(f"{self.name}: cancelled tasks do not end: {left}")
         self.is_dead = True

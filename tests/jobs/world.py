@@ -1,8 +1,9 @@
 """One simulated world: servers on one database, whose faults a seed chooses, and what must hold despite them.
 
 Claims, leases, managers, drivers, feeders, the reader of input files and the store are the product's. Time,
-threads, engines and the network to the database are simulated. The database is SQLite, so transactions of
-different servers do not overlap; ``test_shared_store.py`` has those of PostgreSQL.
+threads, engines and the network to the database are simulated. Some servers are routers: their engines, to
+which they send lines, are looked at, lost, ejected and tried again by the product's code. The database is
+SQLite, so transactions of different servers do not overlap; ``test_shared_store.py`` has those of PostgreSQL.
 
 ``python -m tests.jobs.world 0 10000`` runs these seeds, and prints those that fail;
 ``python -m tests.jobs.world 17`` runs one, and prints what happened.
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import Pool
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import aiohttp
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.exc import OperationalError
 
@@ -51,6 +53,7 @@ from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
 from backfill.router.line_reader import RoutedReader
 from tests.jobs.doubles import ready, submit
+from tests.jobs.virtual_engines import TIMEOUT_S, RoutedEngines, VirtualEngine, VirtualSession
 from tests.jobs.virtual_processes import CALL_S, Process, Scheduler, VirtualPool
 
 _EPOCH_S = 1_700_000_000.0
@@ -71,6 +74,8 @@ class Plan:
         faults: kinds that occur.
         chaos_s: seconds during which they do.
         num_lines: of each batch, with its owner.
+        num_routers: so many of the servers have engines behind them.
+        num_engines: of each router; all have the same.
         is_shared: a database that several servers may have; else one server has all, with results in files.
     """
 
@@ -81,6 +86,8 @@ class Plan:
     faults: frozenset[str]
     num_lines: tuple[tuple[str, int], ...]
     is_shared: bool = True
+    num_routers: int = 0
+    num_engines: int = 1
 
     @property
     def is_mild(self) -> bool:
@@ -112,6 +119,8 @@ class Plan:
             num_lines=tuple(
                 (source.choice(owners), source.choice([1, 7, 20, 40])) for _ in range(source.randint(1, 3))
             ),
+            num_routers=source.choice([0, 1, 3]) if source.random() < _ROUTED_SHARE else 0,
+            num_engines=source.randint(1, 3),
         )
 
 
@@ -124,6 +133,7 @@ FAULTS = (
     "clock jumps",
     "full disks",
     "dead engines",
+    "silent engines",
     "fatal lines",
     "kills",
     "stops",
@@ -132,7 +142,9 @@ FAULTS = (
 )
 _MILD_FAULTS = frozenset({"clock jumps", "stops"})
 _SHARED_SHARE = 0.75  # of seeds
+_ROUTED_SHARE = 0.5  # of seeds
 _FAIR_SHARE = 0.1  # of seeds, with mild faults and one owner's flood
+_LOSSES_OF_THE_GUILTY = 3  # with no other line; by faults, the innocent may have as many
 _LATE_LINES = 6  # of another owner, once the faults have ended
 
 
@@ -153,6 +165,7 @@ class SimulatedEngine:
         if not self.is_up:
             return
         self.is_up = False
+        self._server.world.note_lost(self._in_flight)
         num_lost = len(self._in_flight)
         for end in self._in_flight.values():
             if not end.done():
@@ -168,7 +181,7 @@ class SimulatedEngine:
         world.runs[line.custom_id] += 1
         run = world.runs[line.custom_id]
         end = self._in_flight[line.custom_id] = loop.create_future()
-        seconds = world.source.uniform(_LINE_S / 2, _LINE_S)
+        seconds = world.line_s()
         if line.custom_id in world.fatal:
             timer = loop.call_later(seconds, self.die, world.plan.lease_s / 4)
         else:
@@ -184,16 +197,17 @@ class SimulatedEngine:
 class Server:
     """A server that may be started again after its end, with the same data folder."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, name: str, *, is_router: bool) -> None:
         self.world = world
         self.folder = world.folder / name
         self.name = name
+        self.is_router = is_router
         self.num_starts = 0
         self.is_cut_off = False
         self.is_stopping = False
         self.process: Process
         self.manager: JobManager
-        self.engine: SimulatedEngine
+        self.engine: SimulatedEngine | RoutedEngines
         self.start()
 
     @property
@@ -218,7 +232,7 @@ class Server:
         self.num_starts += 1
         self.is_stopping = False
         self.process = process = Process(world.scheduler, f"{self.name}.{self.num_starts}")
-        self.engine = SimulatedEngine(self)
+        self.engine = RoutedEngines(self) if self.is_router else SimulatedEngine(self)
         self.manager = JobManager(
             JobsConfig(
                 data_dir=self.folder,
@@ -332,6 +346,7 @@ class World:
     violations: list[str] = field(default_factory=list)
     runs: Counter[str] = field(default_factory=Counter)
     fatal: set[str] = field(default_factory=set)
+    lost_alone: Counter[str] = field(default_factory=Counter)  # lines, with their engines
     durable: dict[str, Any] = field(default_factory=dict)
     created: dict[str, tuple[str, int, str]] = field(default_factory=dict)  # by id: owner, lines, label
     cancelled: set[str] = field(default_factory=set)
@@ -343,6 +358,7 @@ class World:
     scheduler: Scheduler = field(init=False)
     plan: Plan = field(init=False)
     servers: list[Server] = field(default_factory=list)
+    engines: dict[str, VirtualEngine] = field(default_factory=dict)  # of routers, by URL
     _reader: sqlite3.Connection | None = None
     _ask_at_s: float = 0.0
 
@@ -350,6 +366,9 @@ class World:
         self.scheduler = Scheduler(self.seed)
         self.plan = Plan.of(self.source)
         self.scheduler.note(str(self.plan))
+        for number in range(self.plan.num_engines):
+            url = f"http://engine-{number}"
+            self.engines[url] = VirtualEngine(self, url)
 
     @property
     def database(self) -> Path:
@@ -367,13 +386,17 @@ class World:
     def occurs(self, fault: str, probability: float) -> bool:
         return self.is_chaotic and fault in self.plan.faults and self.source.random() < probability
 
+    def line_s(self) -> float:
+        """That a line takes in an engine."""
+        return self.source.uniform(_LINE_S / 2, _LINE_S)
+
     def database_time_s(self) -> float:
         return _EPOCH_S + self.scheduler.clock.now_s() + self.jumped_s
 
     def run(self) -> None:
         with self._patched():
             for number in range(self.plan.num_servers):
-                self.servers.append(Server(self, f"s{number}"))
+                self.servers.append(Server(self, f"s{number}", is_router=number < self.plan.num_routers))
             for number, (owner, num_lines) in enumerate(self.plan.num_lines):
                 self.wanted.add(f"b{number}")
                 at_s = self.source.uniform(0.2, self.plan.chaos_s / 2)
@@ -443,6 +466,9 @@ class World:
             "clock jumps": self._jump,
             "full disks": self._fill_disk,
             "dead engines": lambda: self._any_server().engine.die(source.uniform(0, 2 * plan.lease_s)),
+            "silent engines": lambda: source.choice(list(self.engines.values())).hang(
+                source.uniform(0, 4 * TIMEOUT_S)
+            ),
             "kills": lambda: self._any_server().kill(self._away_s()),
             "stops": lambda: self._any_server().stop(self._away_s()),
         }
@@ -493,6 +519,8 @@ class World:
         for server in self.servers:
             server.is_cut_off = False
             server.process.resume()
+        for engine in self.engines.values():
+            engine.wake()
         if all(server.process.is_dead for server in self.servers):
             self.servers[0].start()
 
@@ -504,7 +532,8 @@ class World:
     def _takeover_s(self) -> float:
         """Two leases after the last fault. The database's clock may have gone back, and calls may hang."""
         hang_s = _LONGEST_HANG_S if "partitions" in self.plan.faults else 0.0
-        return 2 * self.plan.lease_s + self.went_back_s + hang_s
+        engine_s = TIMEOUT_S + 1.0 if self.plan.num_routers else 0.0  # until a router knows that one is back
+        return 2 * self.plan.lease_s + self.went_back_s + hang_s + engine_s
 
     def _neglected(self) -> set[str]:
         """Parts that somebody should run: of a server that is dead, or of one that knows nothing of them."""
@@ -527,6 +556,10 @@ class World:
             if is_orphan or is_left:
                 found.add(f"{lease} of {row['holder']} is {'an orphan' if is_orphan else 'not taken over'}")
         return found
+
+    def note_lost(self, names: Collection[str]) -> None:
+        if len(names) == 1:
+            self.lost_alone.update(list(names))
 
     def note_run(self, server: Server, line: BatchLine) -> None:
         """A line that is done does not run again, but where its server has lost the lease and cannot know."""
@@ -618,7 +651,7 @@ class World:
             expect(self.durable.get(name, run) == run, f"{name} has another result than the one recorded")
             code = (line["error"] or {}).get("code")
             may_be = {"batch_cancelled", "batch_expired"} if status in ("cancelled", "expired") else set()
-            if name in self.fatal:
+            if name in self.fatal or self.lost_alone[name] >= _LOSSES_OF_THE_GUILTY:
                 may_be = may_be | {"engine_error"}
             expect(code is None or code in may_be, f"{name} has {code}")
         names = {f"{label}-{number}" for number in range(num_lines)}
@@ -663,6 +696,8 @@ class World:
             with (
                 mock.patch("uuid.uuid4", side_effect=lambda: uuid.UUID(int=ids.getrandbits(128), version=4)),
                 mock.patch("os.fsync"),
+                mock.patch.object(aiohttp, "ClientSession", partial(VirtualSession, self)),
+                mock.patch.object(aiohttp, "TCPConnector"),
                 mock.patch.object(storage, "open_database", self._open_database),
                 mock.patch.object(database_results, "write_all", self._write_all),
                 mock.patch.object(results, "write_all", self._write_all),
@@ -716,7 +751,7 @@ class _Unexpected(logging.Handler):
 
 
 def _line(custom_id: str) -> bytes:
-    body = {"prompt": "x"}
+    body = {"prompt": custom_id}
     line = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
     return json.dumps(line).encode() + b"\n"
 
