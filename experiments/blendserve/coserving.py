@@ -1,8 +1,9 @@
-"""Orders of an offline pool beside online traffic whose kind changes (ours, not the paper's)."""
+"""How long an offline pool takes in each order beside online traffic (ours, not the paper's)."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,6 @@ from rich.console import Console
 from backfill.blending.requests import OrderName
 from backfill.cli.studies import command_of
 from backfill.core.errors import ConfigError
-from backfill.core.options import internal
 from backfill.simulation.study import (
     Outcomes,
     Run,
@@ -65,9 +65,9 @@ class CoservePoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Coserving(Study[CoservePoint]):
-    """Run an offline pool in several orders beside online traffic whose kind changes, under policy `slo`.
+    """Run an offline pool to its end, in several orders, beside online traffic under policy `slo`.
 
-    Prints offline throughput, and how many online requests meet their objectives.
+    Prints how long it takes, and how many online requests meet their objectives.
 
     Attributes:
         traffics: online traffic, separated by commas: alternating (prompt-heavy and decode-heavy requests by
@@ -77,27 +77,25 @@ class Coserving(Study[CoservePoint]):
         source: compute-bound requests of the pool: burstgpt, azure, sharegpt or wildchat. MMLU and long
             answers are mixed with them.
         density: compute density of the pool.
-        requests: requests of the pool. They must outlast the run.
+        requests: requests of the pool.
         load: share of the device's time that online requests take by themselves.
         phase: seconds of a phase of the alternating traffic.
         cv: variation of the gaps between online requests; 1 is Poisson.
-        duration: seconds of online traffic; the first 120 s are not counted in offline figures.
+        duration: seconds of online traffic, which the pool must not outlast.
         interference: how compute and memory traffic of a step disturb each other: blendserve, nanoflow,
             ideal (not at all) or sequential (they do not overlap).
-        warmup_s: seconds that are not counted in the offline figures.
     """
 
     traffics: str | None = None
     variants: str | None = None
     source: str = "burstgpt"
     density: float = 1.0
-    requests: int = 16_000
+    requests: int = 8_000
     load: float = 0.4
     phase: float = 120.0
     cv: float = 1.0
-    duration: float = 600.0
+    duration: float = 3_600.0
     interference: str = "blendserve"
-    warmup_s: float = internal(120.0)
 
     scenario: ClassVar[str] = "blendserve-coserving"
     title: ClassVar[str] = "Orders of an offline pool beside online traffic"
@@ -117,12 +115,8 @@ class Coserving(Study[CoservePoint]):
             load=self.load,
             phase=self.phase,
             cv=self.cv,
+            duration=self.duration,
         )
-        if not 0.0 <= self.warmup_s < self.duration < float("inf"):
-            raise ConfigError(
-                f"`duration` must be above the {self.warmup_s:g} s that are not counted, "
-                f"got {self.duration:g}."
-            )
         if not self.load < 1.0:
             raise ConfigError(f"`load` must be below 1, the whole device, got {self.load:g}.")
 
@@ -155,7 +149,6 @@ class Coserving(Study[CoservePoint]):
             ),
             *VARIANTS[variant],
             self.interference,
-            self.warmup_s,
         )
 
     def point(self, setting: TrafficName, outcomes: Outcomes) -> CoservePoint:
@@ -183,7 +176,6 @@ class Coserving(Study[CoservePoint]):
             "load": self.load,
             "phase_s": self.phase,
             "cv": self.cv,
-            "warmup_s": self.warmup_s,
             "duration_s": self.duration,
             "interference": self.interference,
             "traffics": {
@@ -199,22 +191,21 @@ app = command_of(Coserving, "EXPERIMENTS_")
 
 
 def run_to_the_end(variant: str, run: CoserveRun) -> CoserveResult:
-    """Raises: ConfigError where the pool ran dry."""
+    """Raises: ConfigError where the traffic ended first."""
     result = run_coserving(run)
-    if result.num_left == 0:
+    if result.end_s == math.inf:
         raise ConfigError(
-            f"`requests`: {run.mix.num_requests} offline requests are too few; all had begun before the end "
-            f"of {run.traffic.duration_s:g} s ({variant})."
+            f"`duration`: the pool of {run.mix.num_requests} requests did not end within "
+            f"{run.traffic.duration_s:g} s ({variant})."
         )
     return result
 
 
 # Figures of ``CoserveResult``.
 _FIGURES = {
-    "offline_tok_s": ("offline tok/s", ".0f"),
-    "offline_rps": ("offline req/s", ".2f"),
-    "optimal_s_per_s": ("optimal s/s", ".3f"),
+    "end_s": ("pool ends, s", ".0f"),
     "of_optimum": ("/ optimum", ".3f"),
+    "offline_tok_s": ("offline tok/s", ".0f"),
     "offline_compute": ("compute s/s", ".3f"),
     "offline_memory": ("memory s/s", ".3f"),
     "imbalance": ("imbalance", ".1%"),

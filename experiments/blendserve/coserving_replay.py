@@ -1,4 +1,4 @@
-"""Replays online traffic beside a pool of offline requests, which are taken in the pool's order."""
+"""Replays online traffic beside a pool of offline requests, taken in the pool's order, up to its end."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 from backfill.blending.pool import OfflinePool
 from backfill.blending.requests import PoolRequest
 from backfill.core.clock import VirtualClock
-from backfill.core.request import Request, ServiceClass
+from backfill.core.request import ServiceClass
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.simulation.processes import RunShare
-from backfill.simulation.replay import Replay, Totals, Workload
+from backfill.simulation.replay import Replay, Workload
 from experiments.blendserve.feed import PoolFeed
-from experiments.blendserve.optimum import PoolWork, Work
 from experiments.blendserve.overlap import OverlappedCostModel
 
 BIN_S = 10.0
@@ -33,15 +32,6 @@ _PERIOD_S = 1.0
 _RESERVE_DECAY_S = 60.0
 
 Floats = NDArray[np.float64]
-
-
-class Done(NamedTuple):
-    """Offline work that has been done by some instant, the parts of unfinished requests included."""
-
-    at_s: float
-    work: Work
-    num_tokens: int
-    num_finished: int
 
 
 class Step(NamedTuple):
@@ -114,11 +104,12 @@ class PoolReplay(Replay):
     """See ``Replay``; its offline requests come from a pool.
 
     They join as far as there is room beside the KV that online requests hold, or have held lately (see
-    ``PoolFeed``).
+    ``PoolFeed``). The workload ends with the last of them, or else after its duration.
 
     Attributes:
         usage: of each step.
-        done: offline work at the end of the warm-up and at the end of the workload.
+        num_finished: offline requests that have ended.
+        ended_at_s: when the last one did; inf if it did not.
 
     Args:
         requests: whose ids are the indices of ``outputs``.
@@ -138,17 +129,14 @@ class PoolReplay(Replay):
         outputs: Sequence[int],
         *,
         cost: OverlappedCostModel,
-        work: PoolWork,
-        warmup_s: float,
         is_blend: bool,
         knows_online: bool,
     ) -> None:
         super().__init__(engine, clock, workload)
         self.usage = StepUsage()
-        self.done: list[Done] = []
+        self.num_finished, self.ended_at_s = 0, math.inf
         self._executor = executor
-        self._pool, self._cost, self._work = pool, cost, work
-        self._warmup_s, self._knows_online = warmup_s, knows_online
+        self._pool, self._cost, self._knows_online = pool, cost, knows_online
         self._feed = PoolFeed(
             engine,
             clock,
@@ -161,7 +149,7 @@ class PoolReplay(Replay):
         )
         self._meter = OnlineMeter(engine)
         self._online_peak = 0.0
-        self._finished = Done(0.0, Work(), 0, 0)
+        self._num_requests = len(requests)
         self._share = RunShare()
 
     def _step(self) -> None:
@@ -191,7 +179,7 @@ class PoolReplay(Replay):
         )
         decayed = self._online_peak * math.exp(-seconds / _RESERVE_DECAY_S)
         self._online_peak = max(decayed, float(self._meter.num_held_tokens))
-        self._share.note(self._elapsed_s / self._duration_s)
+        self._share.note(self.num_finished / self._num_requests)
         rates = self._meter.on_time(self._elapsed_s)
         if rates is not None and self._knows_online:
             self._pool.online = self._pool.resources.use_of(*rates)
@@ -200,29 +188,16 @@ class PoolReplay(Replay):
         super()._record(output, now_s)
         if output.finish_reason is None or output.request_id not in self._feed.in_flight:
             return
-        request = self._feed.finish(output.request_id)
-        self._finished = self._plus(self._finished, request)._replace(
-            num_finished=self._finished.num_finished + 1
-        )
+        self._feed.finish(output.request_id)
+        self.num_finished += 1
+        if self.num_finished == self._num_requests:
+            self.ended_at_s = self._elapsed_s
+            self._end_traffic()
 
     def _top_up(self) -> None:
-        if not self.done and self._elapsed_s >= self._warmup_s:
-            self.done.append(self._done_now())
         self._feed.top_up(int(self._online_peak))
 
-    def _totals(self) -> Totals:
-        self.done.append(self._done_now())
-        return super()._totals()
-
-    def _done_now(self) -> Done:
-        done = self._finished
-        for request in self._feed.in_flight.values():
-            done = self._plus(done, request)
-        return done._replace(at_s=self._elapsed_s)
-
-    def _plus(self, done: Done, request: Request) -> Done:
-        number, num_outputs = int(request.request_id), len(request.output_token_ids)
-        return done._replace(
-            work=done.work.plus(self._work.of(number, num_outputs)),
-            num_tokens=done.num_tokens + self._work.num_tokens(number, num_outputs),
-        )
+    def _end_traffic(self) -> None:
+        """What has not arrived does not."""
+        self._num_unfinished -= len(self._online) - self._next_arrival
+        self._online, self._duration_s = self._online[: self._next_arrival], self._elapsed_s

@@ -40,7 +40,6 @@ class CoserveRun:
 
     Attributes:
         knows_online: the pool is told every second what online requests use.
-        warmup_s: from the start, of which no offline work is counted.
     """
 
     mix: MixSpec
@@ -48,31 +47,26 @@ class CoserveRun:
     order: OrderName
     knows_online: bool
     interference: str
-    warmup_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class CoserveResult:
-    """What a run measured. Offline figures are of the time from the warm-up to the end of the traffic.
+    """What a run measured, from its start to the end of the pool, or of the traffic if that came first.
 
     Attributes:
+        end_s: when the pool's last request ended; inf if it did not.
+        of_optimum: the least time of the pool's work beside the mean online use, over ``end_s``. At most 1.
         offline_tok_s: prompt and output tokens of offline requests, cached prefixes included.
-        offline_rps: offline requests that ended.
-        optimal_s_per_s: seconds of the pool's achievable optimum that were done in a second: each request's
-            part of it, as far as it has got. It makes requests of different kinds comparable.
-        of_optimum: by how much the least time of what is left of the pool, beside the mean online use, became
-            shorter in a second. At most 1.
         imbalance: share of the steps' time that would have been saved if each step had had its part of all
             compute and of all memory traffic.
-        offline, online: seconds of either resource in a second, at the best rates.
-        num_left: offline requests that had not been taken in the end.
+        offline, online: seconds of either resource in a second, at the best rates, of the whole pool and of
+            the online requests.
         usage: seconds a second of compute, memory, online compute and online memory in each ``BIN_S``.
     """
 
-    offline_tok_s: float
-    offline_rps: float
-    optimal_s_per_s: float
+    end_s: float
     of_optimum: float
+    offline_tok_s: float
     offline: Work
     online: Work
     imbalance: float
@@ -80,7 +74,6 @@ class CoserveResult:
     tpot_attainment: float
     ttft_p99_s: float
     num_online: int
-    num_left: int
     num_preemptions: int
     recomputed_share: float
     usage: Floats
@@ -118,42 +111,37 @@ def run_coserving(run: CoserveRun) -> CoserveResult:
         requests,
         outputs,
         cost=cost,
-        work=work,
-        warmup_s=run.warmup_s,
         is_blend=run.order == "blend",
         knows_online=run.knows_online,
     )
     executor.events = replay
-    counted_s = run.traffic.duration_s - run.warmup_s
-    online = model.of_requests(each.lengths for each in arrivals if each.at_s >= run.warmup_s)
-    return _result(replay, replay.run(), model, work.total, online.over(counted_s), pool.num_waiting)
+    result = replay.run()
+    online = model.of_requests(each.lengths for each in arrivals if each.at_s < replay.ended_at_s)
+    num_tokens = sum(len(each.prompt_token_ids) for each in requests) + sum(outputs)
+    return _result(replay, result, model, work.total, online, num_tokens)
 
 
 def _result(
-    replay: PoolReplay, result: ReplayResult, model: WorkModel, total: Work, online: Work, num_waiting: int
+    replay: PoolReplay, result: ReplayResult, model: WorkModel, total: Work, online: Work, num_tokens: int
 ) -> CoserveResult:
-    """Args: total: of the pool; online: seconds of either resource in a second."""
-    began, ended = replay.done
-    seconds = ended.at_s - began.at_s
-    offline = ended.work.minus(began.work).over(seconds)
-    left_s = [model.least_s(total.minus(each.work), online) for each in (began, ended)]
-    steps = replay.usage.between(began.at_s, ended.at_s)
+    """Args: total, num_tokens: of the pool."""
+    seconds = result.duration_s
+    online = online.over(seconds)
+    steps = replay.usage.between(0.0, seconds)
     counters = result.counters[ServiceClass.OFFLINE]
     ttfts = np.array([each.ttft_s for each in result.online])
     tpots = np.array([each.tpot_s for each in result.online])
     return CoserveResult(
-        offline_tok_s=(ended.num_tokens - began.num_tokens) / seconds,
-        offline_rps=(ended.num_finished - began.num_finished) / seconds,
-        optimal_s_per_s=model.optimal_s(offline, total),
-        of_optimum=(left_s[0] - left_s[1]) / seconds,
-        offline=offline,
+        end_s=replay.ended_at_s,
+        of_optimum=model.least_s(total, online) / replay.ended_at_s,
+        offline_tok_s=num_tokens / replay.ended_at_s,
+        offline=total.over(replay.ended_at_s),
         online=online,
         imbalance=1.0 - model.cost.overlap.seconds(*steps[:, 2:4].sum(axis=0)) / float(steps[:, 1].sum()),
         ttft_attainment=float((ttfts <= SLO_OF_ALL.ttft_s).mean()),
         tpot_attainment=float((tpots <= SLO_OF_ALL.tpot_s).mean()),
         ttft_p99_s=percentile(ttfts, 99),
         num_online=len(ttfts),
-        num_left=num_waiting,
         num_preemptions=counters.num_preemptions,
         recomputed_share=counters.num_recomputed_tokens / max(counters.num_computed_tokens, 1),
         usage=replay.usage.binned(BIN_S),
@@ -166,6 +154,7 @@ def _config() -> SchedulerConfig:
         max_num_seqs=_MAX_SEQS,
         max_num_batched_tokens=_MAX_STEP_TOKENS,
         max_prefill_chunk_tokens=_MAX_STEP_TOKENS,
+        checkpointing="adaptive",
         ttft_slo=SLO_OF_ALL.ttft_s,
         tpot_slo=SLO_OF_ALL.tpot_s,
     )

@@ -31,9 +31,6 @@ class Work(NamedTuple):
     def plus(self, other: Work) -> Work:
         return Work(self.compute_s + other.compute_s, self.memory_s + other.memory_s)
 
-    def minus(self, other: Work) -> Work:
-        return Work(self.compute_s - other.compute_s, self.memory_s - other.memory_s)
-
     def over(self, seconds: float) -> Work:
         return Work(self.compute_s / seconds, self.memory_s / seconds)
 
@@ -106,14 +103,6 @@ class WorkModel:
         chords = y0 + (mean_size - x0) * (y1 - y0) / (x1 - x0)
         return num_steps * float(chords.min())
 
-    def optimal_s(self, work: Work, total: Work) -> float:
-        """The part that some work has of ``least_s`` of the total. Parts add up to the whole."""
-        weights = max(
-            self.cost.overlap.weights,
-            key=lambda pair: pair[0] * total.compute_s + pair[1] * total.memory_s,
-        )
-        return weights[0] * work.compute_s + weights[1] * work.memory_s
-
     def prompt_s(self, own: Floats, shared: Floats) -> Floats:
         """Seconds of compute of prompts of which ``own`` tokens come after ``shared`` cached ones."""
         cost = self.cost
@@ -174,10 +163,6 @@ class PoolWork:
             return Work()
         decode = self._model.decode(self._prompts[number], num_output_tokens)
         return Work(self._prefill_s[number]).plus(decode)
-
-    def num_tokens(self, number: int, num_output_tokens: int) -> int:
-        """Of its prompt, and generated; nothing before the first."""
-        return int(self._prompts[number]) + num_output_tokens if num_output_tokens else 0
 
     @property
     def total(self) -> Work:

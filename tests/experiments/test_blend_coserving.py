@@ -14,7 +14,7 @@ from backfill.simulation.workloads import DrawnLengths
 from backfill.workloads.lengths import LengthDistribution
 from experiments.__main__ import app
 from experiments.blendserve import coserving
-from experiments.blendserve.coserving import VARIANTS, Coserving
+from experiments.blendserve.coserving import VARIANTS, Coserving, run_to_the_end
 from experiments.blendserve.coserving_replay import Step, StepUsage
 from experiments.blendserve.coserving_run import CoserveResult, CoserveRun, run_coserving
 from experiments.blendserve.optimum import Work
@@ -22,7 +22,7 @@ from experiments.blendserve.sources import SOURCES
 from experiments.blendserve.traffic import KINDS
 from tests.cli.running import assert_fits, run_cli_here
 
-TINY = Coserving(traffics="alternating", density=2.5, requests=400, phase=3.0, warmup_s=1.0, duration=9.0)
+TINY = Coserving(traffics="alternating", density=2.5, requests=400, phase=3.0, duration=300.0)
 
 
 @pytest.fixture
@@ -38,17 +38,22 @@ def test_orders_run_beside_online_requests_that_meet_their_objectives() -> None:
     results = {name: run_coserving(TINY.run_of("alternating", name, 1)) for name in VARIANTS if name != "dfs"}
     for result in results.values():
         assert result.ttft_attainment > 0.95 and result.tpot_attainment > 0.95
-        assert result.num_left > 0
+        assert 1.0 < result.end_s < TINY.duration
         assert 0.0 < result.of_optimum <= 1.0
         assert 0.0 <= result.imbalance < 1.0
-        assert result.offline_tok_s > 0.0 and result.offline_rps > 0.0
-        assert result.num_online == results["fcfs"].num_online
+        assert result.offline_tok_s > 0.0 and result.num_online > 0
         compute, memory, online_compute, online_memory = result.usage
         assert np.all(online_compute[:1] > 0.0) and np.all(compute >= 0.0) and np.all(memory >= 0.0)
         assert np.all(online_memory <= memory + 1e-9)
     assert results["blend"].usage.tolist() != results["blend-online"].usage.tolist()
     again = TINY.run_of("alternating", "blend-online", 1)
-    assert run_coserving(again).offline == results["blend-online"].offline
+    assert run_coserving(again).end_s == results["blend-online"].end_s
+
+
+@pytest.mark.usefixtures("_short_answers")
+def test_a_pool_that_outlasts_the_traffic_is_refused() -> None:
+    with pytest.raises(ConfigError, match="400 requests did not end within 2 s"):
+        run_to_the_end("fcfs", replace(TINY, duration=2.0).run_of("alternating", "fcfs", 1))
 
 
 def test_usage_is_summed_by_bins_and_selected_by_time() -> None:
@@ -63,10 +68,9 @@ def invented(run: CoserveRun) -> CoserveResult:
     """Of a run that did not take place."""
     gain = 1.0 + 0.1 * run.knows_online + 0.2 * (run.order == "blend")
     return CoserveResult(
-        offline_tok_s=1000.0 * gain,
-        offline_rps=run.traffic.seed * gain,
-        optimal_s_per_s=0.4 * gain,
+        end_s=run.traffic.seed / gain,
         of_optimum=0.5 * gain,
+        offline_tok_s=1000.0 * gain,
         offline=Work(0.2, 0.3),
         online=Work(0.3, 0.1),
         imbalance=0.1,
@@ -74,7 +78,6 @@ def invented(run: CoserveRun) -> CoserveResult:
         tpot_attainment=1.0,
         ttft_p99_s=1.0,
         num_online=100,
-        num_left=0 if run.mix.num_requests < 100 else 10,
         num_preemptions=2,
         recomputed_share=0.01,
         usage=np.zeros((4, 3)),
@@ -92,13 +95,7 @@ def test_figures_are_means_over_seeds() -> None:
     ((traffic, figures, _),) = run_study(TINY, range(1, 4))
     assert traffic == "alternating"
     assert tuple(figures) == tuple(VARIANTS)
-    assert figures["blend-online"]["offline_rps"] == pytest.approx(2.0 * 1.3)
-
-
-@pytest.mark.usefixtures("_invented_runs")
-def test_a_pool_that_ran_dry_is_refused() -> None:
-    with pytest.raises(ConfigError, match="99 offline requests are too few"):
-        run_study(replace(TINY, requests=99))
+    assert figures["blend-online"]["end_s"] == pytest.approx(2.0 / 1.3)
 
 
 @pytest.mark.usefixtures("_invented_runs")
