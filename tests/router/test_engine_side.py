@@ -27,7 +27,10 @@ def test_a_server_shows_its_state(tmp_path: Path) -> None:
         assert (state.max_num_seqs, state.kv_tokens, state.ttft_slo_s) == (3, 1024 * 16, 1.0)
         assert state.num_online == state.num_offline == 0
         admission = server.state.admission
-        reservations = [admission.reserve(ServiceClass.ONLINE, 1), admission.reserve(ServiceClass.OFFLINE, 2)]
+        reservations = [
+            admission.reserve("", which, num)
+            for which, num in ((ServiceClass.ONLINE, 1), (ServiceClass.OFFLINE, 2))
+        ]
         state = msgspec.json.decode(server.http.get("/state").content, type=ReplicaState)
         assert (state.num_online, state.num_offline) == (1, 2)
         for reservation in reservations:
