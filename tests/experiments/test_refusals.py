@@ -20,7 +20,7 @@ from tests.cli.running import run_cli_here
         ("blendserve coserving --traffics bursts", "there is no 'bursts'"),
         ("blendserve coserving --variants best", "there is no 'best'"),
         ("blendserve coserving --load 1", "must be below 1"),
-        ("blendserve coserving --duration 120", "must be above the 120 s"),
+        ("blendserve coserving --duration 0", "--duration must be above 0, got 0"),
         ("blendserve coserving --phase 0", "must be above 0"),
         ("blendserve lengths --estimates best", "estimates: there is no 'best'"),
         ("blendserve lengths --lengths azure", "lengths: there is no 'azure'"),
