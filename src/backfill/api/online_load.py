@@ -109,7 +109,6 @@ class OnlineLoad:
         self._in_time: dict[_Queue, StepLoad] = {}  # waiting prompts
         self._relegated: dict[_Queue, StepLoad] = {}  # the same of those that cannot be in time any more
         self._relegations: list[tuple[float, int, OpenChoice]] = []  # of prompts in time; sorted by instant
-        self._num_relegated = 0  # choices whose prompts wait
         self._num_opened = 0  # choices, ever
         self._num_open = 0  # choices
         self._num_prompt_tokens = 0  # of open choices
@@ -133,7 +132,7 @@ class OnlineLoad:
     def num_relegated(self, now_s: float) -> int:
         """Choices whose prompts wait and cannot be in time any more."""
         self._relegate(now_s)
-        return self._num_relegated
+        return sum(load.num_sampled for load in self._relegated.values())
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -253,7 +252,6 @@ class OnlineLoad:
         self._sum_first_steps += self._num_steps
         if choice.is_relegated:
             self._take(self._relegated, choice)
-            self._num_relegated -= 1
         else:
             self._take(self._in_time, choice)
             del self._relegations[
@@ -295,7 +293,6 @@ class OnlineLoad:
             load = self._relegated.setdefault(choice.queue, StepLoad())
             self._put(load, choice.prompt_tokens, choice.num_cached)
             choice.is_relegated = True
-        self._num_relegated += num_due
         del self._relegations[:num_due]
 
     def _put(self, load: StepLoad, num_tokens: int, num_cached: int = 0) -> None:
