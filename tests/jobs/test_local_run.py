@@ -8,7 +8,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,8 +20,10 @@ import pytest
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError, EngineDead
 from backfill.jobs.feed import InputChanged
+from backfill.jobs.lines import LineResult
 from backfill.jobs.local_files import RunFiles, digest_of
 from backfill.jobs.local_run import LocalRun
+from backfill.jobs.results import ResultLog
 from backfill.preparation.lines import BadLine
 from backfill.preparation.messages import LineSelection, PreparationSetup
 from backfill.preparation.supervisor import PreparationDied
@@ -182,6 +185,30 @@ async def test_lines_that_have_begun_end_and_the_others_wait_for_the_next_run(
     assert run.results == {f"r{number}" for number in range(NUM_BEGUN)}
     assert run.processes.ends == [True]
     await goes_on(tmp_path, small_model, NUM_BEGUN)
+
+
+async def test_a_result_that_is_being_written_at_the_stop_is_not_dropped(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, append = threading.Event(), ResultLog.append
+
+    def append_slowly(log: ResultLog, results: Sequence[LineResult]) -> None:
+        append(log, results)
+        assert may_go_on.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(ResultLog, "append", append_slowly)
+    lines = Lines()
+    run = Run(tmp_path, small_model, lines)
+    await until(lambda: len(lines.running) == 2 * NUM_SEQS)
+    lines.running[0].set_result({})
+    await until(lambda: run.run.counts.completed == 1)
+    await run.stopped(lines)
+    may_go_on.set()
+    for end in lines.running[1:NUM_BEGUN]:
+        end.set_result({})
+    assert not await run.is_whole()
+    assert (run.run.num_at_stop, run.run.num_dropped) == (NUM_BEGUN, 0)
+    assert len(run.results) == NUM_BEGUN
 
 
 async def test_lines_that_do_not_end_within_the_grace_are_dropped(tmp_path: Path, small_model: Path) -> None:

@@ -81,6 +81,7 @@ class Feeder:
         self._turns = itertools.count()
         self._capacity = 0
         self._num_running = 0
+        self.num_durable = 0  # results that this loop knows of; the thread that writes them counts sooner
         self._num_lost = 0  # lines since the engine died; 0 while it lives
         self._may_have_suspects = False
         self._fills_soon = False
@@ -390,6 +391,7 @@ class Feeder:
                 group, feed.results = feed.results, []
                 await append_with_retries(self._threads, feed.sink, group, feed.name)
                 feed.on_committed(group)
+                self.num_durable += len(group)
                 feed.note_durable(group)
                 self._order.note_ended(feed, len(group))
                 self._fill()

@@ -291,13 +291,13 @@ class LocalRun:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if stopping.done():
                 # Not those still in flight at the end: a dead engine's lines are not.
-                num_unfinished = self.counts.unfinished
+                num_durable = manager.feeder.num_durable
                 self.num_at_stop = await manager.drain(self.grace_s)
                 if self.counts.unfinished:
                     await manager.pause()
                 else:
                     await job.task
-                self.num_dropped = self.num_at_stop - (num_unfinished - self.counts.unfinished)
+                self.num_dropped = self.num_at_stop - (manager.feeder.num_durable - num_durable)
             elif not job.task.done():
                 engine.result()
         finally:
