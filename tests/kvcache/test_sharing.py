@@ -10,7 +10,7 @@ from backfill.core.block import BlockCopy, is_reversed
 from backfill.core.config import CheckpointingName
 from backfill.core.plan import CopyDirections
 from backfill.kvcache.content import Content, Evictable
-from backfill.kvcache.sharing import MOST_GIVING_WAY
+from backfill.kvcache.free_ends import MOST_GIVING_WAY
 from tests.kvcache.kv_examples import (
     OFFLINE,
     ONLINE,
@@ -135,6 +135,15 @@ def test_a_long_offline_request_shares_no_running_ones_block(
         run(model, B[:1], ONLINE)
         entering = run(model, prompt[:end])
     assert model.grow(entering, entering.request.num_tokens, NOTHING) is shares
+
+
+def test_a_short_offline_requests_block_is_entered_though_a_long_ones_would_come_first() -> None:
+    model = make_shared_cache(MOST_GIVING_WAY + 3)
+    run(model, list(range(1000, 1000 + MOST_GIVING_WAY * SIZE + 1)))
+    short = run(model, A[:1])
+    online = run(model, B[:4], ONLINE)
+    assert model.grow(online, 5, NOTHING)
+    assert last_block(model, online) == last_block(model, short)
 
 
 def test_of_two_blocks_the_one_with_more_free_slots_is_entered() -> None:

@@ -52,6 +52,15 @@ def test_no_block_is_kept_for_a_pair_where_that_saves_as_much_as_a_preemption_wa
     assert (waiting.status is RequestStatus.RUNNING) is (num_prompt_tokens == 6)
 
 
+def test_blocks_are_kept_for_long_offline_requests_which_pair_with_nobody() -> None:
+    """Though requests hold 7 blocks in the mean: three short online ones beside two of 14."""
+    bench = Bench(PriorityPolicy(), num_blocks=40, bidirectional=True)
+    bench.step(*(make_request(6, 9) for _ in range(3)), offline(54, 9), offline(54, 9))
+    waiting = offline(23, 9)
+    bench.step(waiting)  # it needs the 6 blocks that are left
+    assert waiting.status is RequestStatus.WAITING
+
+
 def test_where_memory_is_full_one_long_request_gives_way_and_not_each_that_shares() -> None:
     """20 answers that grow beside 20 batch lines of 30 blocks: the blocks of one suffice for a while."""
     bench = make_bench(640, 2560, checks_every=16)

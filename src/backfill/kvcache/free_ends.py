@@ -15,6 +15,8 @@ from backfill.kvcache.table import BlockTable
 
 Group: TypeAlias = ServiceClass | BlockState
 _LEAST_REBUILT = 64  # a shorter queue keeps its outdated entries
+MOST_GIVING_WAY = 8
+"""Blocks of an offline request that shares one with a running online one: all that it has gives way soon."""
 
 
 class FreeEnd(NamedTuple):
@@ -128,6 +130,11 @@ class FreeEnds:
 
     # The emptiest ones.
 
+    def may_pair(self, request: Request) -> bool:
+        """Whether a running request may share its last block with a running one of the other class."""
+        is_online = request.service_class is ServiceClass.ONLINE
+        return is_online or request.num_tokens <= MOST_GIVING_WAY * self._block_size
+
     def running(self, service_class: ServiceClass) -> FreeEnd | None:
         """Of the requests of this class."""
         last = self._first(service_class)
@@ -193,7 +200,9 @@ class FreeEnds:
         # In use once all its known tokens are computed.
         num_slots = last.request.num_tokens - (len(blocks) - 1) * self._block_size
         is_open = bool(blocks) and 0 < num_slots < self._block_size
-        if not is_open or blocks[-1].peer is not None or len(blocks) <= last.table.num_entered:
+        if not is_open or not self.may_pair(last.request):
+            return None
+        if blocks[-1].peer is not None or len(blocks) <= last.table.num_entered:
             return None
         return _Rank(last.request.service_class, num_slots)
 

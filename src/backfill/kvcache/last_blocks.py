@@ -91,6 +91,10 @@ class LastBlocks:
 
     # Blocks to enter, without which others are evicted and requests preempted.
 
+    def may_pair(self, request: Request) -> bool:
+        """Whether a running request may share its last block with a running one of the other class."""
+        return False
+
     def can_enter(
         self, request: Request, num_tokens: int, limit: int, matched: Collection[Content] = ()
     ) -> bool:

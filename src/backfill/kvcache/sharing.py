@@ -14,9 +14,6 @@ from backfill.kvcache.store import ContentStore
 from backfill.kvcache.table import BlockTable
 
 _LEAST_FREE = 4  # one slot in so many must stay free, for a running request's block to be entered
-MOST_GIVING_WAY = 8
-"""Blocks of an offline request that shares one with a running online one: all that it has gives way soon."""
-
 _LEAST_COPIED = 8  # a tail of at most one token in so many slots is sooner computed again than copied
 
 
@@ -96,6 +93,10 @@ class SharedLastBlocks(LastBlocks):
 
     # Blocks to enter.
 
+    def may_pair(self, request: Request) -> bool:
+        """See ``LastBlocks``."""
+        return self._free_ends.may_pair(request)
+
     def can_enter(
         self, request: Request, num_tokens: int, limit: int, matched: Collection[Content] = ()
     ) -> bool:
@@ -133,11 +134,11 @@ class SharedLastBlocks(LastBlocks):
         best = ends.preempted(states, matched)
         if best is not None and best.num_slots <= num_free:
             return best
-        running = ends.running(ServiceClass.OFFLINE if is_online else ServiceClass.ONLINE)
+        running = None
+        if ends.may_pair(request):
+            running = ends.running(ServiceClass.OFFLINE if is_online else ServiceClass.ONLINE)
         if running is not None and running.num_slots + max(1, size // _LEAST_FREE) <= num_free:
-            offline = running.owner if is_online else request
-            if offline is not None and offline.num_tokens <= MOST_GIVING_WAY * size:
-                return running
+            return running
         saved = ends.preempted([state for state in states if state is BlockState.SECURED], matched)
         return best if saved is None and may_lose else saved
 

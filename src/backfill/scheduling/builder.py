@@ -12,8 +12,8 @@ from backfill.core.plan import CopyDirections
 from backfill.core.request import PriorityLevel, Request, RequestStatus, ServiceClass
 from backfill.costs.model import CostModel
 from backfill.kvcache.content import BlockKey, Evictable, Match
+from backfill.kvcache.last_blocks import LastBlocks
 from backfill.kvcache.manager import KVCacheManager
-from backfill.kvcache.sharing import MOST_GIVING_WAY
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.in_flight import StepsInFlight
 from backfill.scheduling.policy import MIN_PREFILL_CHUNK_TOKENS, NO_LIMITS, Admission, ChunkLimits
@@ -288,11 +288,8 @@ class StepBuilder:
         holders: Sequence[Request] = self.preemption.block_holders
         if may_preempt:
             holders = [each for each in holders if not may_be_preempted(each, may_preempt)]
-        least_saved = math.inf
-        if self.kv.sharing.is_on:
-            mean_blocks = self.kv.counts.referenced / max(1, len(self.preemption.block_holders))
-            least_saved = mean_blocks / 2 if mean_blocks < MOST_GIVING_WAY else math.inf
-        reserved = _Reserved(may_preempt, least_saved)
+        least_saved = self.kv.counts.referenced / max(1, 2 * len(self.preemption.block_holders))
+        reserved = _Reserved(may_preempt, self.kv.sharing, least_saved)
         if len(holders) >= self.config.max_num_seqs:
             reserved.num_holders = len(holders)
         else:
@@ -355,22 +352,26 @@ class _Reserved:
     block is half empty. So pairs count only where they save as much.
 
     Args:
-        least_saved: half of the blocks that one request holds in the mean; inf where blocks are not shared.
+        least_saved: half of the blocks that one request holds in the mean.
     """
 
     without: Collection[PriorityLevel]
+    sharing: LastBlocks
     least_saved: float
     num_holders: int = 0
     _num_blocks: int = 0
-    _num_online: int = 0
+    _num_online: int = 0  # that may be one of a pair
+    _num_offline: int = 0
 
     @property
     def num_blocks(self) -> int:
-        num_saved = 2 * min(self._num_online, self.num_holders - self._num_online)
+        num_saved = 2 * min(self._num_online, self._num_offline)
         return self._num_blocks - (num_saved if num_saved >= self.least_saved else 0)
 
     def add(self, requests: Sequence[Request], num_blocks: int) -> None:
         """Args: num_blocks: of all of them."""
         self.num_holders += len(requests)
         self._num_blocks += num_blocks
-        self._num_online += len([each for each in requests if each.service_class is ServiceClass.ONLINE])
+        pairing = [each.service_class for each in requests if self.sharing.may_pair(each)]
+        self._num_online += pairing.count(ServiceClass.ONLINE)
+        self._num_offline += pairing.count(ServiceClass.OFFLINE)
