@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from backfill.http.limits import OwnerLimiter
 from tests.api.in_process import InProcessServer, in_process_server
 from tests.api.servers import wait_until
 from tests.api.sockets import RawClient, request
@@ -126,6 +129,29 @@ def test_an_owner_that_is_refused_again_and_again_waits_for_it(
         began_s = time.monotonic()
         assert post(server, bad).status_code == 400
         assert time.monotonic() - began_s > 0.1
+
+
+def test_a_refusal_that_waits_keeps_no_body(default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The body does not count any more, so an owner could have one on each of its connections."""
+    kept: list[list[int]] = []
+
+    def refuse(limiter: OwnerLimiter, owner: str) -> float:
+        kept.append([])
+        error = sys.exc_info()[1]
+        while error is not None:
+            for frame, _ in traceback.walk_tb(error.__traceback__):
+                values = frame.f_locals.values()
+                kept[-1] += [len(each) for each in values if isinstance(each, bytes) and len(each) > 9000]
+            error = error.__context__
+        return 0.0
+
+    monkeypatch.setattr(OwnerLimiter, "refuse", refuse)
+    with in_process_server(default_model, api_keys=("a=key",)) as server:
+        server.http.headers["Authorization"] = "Bearer key"
+        for body in (b"[" * 10_000, json.dumps({"prompt": "a" * 10_000, "max_tokens": -1}).encode()):
+            answer = server.http.post("/v1/completions", content=body, headers=JSON_TYPE)
+            assert answer.status_code == 400
+    assert kept == [[], []]
 
 
 def test_a_request_is_refused_before_its_body_is_parsed(default_model: Path) -> None:

@@ -140,6 +140,7 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
             state.metrics.requests.on_rejected(error.service_class, error.reason)
         # A router asks another engine at once.
         if state.api_keys is not None and not getattr(request.state, "is_routed", False):
+            error.__traceback__ = error.__cause__ = error.__context__ = None  # their frames have the body
             await asyncio.sleep(state.limiter.refuse(owner_of(request)))
         raise
     generation = opened.generation
