@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile, FitError
 from backfill.costs.profiler import FULL, Capacity
 from backfill.costs.refine import ProfileRefiner, ServedStep, StepSample, corrected
+from backfill.execution import machine
 from tests.builders import make_profile
 from tests.costs.test_profiler import TRUTH
 
@@ -137,6 +139,26 @@ def test_steps_beside_stolen_time_are_left_out_unless_all_are_such(quiet_of_ten:
     assert service.refiner.profile.cost.step_time_s(load) == pytest.approx(
         learned * TRUTH.step_time_s(load), rel=0.02
     )
+
+
+def test_steps_that_are_always_beside_stolen_time_are_learned_beside_others_that_never_are() -> None:
+    """Stolen time is counted in ticks of 10 ms, so a long step always has some, and most short ones none."""
+    service = Service(coarse_profile(TRUTH), noise=0.0)
+    load = StepLoad.of([(0, 512, True)])
+    for _ in range(100):
+        service.serve([(0, 512, True)], stolen=0.5)
+        service.serve([(300, 1, True)] * 8)
+    service.refine()
+    assert service.refiner.profile.cost.step_time_s(load) > 1.35 * TRUTH.step_time_s(load)
+
+
+def test_stolen_time_is_of_the_mean_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64, a little of each would else be more than all of a step."""
+    stolen_s = iter([5.0, 5.64, 5.64])
+    monkeypatch.setattr(machine, "_processor_seconds", lambda: [*[0.0] * 7, next(stolen_s)])
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    stolen = machine.StolenTime()
+    assert (stolen.take_s(), stolen.take_s()) == pytest.approx((0.01, 0.0))
 
 
 def test_unserved_loads_follow_the_speed_of_served_ones() -> None:

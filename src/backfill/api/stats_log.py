@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -36,7 +35,7 @@ class StatsLog:
     Args:
         objectives: returns how often each objective was met and missed since the start.
         num_late: returns how many prompts that wait cannot be in time any more.
-        stolen_s: returns the seconds that a hypervisor took of all processors since the last call.
+        stolen_s: returns the seconds that a hypervisor took of the mean processor since the last call.
     """
 
     objectives: Callable[[], Mapping[str, ObjectiveCounts]]
@@ -78,7 +77,7 @@ class StatsLog:
                 missed.append(f"{name.upper()} by {num_missed} of {num_all} {_COUNTED[name]}")
         if num_late := self.num_late():
             missed.append(f"TTFT by {num_late} that wait")
-        minute_s = _NUM_INTERVALS_A_MINUTE * self.interval_s * (os.cpu_count() or 1)
+        minute_s = _NUM_INTERVALS_A_MINUTE * self.interval_s
         stolen = self.stolen_s() / minute_s if minute_s else 0.0
         if missed:
             logger.warning(

@@ -42,8 +42,10 @@ _LOWEST_SCALE, _HIGHEST_SCALE = 0.5, 2.0
 _MOST_PER_ROW = 1.25
 # Weight of a stratum without served steps; one with them weighs 1. All strata share attention's terms.
 _UNSERVED_WEIGHT = 0.1
-# Part of a step's time beyond which it counts as disturbed by what a hypervisor took.
-_MOST_STOLEN = 0.05
+# Part of a step's time beyond which it counts as disturbed by what a hypervisor took of the mean processor.
+_MOST_STOLEN = 0.025
+# Disturbed steps of a stratum that are left out in a row.
+_MOST_LEFT_OUT = 4
 # A saved profile is too slow if it predicts more than so many times what steps take at a start.
 _MOST_TOO_SLOW = 1.3
 
@@ -68,11 +70,15 @@ StratumKey: TypeAlias = tuple[int, int, int]
 
 @dataclass(slots=True)
 class Stratum:
-    """The latest steps of similar loads. Every third is held out: no model is fitted to it."""
+    """The latest steps of similar loads. Every third is held out: no model is fitted to it.
+
+    Attributes: num_left_out: disturbed ones since the last one that was taken.
+    """
 
     fitted: deque[ServedStep] = field(default_factory=lambda: deque(maxlen=_SAMPLES_PER_STRATUM))
     held_out: deque[ServedStep] = field(default_factory=lambda: deque(maxlen=_SAMPLES_PER_STRATUM))
     num_steps: int = 0
+    num_left_out: int = 0
 
     def add(self, step: ServedStep) -> None:
         self.num_steps += 1
@@ -83,13 +89,15 @@ class StepSample:
     """A bounded sample of served steps, spread over the loads that occur.
 
     Loads of a stratum have the same tokens, sampled rows and context, up to a factor of two. A new stratum
-    replaces the least recently used one.
+    replaces the least recently used one. Disturbed steps are left out, but for one in five of a stratum where
+    all are: then that is how fast the device is. Long steps are disturbed more often than short ones.
     """
 
     def __init__(self) -> None:
         self._strata: OrderedDict[StratumKey, Stratum] = OrderedDict()
 
-    def add(self, step: ServedStep) -> None:
+    def add(self, step: ServedStep, *, is_disturbed: bool = False) -> bool:
+        """Returns: whether it was taken."""
         key = stratum_of(step.timed.load)
         stratum = self._strata.get(key)
         if stratum is None:
@@ -97,7 +105,12 @@ class StepSample:
                 self._strata.popitem(last=False)
             stratum = self._strata[key] = Stratum()
         self._strata.move_to_end(key)
+        if is_disturbed and stratum.num_left_out < _MOST_LEFT_OUT:
+            stratum.num_left_out += 1
+            return False
+        stratum.num_left_out = 0
         stratum.add(step)
+        return True
 
     def held_out(self) -> list[TimedStep]:
         return [step.timed for stratum in self._strata.values() for step in stratum.held_out]
@@ -124,7 +137,7 @@ class ProfileRefiner:
     Args:
         grid: loads at which the current model counts where no steps were served.
         on_refined: called with each new profile.
-        stolen_s: returns the seconds that a hypervisor took of all processors since the last call.
+        stolen_s: returns the seconds that a hypervisor took of the mean processor since the last call.
     """
 
     def __init__(
@@ -141,7 +154,7 @@ class ProfileRefiner:
         self._on_refined = on_refined
         self._stolen_s = stolen_s
         self._sample = StepSample()
-        self._num_new = self._num_left_out = 0  # steps since the last fit
+        self._num_new = 0
         self._began_at_s = clock.now_s()
         self._fitted_at_s = -math.inf
 
@@ -161,24 +174,18 @@ class ProfileRefiner:
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Take a step into the sample that ran from its first layer to its last in ``seconds``.
 
-        One during which time was stolen is left out, but no more of them than are taken: where time is always
-        stolen, that is how fast the device is.
+        It is disturbed where a hypervisor has taken time since the step before.
         """
         is_disturbed = self._stolen_s() > _MOST_STOLEN * seconds
         if seconds <= 0:
             return
-        if is_disturbed and self._num_left_out < self._num_new:
-            self._num_left_out += 1
-            return
         chunks = [scheduled for scheduled in plan.slices if scheduled.num_tokens > 1]
-        self._sample.add(
-            ServedStep(
-                TimedStep(StepLoad.of_slices(plan.slices), seconds),
-                prompt_end=max((chunk.start + chunk.num_tokens for chunk in chunks), default=0),
-                chunk_tokens=max((chunk.num_tokens for chunk in chunks), default=0),
-            )
+        served = ServedStep(
+            TimedStep(StepLoad.of_slices(plan.slices), seconds),
+            prompt_end=max((chunk.start + chunk.num_tokens for chunk in chunks), default=0),
+            chunk_tokens=max((chunk.num_tokens for chunk in chunks), default=0),
         )
-        self._num_new += 1
+        self._num_new += self._sample.add(served, is_disturbed=is_disturbed)
 
     def refine(self) -> CostProfile | None:
         """Fit again. Returns the new profile, or None if it did not change.
@@ -186,7 +193,7 @@ class ProfileRefiner:
         The new model replaces the current one if it predicts held-out steps better. Otherwise the profile
         keeps its model, with the error on these steps.
         """
-        self._num_new = self._num_left_out = 0
+        self._num_new = 0
         self._fitted_at_s = self._clock.now_s()
         held_out = self._sample.held_out()
         typical = self._sample.typical(self.profile.cost)

@@ -107,12 +107,12 @@ class StolenTime:
         self._taken_s = self._now_s()
 
     def take_s(self) -> float:
-        """Seconds since the last call, of all processors together; in steps of 10 ms, mostly.
+        """Seconds since the last call, of the mean processor; 0 where the system does not say.
 
-        0 where the system does not say.
+        Of all processors together they come in steps of 10 ms, mostly.
         """
         before_s, self._taken_s = self._taken_s, self._now_s()
-        return self._taken_s - before_s
+        return (self._taken_s - before_s) / (os.cpu_count() or 1)
 
     @staticmethod
     def _now_s() -> float:
