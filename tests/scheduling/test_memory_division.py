@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from backfill.core.clock import VirtualClock
 from backfill.core.config import PolicyName, SchedulerConfig
 from backfill.core.plan import StepOutcome, StepPlan
-from backfill.core.request import Request, ServiceClass
+from backfill.core.request import FinishReason, Request, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.model import CostModel
@@ -222,6 +222,24 @@ def test_first_tokens_get_their_time_back_where_gaps_have_enough() -> None:
     assert ttft_s[0] > slo.ttft_s, "the pool has to be drained first"
     assert max(ttft_s[1:]) <= slo.ttft_s
     assert server.num_tokens("offline") > 0
+
+
+def test_prompts_that_the_decodes_beside_them_make_late_need_nothing() -> None:
+    """31 steps of 35 ms would be in time, but with 40 decodes they take 37: weights would help nobody."""
+    server = Server(8, 1, max_chunk_tokens=64)
+    for number in range(40):
+        server.add(make_request(20, 400, request_id=f"answer-{number}", slo=SLO(ttft_s=9.0, tpot_s=0.25)))
+    server.serve(1.0)
+    scheduler, now_s = server.engine.scheduler, server.clock.now_s()
+    assert scheduler.predictor is not None and scheduler._division is not None
+    usable = scheduler.predictor.usable_share * scheduler.predictor.time_scale
+    for steps_s, is_needed in ((31 * 0.036, False), (31 * 0.042, True)):
+        slo = SLO(ttft_s=steps_s / usable, tpot_s=0.25)
+        prompt = make_request(1984, 10, request_id=f"prompt-{is_needed}", arrived_at_s=now_s, slo=slo)
+        server.add(prompt)
+        need = scheduler._division._situation(now_s).prompts
+        assert (need is not None) is is_needed
+        scheduler.finish(prompt.request_id, FinishReason.ABORT)
 
 
 def throughput(interval: int, min_interval: int | None) -> tuple[float, float]:

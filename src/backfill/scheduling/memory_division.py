@@ -204,11 +204,11 @@ class MemoryDivision:
         cost, config = self.predictor.measured, self.config
         num_tokens = sum(each.num_pending_tokens for each in prompts)
         chunk = min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens, num_tokens)
-        if len(prompts) < len(online):
-            decodes = _decodes([each for each in online if each.last_token_at_s is not None])
-            fitting = cost.max_tokens(decodes, 0, chunk, limit_s)
-            chunk = max(min(MIN_PREFILL_CHUNK_TOKENS, chunk), fitting)
-        compute_s = self.predictor.time_scale * cost.step_time_s(StepLoad.of([(0, chunk, True)]))
+        load = _decodes([each for each in online if each.last_token_at_s is not None])
+        if load.num_requests:
+            chunk = max(min(MIN_PREFILL_CHUNK_TOKENS, chunk), cost.max_tokens(load, 0, chunk, limit_s))
+        load.put(0, chunk, True)
+        compute_s = self.predictor.time_scale * cost.step_time_s(load)
         usable, num_tokens, least_s = self.predictor.usable_share * self.predictor.time_scale, 0, math.inf
         for request in sorted(prompts, key=lambda each: each.next_token_by_s):
             num_steps = max(1.0, (num_tokens + request.num_pending_tokens) / chunk)
