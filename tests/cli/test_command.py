@@ -206,7 +206,8 @@ def test_what_is_no_configuration_file_is_refused(
     (tmp_path / "a.yaml").write_text("a: [")
     (tmp_path / "a.ini").write_text("")
     done = meal.run("--config", str(tmp_path / name))
-    assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 1 and done.stderr.startswith(f"backfill: {tmp_path / name} {message}")
+    assert done.stderr.count("\n") == 1
 
 
 def test_an_error_names_an_option_as_the_user_wrote_it(
@@ -330,6 +331,12 @@ def test_a_misspelt_variable_is_named_with_the_one_that_is_meant(
     monkeypatch.setenv("BACKFILL_TTFT_SLO", "2")  # another command's
     wrong = "backfill: BACKFILL_MAX_SEAT is no variable of this command. Did you mean BACKFILL_MAX_SEATS?\n"
     assert meal.run().stderr == wrong
+
+
+def test_a_variable_with_two_letters_swapped_is_misspelt_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKFILL_MODLE", "x")
+    wrong = "backfill: BACKFILL_MODLE is no variable of this command. Did you mean BACKFILL_MODEL?\n"
+    assert run_cli_here("pull", "no-such-model").stderr.startswith(wrong)
 
 
 def test_servers_of_a_measurement_read_no_options_from_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,9 +60,16 @@ class PromptOptions:
     prompt: str | None = None
 
     def text(self) -> str:
-        """Raises: ConfigError if there is none."""
-        text = self.prompt if self.prompt is not None or sys.stdin.isatty() else sys.stdin.read()
-        if not text or not text.strip():
+        """Raises: ConfigError if there is none, or if it is not UTF-8."""
+        text = self.prompt
+        if text is None and sys.stdin.isatty():
+            raise ConfigError("is needed, or a question on standard input.", field="prompt")
+        try:
+            text = sys.stdin.read() if text is None else text
+            text.encode()
+        except UnicodeError:  # what was not UTF-8 is refused by the first or, as surrogates, by the second
+            raise ConfigError("must be UTF-8.", field="prompt") from None
+        if not text.strip():
             raise ConfigError("is empty.", field="prompt")
         return text
 

@@ -221,7 +221,8 @@ class _Command:
         """Say which variables set nothing here and look like one of this command's."""
         known = {name for option in self._options.values() for name in self._variables_of(option)}
         for name in sorted(os.environ.keys() - known):
-            near = difflib.get_close_matches(name, known, 1, _MISSPELT)
+            swapped = [each for each in known if sorted(each) == sorted(name)]
+            near = swapped or difflib.get_close_matches(name, known, 1, _MISSPELT)
             if near and name.startswith(self._prefix):
                 wrong = f"{name} is no variable of this command. Did you mean {near[0]}?"
                 print(f"backfill: {wrong}", file=sys.stderr)

@@ -44,7 +44,7 @@ def _load(path: Path) -> Sequence[tuple[object, object]]:
         if path.suffix in (".yaml", ".yml"):
             return _load_yaml(path)
         if path.suffix != ".toml":
-            raise ConfigError(f"{path} must be named .toml, .yaml or .yml.", field="config")
+            raise ConfigError(f"{path} must be named .toml, .yaml or .yml.")
         content = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error

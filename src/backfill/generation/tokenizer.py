@@ -103,7 +103,12 @@ class Tokenizer:
         if last_tokens is not None:
             text = text[-(last_tokens + _CUT_MARGIN_TOKENS) * self._longest_token :]
         # Unlike other methods, encode_batch_fast releases the interpreter's lock for the whole time.
-        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        try:
+            (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError:  # it takes UTF-8 alone
+            message = "A text to tokenize must be valid Unicode, got half of a surrogate pair."
+            raise RequestError(message, param="prompt") from None
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
