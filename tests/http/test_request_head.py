@@ -186,9 +186,16 @@ def test_unsupported_endpoints_are_501(server: InProcessServer, path: str) -> No
     assert ("/v1/chat/completions" in answered.json()["error"]["message"]) == instead
 
 
+def test_anthropic_s_counts_and_batches_name_the_path_to_use(server: InProcessServer) -> None:
+    for path, instead in (("count_tokens", "/tokenize"), ("batches/msgbatch_1", "/v1/batches")):
+        refused = server.http.post(f"/v1/messages/{path}", json={})
+        assert refused.json()["error"]["message"].endswith(f"Use POST {instead}.")
+
+
 def test_ollama_s_endpoints_name_the_path_to_use(server: InProcessServer) -> None:
     refused = server.http.post("/api/chat", json={"model": "m", "messages": []})
-    assert (refused.status_code, server.http.get("/api/tags").status_code) == (501, 501)
+    asked = ("/api/tags", "/api/ps", "/api/show")
+    assert {refused.status_code, *(server.http.get(path).status_code for path in asked)} == {501}
     assert refused.json()["error"].endswith("Use OpenAI's: POST /v1/chat/completions")
 
 

@@ -94,7 +94,7 @@ async def test_limits_of_storage(tmp_path: Path) -> None:
     await store_input(manager, b"x" * 61, purpose="user_data")
     with pytest.raises(TooLarge, match="storage is full"):
         await store_input(manager, b"x" * 40)
-    with pytest.raises(RequestError, match="purpose"):
+    with pytest.raises(RequestError, match="has purpose 'user_data'; a batch needs 'batch'"):
         await create(manager, await store_input(manager, b"x", purpose="user_data"))
     await manager.stop()
 

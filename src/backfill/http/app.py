@@ -61,10 +61,16 @@ UNSUPPORTED = (
     "vector_stores",
     "videos",
 )
-_INSTEAD = dict.fromkeys(("assistants", "messages", "responses"), "POST /v1/chat/completions")
+_INSTEAD = {
+    **dict.fromkeys(("assistants", "messages", "responses"), "POST /v1/chat/completions"),
+    "messages/batches": "POST /v1/batches",
+    "messages/count_tokens": "POST /tokenize",
+}
 INSTEAD_OF_OLLAMA = {
     "chat": "POST /v1/chat/completions",
     "generate": "POST /v1/completions",
+    "ps": "GET /v1/models",
+    "show": "GET /v1/models",
     "tags": "GET /v1/models",
     "version": "GET /version",
 }
@@ -158,7 +164,8 @@ def _unsupported_router() -> APIRouter:
 
     async def refuse(request: Request) -> JSONResponse:
         path = request.url.path
-        instead = _INSTEAD.get(path.removeprefix("/v1/").partition("/")[0])
+        first, *rest = path.removeprefix("/v1/").split("/")
+        instead = _INSTEAD.get("/".join((first, *rest[:1]))) or _INSTEAD.get(first)
         hint = f" Use {instead}." if instead else ""
         body = error_body(f"{path} is not supported by this server.{hint}", "server_error")
         return JSONResponse(body, 501, {"x-should-retry": "false"})

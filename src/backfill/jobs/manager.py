@@ -262,7 +262,7 @@ class JobManager:
         owner's open batches are at a limit, StorageFull."""
         file = await self.files.get(owner, input_file_id)
         if file.purpose != "batch":
-            message = f"The file {input_file_id} has purpose {file.purpose!r}; a batch needs one of 'batch'."
+            message = f"The file {input_file_id} has purpose {file.purpose!r}; a batch needs 'batch'."
             raise RequestError(message, param="input_file_id")
         most = self.config.batch_max_queued_lines
         if await self._num_queued_lines(owner) >= most:
