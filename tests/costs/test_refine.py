@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -159,6 +160,28 @@ def test_stolen_time_is_of_the_mean_processor(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     stolen = machine.StolenTime()
     assert (stolen.take_s(), stolen.take_s()) == pytest.approx((0.01, 0.0))
+
+
+def test_where_nothing_was_ever_stolen_it_is_hardly_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for beside every step."""
+    clock, read_s, reads = VirtualClock(), [0.0] * 8, list[float]()
+
+    def read() -> list[float]:
+        reads.append(clock.now_s())
+        return read_s
+
+    monkeypatch.setattr(machine, "_processor_seconds", read)
+    monkeypatch.setattr(time, "monotonic", clock.now_s)
+    stolen = machine.StolenTime()
+    for _ in range(25):
+        clock.advance(1.0)
+        assert stolen.take_s() == 0.0
+    assert reads == [0.0, 10.0, 20.0]
+    read_s[-1] = 1.0
+    clock.advance(10.0)
+    assert stolen.take_s() > 0.0
+    assert stolen.take_s() == 0.0
+    assert len(reads) == 5, "from now on it is"
 
 
 def test_unserved_loads_follow_the_speed_of_served_ones() -> None:
