@@ -11,6 +11,7 @@ import pytest
 from yarl import URL
 
 from backfill.http.errors import LOST_HEADER
+from backfill.http.limits import OwnerLimiter
 from backfill.router.health import RetryBudget
 from backfill.router.policy import RoutedRequest
 from backfill.router.proxy import NO_ENGINES
@@ -295,7 +296,14 @@ async def test_keys_are_checked_by_the_router_and_engines_are_told_the_owner() -
         assert seen["x-backfill-owner"] == "alice"
 
 
-async def test_an_owner_has_its_limits_at_the_router(tmp_path: Path) -> None:
+async def test_an_owner_has_its_limits_at_the_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = list[str]()
+
+    def refuse(_: OwnerLimiter, owner: str) -> float:
+        refused.append(owner)
+        return 0.0
+
+    monkeypatch.setattr(OwnerLimiter, "refuse", refuse)
     key_file = tmp_path / "keys"
     key_file.write_text("flood=one\nflood requests-per-minute=2\n")
     async with routing([StubEngine()], api_keys=["other=two"], api_key_file=key_file) as router:
@@ -309,6 +317,7 @@ async def test_an_owner_has_its_limits_at_the_router(tmp_path: Path) -> None:
 
         assert [await status_of("one") for _ in range(3)] == [200, 200, 429]
         assert await status_of("two") == 200
+    assert refused == ["flood"], "what is refused again and again waits"
 
 
 @pytest.mark.parametrize("others", [1, 0])

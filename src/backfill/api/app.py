@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 
@@ -140,8 +139,7 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
             state.metrics.requests.on_rejected(error.service_class, error.reason)
         # A router asks another engine at once.
         if state.api_keys is not None and not getattr(request.state, "is_routed", False):
-            error.__traceback__ = error.__cause__ = error.__context__ = None  # their frames have the body
-            await asyncio.sleep(state.limiter.refuse(owner_of(request)))
+            await state.limiter.delay(owner_of(request), error)
         raise
     generation = opened.generation
     arguments = generation, opened.arrived_at_s, opened

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -179,12 +180,17 @@ class OwnerLimiter:
     def now_s(self) -> float:
         return self._clock.now_s()
 
-    def refuse(self, owner: str) -> float:
-        """Count a refusal. Returns: seconds to wait before it is answered.
+    async def delay(self, owner: str, refusal: Exception) -> None:
+        """Wait before a refusal is answered.
 
         Who sends what is refused again at once, on many connections, would else keep the event loop from the
         requests of others. A client that waits as it is told never notices.
         """
+        refusal.__traceback__ = refusal.__cause__ = refusal.__context__ = None  # their frames have the body
+        await asyncio.sleep(self.refuse(owner))
+
+    def refuse(self, owner: str) -> float:
+        """Count a refusal. Returns: seconds to wait before it is answered."""
         now_s = self._clock.now_s()
         use = self._uses.setdefault(owner, _Use(EndRate(self._clock)))
         use.refused_until_s = max(use.refused_until_s, now_s) + 1 / _REFUSALS_PER_S

@@ -15,8 +15,9 @@ from fastapi import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from backfill.core.clock import Clock
+from backfill.core.errors import RequestError
 from backfill.http.bodies import BodyBudget, HeldBody, json_body, owner_of
-from backfill.http.errors import LOST_HEADER, Unavailable
+from backfill.http.errors import LOST_HEADER, RateLimited, Unavailable
 from backfill.http.limits import OwnerLimiter, OwnerSlot
 from backfill.http.middleware import OWNER_HEADER
 from backfill.http.streaming import sse_event, while_connected
@@ -141,6 +142,14 @@ class Proxy:
         """
         request = Request(scope, receive)
         owner = owner_of(request)
+        try:
+            await self._generate(request, owner, send)
+        except (RateLimited, RequestError) as error:
+            if self.checks_keys:
+                await self.limiter.delay(owner, error)
+            raise
+
+    async def _generate(self, request: Request, owner: str, send: Send) -> None:
         slot = self.limiter.enter(owner)
         request.state.answer_headers = slot.headers
         self.num_open += 1
@@ -151,8 +160,8 @@ class Proxy:
                     body.mark_offline()
                 slot.queue([routed.num_tokens])
                 headers = self._headers(request, owner)
-                exchange = _Exchange(scope["path"], headers, body, routed, slot, send)
-                await while_connected(self._run(exchange), receive)
+                exchange = _Exchange(request.scope["path"], headers, body, routed, slot, send)
+                await while_connected(self._run(exchange), request.receive)
         finally:
             slot.release()
             self.num_open -= 1
