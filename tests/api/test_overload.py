@@ -146,12 +146,19 @@ def test_a_refusal_that_waits_keeps_no_body(default_model: Path, monkeypatch: py
         return 0.0
 
     monkeypatch.setattr(OwnerLimiter, "refuse", refuse)
-    with in_process_server(default_model, api_keys=("a=key",)) as server:
-        server.http.headers["Authorization"] = "Bearer key"
-        for body in (b"[" * 10_000, json.dumps({"prompt": "a" * 10_000, "max_tokens": -1}).encode()):
-            answer = server.http.post("/v1/completions", content=body, headers=JSON_TYPE)
+    sizes = {"max_body_bytes": 25_000, "max_inflight_body_bytes": 25_000}
+    with in_process_server(default_model, api_keys=("a=key",), **sizes) as server:
+        key = {"Authorization": "Bearer key", **JSON_TYPE}
+        bad = json.dumps({"prompt": "a" * 10_000, "max_tokens": -1}).encode()
+        for body in (b"[" * 10_000, bad):
+            answer = server.http.post("/v1/completions", content=body, headers=key)
             assert answer.status_code == 400
-    assert kept == [[], []]
+        with RawClient(server.port) as slow:
+            slow.send(request(path="/v1/completions", headers={"Content-Length": "20000", **key}) + bad)
+            wait_until(lambda: server.state.bodies.all.total == len(bad), "the slow body")
+            answer = server.http.post("/v1/completions", content=b" " * 16_000, headers=key)
+            assert answer.status_code == 503
+    assert kept == [[], [], []]
 
 
 def test_a_request_is_refused_before_its_body_is_parsed(default_model: Path) -> None:

@@ -15,7 +15,7 @@ from backfill.api.state import Phase, ServerState
 from backfill.core.errors import RequestError
 from backfill.http.app import add_checks, build_status_router, new_app, unhealthy
 from backfill.http.bodies import json_body, owner_of
-from backfill.http.errors import RateLimited
+from backfill.http.errors import RateLimited, Unavailable
 from backfill.http.middleware import HttpMiddleware, RequestIdMiddleware
 from backfill.http.openapi import answers, takes_json
 from backfill.http.page import build_page_router
@@ -134,7 +134,7 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
     service = state.ready_service()
     try:
         opened = await open_request(state, endpoint, request)
-    except (RateLimited, RequestError) as error:
+    except (RateLimited, RequestError, Unavailable) as error:
         if isinstance(error, RateLimited) and state.metrics is not None:
             state.metrics.requests.on_rejected(error.service_class, error.reason)
         # A router asks another engine at once.

@@ -144,7 +144,7 @@ class Proxy:
         owner = owner_of(request)
         try:
             await self._generate(request, owner, send)
-        except (RateLimited, RequestError) as error:
+        except (RateLimited, RequestError, Unavailable) as error:
             if self.checks_keys:
                 await self.limiter.delay(owner, error)
             raise
