@@ -112,16 +112,16 @@ def test_too_few_requests_have_no_capacity() -> None:
 
 
 def point(load: float, panel: str = "code", **policies: tuple[float, float]) -> GoodputPoint:
-    """Goodput and offline tokens per second by policy."""
+    """Goodput and offline requests that ended per second, by policy."""
     figures = {
-        policy.replace("_", "-"): {"goodput_rps": goodput, "offline_tok_s": offline}
+        policy.replace("_", "-"): {"goodput_rps": goodput, "offline_rps": offline}
         for policy, (goodput, offline) in policies.items()
     }
     return GoodputPoint(Panel(panel, 1.0, has_offline=True), load, 1.0, figures)
 
 
 POINTS = [
-    point(0.5, online_only=(4.0, 0.0), priority=(2.0, 100.0), slo=(3.0, 110.0)),
+    point(0.5, online_only=(4.0, 0.0), bros=(3.97, 50.0), priority=(2.0, 100.0), slo=(4.0, 45.0)),
     point(0.7, online_only=(6.0, 0.0), priority=(5.4, 50.0), slo=(5.1, 40.0)),
     point(1.0, online_only=(5.0, 0.0), priority=(1.0, 10.0), slo=(6.0, 1.0)),
     point(1.5, online_only=(0.0, 0.0), priority=(0.0, 10.0), slo=(3.0, 1.0)),
@@ -133,10 +133,10 @@ POINTS = [
 @pytest.mark.parametrize(
     ("policy", "points", "expected"),
     [
-        ("slo", POINTS, (3.0 / 4.0, 0.9, (1.1 + 0.8) / 2, 3.0 / 6.0)),
-        ("priority", POINTS, (1.0 / 5.0, 0.0, 1.0, 0.0)),
-        ("slo", [point(0.5, slo=(0.0, 5.0))], (None, None, None, None)),
-        ("slo", [point(0.5, slo=(2.0, 5.0))], (None, 1.0, None, None)),
+        ("slo", POINTS, (5.1 / 6.0, 0.9, 45.0 / 50.0, 3.0 / 6.0)),
+        ("priority", POINTS, (1.0 / 5.0, 0.0, 100.0 / 50.0, 0.0)),
+        ("slo", [point(0.5, slo=(0.0, 5.0))], (None, None, 1.0, None)),
+        ("slo", [point(0.8, slo=(2.0, 5.0))], (None, 1.0, None, None)),
     ],
 )
 def test_a_summary_has_the_worst_ratios_and_the_stability(
