@@ -80,7 +80,7 @@ def test_slices_are_suspended_wherever_that_saves_a_wait(
 def test_a_stop_that_costs_offline_work_is_paid_for_by_a_share_of_it() -> None:
     """Both parts of the step read the weights: 0.2 s for the whole step, 0.16 s for what is left of it."""
     step, budget = running(online_s=0.3, offline_s=0.9, suspends=True), StopBudget()
-    prompt = ArrivedPrompt(100, ttft_deadline_at_s=100.0)
+    prompt = ArrivedPrompt(100, ttft_deadline_at_s=20.0)
     assert step.stop_costs_s(10.2) == pytest.approx(0.2 * (0.8 - 0.005))
     assert not stops(step, [prompt], 10.2, budget=budget)
     budget.earn(10.0)
@@ -90,6 +90,17 @@ def test_a_stop_that_costs_offline_work_is_paid_for_by_a_share_of_it() -> None:
     late = ArrivedPrompt(100, ttft_deadline_at_s=10.8)
     assert stops(step, [late], 10.2, budget=budget), "without a stop the first token is late"
     assert stops(running(suspends=True), [prompt], 10.2, budget=budget), "nothing is lost by this one"
+
+
+def test_a_stop_that_costs_offline_work_saves_more_than_anyone_would_notice() -> None:
+    step, budget = running(online_s=0.3, offline_s=0.9, suspends=True), StopBudget()
+    budget.earn(100.0)
+    saved_s = step.ends_in_s(10.2) - step.ends_stopped_in_s(10.2)
+    near, far = (ArrivedPrompt(100, 10.2 + saved_s / share) for share in (0.021, 0.019))
+    assert stops(step, [near], 10.2, budget=budget)
+    assert not stops(step, [far], 10.2, budget=budget)
+    assert stops(step, [far, near], 10.2, budget=budget)
+    assert stops(running(suspends=True), [far], 10.2, budget=budget), "nothing is lost by this one"
 
 
 def test_arrived_prompts_are_computed_together() -> None:

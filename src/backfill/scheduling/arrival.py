@@ -12,6 +12,8 @@ from backfill.costs.model import CostModel
 
 # With suspending, a step is stopped only if that saves more than this many times the wait for a safepoint.
 _MIN_GAIN = 1.0
+# A stop that costs offline work saves at least this part of the time to the first token's deadline.
+_MIN_GAIN_SHARE = 0.02
 # Steps of a pipeline stop between two stages, where a stop costs nothing: only what gains little is left out.
 _MIN_STAGE_GAIN = 0.1
 # What stops may cost offline work: a share of its time, and of so much of it at most at once.
@@ -126,12 +128,13 @@ def should_stop(
 ) -> bool:
     """Whether to stop the running step for the prompts that arrived during it.
 
-    Where stopped slices are suspended: whenever the stop saves enough of the prompts' wait. Where they are
-    discarded: only as in the paper, when a prompt would miss its TTFT objective if the step ran to its end,
-    and would not if it stopped. A prompt that would be late either way does not cost offline work as well
-    (Niyama's relegation). The estimate computes all prompts together in the next step, the queued ones too,
-    beside the online decodes: they go with or before those that arrived. In a pipeline a part of that step
-    runs beside the running one, and does not wait for it.
+    Where stopped slices are suspended: whenever the stop saves enough of the prompts' wait, and of the time
+    to their deadlines if it costs offline work. Where they are discarded: only as in the paper, when a prompt
+    would miss its TTFT objective if the step ran to its end, and would not if it stopped. A prompt that would
+    be late either way does not cost offline work as well (Niyama's relegation). The estimate computes all
+    prompts together in the next step, the queued ones too, beside the online decodes: they go with or before
+    those that arrived. In a pipeline a part of that step runs beside the running one, and does not wait for
+    it.
 
     The printed algorithm's test on line 10 is inverted (it leaves when the objective would be missed), and it
     charges the next step for the offline requests of this one, which the policy does not put beside a prompt.
@@ -146,9 +149,11 @@ def should_stop(
         return False
     at_end_s, stopped_s = step.ends_in_s(now_s), step.ends_stopped_in_s(now_s)
     if step.suspends and not step.overlap:
-        if at_end_s - stopped_s <= _MIN_GAIN * step.stop_s:
+        gain_s, costs_s = at_end_s - stopped_s, step.stop_costs_s(now_s)
+        if gain_s <= _MIN_GAIN * step.stop_s:
             return False
-        if budget.allows(step.stop_costs_s(now_s)):
+        slack_s = min(prompt.ttft_deadline_at_s for prompt in arrived) - now_s
+        if budget.allows(costs_s) and (costs_s == 0.0 or gain_s >= _MIN_GAIN_SHARE * slack_s):
             return True
     load = online.copy()
     for prompt in arrived:
