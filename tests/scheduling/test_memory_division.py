@@ -242,6 +242,18 @@ def test_prompts_that_the_decodes_beside_them_make_late_need_nothing() -> None:
         scheduler.finish(prompt.request_id, FinishReason.ABORT)
 
 
+def test_steps_of_a_long_prompt_count_what_they_attend_to() -> None:
+    server = Server(
+        8, 1, max_chunk_tokens=64, predicted=linear_cost(token_s=5e-5, step_s=0.032, context_s=2e-5)
+    )
+    server.add(make_request(1984, 10, slo=SLO(ttft_s=9.0, tpot_s=0.25)))
+    scheduler = server.engine.scheduler
+    assert scheduler.predictor is not None and scheduler._division is not None
+    need = scheduler._division._situation(0.0).prompts
+    assert need is not None
+    assert need.compute_s == pytest.approx(scheduler.predictor.cost.prefill_time_s(1984, 64) / 31, rel=0.01)
+
+
 def throughput(interval: int, min_interval: int | None) -> tuple[float, float]:
     """Offline tokens a second, and the share of online gaps that are in time.
 

@@ -204,10 +204,14 @@ class MemoryDivision:
         cost, config = self.predictor.measured, self.config
         num_tokens = sum(each.num_pending_tokens for each in prompts)
         chunk = min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens, num_tokens)
+        # Where the mean of their chunks begins.
+        ends = sum(each.num_computed_tokens + each.num_tokens for each in prompts)
+        middle = max(0, ends // len(prompts) - chunk) // 2
         load = _decodes([each for each in online if each.last_token_at_s is not None])
         if load.num_requests:
-            chunk = max(min(MIN_PREFILL_CHUNK_TOKENS, chunk), cost.max_tokens(load, 0, chunk, limit_s))
-        load.put(0, chunk, True)
+            fitting = cost.max_tokens(load, middle, chunk, limit_s)
+            chunk = max(min(MIN_PREFILL_CHUNK_TOKENS, chunk), fitting)
+        load.put(middle, chunk, True)
         compute_s = self.predictor.time_scale * cost.step_time_s(load)
         usable, num_tokens, least_s = self.predictor.usable_share * self.predictor.time_scale, 0, math.inf
         for request in sorted(prompts, key=lambda each: each.next_token_by_s):
