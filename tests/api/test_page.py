@@ -66,8 +66,17 @@ def batches_after(url: str, ids: list[str]) -> dict[str, Any]:
     start = 0 if after is None else ids.index(after) + 1
     counts, usage = {"total": 1, "completed": 1, "failed": 0}, {"output_tokens": 1}
     ended = {"status": "completed", "completed_at": 1, "request_counts": counts, "usage": usage}
-    data = [{"id": each, **ended} for each in ids[start : start + limit]]
+    data = [{"id": each, "input_file_id": f"file_{each}", **ended} for each in ids[start : start + limit]]
     return {"json": {"object": "list", "data": data, "has_more": start + limit < len(ids)}}
+
+
+def sent_events(*deltas: str) -> dict[str, Any]:
+    """The answer to a chat as a stream of these parts."""
+    chunks = [{"choices": [{"delta": {"content": each}}]} for each in deltas]
+    usage = {"prompt_tokens": 1, "completion_tokens": len(deltas)}
+    events = [json.dumps(each) for each in (*chunks, {"choices": [], "usage": usage})] + ["[DONE]"]
+    body = "".join(f"data: {each}\n\n" for each in events)
+    return {"content_type": "text/event-stream", "body": body}
 
 
 def figure_of(page: Page, chart: str) -> Locator:
@@ -119,6 +128,15 @@ def test_a_chat_streams_stops_and_is_seen_live(page: Page, server: RunningServer
     expect(page.locator("#chat-log")).to_be_empty()
 
 
+def test_one_token_is_no_tokens(page: Page, server: RunningServer) -> None:
+    page.goto(f"{server.url}/")
+    page.get_by_text("Parameters").click()
+    page.get_by_label("Tokens at most").fill("1")
+    page.get_by_label("Message", exact=True).fill("x")
+    page.keyboard.press("Enter")
+    expect(page.locator("#chat-log .note")).to_contain_text(", 1 token; prompt")
+
+
 def test_an_error_is_shown_in_the_server_s_words(page: Page, server: RunningServer) -> None:
     page.goto(f"{server.url}/")
     page.get_by_text("Parameters").click()
@@ -126,6 +144,42 @@ def test_an_error_is_shown_in_the_server_s_words(page: Page, server: RunningServ
     page.get_by_label("Message", exact=True).fill("x")
     page.get_by_role("button", name="Send").click()
     expect(page.locator("#chat-log .error")).to_contain_text("max_tokens")
+
+
+def test_the_text_of_an_answer_changes_at_most_ten_times_a_second(page: Page, server: RunningServer) -> None:
+    parts = [f"{number} " for number in range(500)]
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**sent_events(*parts)))
+    page.goto(f"{server.url}/")
+    page.evaluate(_COUNT_CHANGES)
+    page.get_by_label("Message", exact=True).fill("Count.")
+    page.keyboard.press("Enter")
+    expect(page.locator("#chat-log .note")).to_contain_text(", 500 tokens")
+    assert page.locator("#chat-log .answer").text_content() == "".join(parts)
+    changes, elapsed_s = page.evaluate("[changes, (lastAt - firstAt) / 1000]")
+    # The message, the answer's two nodes, its first and its last tokens and the note, beside one in 100 ms.
+    assert changes <= 6 + 10 * elapsed_s
+
+
+def test_a_lost_connection_is_told_and_the_message_returns(
+    page: Page, server: RunningServer, tmp_path: Path
+) -> None:
+    page.goto(f"{server.url}/")
+    expect(page.locator("#status")).to_have_text("ready")
+    page.route("**/v1/**", lambda route: route.abort("connectionreset"))
+    message = page.get_by_label("Message", exact=True)
+    message.fill("What is gravity?")
+    page.keyboard.press("Enter")
+    lost = "The connection to the server was lost."
+    expect(page.locator("#chat-log .error")).to_have_text(lost)
+    expect(message).to_have_value("What is gravity?")
+    (tmp_path / "one.jsonl").write_text("{}")
+    page.get_by_label("Requests, JSONL").set_input_files(tmp_path / "one.jsonl")
+    page.get_by_role("button", name="Upload and run").click()
+    expect(page.locator("#batch-message")).to_have_text(lost)
+    page.unroute_all(behavior="wait")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#chat-log .note")).to_contain_text("first token")
+    expect(message).to_have_value("")
 
 
 def test_a_batch_is_uploaded_watched_and_its_results_downloaded(
@@ -142,6 +196,7 @@ def test_a_batch_is_uploaded_watched_and_its_results_downloaded(
     row = page.locator("#batch-list tbody tr").first
     expect(row).to_contain_text("completed")
     expect(row).to_contain_text("5 of 5")
+    expect(row.get_by_role("rowheader")).to_contain_text("five.jsonl")
     expect(row.locator(".warning")).to_contain_text("max_tokns")
     expect(row.locator(".error")).to_have_count(0)
     with page.expect_download() as download:
@@ -168,6 +223,9 @@ def test_a_batch_is_uploaded_watched_and_its_results_downloaded(
 def test_a_key_is_asked_for_once_and_used(page: Page, keyed_server: RunningServer) -> None:
     page.goto(f"{keyed_server.url}/")
     expect(page.get_by_role("dialog")).to_be_visible()
+    page.get_by_label("Key", exact=True).fill("another")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#key-reason")).to_contain_text("refused this API key")
     page.get_by_label("Key", exact=True).fill("one")
     page.get_by_role("button", name="Save").click()
     expect(page.locator("#model")).to_contain_text("context of")
@@ -186,7 +244,10 @@ def test_nothing_stays_stale_over_a_lost_connection_and_a_dead_engine(
         server.complete([7] * 500, max_tokens=4)
         chart = page.locator(".chart", has_text="KV blocks on the device").locator("svg")
         expect(chart).to_have_attribute("aria-label", re.compile("cached [1-9]"))
+        requests = figure_of(page, "Requests that")
+        expect(requests).to_contain_text("online 0 and 0")
         os.kill(server.engine_pid(), signal.SIGKILL)
+        expect(requests).to_have_text("no engine runs")
         expect(chart).to_have_attribute("aria-label", re.compile("cached 0,"))
         expect(status).to_have_text("ready")
         server.process.kill()
@@ -228,6 +289,35 @@ def test_a_thousand_batches_are_turned_over_page_by_page(page: Page, server: Run
     assert page.locator("#batches").is_visible()
 
 
+def test_one_of_a_thousand_batches_is_found(page: Page, server: RunningServer) -> None:
+    ids = [f"batch_{number}" for number in range(1000)]
+    files = [{"id": f"file_{each}", "filename": f"{each[6:]}-lines.jsonl"} for each in ids[:-1]]
+    page.route("**/v1/batches?*", lambda route: route.fulfill(**batches_after(route.request.url, ids)))
+    page.route("**/v1/files?*", lambda route: route.fulfill(json={"object": "list", "data": files}))
+    answers = {each["id"]: {"json": each} for each in files}
+    answers["file_batch_999"] = {"status": 404, "json": {"error": {"message": "no such file"}}}
+    page.route("**/v1/files/*", lambda route: route.fulfill(**answers[route.request.url.rpartition("/")[2]]))
+    page.goto(f"{server.url}/")
+    rows = page.locator("#batch-list tbody tr")
+    expect(rows.first).to_contain_text("0-lines.jsonl")
+    find = page.get_by_label("Find")
+    find.fill("987-LINES completed")
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text("batch_987")
+    find.fill("batch_999")
+    expect(rows).to_have_count(1)
+    expect(rows.get_by_role("rowheader")).to_have_text("batch_999")
+    find.fill("failed")
+    expect(rows).to_have_text("No batch has these words in its file's name, id or status.")
+    find.fill("9-lines")  # 9, 19, ...: a hundred, but for the deleted one
+    for first in range(9, 999, 200):
+        expect(rows.first).to_contain_text(f"batch_{first}")
+        expect(rows).to_have_count(20 if first < 809 else 19)
+        if first < 809:
+            page.get_by_role("button", name="Older").click()
+    expect(page.get_by_role("button", name="Older")).to_be_disabled()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_contrast_and_a_narrow_screen_does_not_scroll_sideways(
     page: Page, server: RunningServer, scheme: str
@@ -243,6 +333,12 @@ def test_text_has_contrast_and_a_narrow_screen_does_not_scroll_sideways(
     assert unnamed == []
 
 
+_COUNT_CHANGES = """() => {
+  Object.assign(window, { changes: 0, firstAt: performance.now(), lastAt: 0 });
+  const count = (records) => { changes += records.length; lastAt = performance.now(); };
+  const options = { subtree: true, childList: true, characterData: true };
+  new MutationObserver(count).observe(document.getElementById("chat-log"), options);
+}"""
 _UNNAMED = """[...document.querySelectorAll("input, select, textarea, button")]
   .filter((each) => !(each.labels?.length || each.textContent.trim() || each.ariaLabel))
   .map((each) => each.id)"""

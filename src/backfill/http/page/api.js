@@ -15,13 +15,19 @@ export class Refused extends Error {
   }
 }
 
+/** What went wrong, for the user: a browser's own words for a lost connection say little. */
+export const wordsOf = (error) =>
+  error instanceof TypeError || error.name === "TimeoutError" ? "The connection to the server was lost." : error.message;
+
 /** The response to a request. Throws Refused, or TypeError where no server answers. */
 export async function request(path, options = {}) {
   const headers = new Headers(options.headers);
-  if (key.get()) headers.set("Authorization", `Bearer ${key.get()}`);
+  const sent = key.get();
+  if (sent) headers.set("Authorization", `Bearer ${sent}`);
   const response = await fetch(path, { cache: "no-store", ...options, headers });
   if (response.ok) return response;
-  if (response.status === 401) document.dispatchEvent(new Event("key-needed"));
+  // An answer to an earlier key says nothing of this one.
+  if (response.status === 401 && sent === key.get()) document.dispatchEvent(new Event("key-needed"));
   throw new Refused(response.status, await reason(response));
 }
 

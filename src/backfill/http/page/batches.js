@@ -1,11 +1,13 @@
 // Batches: upload, progress, results.
 
-import { getJson, key, postJson, request } from "./api.js";
+import { getJson, key, postJson, request, wordsOf } from "./api.js";
 import { html } from "./chart.js";
 
 const INTERVAL_MS = 2000;
 const RATE_S = 60; // progress of so long tells the expected end
-const LIMIT = 20;
+const LIMIT = 20; // rows
+const SCANNED = 100; // batches of an answer, while some are looked for
+const MAX_SHARE = 0.1; // of the time that reading the list may take
 const FAULTS = 3; // shown of a batch
 const OPEN = new Set(["validating", "in_progress", "finalizing", "cancelling"]);
 const element = (id) => document.getElementById(id);
@@ -14,6 +16,13 @@ export class Batches {
   constructor() {
     this.cursors = [null]; // of the pages up to the one that is shown
     this.progress = new Map();
+    this.names = new Map(); // by file; empty for one that is deleted
+    this.words = ""; // what is looked for
+    this.shown = ""; // the answer that the table shows
+    element("batch-find").addEventListener("input", () => {
+      this.words = element("batch-find").value.trim().toLowerCase();
+      this.turn(() => (this.cursors = [null]));
+    });
     element("batch-form").addEventListener("submit", (event) => {
       event.preventDefault();
       this.upload();
@@ -24,8 +33,10 @@ export class Batches {
 
   async run() {
     for (;;) {
+      const startedAt = performance.now();
       if (!document.hidden) await this.read();
-      await new Promise((resolve) => setTimeout(resolve, INTERVAL_MS));
+      const took = performance.now() - startedAt;
+      await new Promise((resolve) => setTimeout(resolve, Math.max(INTERVAL_MS, took / MAX_SHARE)));
     }
   }
 
@@ -35,25 +46,71 @@ export class Batches {
   }
 
   async read() {
-    const cursor = this.cursors.at(-1);
+    const [cursor, words] = [this.cursors.at(-1), this.words];
     try {
-      const page = await getJson(`v1/batches?limit=${LIMIT}${cursor ? `&after=${cursor}` : ""}`);
-      if (cursor === this.cursors.at(-1)) this.show(page);
+      const page = await this.find(words, cursor);
+      if (cursor === this.cursors.at(-1) && words === this.words) this.show(page);
+      if (this.isFaulty) this.say("");
     } catch (error) {
       if (error.status === 404 && cursor) this.cursors = [null]; // another key's, or deleted since
       else if (error.status === 404) element("batches").hidden = true; // a server without batches
-      else if (error.status && error.status !== 401) this.say(error.message, true);
+      else if (error.status === 401) this.show({ data: [], has_more: false });
+      else if (error.status) {
+        this.say(error.message, true);
+        this.isFaulty = true;
+      }
       // Without a connection the head of the page says so.
+    }
+  }
+
+  /** The newest batches after one that have all of the words in their file's name, id or status. */
+  async find(words, after) {
+    const wanted = words.split(/\s+/);
+    const found = [];
+    let page;
+    do {
+      page = await getJson(`v1/batches?limit=${words ? SCANNED : LIMIT}${after ? `&after=${after}` : ""}`);
+      await this.learnNames(page.data.map((batch) => batch.input_file_id));
+      found.push(...page.data.filter((batch) => {
+        const text = `${this.names.get(batch.input_file_id)} ${batch.id} ${batch.status}`.toLowerCase();
+        return wanted.every((each) => text.includes(each));
+      }));
+      after = page.data.at(-1)?.id;
+    } while (words && words === this.words && page.has_more && found.length <= LIMIT);
+    return { data: found.slice(0, LIMIT), has_more: words ? found.length > LIMIT : page.has_more };
+  }
+
+  async learnNames(ids) {
+    const unknown = ids.filter((id) => !this.names.has(id));
+    if (unknown.length > LIMIT) {
+      for (const file of (await getJson("v1/files?purpose=batch")).data) this.names.set(file.id, file.filename);
+      for (const id of unknown) if (!this.names.has(id)) this.names.set(id, "");
+    } else await Promise.all(unknown.map((id) => this.learnName(id)));
+  }
+
+  async learnName(id) {
+    try {
+      this.names.set(id, (await getJson(`v1/files/${id}`)).filename);
+    } catch (error) {
+      if (error.status !== 404) throw error;
+      this.names.set(id, "");
     }
   }
 
   show(page) {
     element("batches").hidden = false;
+    const text = JSON.stringify(page);
+    if (text === this.shown && !page.data.some((batch) => OPEN.has(batch.status))) return;
+    this.shown = text;
     this.lastId = page.data.at(-1)?.id;
     element("batch-newer").disabled = this.cursors.length === 1;
     element("batch-older").disabled = !page.has_more;
     const focused = document.activeElement?.dataset?.action;
     element("batch-list").tBodies[0].replaceChildren(...page.data.map((batch) => this.row(batch)));
+    if (this.words && !page.data.length) {
+      const none = html("td", { colSpan: 6, textContent: "No batch has these words in its file's name, id or status." });
+      element("batch-list").tBodies[0].append(html("tr", {}, none));
+    }
     if (focused) document.querySelector(`[data-action="${focused}"]`)?.focus();
     const shown = new Set(page.data.map((batch) => batch.id));
     for (const id of this.progress.keys()) if (!shown.has(id)) this.progress.delete(id);
@@ -75,7 +132,9 @@ export class Batches {
     const more = faults.length - FAULTS;
     if (more > 0) status.append(html("div", { className: "error", textContent: `and ${more} more` }));
     if (batch.warning) status.append(html("div", { className: "warning", textContent: batch.warning }));
-    return html("tr", {}, html("th", { scope: "row", textContent: batch.id }), status, lines,
+    const name = html("th", { scope: "row", textContent: this.names.get(batch.input_file_id) });
+    name.append(html("div", { className: "note", textContent: batch.id }));
+    return html("tr", {}, name, status, lines,
       html("td", { textContent: this.expectedEnd(batch, done, total) }),
       html("td", { textContent: batch.usage.output_tokens.toLocaleString("en") }), this.actions(batch));
   }
@@ -100,7 +159,7 @@ export class Batches {
     const add = (words, name, act) => {
       const button = html("button", { type: "button", textContent: words, ariaLabel: `${words}: ${batch.id}` });
       button.dataset.action = `${name}-${batch.id}`;
-      button.addEventListener("click", () => act().catch((error) => this.say(error.message, true)));
+      button.addEventListener("click", () => act().catch((error) => this.say(wordsOf(error), true)));
       cell.append(button);
     };
     if (batch.output_file_id) add("Results", "results", () => download(batch.output_file_id, `${batch.id}-output.jsonl`));
@@ -130,12 +189,13 @@ export class Batches {
       this.cursors = [null];
       await this.read();
     } catch (error) {
-      this.say(error.message, true);
+      this.say(wordsOf(error), true);
     }
     element("batch-send").disabled = false;
   }
 
   say(text, isError = false) {
+    this.isFaulty = false; // not of the list's reading
     element("batch-message").textContent = text;
     element("batch-message").className = isError ? "error" : "";
   }

@@ -17,6 +17,9 @@ export function html(kind, properties = {}, ...children) {
   return element;
 }
 
+/** A count and its noun. */
+export const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+
 export class Chart {
   /**
    * @param parent element that gets the chart.

@@ -1,7 +1,9 @@
 // The chat box.
 
-import { Refused, postJson } from "./api.js";
-import { html } from "./chart.js";
+import { Refused, postJson, wordsOf } from "./api.js";
+import { html, plural } from "./chart.js";
+
+const PAINT_MS = 100; // the browser draws on the processors that the server computes with
 
 const element = (id) => document.getElementById(id);
 
@@ -44,10 +46,13 @@ export class Chat {
     } catch (error) {
       if (error.name === "AbortError") {
         if (this.messages === messages) answer.note("stopped"); // else it was cleared
-      } else this.show("error", error instanceof Refused ? error.message : "the connection was lost", "error");
+      } else this.show("error", wordsOf(error), "error");
     }
     if (answer.text) messages.push({ role: "assistant", content: answer.text });
-    else messages.pop(); // a question without an answer is not asked again with the next one
+    else {
+      messages.pop(); // a question without an answer is not asked again with the next one
+      if (this.messages === messages) element("chat-input").value ||= text;
+    }
     this.abort = null;
     this.setBusy(false);
   }
@@ -82,19 +87,25 @@ export class Chat {
 class Answer {
   /** @param open makes an element for the answer or its reasoning. */
   constructor(open, log) {
-    Object.assign(this, { open, log, text: "", count: 0, firstAt: null, sentAt: performance.now() });
+    Object.assign(this, { open, log, text: "", firstAt: null, sentAt: performance.now() });
+    this.unshown = new Map(); // by text node, what is to be added to it
+    this.timer = null;
   }
 
   /** Show a response of server-sent events as they come. */
   async read(response) {
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (done) break;
-      const events = (rest + value).split("\n\n");
-      rest = events.pop();
-      for (const event of events) if (event.startsWith("data: {")) this.onChunk(JSON.parse(event.slice(6)));
+    try {
+      for (;;) {
+        const { value, done } = await reader.read();
+        if (done) break;
+        const events = (rest + value).split("\n\n");
+        rest = events.pop();
+        for (const event of events) if (event.startsWith("data: {")) this.onChunk(JSON.parse(event.slice(6)));
+      }
+    } finally {
+      this.paint();
     }
   }
 
@@ -108,11 +119,21 @@ class Answer {
 
   append(part, text) {
     if (!text) return;
+    const isFirst = this.firstAt === null;
     this.firstAt ??= performance.now();
-    this[part] ??= this.open(part === "answer" ? "model" : "reasoning", part);
+    this[part] ??= this.open(part === "answer" ? "model" : "reasoning", part).appendChild(new Text());
     if (part === "answer") this.text += text;
+    this.unshown.set(this[part], (this.unshown.get(this[part]) ?? "") + text);
+    if (isFirst) this.paint();
+    else this.timer ??= setTimeout(() => this.paint(), PAINT_MS);
+  }
+
+  paint() {
+    clearTimeout(this.timer);
+    this.timer = null;
     const isAtEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 40;
-    this[part].append(text);
+    for (const [node, text] of this.unshown) node.appendData(text);
+    this.unshown.clear();
     if (isAtEnd) this.log.scrollTop = this.log.scrollHeight;
   }
 
@@ -120,7 +141,7 @@ class Answer {
     const [first, last] = [(this.firstAt ?? performance.now()) - this.sentAt, performance.now() - this.sentAt];
     const speed = usage.completion_tokens > 1 ? `, ${((usage.completion_tokens - 1) / ((last - first) / 1000)).toFixed(1)} tokens/s` : "";
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-    this.note(`first token ${Math.round(first)} ms, ${usage.completion_tokens} tokens${speed}; prompt ${usage.prompt_tokens}, ${cached} cached`);
+    this.note(`first token ${Math.round(first)} ms, ${plural(usage.completion_tokens, "token")}${speed}; prompt ${usage.prompt_tokens}, ${cached} cached`);
   }
 
   note(text) {

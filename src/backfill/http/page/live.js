@@ -1,7 +1,7 @@
 // The live view: reads /metrics once a second and shows what changed.
 
 import { Refused, getText } from "./api.js";
-import { Chart, html } from "./chart.js";
+import { Chart, html, plural } from "./chart.js";
 import { Reading, growth, hasRestarted, quantile, rate } from "./metrics.js";
 
 const INTERVAL_MS = 1000;
@@ -55,6 +55,7 @@ export class Live {
     this.gaps = new Chart(parent, "Gaps between tokens, online", quantiles, { format: time, axis: axisTime });
     this.blocks = TIERS.map(([tier, title]) => [tier, new Chart(parent, title, USES, { stacked: true, format: short })]);
     this.requests = new Chart(parent, "Requests that run or wait", twoClasses, { stacked: true, format: short });
+    this.charts = [this.tokens, this.steps, this.ttft, this.gaps, ...this.blocks.map(([, chart]) => chart), this.requests];
   }
 
   /** Read for as long as the page is open; nothing while it is hidden. */
@@ -82,8 +83,13 @@ export class Live {
 
   show(now) {
     this.lastAt = new Date();
-    const isAnother = this.readings.length && hasRestarted(this.readings.at(-1), now);
-    if (isAnother || now.sum("num_requests_running") === null) this.readings = []; // nor is there an engine
+    this.showTotals(now);
+    if (now.sum("num_requests_running") === null) {
+      this.readings = [];
+      for (const chart of this.charts) chart.add(now.at, chart.series.map(() => null), { figure: "no engine runs" });
+      return;
+    }
+    if (this.readings.length && hasRestarted(this.readings.at(-1), now)) this.readings = [];
     this.readings = [...this.readings.filter((each) => each.at > now.at - WINDOW_S), now];
     const [first, before] = [this.readings[0], this.readings.at(-2) ?? now];
     const since = (name, labels) => (before === now ? null : rate(before, now, name, labels));
@@ -93,22 +99,20 @@ export class Live {
     this.showLatency(this.gaps, first, now, "inter_token_latency_seconds", "tpot");
     this.showBlocks(now);
     this.showRequests(now);
-    this.showTotals(now);
   }
 
   showTokens(now, since) {
     const values = CLASSES.map((each) => since("generation_tokens_total", { class: each }));
     const computed = since("iteration_tokens_total_sum");
-    this.tokens.add(now.at, values, {
-      figure: `online ${whole(values[0])}, offline ${whole(values[1])}; computed with prompts ${whole(computed)}`,
-    });
+    const words = `online ${whole(values[0])}, offline ${whole(values[1])}; computed with prompts ${whole(computed)}`;
+    this.tokens.add(now.at, values, { figure: values[0] === null ? "not known yet" : words });
   }
 
   showSteps(now, since, first) {
     const shares = KINDS.map((kind) => since("step_seconds_sum", { kind }));
     const [seconds, count] = [growth(first, now, "step_seconds_sum"), growth(first, now, "step_seconds_count")];
     const tokens = growth(first, now, "iteration_tokens_total_sum");
-    const mean = count ? `${time(seconds / count)} and ${whole(tokens / count)} tokens a step` : "no steps";
+    const mean = count ? `${time(seconds / count)} and ${plural(Math.round(tokens / count), "token")} a step` : "no steps";
     this.steps.add(now.at, shares, { figure: mean });
   }
 

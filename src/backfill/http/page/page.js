@@ -19,7 +19,8 @@ function askForKey(reason) {
 document.addEventListener("key-needed", () => {
   if (isAsked) return; // once: the button asks again
   isAsked = true;
-  askForKey("This server needs an API key. It is kept until this tab is closed.");
+  const reason = key.get() ? "The server refused this API key." : "This server needs an API key.";
+  askForKey(`${reason} It is kept until this tab is closed.`);
 });
 element("key-button").addEventListener("click", () => askForKey("It is kept until this tab is closed."));
 dialog.addEventListener("close", () => {
