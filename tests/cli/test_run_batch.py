@@ -116,13 +116,16 @@ def test_failed_lines_go_into_their_own_file_and_the_pool_learns_how_far_lines_a
     done = folder.run_here(*options)
     assert done.returncode == 3
     assert "1 failed with context_length_exceeded: line 9\n" in done.stderr
-    assert f"all errors are in {folder.errors}\n" in done.stderr
+    assert f"all errors are in {folder.errors}; a line whose error is deleted there" in done.stderr
     output = parse_jsonl(folder.output.read_bytes())
     assert {line["custom_id"] for line in output} == {line["custom_id"] for line in good}
     (failed,) = parse_jsonl(folder.errors.read_bytes())
     assert failed["response"]["body"]["error"]["code"] == "context_length_exceeded"
     reports = re.findall(r"preparation of files: (\d+) of (\d+) running lines", capfd.readouterr().err)
     assert any(0 < int(num_known) == int(num_lines) for num_known, num_lines in reports)
+    folder.errors.write_bytes(b"")
+    again = folder.run_here("--error-file", str(folder.errors))
+    assert "9 of 9 lines: 9 completed, 0 failed (8 of them in an earlier run)" in again.stderr
 
 
 def test_a_bad_input_is_listed_and_nothing_runs(folder: Folder) -> None:

@@ -229,7 +229,8 @@ def _print_failures(path: Path, console: Console) -> None:
         text = f"  {len(numbers)} failed with {reason[:_MOST_REASON_CHARS]}: {lines} {shown}{more}"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     others = f"  {len(failures) - _MOST_REASONS} other reasons; " if len(failures) > _MOST_REASONS else "  "
-    console.print(f"{others}all errors are in {path}", highlight=False, markup=False, soft_wrap=True)
+    text = f"{others}all errors are in {path}; a line whose error is deleted there runs again"
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _intervals_used(largest: int, least: int | None) -> str:
