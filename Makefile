@@ -42,6 +42,7 @@ $(VENV)/.torch: constraints.txt | $(BIN)/python
 	@touch $@
 
 $(RUNNABLE): $(SOURCES) $(VENV)/.torch
+	@echo "Fetching packages and compiling the kernels; compiling takes a minute or two, without output." >&2
 	$(PIP) -e '.[plot]'
 	@rm -f $(VENV)/.runnable-* && touch $@
 

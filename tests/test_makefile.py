@@ -53,8 +53,9 @@ def test_torchs_index_is_asked_once_and_for_torch_alone(tmp_path: Path, status: 
 
 
 def test_without_an_index_only_pips_own_is_asked(tmp_path: Path) -> None:
-    (ours,), _ = install(tmp_path, "TORCH_INDEX=")
+    (ours,), told = install(tmp_path, "TORCH_INDEX=")
     assert ours.endswith("-e .[plot]")
+    assert "a minute or two" in told, "pip shows nothing of it"
 
 
 @pytest.mark.parametrize(
