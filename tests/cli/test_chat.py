@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import pty
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from backfill.cli.chat import AnswerOptions, Chat
+from backfill.cli.chat import chat as converse
 from backfill.core.errors import RequestError
 from backfill.engine.options import ModelOptions
 from tests.cli.running import TIMEOUT_S, run_cli, run_cli_here
@@ -36,7 +38,7 @@ class FakeLLM:
         self.seen.append([each["content"] for each in messages])
         fails = messages[-1]["content"]
         if fails == "fail at once":
-            raise RequestError("too long")
+            raise RequestError("too long", code="context_length_exceeded")
         yield SimpleNamespace(outputs=[SimpleNamespace(text="one ")])
         if fails == "fail later":
             raise RequestError("lost")
@@ -61,6 +63,20 @@ def test_a_conversation_has_the_questions_that_were_answered(monkeypatch: pytest
         seen = chat.llm.seen  # type: ignore[attr-defined]
     assert seen[-1] == ["be short", "new"]
     assert seen[-2] == ["be short", "first", "one two", "fail later", "one ", "stop", "one ", "last"]
+
+
+def test_a_full_context_is_no_fault_of_the_question_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("backfill.cli.chat.AsyncLLM", FakeLLM)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("fail at once\nfail later\n"))
+    converse(ModelOptions(), AnswerOptions())
+    told = capsys.readouterr().err.splitlines()
+    assert told == [
+        "backfill: too long",
+        "The conversation counts too; /clear forgets it.",
+        "backfill: lost",
+    ]
 
 
 def test_one_prompt_is_answered_from_an_argument_or_standard_input(small_model: Path) -> None:

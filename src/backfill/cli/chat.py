@@ -11,7 +11,7 @@ from threading import Event
 from backfill.cli.command import VARIABLES, command
 from backfill.cli.interrupts import interruptible
 from backfill.cli.live import note
-from backfill.core.errors import BackfillError, ConfigError
+from backfill.core.errors import BackfillError, ConfigError, RequestError
 from backfill.core.sampling import RequestOutputKind, SamplingParams
 from backfill.engine.options import ModelOptions
 from backfill.llm.async_llm import AsyncLLM
@@ -151,6 +151,8 @@ def chat(model: ModelOptions, answers: AnswerOptions) -> None:
                         chat.ask(question)
             except BackfillError as error:
                 print(f"backfill: {error}", file=sys.stderr)
+                if isinstance(error, RequestError) and error.code == "context_length_exceeded":
+                    print("The conversation counts too; /clear forgets it.", file=sys.stderr)
 
 
 def _read_question() -> str | None:
