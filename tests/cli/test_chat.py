@@ -9,6 +9,7 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +44,7 @@ class FakeLLM:
         if fails == "fail later":
             raise RequestError("lost")
         if fails == "stop":
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # as a busy machine may deliver it
             await asyncio.sleep(60)
         yield SimpleNamespace(outputs=[SimpleNamespace(text="two")])
 

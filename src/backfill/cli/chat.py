@@ -107,7 +107,7 @@ class Chat:
         has_ended = Event()
         answer = self._loop.submit(self._answer(question, has_ended))
         try:
-            answer.result()
+            self._loop.result_of(answer)
         except KeyboardInterrupt:
             answer.cancel()
             has_ended.wait(_STOP_S)  # else the prompt would come before the answer's end

@@ -8,7 +8,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import aclosing, closing
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -33,6 +33,8 @@ Result = TypeVar("Result")
 
 # Requests in flight, as a multiple of a step's requests, so that the engine never waits for the next.
 _STEPS_AHEAD = 2
+# How late a signal is seen that did not end a wait, in seconds.
+_SIGNALS_S = 0.2
 
 
 class LLM(BaseLLM):
@@ -242,10 +244,17 @@ class LoopThread:
         """Run a coroutine and return its result. KeyboardInterrupt in this thread cancels it."""
         future = self.submit(coroutine)
         try:
-            return future.result()
+            return self.result_of(future)
         except BaseException:
             future.cancel()
             raise
+
+    @staticmethod
+    def result_of(future: Future[Result]) -> Result:
+        """Wait for a result or a signal, also one that came just before the wait or to another thread."""
+        while not wait([future], _SIGNALS_S).done:
+            pass
+        return future.result()
 
     @property
     def is_current(self) -> bool:
