@@ -44,7 +44,7 @@ def record(**fields: object) -> RequestRecord:
     return RequestRecord(**{**values, **fields})  # type: ignore[arg-type]
 
 
-def spans_of(*records: RequestRecord, provider: TracerProvider | None = None) -> dict[str, ReadableSpan]:
+def all_spans_of(*records: RequestRecord, provider: TracerProvider | None = None) -> list[ReadableSpan]:
     exporter = InMemorySpanExporter()
     provider = provider or TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -52,7 +52,11 @@ def spans_of(*records: RequestRecord, provider: TracerProvider | None = None) ->
     for each in records:
         tracer.record(each)
     tracer.close()
-    return {span.name: span for span in exporter.get_finished_spans()}
+    return list(exporter.get_finished_spans())
+
+
+def spans_of(*records: RequestRecord, provider: TracerProvider | None = None) -> dict[str, ReadableSpan]:
+    return {span.name: span for span in all_spans_of(*records, provider=provider)}
 
 
 def seconds(span: ReadableSpan) -> float:
@@ -75,6 +79,17 @@ def test_a_request_is_a_span_with_its_queue_prefill_and_decode() -> None:
     assert whole.attributes["backfill.class"] == "offline" and whole.attributes["backfill.preemptions"] == 2
     assert whole.attributes["gen_ai.response.id"] == "cmpl-1"
     assert whole.attributes["gen_ai.response.finish_reasons"] == ("length",)
+
+
+def test_each_preemption_is_a_span() -> None:
+    spans = all_spans_of(record(pauses=((11.5, 12.0), (14.0, 16.0))))
+    first, second = (span for span in spans if span.name == "preempted")
+    (whole,) = (span for span in spans if span.name == "llm_request")
+    assert [seconds(first), seconds(second)] == pytest.approx([0.5, 2.0])
+    assert whole.start_time is not None and whole.context is not None
+    since_arrival_s = [((span.start_time or 0) - whole.start_time) / 1e9 for span in (first, second)]
+    assert since_arrival_s == pytest.approx([1.5, 4.0])
+    assert {span.parent and span.parent.span_id for span in (first, second)} == {whole.context.span_id}
 
 
 def test_a_request_that_never_ran_has_no_parts() -> None:

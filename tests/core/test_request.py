@@ -4,7 +4,13 @@ import pytest
 
 from backfill.core.block import block_index, pack_block_ref
 from backfill.core.errors import RequestError
-from backfill.core.request import MAX_CACHE_SALT_CHARS, FinishReason, RequestStatus, check_cache_salt
+from backfill.core.request import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_PAUSES,
+    FinishReason,
+    RequestStatus,
+    check_cache_salt,
+)
 from tests.builders import make_request
 
 
@@ -33,6 +39,18 @@ def test_illegal_moves_assert(path: list[RequestStatus], illegal: RequestStatus)
         request.move_to(status)
     with pytest.raises(AssertionError):
         request.move_to(illegal)
+
+
+def test_the_first_pauses_of_a_request_are_kept_and_all_are_counted() -> None:
+    request = make_request()
+    request.resume(1.0)
+    assert request.pauses == [], "it starts"
+    for at_s in range(MAX_PAUSES + 5):
+        request.pause(at_s)
+        request.resume(at_s + 0.5)
+    assert request.pauses == [(at_s, at_s + 0.5) for at_s in range(MAX_PAUSES)]
+    assert request.num_preemptions == MAX_PAUSES + 5
+    assert request.paused_at_s is None
 
 
 def test_a_request_finishes_once() -> None:

@@ -262,6 +262,7 @@ def test_messages_are_equal_after_encoding_and_decoding() -> None:
             [
                 TokenOutput(RequestId("r"), 7, logprobs),
                 TokenOutput(RequestId("r"), 8, finish_reason=FinishReason.STOP, stop_token_id=8),
+                TokenOutput(RequestId("r"), 8, num_preemptions=2, pauses=((1.5, 2.5), (3.0, 4.0))),
                 TokenOutput(RequestId("s"), None, finish_reason=FinishReason.ERROR, num_lost=3),
             ],
             engine.stats(),

@@ -83,10 +83,17 @@ def test_an_engine_request_carries_owner_and_salt() -> None:
 
 def test_cached_tokens_are_those_of_the_first_and_the_last_output() -> None:
     first = {"num_cached_tokens": 48, "num_preemptions": 1, "first_scheduled_at_s": 0.5}
-    last = {"num_cached_tokens": 32, "num_preemptions": 3, "finish_reason": FinishReason.LENGTH}
+    pauses = ((0.5, 0.75), (1.0, 2.0))
+    last = {
+        "num_cached_tokens": 32,
+        "num_preemptions": 3,
+        "pauses": pauses,
+        "finish_reason": FinishReason.LENGTH,
+    }
     arrived, record, _ = run_script([first, {}, {}, last])
     assert [delta.num_cached_tokens for delta in arrived] == [48, 48, 48, 32]
     assert (record.num_cached_tokens, record.num_preemptions, record.first_scheduled_at_s) == (32, 3, 0.5)
+    assert record.pauses == pauses
 
 
 def test_what_the_first_output_said_holds_if_there_is_no_whole_last_one() -> None:

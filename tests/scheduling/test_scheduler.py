@@ -63,6 +63,8 @@ def test_the_least_urgent_is_preempted_when_blocks_run_out_and_recomputed_later(
     later = make_request(4, max_tokens=6, request_id="later", arrived_at_s=1.0)
     bench = make_bench(urgent, later, num_blocks=4)
     bench.step()
+    bench.clock.advance(3.0)
+    preempted_at_s = bench.clock.now_s()
     assert len(bench.scheduler.requests.running) == 2
     new = make_request(2, max_tokens=1, arrived_at_s=2.0, request_id="new")
     plan = bench.step(new)  # the two need a third and a second block, one is left
@@ -71,7 +73,11 @@ def test_the_least_urgent_is_preempted_when_blocks_run_out_and_recomputed_later(
     assert later.num_computed_tokens == 4, "nobody needed its block yet"
     counters = bench.scheduler.counters[ServiceClass.ONLINE]
     assert counters.num_preemptions == 1
+    assert (later.paused_at_s, later.pauses) == (preempted_at_s, [])
     run_to_end(bench)
+    assert later.last_token_at_s is not None and urgent.pauses == []
+    ((paused_at_s, back_at_s),) = later.pauses
+    assert paused_at_s == preempted_at_s < back_at_s < later.last_token_at_s
     assert counters.num_recomputed_tokens == 4
     assert bench.executor.num_tokens["later"] == 10
     admitted = [each.request_id for plan in bench.executor.plans[1:] for each in plan.admitted]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from backfill.core.config import (
     SchedulerConfig,
 )
 from backfill.core.plan import StepPlan
-from backfill.core.request import FinishReason, Request, RequestStatus, ServiceClass
+from backfill.core.request import MAX_PAUSES, FinishReason, Request, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.engine.engine import Engine
 from backfill.kvcache.manager import KVCacheManager
@@ -212,8 +213,17 @@ def test_every_token_is_computed_from_its_own_context_and_nothing_is_lost(
         assert request.status is RequestStatus.FINISHED
         if request.finish_reason is not FinishReason.ABORT:
             assert len(request.output_token_ids) == request.sampling.max_tokens
+            assert_pauses_are_told(request)
         else:
             assert arrival.aborted_at_step is not None
+
+
+def assert_pauses_are_told(request: Request) -> None:
+    """Each preemption of a running request is a pause, until it runs; to be preempted meanwhile is none."""
+    assert len(request.pauses) == min(request.num_preemptions, MAX_PAUSES)
+    assert request.paused_at_s is None
+    instants = [request.first_scheduled_at_s, *itertools.chain(*request.pauses), request.last_token_at_s]
+    assert instants == sorted(instants)  # type: ignore[type-var]
 
 
 def contention() -> list[Arrival]:

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: a span of each choice, and in it those of its queue, its prefill and its decode."""
+"""OpenTelemetry traces: a span of each choice; in it its queue, prefill, decode and preemptions."""
 
 from __future__ import annotations
 
@@ -91,6 +91,7 @@ class RequestTracer:
                 ("queue", record.arrived_at_s, record.first_scheduled_at_s),
                 ("prefill", record.first_scheduled_at_s, record.first_token_at_s),
                 ("decode", record.first_token_at_s, record.last_token_at_s),
+                *(("preempted", *pause) for pause in record.pauses),
             )
             for name, from_s, to_s in spans:
                 if from_s is not None and to_s is not None:

@@ -14,6 +14,7 @@ from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 
 MAX_CACHE_SALT_CHARS = 256
+MAX_PAUSES = 32  # that are kept of a request, for its trace; an offline one may be preempted without end
 MAX_FORCED_TOKENS = 15  # with one sampled token; a step of more would be that of a prompt
 
 RequestId = NewType("RequestId", str)
@@ -105,6 +106,8 @@ class Request:
     num_ever_computed_tokens: int = 0  # maximum so far of num_computed_tokens; tokens below it are recomputed
     num_cached_tokens: int = 0  # prompt tokens that it found in the prefix cache
     num_preemptions: int = 0
+    paused_at_s: float | None = None  # it was preempted then, and is not back in steps
+    pauses: list[tuple[float, float]] = field(default_factory=list)  # the first: preempted at, and back at
     num_prefix_waits: int = 0  # steps in which it waited for others to compute its next block
     was_retried: bool = False  # it was in a step that failed, and runs once more
     # Stored, not derived: a step reads each of them for every running request.
@@ -201,6 +204,17 @@ class Request:
     def move_to(self, status: RequestStatus) -> None:
         assert status in _LEGAL_MOVES[self.status], f"{self.request_id}: {self.status} -> {status}"
         self.status = status
+
+    def pause(self, now_s: float) -> None:
+        """It is preempted."""
+        self.num_preemptions += 1
+        self.paused_at_s = now_s
+
+    def resume(self, now_s: float) -> None:
+        """It takes part in steps, again if it was preempted."""
+        if self.paused_at_s is not None and len(self.pauses) < MAX_PAUSES:
+            self.pauses.append((self.paused_at_s, now_s))
+        self.paused_at_s = None
 
     def finish(self, reason: FinishReason) -> None:
         self.move_to(RequestStatus.FINISHED)

@@ -368,10 +368,9 @@ class Engine:
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[TokenOutput]:
         message = f"The step failed: {type(error).__name__}."
-        request_ids = tuple(scheduled.request_id for scheduled in plan.slices)
-        self._last_step = StepStats("none", 0, 0.0, 0.0, failed_request_ids=request_ids)
-        num_lost = len(plan.slices)
-        return [_failed(request.request_id, message, num_lost) for request in self.scheduler.fail(plan)]
+        lost = tuple(scheduled.request_id for scheduled in plan.slices)
+        self._last_step = StepStats("none", 0, 0.0, 0.0, failed_request_ids=lost)
+        return [_failed(request.request_id, message, len(lost)) for request in self.scheduler.fail(plan)]
 
 
 def _residency(choices: Sequence[Residency], num_layers: int, bus: BusMember | None) -> ResidencyPolicy:
@@ -396,4 +395,5 @@ def _token_output(committed: CommittedToken) -> TokenOutput:
         num_preemptions=request.num_preemptions,
         num_cached_tokens=request.num_cached_tokens,
         prompt_logprobs=committed.prompt_logprobs,
+        pauses=tuple(request.pauses),
     )

@@ -73,7 +73,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
         finish_reason: set on the last output.
         stop_token_id: the requested stop token that ended the request.
         message: why the request failed.
-        first_scheduled_at_s, num_preemptions, num_cached_tokens: set on the first and the last output only.
+        first_scheduled_at_s, num_preemptions, num_cached_tokens, pauses (``Request.pauses``): on the first
+            and the last output only.
         num_lost: requests in the failed step that ended this one; 0 without one.
         prompt_logprobs: of all prompt tokens but the first, on the first output; None if not asked for.
     """
@@ -89,6 +90,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     num_lost: int = 0
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
+    pauses: tuple[tuple[float, float], ...] = ()
 
 
 class ClassStats(msgspec.Struct, frozen=True, array_like=True):

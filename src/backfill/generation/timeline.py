@@ -20,6 +20,7 @@ class RequestRecord:
     Attributes:
         response_id: of the answer that it is a choice of.
         traceparent: header of the trace that the request belongs to (W3C Trace Context); empty for none.
+        pauses: when it was preempted and when it was back in steps; the first ``MAX_PAUSES`` times.
         client_stalled_s: between its first and last token, seconds in which its client kept the server from
             writing.
     """
@@ -34,6 +35,7 @@ class RequestRecord:
     finish_reason: FinishReason = FinishReason.ABORT  # unless the output ends otherwise
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    pauses: tuple[tuple[float, float], ...] = ()
     num_cached_tokens: int = 0
     first_scheduled_at_s: float | None = None
     first_token_at_s: float | None = None
@@ -98,6 +100,7 @@ class Timeline:
         if record.num_output_tokens > 1 and output.finish_reason is None:
             return  # only the first and the last output have the counts
         record.num_preemptions = output.num_preemptions
+        record.pauses = output.pauses
         record.num_cached_tokens = output.num_cached_tokens
         if output.first_scheduled_at_s is not None:
             record.first_scheduled_at_s = output.first_scheduled_at_s

@@ -202,7 +202,7 @@ class Preemption:
 
     def _count(self, request: Request) -> None:
         self.counters[request.service_class].num_preemptions += 1
-        request.num_preemptions += 1
+        request.pause(self.requests.now_s)
         self.suspension.discard(request.request_id)
 
     def _limits(self, request: Request) -> tuple[Evictable, Evictable]:

@@ -160,6 +160,7 @@ class UnfinishedRequests:
         restoring: requests that hold blocks to which KV is being copied, in the order of their admission.
         running: requests that take part in steps.
         num_online: online requests among ``by_id``.
+        now_s: when the latest step was planned.
 
     Args:
         rule: when a request changes its priority level.
@@ -179,6 +180,7 @@ class UnfinishedRequests:
         self.restoring: dict[RequestId, Request] = {}
         self.running: dict[RequestId, Request] = {}
         self.num_online = 0
+        self.now_s = 0.0
         self._num_of_owner, self._num_online_of_owner = Counter[str](), Counter[str]()
         self._rule = rule
         self._num_cached = num_cached
@@ -243,6 +245,7 @@ class UnfinishedRequests:
         """A request that is in no queue takes part in steps from now on."""
         self.restoring.pop(request.request_id, None)
         request.move_to(RequestStatus.RUNNING)
+        request.resume(self.now_s)
         self.running[request.request_id] = request
 
     def requeue(self, request: Request) -> None:
@@ -274,6 +277,7 @@ class UnfinishedRequests:
 
     def change_levels(self, now_s: float, in_flight: Collection[RequestId] = ()) -> None:
         """Promote and relegate the requests that are due. Those in flight keep their level until later."""
+        self.now_s = now_s
         self._return_relegated(now_s)
         started = self.started_of_owners()
         self._give_turns(now_s, in_flight, started)
