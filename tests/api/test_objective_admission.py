@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from backfill.api.objective_admission import (
 from backfill.api.online_load import OnlineLoad, Prediction
 from backfill.core.clock import VirtualClock
 from backfill.core.slo import SLO
+from backfill.costs.profile import FitError
 from backfill.http.errors import MAX_RETRY_AFTER_S
 from backfill.protocol.request_headers import Objective
 from tests.api.in_process import InProcessServer, in_process_server
@@ -27,7 +29,7 @@ from tests.api.servers import wait_until
 from tests.api.sockets import RawClient, request
 from tests.api.test_online_load import CONFIG, add, predict, step_report
 from tests.api.test_overload import JSON_TYPE, ONLINE, post, waiting
-from tests.builders import linear_cost
+from tests.builders import linear_cost, make_profile
 
 DEFAULT = SLO(1.0, 0.15)
 
@@ -87,7 +89,10 @@ def test_a_slowdown_refuses_until_it_is_over() -> None:
         load.on_report(step_report(0.01, 0.018))
     refused = refusal(load, tpot_s=0.02)  # alone it takes 18 ms
     assert (refused.param, refused.retry_after_s) == ("slo.tpot", MAX_RETRY_AFTER_S)
-    assert "the present load leaves 0.027 s. Please ask for that, or retry in 120 s." in str(refused)
+    assert str(refused) == (
+        "slo.tpot: asked 0.02 s, at its present speed, too low even without load, the server leaves 0.027 s. "
+        "Please ask for that, or retry in 120 s."
+    )
     for _ in range(200):
         load.on_report(step_report(0.01, 0.01))
     check(load, tpot_s=0.02)
@@ -139,6 +144,32 @@ def test_over_http_tight_objectives_are_refused_under_load_and_counted(
         assert ask(server, slo={"tpot": 0.04, "ttft": 0.3})[0] == 200
         exposed = server.http.get("/metrics").text
         assert 'class="online",model_name="m",reason="objective_unavailable"} 4.0' in exposed
+
+
+def test_over_http_what_no_load_leaves_is_400_once_the_profile_is_certain(default_model: Path) -> None:
+    cost = linear_cost(token_s=0.01)
+    full = replace(make_profile(cost), error=FitError(0.01, 0.05, 40), known_tokens=64, known_chunk_tokens=64)
+    with in_process_server(default_model) as server:
+        server.state.online_load = OnlineLoad(cost, CONFIG)
+        facts = server.state.ready_preparer().engine
+        # Alone a decode takes 10 ms, 7 of them for certain; two thirds of an objective are for decodes.
+        for quality, asked_s, expected in (
+            ("coarse", 0.005, 429),
+            ("full", 0.005, 400),
+            ("coarse", 0.0104, 429),
+            ("full", 0.0104, 400),
+            ("full", 0.012, 429),
+            ("full", 0.0151, 200),
+        ):
+            profile = replace(full, quality=quality)
+            scheduler = replace(facts.scheduler, policy="slo")
+            server.state.ready_preparer().facts = replace(facts, profile=profile, scheduler=scheduler)
+            status, body, headers = ask(server, slo={"tpot": asked_s})
+            assert status == expected, f"{quality} {asked_s}: {body}"
+            assert ("Retry-After" in headers) == (status == 429)
+            if status == 400:
+                assert "Ask for 0.015 s or more" in body["error"]["message"]
+                assert body["error"]["param"] == "slo.tpot"
 
 
 def test_without_a_cost_model_nothing_is_refused(default_model: Path) -> None:

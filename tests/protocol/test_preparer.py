@@ -54,8 +54,8 @@ def prepare(
         (
             {"tpot": 0.0006},
             "slo.tpot",
-            "need 0.001 s even alone. Ask for 0.002 s or more.",
-        ),  # of which two thirds
+            "need 0.001 s even alone, and a third is left for prompts. Ask for 0.002 s or more.",
+        ),
     ],
 )
 def test_objectives_that_a_good_profile_rules_out_are_refused(

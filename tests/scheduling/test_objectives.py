@@ -17,6 +17,7 @@ from backfill.scheduling.objectives import (
     impossible_objectives,
     impossible_slo,
     least_tpot_slo,
+    never_offered,
     objectives_below_floor,
     server_slo,
     share_in_time,
@@ -120,6 +121,31 @@ def test_objectives_are_impossible_one_by_one(asked: dict[str, float], impossibl
     assert impossible_objectives(asked, profile, config, 100) == impossible
     assert impossible_objectives(asked, None, config, 100) == {}
     assert impossible_objectives(asked, profile, replace(config, policy="priority"), 100) == {}
+
+
+@pytest.mark.parametrize(
+    ("tpot", "num_choices", "default_s", "refused"),
+    [
+        (0.0104, 1, 0.15, (0.01, 0.015)),  # 0.7 of 10 ms, and half as much again for prompts
+        (0.0106, 1, 0.15, None),
+        (0.06, 8, 0.15, (0.08, 0.12)),
+        (0.06, 1, 0.15, None),
+        (0.06, 8, 0.06, None),  # the server's own is always offered
+        (0.06, 8, 0.1, (0.08, 0.1)),
+        (0.106, 20, 0.9, None),  # ten at once
+        (0.104, 20, 0.9, (0.1, 0.15)),
+    ],
+)
+def test_a_tpot_objective_is_never_offered_that_leaves_prompts_no_share_of_a_step(
+    tpot: float, num_choices: int, default_s: float, refused: tuple[float, float] | None
+) -> None:
+    profile = replace(PROFILE, cost=linear_cost(token_s=0.01), known_tokens=100, known_chunk_tokens=64)
+    config, default = SchedulerConfig(policy="slo", max_num_seqs=10), SLO(1.0, default_s)
+    found = never_offered({"tpot": tpot}, default, profile, config, [100] * num_choices)
+    assert found == ({} if refused is None else {"tpot": pytest.approx(refused)})
+    for uncertain in (replace(profile, quality="coarse"), None):
+        assert never_offered({"tpot": tpot}, default, uncertain, config, [100] * num_choices) == {}
+    assert impossible_objectives({"tpot": tpot}, profile, config, 100) == {}, "alone it could be met"
 
 
 @pytest.mark.parametrize("policy", ["slo", "priority"])

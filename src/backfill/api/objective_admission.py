@@ -90,7 +90,7 @@ def check_objectives(
     """Check that the load leaves headroom for objectives tighter than the default.
 
     Never a lasting refusal: predictions follow the measured times, so even what a request needs alone may
-    soon be less. What no run can meet is refused before (``impossible_objectives``).
+    soon be less. What no load leaves is refused before, as far as that is certain (``never_offered``).
 
     Args:
         objectives: of the request, by field of ``slo``.
@@ -132,7 +132,7 @@ def _check_tpot(
     if predicted.decode_s <= limit_s:
         return
     offered_s = min(default_s, least_tpot_slo(predicted.decode_s))
-    wait_s = MAX_RETRY_AFTER_S  # the end of others alone does not help
-    if predicted.decode_alone_s <= limit_s:
-        wait_s = end_s(load.num_too_many(prompt_tokens, limit_s))
-    raise ObjectiveUnavailable(tpot, offered_s, wait_s)
+    if predicted.decode_alone_s > limit_s:  # the end of others alone does not help
+        slow = "at its present speed, too low even without load, the server leaves"
+        raise ObjectiveUnavailable(tpot, offered_s, MAX_RETRY_AFTER_S, leaves=slow)
+    raise ObjectiveUnavailable(tpot, offered_s, end_s(load.num_too_many(prompt_tokens, limit_s)))

@@ -315,13 +315,7 @@ class OnlineLoad:
         context_tokens = float(sum(prompt_tokens))
         if num_others:
             context_tokens += self.num_context_tokens * num_others / self._num_open
-        num_in_step = min(num_rows, self._max_num_seqs)
-        load = StepLoad(
-            num_tokens=num_in_step,
-            num_sampled=num_in_step,
-            num_requests=num_in_step,
-            decode_context_tokens=round(context_tokens * num_in_step / num_rows),
-        )
+        load = StepLoad.of_decodes(num_rows, context_tokens, self._max_num_seqs)
         return self._correction.mean * self._cost.step_time_s(load)
 
 

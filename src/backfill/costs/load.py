@@ -86,6 +86,17 @@ class StepLoad:
         return load
 
     @classmethod
+    def of_decodes(cls, num_requests: int, num_context_tokens: float, max_in_step: int) -> StepLoad:
+        """Load of a step that decodes requests, or as many of average context as a step may have."""
+        num_in_step = min(num_requests, max_in_step)
+        return cls(
+            num_tokens=num_in_step,
+            num_sampled=num_in_step,
+            num_requests=num_in_step,
+            decode_context_tokens=round(num_context_tokens * num_in_step / num_requests),
+        )
+
+    @classmethod
     def of_slices(cls, slices: Iterable[ScheduledSlice]) -> StepLoad:
         load, context_tokens, num_decodes, num_sampled = cls(), 0, 0, 0
         for _, start, num_tokens, _, samples, _ in slices:

@@ -50,12 +50,7 @@ from backfill.protocol.options import MAX_RESPONSE_TOKENS
 from backfill.protocol.parsing import parse_body
 from backfill.protocol.request_headers import TRACE_HEADER, Objective
 from backfill.protocol.tools import MessagePlan, Tool, plan_message, tool_inputs
-from backfill.scheduling.objectives import (
-    impossible_objectives,
-    least_tpot_slo,
-    objectives_below_floor,
-    rounded_up,
-)
+from backfill.scheduling.objectives import never_offered, objectives_below_floor
 
 TextEndpoint = Literal["/tokenize", "/detokenize"]
 
@@ -166,7 +161,8 @@ class RequestPreparer:
             prompts = self._tokenized(body, texts)
             samplings = self._samplings(body, sampling, prompts, plan)
         objectives = body.objectives
-        self._check_achievable(objectives, max(map(len, prompts)))
+        of_choices = [len(prompt) for prompt in prompts for _ in range(body.num_candidates)]
+        self._check_achievable(objectives, of_choices)
         slo = self._slo(body.service_class, objectives)
         prefix = "chatcmpl" if endpoint == "/v1/chat/completions" else "cmpl"
         response_id = f"{prefix}-{body.request_id or context.request_id or uuid.uuid4().hex}"
@@ -360,8 +356,11 @@ class RequestPreparer:
             tpot_s=default.tpot_s if tpot is None else tpot.seconds,
         )
 
-    def _check_achievable(self, objectives: Mapping[str, Objective], num_prompt_tokens: int) -> None:
-        """Raise RequestError for an objective below its floor, or that the request cannot meet even alone."""
+    def _check_achievable(self, objectives: Mapping[str, Objective], prompt_tokens: Sequence[int]) -> None:
+        """Raise RequestError for an objective below its floor, or that the request cannot have even alone.
+
+        ``prompt_tokens``: of each choice's prompt.
+        """
         requested = {name: objective.seconds for name, objective in objectives.items()}
         for name, floor_s in objectives_below_floor(requested, self.engine.scheduler).items():
             objective = objectives[name]
@@ -370,16 +369,16 @@ class RequestPreparer:
                 f"server is {objective.show(floor_s)}.",
                 param=objective.name,
             )
-        impossible = impossible_objectives(
-            requested, self.engine.profile, self.engine.scheduler, num_prompt_tokens
+        engine = self.engine
+        refused = never_offered(
+            requested, engine.default_slo, engine.profile, engine.scheduler, prompt_tokens
         )
-        if impossible:
-            name, needed_s = next(iter(impossible.items()))
+        for name, (needed_s, least_s) in refused.items():
             objective = objectives[name]
-            least_s = rounded_up(least_tpot_slo(needed_s)) if name == "tpot" else needed_s
+            share = ", and a third is left for prompts" if name == "tpot" else ""
             raise RequestError(
                 f"{objective.name} of {objective.show(objective.seconds)} cannot be met: on this server "
-                f"the request is predicted to need {objective.show(needed_s)} even alone. Ask for "
+                f"the request is predicted to need {objective.show(needed_s)} even alone{share}. Ask for "
                 f"{objective.show(least_s)} or more.",
                 param=objective.name,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ConfigError
@@ -68,6 +68,38 @@ def impossible_objectives(
     least = _by_name(achievable_slo(profile.cost, config, num_prompt_tokens))
     impossible = _by_name(impossible_slo(profile, config, num_prompt_tokens))
     return {name: rounded_up(least[name]) for name in least if asked.get(name, math.inf) < impossible[name]}
+
+
+def never_offered(
+    asked: Mapping[str, float],
+    default: SLO,
+    profile: CostProfile | None,
+    config: SchedulerConfig,
+    prompt_tokens: Sequence[int],
+) -> dict[str, tuple[float, float]]:
+    """The objectives that no load of a server leaves a request, as far as the profile is certain of it.
+
+    Beside the impossible ones, that is a TPOT objective that leaves prompts no share of a step which decodes
+    the request's choices alone. At least the server's own are offered.
+
+    Args:
+        asked: seconds, by ``ttft`` and ``tpot``.
+        default: the server's own.
+        prompt_tokens: of each choice's prompt.
+    Returns: by the same names, the seconds that the request needs alone, and the least to ask for, in whole
+        milliseconds.
+    """
+    impossible = impossible_objectives(asked, profile, config, max(prompt_tokens))
+    found = {name: (needed_s, needed_s) for name, needed_s in impossible.items()}
+    if profile is None or not config.needs_cost_model:
+        return found
+    known = [min(tokens, profile.known_tokens) for tokens in prompt_tokens]
+    known = known[: max(1, profile.known_chunk_tokens)]
+    bound_s = least_tpot_slo(profile.certain_share * _decodes_s(profile.cost, config, known))
+    if "tpot" in impossible or asked.get("tpot", math.inf) < min(bound_s, default.tpot_s):
+        needed_s = rounded_up(_decodes_s(profile.cost, config, prompt_tokens))
+        found["tpot"] = needed_s, max(needed_s, min(default.tpot_s, rounded_up(least_tpot_slo(needed_s))))
+    return found
 
 
 def objectives_below_floor(asked: Mapping[str, float], config: SchedulerConfig) -> dict[str, float]:
@@ -200,6 +232,12 @@ def _chunk_tokens(config: SchedulerConfig) -> int:
 
 def _decode_s(cost: CostModel, num_context_tokens: int) -> float:
     return cost.step_time_s(StepLoad.of([(num_context_tokens, 1, True)]))
+
+
+def _decodes_s(cost: CostModel, config: SchedulerConfig, context_tokens: Sequence[int]) -> float:
+    """Of a step that decodes choices with these contexts."""
+    load = StepLoad.of_decodes(len(context_tokens), sum(context_tokens), config.max_num_seqs)
+    return cost.step_time_s(load)
 
 
 def rounded_up(seconds: float) -> float:
