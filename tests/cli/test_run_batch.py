@@ -130,10 +130,11 @@ def test_failed_lines_go_into_their_own_file_and_the_pool_learns_how_far_lines_a
 
 def test_a_bad_input_is_listed_and_nothing_runs(folder: Folder) -> None:
     bad = as_jsonl([chat_line("a"), chat_line("b", messages="hi"), chat_line("c", stream=True)])
-    folder.input.write_bytes(as_jsonl([chat_line("a")]) + b"oops\n" + bad)
+    folder.input.write_bytes(as_jsonl([chat_line("a")]) + b"oops\n" + bad + b"[1]\n")
     result = folder.run_here()
     assert result.returncode == 1
-    assert [f"line {number}: " in result.stderr for number in range(1, 6)] == [False, True, True, True, True]
+    assert [f"line {number}: " in result.stderr for number in range(1, 7)] == [False, *[True] * 5]
+    assert "line 6: This line must be a JSON object, got an array." in result.stderr
     assert "Traceback" not in result.stderr
     assert not folder.output.exists()
 

@@ -374,7 +374,7 @@ async def test_objectives_stay_when_the_engine_starts_again_with_another_profile
             assert (await client.start()).default_slo == SLO(1.0, 0.4)
     finally:
         await client.stop()
-    widened = "tpot_slo is 0.4 s and not 0.15, until served steps show that the device is faster: one"
+    widened = "tpot_slo is widened to 0.4 s from 0.15: one request alone is predicted to need 0.1 s"
     assert capfd.readouterr().err.count(widened) == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
 from backfill.core.structured import StructuredOutputsParams
+from backfill.costs.profile import Quality
 from backfill.engine.engine import Engine
 from backfill.engine.messages import (
     AbortRequests,
@@ -24,7 +26,7 @@ from backfill.engine.messages import (
     TokenOutput,
 )
 from backfill.engine.process import EngineLoop, _serve
-from tests.builders import ScriptedExecutor, make_info, make_profile, make_request
+from tests.builders import ScriptedExecutor, flat_cost, make_info, make_profile, make_request
 
 
 class ScriptedChannel:
@@ -102,6 +104,40 @@ def test_options_without_effect_are_named_at_the_start(
     channel: Any = ScriptedChannel(until=lambda _: True)
     _serve(config, channel, load)
     assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "quality", "expected"),
+    [
+        ({}, "full", "tpot_slo is widened to 0.4 s from 0.15: one request alone is predicted to need 0.1 s"),
+        (
+            {},
+            "coarse",
+            "tpot_slo is widened to 0.4 s from 0.15, until served steps show that the device is faster: "
+            "one request alone is predicted to need 0.1 s",
+        ),
+        (
+            {"min_tpot_slo": 0.9},
+            "coarse",
+            "tpot_slo is widened to 0.9 s from 0.15: its floor is min_tpot_slo",
+        ),
+        ({"tpot_slo": 0.2, "min_ttft_slo": 1.0}, "coarse", None),
+    ],
+)
+def test_a_widened_default_is_told_and_whether_it_may_return(
+    options: dict[str, Any], quality: Quality, expected: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(scheduler=SchedulerConfig(policy="slo", **options))
+    profile = replace(make_profile(flat_cost(0.1)), quality=quality)
+
+    def load(config: EngineConfig) -> Engine:
+        return Engine(config.scheduler, ScriptedExecutor(make_info()), VirtualClock(), profile)
+
+    channel: Any = ScriptedChannel(until=lambda _: True)
+    with caplog.at_level("INFO"):
+        _serve(config, channel, load)
+    told = [each.getMessage() for each in caplog.records if "_slo" in each.getMessage()]
+    assert told == ([] if expected is None else [expected])
 
 
 def test_objectives_and_windows_reach_the_engine() -> None:

@@ -91,6 +91,28 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, code: str, param: str 
 
 
 @pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (b"[1]", "an array"),
+        (b' "x"', "a string"),
+        (b"3", "a number"),
+        (b"-0.5", "a number"),
+        (b"true", "true"),
+        (b"false", "false"),
+        (b"null", "null"),
+    ],
+)
+def test_a_line_or_a_body_that_is_no_object_is_told_what_it_is(
+    tmp_path: Path, value: bytes, kind: str
+) -> None:
+    body = input_line(1).partition(b'"body":')[0] + b'"body": ' + value + b"}\n"
+    for line, what, param in ((value + b"\n", "This line", None), (body, "body", "body")):
+        (error,) = checked(tmp_path, input_line(0) + line).errors
+        assert (error.code, error.line, error.param) == ("invalid_value", 2, param)
+        assert error.message == f"{what} must be a JSON object, got {kind}."
+
+
+@pytest.mark.parametrize(
     ("content", "total", "errors"),
     [
         (b"", 0, [("empty_file", None)]),

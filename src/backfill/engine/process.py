@@ -118,7 +118,7 @@ def _serve(config: EngineConfig, channel: EngineChannel, load: EngineLoader) -> 
     timeout_s = hang_timeout_s(config, info, None if profile is None else profile.cost)
     if profile is not None:
         _log_profile("steps are predicted", profile)
-    _log_objectives(config.scheduler, slo)
+    _log_objectives(config.scheduler, slo, profile)
     for option, reason in config.scheduler.ignored_options().items():
         logger.warning("%s has no effect with %s", option, reason.replace("`", ""))
     channel.send(Ready(info, slo, profile, timeout_s))
@@ -131,23 +131,27 @@ def _serve(config: EngineConfig, channel: EngineChannel, load: EngineLoader) -> 
         raise SystemExit(1) from error
 
 
-def _log_objectives(config: SchedulerConfig, slo: SLO) -> None:
+def _log_objectives(config: SchedulerConfig, slo: SLO, profile: CostProfile | None) -> None:
     logger.info("online requests: first token within %.3g s, each next within %.3g s", slo.ttft_s, slo.tpot_s)
     if config.kept_slo is not None:
         return  # the first engine has said why
+    may_return = profile is not None and profile.quality != "full"
+    until = ", until served steps show that the device is faster" if may_return else ""
     for field, asked_s, default_s, used_s, floor_s in (
         ("ttft_slo", config.ttft_slo, DEFAULT_SLO.ttft_s, slo.ttft_s, config.min_ttft_slo),
         ("tpot_slo", config.tpot_slo, DEFAULT_SLO.tpot_s, slo.tpot_s, config.min_tpot_slo),
     ):
-        if asked_s is None and used_s == floor_s:
-            logger.info("%s is %.3g s and not %g: its floor is min_%s", field, used_s, default_s, field)
+        if asked_s is None and used_s > default_s and used_s == floor_s:
+            logger.info(
+                "%s is widened to %.3g s from %g: its floor is min_%s", field, used_s, default_s, field
+            )
         elif asked_s is None and used_s > default_s:
             logger.info(
-                "%s is %.3g s and not %g, until served steps show that the device is faster: one request "
-                "alone is predicted to need %.3g s",
+                "%s is widened to %.3g s from %g%s: one request alone is predicted to need %.3g s",
                 field,
                 used_s,
                 default_s,
+                until,
                 used_s / DEFAULT_HEADROOM,
             )
 

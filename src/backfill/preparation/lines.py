@@ -31,6 +31,9 @@ WARNING = "warning"  # code of a LineError
 _ESCAPES = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
 )
+_OBJECT = "an object"
+# Of JSON values, by their first byte.
+_KINDS = {b"{": _OBJECT, b"[": "an array", b'"': "a string", b"t": "true", b"f": "false", b"n": "null"}
 _NOT_NUMBERS = re.compile(rb"NaN|-?Infinity")
 _POSITION = re.compile(r"byte (\d+)")
 _WRONG_FIELD = re.compile(r"at `\$\.(\w+)`$")
@@ -125,6 +128,9 @@ def parse_line(number: int, data: bytes, max_line_bytes: int) -> InputLine:
     try:
         line = _decode(data)
     except msgspec.ValidationError as error:
+        kind = _kind_of(data.lstrip())
+        if kind != _OBJECT:
+            raise BadLine("invalid_value", f"This line must be a JSON object, got {kind}.", number) from None
         missing = _missing_field(str(error))
         if missing is not None:
             message = f"Missing required parameter: '{missing}'."
@@ -141,8 +147,8 @@ def parse_line(number: int, data: bytes, max_line_bytes: int) -> InputLine:
     if line.method != "POST":
         raise BadLine("invalid_value", "method must be POST.", number, "method")
     body = bytes(line.body)
-    if not body.startswith(b"{"):
-        raise BadLine("invalid_value", "body must be an object.", number, "body")
+    if _kind_of(body) != _OBJECT:
+        raise BadLine("invalid_value", f"body must be a JSON object, got {_kind_of(body)}.", number, "body")
     return InputLine(number, line.custom_id, line.url, body)
 
 
@@ -173,6 +179,11 @@ def _decode(data: bytes) -> _Line:
         if "\ufffd" in line.custom_id:  # the client could not match the result by this id
             raise
         return line
+
+
+def _kind_of(value: bytes) -> str:
+    """What kind of JSON begins here, in words."""
+    return _KINDS.get(value[:1], "a number")
 
 
 def _why_not_json(data: bytes, error: Exception) -> str:
