@@ -219,6 +219,16 @@ def test_an_online_load_beyond_capacity_is_named(capsys: pytest.CaptureFixture[s
     assert line.startswith("online-only: the online load alone is beyond this server's capacity: 40%")
 
 
+def test_a_p99_of_few_requests_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    few, enough = {"status": "complete", "num_online": 99}, {"status": "complete", "num_online": 100}
+    rounds = {"status": "complete", "num_online": 140, "rounds": [{"num_online": 101}, {"num_online": 39}]}
+    _explain({"fcfs": few, "slo": enough, "priority": rounds, "online-only": {**enough, "num_online": 0}})
+    assert [line.partition(" requests")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "fcfs: the TTFT's P99 of 99",
+        "priority: the TTFT's P99 of 39",
+    ]
+
+
 def test_nobody_answers() -> None:
     result = coserve("--base-url", "http://127.0.0.1:1", "--json")
     assert result.returncode == 1

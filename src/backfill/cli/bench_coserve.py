@@ -37,6 +37,7 @@ from backfill.simulation.tables import print_figures
 _DEFAULT_POLICIES = "online-only,fcfs,priority,slo"
 _PREFIX = "BACKFILL_BENCH_"
 _LOG_LINES = 15
+_LEAST_FOR_P99 = 100  # first tokens
 _LEAST_IN_TIME = 0.9  # of first tokens without offline load, else its rate is too high
 
 _FIGURES = (
@@ -297,6 +298,12 @@ def _explain(policies: Mapping[str, Mapping[str, Any]]) -> None:
             print(
                 f"{name}: the online load alone is beyond this server's capacity: {in_time:.0%} of first "
                 "tokens were in time. Lower --rate: policies are compared under overload."
+            )
+        num_online = min(each.get("num_online") or 0 for each in figures.get("rounds") or [figures])
+        if 0 < num_online < _LEAST_FOR_P99:
+            print(
+                f"{name}: the TTFT's P99 of {num_online} requests is about the longest: a longer --duration "
+                "has more of them."
             )
         if figures.get("unfinished"):
             print(f"{name}: TTFTs of unfinished requests are lower bounds.")

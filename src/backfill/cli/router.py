@@ -49,7 +49,7 @@ def router(
         names = ", ".join(engines.model.models) if engines.model is not None else ""
         num_up = sum(engine.is_up for engine in engines.all)
         max_model_len = 0 if engines.model is None else engines.model.max_model_len
-        where = f"{address.url} to {counted(len(engines.all), 'engine')}, {num_up} ready"
+        where = f"{address.place} to {counted(len(engines.all), 'engine')}, {num_up} ready"
         announce(f"Backfill routes {names} on {where}", address, max_model_len)
 
     async def run() -> signal.Signals | None:

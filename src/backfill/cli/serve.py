@@ -152,7 +152,7 @@ def _run(
 
     def on_ready(ready: Ready) -> None:
         took_s = time.monotonic() - started_at_s
-        what = f"Backfill serves {served.names[0]} on {address.url}  (ready in {took_s:.1f} s)"
+        what = f"Backfill serves {served.names[0]} on {address.place}  (ready in {took_s:.1f} s)"
         page = (
             "" if server_config.uds else f"\n  a chat, the live view and batches in a browser: {address.url}/"
         )

@@ -153,7 +153,7 @@ async def _serve(
         took_s = time.monotonic() - started_at_s
         model = routing.engines.model
         assert model is not None, "an engine is up"
-        where = f"{address.url} with {counted(len(replicas.urls), 'replica')}"
+        where = f"{address.place} with {counted(len(replicas.urls), 'replica')}"
         what = f"Backfill serves {', '.join(model.models)} on {where}  (ready in {took_s:.1f} s)"
         announce(what, address, model.max_model_len)
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _TINY_CONTEXT = 128
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # of all of a machine's addresses, one to ask
 _BACKLOG = 4096  # load generators open all connections at once
 NEEDS_MATPLOTLIB = "matplotlib, which is not installed: pip install 'backfill[plot]'"
 
@@ -186,12 +187,19 @@ class Address(NamedTuple):
     """Where a server listens, and who may ask it.
 
     Attributes:
+        url: that a client on this machine can ask.
         keys: None where anyone may.
     """
 
     listener: socket.socket
     url: str
     keys: ApiKeys | None
+
+    @property
+    def place(self) -> str:
+        """The URL, for people; it says so where the server listens on others too."""
+        is_anywhere = self.listener.family != socket.AF_UNIX and self.listener.getsockname()[0] in _LOOPBACK
+        return f"{self.url} and all other addresses of this machine" if is_anywhere else self.url
 
 
 def listen(server: ServerConfig) -> Address:
@@ -205,6 +213,7 @@ def listen(server: ServerConfig) -> Address:
         return Address(_bind_path(server.uds), f"{scheme}+unix://{server.uds.absolute()}", keys)
     listener = bind(server.host, server.port, shares_port=server.shares_port)
     host, port = listener.getsockname()[:2]
+    host = _LOOPBACK.get(host, host)
     return Address(listener, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", keys)
 
 

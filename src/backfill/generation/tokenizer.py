@@ -13,7 +13,7 @@ from tokenizers.decoders import ByteLevel
 from backfill.core.errors import CorruptModel, ModelError, RequestError
 from backfill.generation.message_format import MessageFormat, ReasoningParserName, ToolCallParserName
 from backfill.generation.message_parser import MessageParsing
-from backfill.models.resolve import check_tokenizer
+from backfill.models.resolve import check_tokenizer, told_what_to_delete
 
 # Longest text if nothing else bounds its tokens: encoding takes 200 times the text's memory.
 MAX_CHARS = 1 << 20
@@ -61,12 +61,13 @@ class Tokenizer:
             tool_call_parser, reasoning_parser: auto: as the chat template writes messages.
         Raises: ModelError if the folder has no readable tokenizer, CorruptModel if its files are damaged.
         """
-        try:
-            wrapped = _load(folder)
-        except ModelError:
-            raise
-        except Exception as error:  # the library raises many kinds, even bare Exception
-            raise CorruptModel(f"The tokenizer in {folder} cannot be read: {error}") from error
+        with told_what_to_delete(folder):
+            try:
+                wrapped = _load(folder)
+            except ModelError:
+                raise
+            except Exception as error:  # the library raises many kinds, even bare Exception
+                raise CorruptModel(f"The tokenizer in {folder} cannot be read: {error}") from error
         if chat_template is not None:
             wrapped.chat_template = chat_template
         templates = wrapped.chat_template or ""

@@ -15,6 +15,7 @@ from backfill.kernels.quantized import INPUT_MULTIPLE, QuantizedWeight, quantize
 from backfill.models.fields import Fields
 from backfill.models.quantization import stored_quantization
 from backfill.models.quantized_checkpoint import QuantizedCheckpoint
+from backfill.models.resolve import told_what_to_delete
 from backfill.models.weights import Checkpoint, DummyCheckpoint, Part, SafetensorsCheckpoint
 
 _CPU = torch.device("cpu")
@@ -44,23 +45,26 @@ def open_checkpoint(
     """
     checkpoint: Checkpoint
     gguf = Path(folder) / "model.gguf"
-    if load_format == "dummy":
-        checkpoint = DummyCheckpoint(dtype=dtype, seed=seed, device=device)
-    elif load_format == "auto" and os.path.lexists(gguf) and not _has_safetensors(Path(folder)):
-        if not gguf.is_file():
-            raise ModelNotFound(f"{gguf} is a link to {os.path.realpath(gguf)}, which is not there any more")
-        from backfill.models.gguf.checkpoint import GgufCheckpoint
+    with told_what_to_delete(folder):
+        if load_format == "dummy":
+            checkpoint = DummyCheckpoint(dtype=dtype, seed=seed, device=device)
+        elif load_format == "auto" and os.path.lexists(gguf) and not _has_safetensors(Path(folder)):
+            if not gguf.is_file():
+                raise ModelNotFound(
+                    f"{gguf} is a link to {os.path.realpath(gguf)}, which is not there any more"
+                )
+            from backfill.models.gguf.checkpoint import GgufCheckpoint
 
-        checkpoint = GgufCheckpoint(Path(folder), dtype=dtype, keeps_codes=quantization == "auto")
-    else:
-        config = Path(folder) / "config.json"
-        stored = stored_quantization(Fields.from_file(config)) if config.is_file() else None
-        if stored is None:
-            checkpoint = SafetensorsCheckpoint(folder, dtype=dtype)
+            checkpoint = GgufCheckpoint(Path(folder), dtype=dtype, keeps_codes=quantization == "auto")
         else:
-            checkpoint = QuantizedCheckpoint(
-                folder, dtype=dtype, stored=stored, keeps_codes=quantization == "auto"
-            )
+            config = Path(folder) / "config.json"
+            stored = stored_quantization(Fields.from_file(config)) if config.is_file() else None
+            if stored is None:
+                checkpoint = SafetensorsCheckpoint(folder, dtype=dtype)
+            else:
+                checkpoint = QuantizedCheckpoint(
+                    folder, dtype=dtype, stored=stored, keeps_codes=quantization == "auto"
+                )
     if quantization in ("int8", "int4"):
         return RoundedCheckpoint(checkpoint, 8 if quantization == "int8" else 4)
     return checkpoint

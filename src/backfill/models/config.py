@@ -10,6 +10,7 @@ from pathlib import Path
 from backfill.core.errors import CorruptModel
 from backfill.models.fields import Fields
 from backfill.models.quantization import stored_quantization
+from backfill.models.resolve import told_what_to_delete
 from backfill.models.rope import RopeConfig, rope_config
 
 SUPPORTED_ARCHITECTURES = (
@@ -80,12 +81,12 @@ class ModelConfig:
             CorruptModel: it is not JSON, or a value has the wrong type, sign or divisibility.
             UnsupportedModel: an architecture, activation, rope kind or quantization that is not implemented.
         """
-        fields = Fields.from_file(Path(folder) / "config.json")
-        architecture = _supported_architecture(fields)
-        config = (
-            _opt_config(fields) if architecture == "OPTForCausalLM" else _llama_config(fields, architecture)
-        )
-        _check_heads(fields.path, config)
+        with told_what_to_delete(folder):
+            fields = Fields.from_file(Path(folder) / "config.json")
+            architecture = _supported_architecture(fields)
+            is_opt = architecture == "OPTForCausalLM"
+            config = _opt_config(fields) if is_opt else _llama_config(fields, architecture)
+            _check_heads(fields.path, config)
         return config
 
     @property

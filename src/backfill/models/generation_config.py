@@ -10,6 +10,7 @@ from typing import Any
 
 from backfill.models.config import ModelConfig
 from backfill.models.fields import Fields
+from backfill.models.resolve import told_what_to_delete
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +35,16 @@ class GenerationDefaults:
         path = Path(folder) / "generation_config.json"
         if not path.is_file():
             return cls()
-        fields = Fields.from_file(path)
-        return cls(
-            temperature=fields.optional_number("temperature", minimum=0.0),
-            top_p=fields.optional_number("top_p", minimum=0.0, maximum=1.0),
-            top_k=fields.optional_integer("top_k"),
-            min_p=fields.optional_number("min_p", minimum=0.0, maximum=1.0),
-            repetition_penalty=fields.optional_number("repetition_penalty", minimum=0.0),
-            eos_token_ids=fields.token_ids("eos_token_id"),
-        )
+        with told_what_to_delete(folder):
+            fields = Fields.from_file(path)
+            return cls(
+                temperature=fields.optional_number("temperature", minimum=0.0),
+                top_p=fields.optional_number("top_p", minimum=0.0, maximum=1.0),
+                top_k=fields.optional_integer("top_k"),
+                min_p=fields.optional_number("min_p", minimum=0.0, maximum=1.0),
+                repetition_penalty=fields.optional_number("repetition_penalty", minimum=0.0),
+                eos_token_ids=fields.token_ids("eos_token_id"),
+            )
 
     @property
     def recommended(self) -> dict[str, Any]:

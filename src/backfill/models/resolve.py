@@ -186,6 +186,30 @@ def check_tokenizer(folder: Path) -> None:
         raise ModelError(f"{folder} has no tokenizer.json.")
 
 
+@contextmanager
+def told_what_to_delete(folder: str | Path) -> Iterator[None]:
+    """Lets errors of damaged files in a fetched folder name what to delete, to have it fetched again.
+
+    Raises: CorruptModel, as the body does.
+    """
+    try:
+        yield
+    except CorruptModel as error:
+        fetched = _fetched(Path(folder))
+        if fetched is None:  # the user's own files
+            raise
+        raise CorruptModel(f"{error}. Delete {fetched}, and the model is fetched again.") from error
+
+
+def _fetched(folder: Path) -> Path | None:
+    """The folder to delete. The hub's snapshots are links, so there it is the one that has the files too."""
+    if (folder / _MARKER_FILE).is_file():
+        return folder
+    snapshots = folder.absolute().parent
+    is_of_hub = snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--")
+    return snapshots.parent if is_of_hub else None
+
+
 def _is_complete(folder: Path, digest: str) -> bool:
     try:
         marker = json.loads((folder / _MARKER_FILE).read_text(encoding="utf-8"))
