@@ -146,12 +146,12 @@ def test_a_truncated_file_of_the_cache_names_the_folder_to_delete(
     truncate(folder / name)
     with pytest.raises(CorruptModel) as error:
         read(folder)
-    assert str(error.value).endswith(f". Delete {folder}, and the model is fetched again.")
+    assert str(error.value).endswith(f"delete {folder}: the model is then fetched again.")
     own = folder.rename(folder.parent / "own")
     (own / "backfill.json").unlink()
     with pytest.raises(CorruptModel) as error:
         read(own)
-    assert "elete" not in str(error.value), "nobody fetches the user's own files"
+    assert "delete" not in str(error.value), "nobody fetches the user's own files"
     read(resolve_model("tiny"))
     assert len(index.commands) == 2
 
@@ -163,7 +163,7 @@ def test_a_damaged_snapshot_of_the_hub_goes_with_the_files_that_it_links_to(tmp_
     (folder / "config.json").write_text("{")
     with pytest.raises(CorruptModel) as error:
         ModelConfig.from_folder(folder)
-    assert str(error.value).endswith(f". Delete {of_model}, and the model is fetched again.")
+    assert str(error.value).endswith(f"delete {of_model}: the model is then fetched again.")
 
 
 def test_leftovers_of_a_crash_are_removed(index: FakeIndex, cache: Path) -> None:

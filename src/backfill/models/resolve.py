@@ -198,7 +198,8 @@ def told_what_to_delete(folder: str | Path) -> Iterator[None]:
         fetched = _fetched(Path(folder))
         if fetched is None:  # the user's own files
             raise
-        raise CorruptModel(f"{error}. Delete {fetched}, and the model is fetched again.") from error
+        advice = f"If the file is damaged, delete {fetched}: the model is then fetched again."
+        raise CorruptModel(f"{str(error).rstrip('.')}. {advice}") from error
 
 
 def _fetched(folder: Path) -> Path | None:
