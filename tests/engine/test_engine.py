@@ -60,6 +60,16 @@ def test_every_request_gets_its_tokens_and_one_last_output() -> None:
         assert [output.finish_reason for output in mine] == [None, None, FinishReason.LENGTH]
 
 
+def test_the_last_output_tells_when_a_request_was_preempted() -> None:
+    engine, _ = make_engine(num_blocks=3, block_size=4)  # two requests need five
+    requests = [make_request(max_tokens=6, request_id=name, arrived_at_s=i) for i, name in enumerate("ab")]
+    for request in requests:
+        engine.add(request)
+    last = {each.request_id: each for each in run_to_end(engine) if each.finish_reason is not None}
+    assert [last[each.request_id].num_preemptions for each in requests] == [0, 1]
+    assert [len(last[each.request_id].pauses) for each in requests] == [0, 1]
+
+
 def test_the_steps_of_relegated_requests_are_online_ones() -> None:
     config = SchedulerConfig(policy="slo")
     engine = Engine(config, ScriptedExecutor(make_info()), VirtualClock(), make_profile())
