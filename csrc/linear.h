@@ -5,9 +5,9 @@
 // them; without either the halves are widened to floats by a shift and a mask. A float weight has
 // [in / 16][2][16][16].
 //
-// This file divides the work: threads share rows and panels, rows are packed for a product that stays in
-// the second-level cache while all panels are read, and deep layers are multiplied in chunks of their depth.
-// A `Product` (linear_vectors.h, linear_tiles.h) multiplies a few packed rows and a panel. It sums a row's
+// This file divides the work: threads share rows and panels, as many rows as the second-level cache holds stay
+// there while all panels are read, and deep layers are multiplied in chunks of their depth.
+// A `Product` (linear_vectors.h, linear_tiles.h) multiplies a few rows and a panel. It sums a row's
 // inputs in one fixed order, so a result depends neither on the number of rows nor on its row's index.
 //
 // With few rows, memory bandwidth bounds the product. Hardware prefetching reaches two thirds of it
@@ -154,17 +154,26 @@ class PlainWeight {
   int64_t depth_;
 };
 
-// Of one call, whose rows a product packs; sizes in bytes are multiples of 64.
+// Inputs of a few rows, as they lie in x and as a product has packed them.
+template <class T>
+struct InputRows {
+  const T* x;
+  int64_t x_stride, count;
+  const void* packed;
+};
+
+// Of one call; sizes in bytes are multiples of 64.
 //   T                              type of x and out
 //   kRows                          rows multiplied at once
-//   kPackedBytes, kMaxChunk        bytes of packed rows that stay in the second-level cache; inputs of a chunk
-//                                  of rows that do not
+//   kCachedBytes, kMaxChunk        bytes of rows that stay in the second-level cache; inputs of a chunk of rows
+//                                  that do not
 //   kPackCost, kReadCost           cost of packing kRows rows, and of the first read of a panel; the unit is
 //                                  a product of kRows rows and a panel
-//   packed_bytes(inputs)           of kRows rows
+//   packed_bytes(inputs)           what `pack` makes of kRows rows
+//   cached_bytes(inputs)           what is read of kRows rows for each panel
 //   pack(x, x_stride, rows, next_rows, inputs, packed)    next_rows: rows after these, of the same call
 //   packed_at(packed, rows, first)                        where input `first` of packed rows is
-//   multiply(tiles, rows, packed, inputs, continues, prefetcher, writer, sums [kRows, 32])
+//   multiply(tiles, InputRows, inputs, continues, prefetcher, writer, sums [kRows, 32])
 template <class Product, class Weight>
 void multiply_part(const LinearArgs& args, const LinearPart& part, Weight weight) {
   using T = typename Product::T;
@@ -172,12 +181,13 @@ void multiply_part(const LinearArgs& args, const LinearPart& part, Weight weight
   const auto* x = static_cast<const T*>(args.x);
   const int64_t depth = args.in_features, row_groups = (part.last_row - part.first_row + kRows - 1) / kRows;
   // Rows that stay in the cache whole are not divided: panels are then read, and prefetched, in order.
-  const bool fits = row_groups * Product::packed_bytes(depth) <= Product::kPackedBytes;
+  const bool fits = row_groups * Product::cached_bytes(depth) <= Product::kCachedBytes;
   const int64_t num_chunks = fits ? 1 : (depth + Product::kMaxChunk - 1) / Product::kMaxChunk;
   const int64_t chunk = round_up((depth + num_chunks - 1) / num_chunks, kChunkInputs);
   const int64_t group_bytes = Product::packed_bytes(chunk);
-  const int64_t block =
-      kRows * std::min(row_groups, std::max<int64_t>(1, Product::kPackedBytes / group_bytes));
+  const int64_t most_groups = std::max<int64_t>(1, Product::kCachedBytes / Product::cached_bytes(chunk));
+  const int64_t num_blocks = (row_groups + most_groups - 1) / most_groups;
+  const int64_t block = kRows * ((row_groups + num_blocks - 1) / num_blocks);
   const int64_t step = weight.step(row_groups);
   const bool sums_wait = num_chunks > 1, in_steps = step < chunk;
   const int64_t panel_sums = block * kPanel, num_panels = part.last_panel - part.first_panel;
@@ -205,15 +215,18 @@ void multiply_part(const LinearArgs& args, const LinearPart& part, Weight weight
             const auto* tiles = weight.tiles(index, k + done, inputs);
             for (int64_t row = first_row; row < last_row; row += kRows, turn ^= 1) {
               const int64_t rows = std::min(kRows, last_row - row), offset = row - first_row;
+              const T* x_rows = x + row * args.x_stride + k;
               char* packed_rows = packed + offset / kRows * group_bytes;
               if (index == first && done == 0)
-                Product::pack(x + row * args.x_stride + k, args.x_stride, rows,
-                              std::min(kRows, part.last_row - row - rows), length, packed_rows);
+                Product::pack(x_rows, args.x_stride, rows, std::min(kRows, part.last_row - row - rows),
+                              length, packed_rows);
               float* sums = all_sums + (sums_wait  ? (index - first) * panel_sums + offset * kPanel
                                         : in_steps ? (index & 1) * panel_sums + offset * kPanel
                                                    : turn * kRows * kPanel);
-              product.multiply(tiles, rows, Product::packed_at(packed_rows, rows, done), inputs, k + done > 0,
-                               prefetcher, writer, sums);
+              product.multiply(tiles,
+                               InputRows<T>{x_rows + done, args.x_stride, rows,
+                                            Product::packed_at(packed_rows, rows, done)},
+                               inputs, k + done > 0, prefetcher, writer, sums);
               if (k + done + inputs == depth) begin_writing(writer, args, sums, row, rows, index);
             }
           }

@@ -262,12 +262,14 @@ template <class Element, int Bits, int Inputs>
 class IntegerProduct {
  public:
   using T = Element;
-  static constexpr int64_t kRows = kIntegerRows, kMaxChunk = 1536, kPackedBytes = 384 << 10;
+  static constexpr int64_t kRows = kIntegerRows, kMaxChunk = 1536, kCachedBytes = 384 << 10;
   static constexpr double kPackCost = 1.8, kReadCost = 1.0;
 
   static int64_t packed_bytes(int64_t inputs) {
     return round_up(inputs / Inputs * kRows * kGroupWords<Inputs> * 4, 64);
   }
+
+  static int64_t cached_bytes(int64_t inputs) { return packed_bytes(inputs); }
 
   static void pack(const T* x, int64_t x_stride, int64_t rows, int64_t, int64_t inputs, void* packed) {
     auto* group = static_cast<uint32_t*>(packed);
@@ -279,10 +281,10 @@ class IntegerProduct {
     return static_cast<const uint32_t*>(packed) + first / Inputs * kGroupWords<Inputs> * rows;
   }
 
-  void multiply(const CodeTiles* tiles, int64_t rows, const void* packed, int64_t inputs, bool continues,
+  void multiply(const CodeTiles* tiles, const InputRows<T>& rows, int64_t inputs, bool continues,
                 Prefetcher& prefetcher, SumsWriter<T>&, float* sums) {
-    multiply_rows<kRows>(*tiles, rows, static_cast<const uint32_t*>(packed), inputs, continues, prefetcher,
-                         sums);
+    multiply_rows<kRows>(*tiles, rows.count, static_cast<const uint32_t*>(rows.packed), inputs, continues,
+                         prefetcher, sums);
   }
 
  private:

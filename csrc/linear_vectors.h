@@ -64,13 +64,15 @@ template <class Element, class W = Element>
 class VectorProduct {
  public:
   using T = Element;
-  static constexpr int64_t kRows = kVectorRows, kMaxChunk = 1536, kPackedBytes = 384 << 10;
+  static constexpr int64_t kRows = kVectorRows, kMaxChunk = 1536, kCachedBytes = 384 << 10;
   static constexpr double kPackCost = 0.3, kReadCost = 1.0;
 
   static int64_t packed_bytes(int64_t inputs) {
     // A vector is stored for each unit of kRows rows, so the last one exceeds them.
     return round_up((inputs / kPerUnit<T> * kRows + kLanes) * (int64_t)sizeof(float), 64);
   }
+
+  static int64_t cached_bytes(int64_t inputs) { return packed_bytes(inputs); }
 
   static void pack(const T* x, int64_t x_stride, int64_t rows, int64_t, int64_t inputs, void* packed) {
     auto* target = static_cast<float*>(packed);
@@ -86,10 +88,11 @@ class VectorProduct {
     return static_cast<const float*>(packed) + first / kPerUnit<T> * rows;
   }
 
-  void multiply(const W* tiles, int64_t rows, const void* packed, int64_t inputs, bool continues,
+  void multiply(const W* tiles, const InputRows<T>& rows, int64_t inputs, bool continues,
                 Prefetcher& prefetcher, SumsWriter<T>&, float* sums) {
-    multiply_rows<kRows>(reinterpret_cast<const float*>(tiles), rows, static_cast<const float*>(packed),
-                         inputs / kTileInputs<W>, continues, prefetcher, sums);
+    multiply_rows<kRows>(reinterpret_cast<const float*>(tiles), rows.count,
+                         static_cast<const float*>(rows.packed), inputs / kTileInputs<W>, continues,
+                         prefetcher, sums);
   }
 
  private:
