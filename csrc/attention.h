@@ -2,11 +2,9 @@
 // cut changes no result (softmax.h).
 #pragma once
 
-#include <omp.h>
-
 #include "decode_tiles.h"
+#include "parallel.h"
 #include "prefill.h"
-#include "region_error.h"
 
 namespace backfill::BACKFILL_VARIANT {
 
@@ -182,26 +180,24 @@ void merge_split(const AttentionArgs& args, const Plan& plan, const Split& split
 template <class T, class Kv>
 void attention(const AttentionArgs& args) {
   const Totals totals = measure(args, sizeof(Kv));
-  const int threads = totals.nanoseconds < kParallelNanoseconds ? 1 : omp_get_max_threads();
+  const int threads = totals.nanoseconds < kParallelNanoseconds ? 1 : max_threads();
   const int64_t most_keys = split_size(totals, args.shape.num_kv_heads, threads);
   Plan plan = empty_plan(args, totals, most_keys, threads);
   plan_prefill(args, totals, threads, plan);
   plan_decode(args, most_keys, plan);
-  RegionError error;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < plan.num_items; i++) {
-      try {
-        run_item<T, Kv>(args, plan, plan.items[i]);
-      } catch (...) {
-        error.keep();
-      }
+  int64_t next = 0;
+  on_threads(threads, [&](int64_t, int64_t) {
+    for (;;) {
+      const int64_t i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
+      if (i >= plan.num_items) break;
+      run_item<T, Kv>(args, plan, plan.items[i]);
     }
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < plan.num_splits; i++) merge_split<T>(args, plan, plan.splits[i]);
-  }
-  error.rethrow();
+  });
+  if (plan.num_splits == 0) return;
+  on_threads(threads, [&](int64_t thread, int64_t num_threads) {
+    for (int64_t i = thread; i < plan.num_splits; i += num_threads)
+      merge_split<T>(args, plan, plan.splits[i]);
+  });
 }
 
 }  // namespace backfill::BACKFILL_VARIANT

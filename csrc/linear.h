@@ -14,12 +14,10 @@
 // (measured), so panels are prefetched in software, while others are multiplied.
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 
 #include "kernels.h"
-#include "region_error.h"
+#include "parallel.h"
 #include "scratch.h"
 #include "simd.h"
 
@@ -265,20 +263,10 @@ template <class Product, class Multiply>
 void for_each_part(const LinearArgs& args, const Multiply& multiply) {
   if (args.rows == 0) return;
   const int64_t num_panels = (args.out_features + kPanel - 1) / kPanel;
-  RegionError error;
-#pragma omp parallel
-  {
-    const LinearPart part =
-        part_of<Product>(omp_get_thread_num(), omp_get_num_threads(), args.rows, num_panels);
-    if (part.first_row < part.last_row && part.first_panel < part.last_panel) {
-      try {
-        multiply(part);
-      } catch (...) {
-        error.keep();
-      }
-    }
-  }
-  error.rethrow();
+  on_threads(max_threads(), [&](int64_t thread, int64_t threads) {
+    const LinearPart part = part_of<Product>(thread, threads, args.rows, num_panels);
+    if (part.first_row < part.last_row && part.first_panel < part.last_panel) multiply(part);
+  });
 }
 
 }  // namespace backfill::BACKFILL_VARIANT

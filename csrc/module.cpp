@@ -178,7 +178,7 @@ void scatter_slots_at(uintptr_t pool, uintptr_t packed, const Indices& blocks, c
 
 NB_MODULE(_kernels, m) {
   using backfill::KernelSet;
-  m.doc() = "C++ kernels of Backfill. Import torch first: its OpenMP runtime is the one to share.";
+  m.doc() = "C++ kernels of Backfill. Import torch first: the number of threads is its OpenMP runtime's.";
   // Kernel sets live as long as the process; nanobind would report them as leaks.
   nanobind::set_leak_warnings(false);
   m.def("supported_isas", &backfill::isa_names, "ISA variants this machine runs, the fastest last.");

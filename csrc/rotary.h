@@ -38,8 +38,7 @@ void rotate_and_write_kv(const RotateArgs& args) {
   const PoolShape shape = args.shape;
   const int64_t dim = shape.head_dim, head_stride = shape.block_size * shape.row_size;
   const int64_t row_size = (args.num_heads + 2 * shape.num_kv_heads) * dim;
-#pragma omp parallel for schedule(static) if (args.rows > 1 && args.rows * row_size > kParallelElements)
-  for (int64_t row = 0; row < args.rows; row++) {
+  for_each_row(args.rows, row_size, [&](int64_t row) {
     T* head = qkv + row * row_size;
     const float* cos_sin = args.cos_sin == nullptr ? nullptr : args.cos_sin + args.positions[row] * dim;
     for (int64_t h = 0; h < args.num_heads; h++, head += dim)
@@ -51,7 +50,7 @@ void rotate_and_write_kv(const RotateArgs& args) {
       if (g < shape.num_kv_heads) finish_head(head, k_norm, args.eps, cos_sin, dim);
       write_row(head, target, dim);
     }
-  }
+  });
 }
 
 }  // namespace backfill::BACKFILL_VARIANT

@@ -1,12 +1,9 @@
 // Operators on independent rows: RMS norm, residual add with RMS norm, SiLU with product.
 #pragma once
 
-#include "simd.h"
+#include "parallel.h"
 
 namespace backfill::BACKFILL_VARIANT {
-
-// Below this many elements a call is over before a second thread would have woken.
-constexpr int64_t kParallelElements = 32768;
 
 BACKFILL_INLINE float inverse_rms(float sum_of_squares, int64_t size, float eps) {
   return 1.0f / __builtin_sqrtf(sum_of_squares / (float)size + eps);
@@ -55,8 +52,7 @@ void norm(const NormArgs& args) {
   T* residual = static_cast<T*>(args.residual);
   T* out = static_cast<T*>(args.out);
   const int64_t size = args.size;
-#pragma omp parallel for schedule(static) if (args.rows > 1 && args.rows * size > kParallelElements)
-  for (int64_t row = 0; row < args.rows; row++) {
+  for_each_row(args.rows, size, [&](int64_t row) {
     const T* source = x + row * args.x_stride;
     float squares;
     if (residual == nullptr) {
@@ -66,7 +62,7 @@ void norm(const NormArgs& args) {
       source = residual + row * size;
     }
     scale_row(source, weight, out + row * size, size, inverse_rms(squares, size, args.eps));
-  }
+  });
 }
 
 BACKFILL_INLINE Floats silu(Floats x) {
@@ -80,15 +76,14 @@ void silu_and_mul(const SiluArgs& args) {
   const T* gate_up = static_cast<const T*>(args.gate_up);
   T* out = static_cast<T*>(args.out);
   const int64_t size = args.size;
-#pragma omp parallel for schedule(static) if (args.rows > 1 && args.rows * size > kParallelElements)
-  for (int64_t row = 0; row < args.rows; row++) {
+  for_each_row(args.rows, size, [&](int64_t row) {
     const T* gate = gate_up + row * args.stride;
     const T* up = gate + size;
     T* target = out + row * size;
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) store(target + i, silu(load(gate + i)) * load(up + i));
     if (i < size) store(target + i, silu(load(gate + i, size - i)) * load(up + i, size - i), size - i);
-  }
+  });
 }
 
 }  // namespace backfill::BACKFILL_VARIANT

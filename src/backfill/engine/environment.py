@@ -13,11 +13,8 @@ from backfill.kernels.isa import library_limits
 def engine_environment(current: Mapping[str, str]) -> dict[str, str]:
     """Variables to add to ``current`` for a process that runs the model; those that are set already stay.
 
-    - Waiting OpenMP threads go to sleep soon. By default they spin for milliseconds. When another process
-      uses the processor, each of a step's hundreds of barriers then costs a time slice (measured: 8 tokens/s
-      by default, 32 with 500 pauses). But they stay awake between two operators: waking a processor of a
-      virtual machine takes some 50 us, and a step has 300 barriers (measured on one with AMX: 46 tokens/s
-      with 500 pauses, 79 with 2,000; beside a busy process 20 and 17). A pause is 20 to 45 ns.
+    - torch's waiting threads, which sample, go to sleep soon: by default they spin for milliseconds, also
+      when our own threads (csrc/threads.h) or another process could use the processor.
     - malloc asks for huge pages. A step reads all weights and blocks scattered over the KV pool; with
       4 KiB pages much of its time goes to address translation.
     - Where a variant of the CPU kernels is chosen, torch's libraries keep to its instruction set.

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# After torch: both use the OpenMP runtime that torch brings, so that there is one pool of threads.
+# After torch: the number of threads is that of the OpenMP runtime that torch brings.
 from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.errors import ConfigError
 from backfill.kernels.base import (

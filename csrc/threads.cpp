@@ -1,0 +1,220 @@
+#include "threads.h"
+
+#include <omp.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#if defined(__linux__)
+#include <fcntl.h>
+#include <unistd.h>
+#endif
+
+namespace backfill {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::microseconds;
+
+constexpr microseconds kPatience{300};       // that a thread waits awake
+constexpr microseconds kLittlePatience{20};  // where another program needs the processors
+constexpr microseconds kCaution{100'000};    // how long patience stays little then
+constexpr microseconds kCheck{10'000};       // between two looks at how long a thread was put off
+constexpr double kMostPutOff = 0.1;          // part of the time; more is another program's work
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+// How long a thread was ready to run while others ran; the time that a hypervisor takes is not in it.
+class PutOff {
+ public:
+  // Nanoseconds so far; 0 where the system does not tell. For the thread that asks first.
+  int64_t nanoseconds() {
+#if defined(__linux__)
+    if (file_ == kUnopened) file_ = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+    char text[64];
+    const ssize_t size = file_ < 0 ? -1 : pread(file_, text, sizeof text - 1, 0);
+    if (size <= 0) return 0;
+    text[size] = 0;
+    long long ran = 0, waited = 0;
+    return std::sscanf(text, "%lld %lld", &ran, &waited) == 2 ? waited : 0;
+#else
+    return 0;
+#endif
+  }
+
+ private:
+  static constexpr int kUnopened = -2;
+  int file_ = kUnopened;
+};
+
+std::atomic<Clock::rep> cautious_until{0};
+
+// Where a thread waits until another one calls notify(): awake at first, then asleep. One thread at a time.
+class Waiter {
+ public:
+  // `done` becomes true before notify() is called.
+  template <class Done>
+  void wait(const Done& done) {
+    if (stays_awake_until(done)) return;
+    std::unique_lock<std::mutex> lock(mutex_);
+    asleep_ = true;
+    condition_.wait(lock, done);
+    asleep_ = false;
+  }
+
+  void notify() {
+    if (!asleep_) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    condition_.notify_one();
+  }
+
+ private:
+  // Whether `done` came while it was patient.
+  template <class Done>
+  bool stays_awake_until(const Done& done) {
+    const Clock::time_point began = Clock::now();
+    if (began - checked_at_ > kCheck) check(began);
+    const auto patience = began.time_since_epoch().count() < cautious_until ? kLittlePatience : kPatience;
+    Clock::time_point last = began;
+    while (last - began <= patience) {
+      for (int i = 0; i < 8; i++) {
+        if (done()) return true;
+        pause();
+      }
+      last = Clock::now();
+    }
+    return done();
+  }
+
+  void check(Clock::time_point now) {
+    const int64_t put_off = put_off_.nanoseconds();
+    const auto most =
+        kMostPutOff * std::chrono::duration_cast<std::chrono::nanoseconds>(now - checked_at_).count();
+    if ((double)(put_off - put_off_ns_) > most) cautious_until = (now + kCaution).time_since_epoch().count();
+    put_off_ns_ = put_off;
+    checked_at_ = now;
+  }
+
+  std::mutex mutex_;
+  std::condition_variable condition_;
+  std::atomic<bool> asleep_{false};
+  PutOff put_off_;
+  int64_t put_off_ns_ = 0;
+  Clock::time_point checked_at_{};
+};
+
+class Pool {
+ public:
+  void run(int64_t num_threads, ThreadPart part, void* context) {
+    num_threads = std::min<int64_t>(num_threads, num_workers_with(num_threads - 1) + 1);
+    part_ = part;
+    context_ = context;
+    num_threads_ = num_threads;
+    num_running_ = num_threads - 1;
+    for (int64_t i = 0; i + 1 < num_threads; i++) workers_[i]->begin();
+    run_part(0);
+    waiter_.wait([this] { return num_running_ == 0; });
+    if (error_ != nullptr) std::rethrow_exception(std::exchange(error_, nullptr));
+  }
+
+ private:
+  class Worker {
+   public:
+    Worker(Pool& pool, int64_t index) {
+      std::thread([this, &pool, index] {
+        for (uint64_t number = 1;; number++) {
+          waiter_.wait([&] { return number_ >= number; });
+          pool.run_part(index);
+          pool.end_part();
+        }
+      }).detach();
+    }
+
+    void begin() {
+      number_++;
+      waiter_.notify();
+    }
+
+   private:
+    alignas(64) std::atomic<uint64_t> number_{0};  // of the operators that it was given
+    Waiter waiter_;
+  };
+
+  // Starts those that are missing, if it can.
+  int64_t num_workers_with(int64_t wanted) {
+    try {
+      while ((int64_t)workers_.size() < wanted)
+        workers_.push_back(std::make_unique<Worker>(*this, (int64_t)workers_.size() + 1));
+    } catch (const std::system_error&) {
+    }
+    return (int64_t)workers_.size();
+  }
+
+  void run_part(int64_t thread) {
+    try {
+      part_(context_, thread, num_threads_);
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(keeping_);
+      if (error_ == nullptr) error_ = std::current_exception();
+    }
+  }
+
+  void end_part() {
+    if (--num_running_ == 0) waiter_.notify();
+  }
+
+  std::vector<std::unique_ptr<Worker>> workers_;
+  ThreadPart part_ = nullptr;
+  void* context_ = nullptr;
+  int64_t num_threads_ = 1;
+  std::mutex keeping_;
+  std::exception_ptr error_;
+  alignas(64) std::atomic<int64_t> num_running_{0};
+  Waiter waiter_;
+};
+
+std::atomic_flag is_busy = ATOMIC_FLAG_INIT;
+Pool* pool = nullptr;  // never deleted: its threads end with the process
+
+// A forked process has none of the threads.
+void forget_threads() {
+  pool = nullptr;
+  is_busy.clear();
+}
+
+}  // namespace
+
+int max_threads() { return omp_get_max_threads(); }
+
+void run_threads(int64_t num_threads, ThreadPart part, void* context) {
+  if (num_threads <= 1 || is_busy.test_and_set(std::memory_order_acquire)) return part(context, 0, 1);
+  struct Release {
+    ~Release() { is_busy.clear(std::memory_order_release); }
+  } release;
+  if (pool == nullptr) {
+    static const int registered = pthread_atfork(nullptr, nullptr, forget_threads);
+    (void)registered;
+    pool = new Pool;
+  }
+  pool->run(num_threads, part, context);
+}
+
+}  // namespace backfill
