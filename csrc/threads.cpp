@@ -67,6 +67,24 @@ class PutOff {
 
 std::atomic<Clock::rep> cautious_until{0};
 
+// With OMP_PROC_BIND the thread that loads OpenMP is bound to its first place, and threads that it starts would be
+// there too. Each gets a place of its own, as OpenMP's threads do.
+void bind_to_place(int64_t thread) {
+#if defined(__linux__)
+  const int num_places = omp_get_num_places();
+  if (num_places == 0 || omp_get_proc_bind() == omp_proc_bind_false) return;
+  const int place = (int)(thread % num_places);
+  std::vector<int> ids((std::size_t)omp_get_place_num_procs(place));
+  omp_get_place_proc_ids(place, ids.data());
+  cpu_set_t processors;
+  CPU_ZERO(&processors);
+  for (const int id : ids) CPU_SET(id, &processors);
+  pthread_setaffinity_np(pthread_self(), sizeof processors, &processors);
+#else
+  (void)thread;
+#endif
+}
+
 // Where a thread waits until another one calls notify(): awake at first, then asleep. One thread at a time.
 class Waiter {
  public:
@@ -140,6 +158,7 @@ class Pool {
    public:
     Worker(Pool& pool, int64_t index) {
       std::thread([this, &pool, index] {
+        bind_to_place(index);
         for (uint64_t number = 1;; number++) {
           waiter_.wait([&] { return number_ >= number; });
           pool.run_part(index);

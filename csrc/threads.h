@@ -3,7 +3,7 @@
 // A step has hundreds of operators of some 10 to 1,000 us, so threads wait for the next one awake: waking a processor
 // of a virtual machine takes some 50 us. But a thread that waits awake where another program needs the
 // processor is soon made to wait itself, for a time slice, and everyone with it. OpenMP's waits are as long in
-// both cases. Here they are short for a while after a thread was put off for as long as a slice.
+// both cases. Here they are short for a while after a thread was put off for more than a tenth of the time.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,8 @@
-"""Operators that share their work among threads, called by several threads at once, and after a fork."""
+"""Operators that share their work among threads: called by several at once, after a fork, bound to places."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -25,6 +26,20 @@ if child == 0:
 _, status = os.waitpid(child, 0)
 assert status == 0, f"the child ended with {status}"
 assert linear(x).numpy().tobytes() == expected
+"""
+BOUND = """
+import os
+processors = os.sched_getaffinity(0)
+import torch
+from backfill.kernels.cpu import CpuKernels
+torch.set_num_threads(1)  # for what torch computes itself
+linear, x = CpuKernels().linear(torch.randn(512, 256)), torch.randn(96, 256)
+torch.set_num_threads(2)
+threads = set(os.listdir("/proc/self/task"))
+linear(x)
+(started,) = set(os.listdir("/proc/self/task")) - threads
+places = {frozenset(os.sched_getaffinity(int(each))) for each in (0, started)}
+assert len(places) == min(2, len(processors)), places
 """
 
 
@@ -56,3 +71,8 @@ def test_operators_of_several_threads_at_once(num_threads: int) -> None:
 
 def test_a_forked_process_has_threads_of_its_own() -> None:
     subprocess.run([sys.executable, "-c", IN_A_FORK], check=True, timeout=60)
+
+
+def test_bound_threads_have_places_of_their_own() -> None:
+    bound = {**os.environ, "OMP_PROC_BIND": "true", "OMP_PLACES": "threads"}
+    subprocess.run([sys.executable, "-c", BOUND], check=True, timeout=60, env=bound)
