@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +13,27 @@ import torch
 
 from backfill.kernels.cpu import CpuKernels
 from tests.kernels.cpu import REFERENCE, assert_close, random_rows, seeded
+
+# Rows at the end of memory, before a page that must not be read.
+AT_THE_END = """
+import ctypes, mmap, torch
+from backfill.kernels.cpu import CpuKernels, available_isas
+from tests.kernels.cpu import assert_close
+size = 64 * mmap.PAGESIZE
+memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+end = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + size
+assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(end), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+for dtype in (torch.float32, torch.bfloat16):
+    whole = torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize)
+    whole.copy_(torch.randn(len(whole)))
+    for kernels in map(CpuKernels, available_isas()):
+        linear = kernels.linear(torch.eye(64, dtype=dtype))
+        for rows in (1, 2, 15, 16, 17, 31, 32, 33, 95):
+            for stride in (64, 67, 160):
+                first = len(whole) - 64 - (rows - 1) * stride
+                x = whole.as_strided((rows, 64), (stride, 1), first)
+                assert_close(linear(x), x)
+"""
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -70,6 +93,10 @@ def test_linear_called_from_two_threads_at_once(kernels: CpuKernels, dtype: torc
         for _ in range(5):
             for result, known in zip(pool.map(linear, inputs), expected, strict=True):
                 assert torch.equal(result, known)
+
+
+def test_linear_reads_nothing_behind_the_last_row() -> None:
+    subprocess.run([sys.executable, "-c", AT_THE_END], check=True, timeout=60)
 
 
 def test_linear_refuses_what_it_cannot_read(kernels: CpuKernels) -> None:
