@@ -90,7 +90,7 @@ def test_a_slowdown_refuses_until_it_is_over() -> None:
     refused = refusal(load, tpot_s=0.02)  # alone it takes 18 ms
     assert (refused.param, refused.retry_after_s) == ("slo.tpot", MAX_RETRY_AFTER_S)
     assert str(refused) == (
-        "slo.tpot: asked 0.02 s, at its present speed, too low even without load, the server leaves 0.027 s. "
+        "slo.tpot: asked 0.02 s, too low even without load; the server's present speed leaves 0.027 s. "
         "Please ask for that, or retry in 120 s."
     )
     for _ in range(200):

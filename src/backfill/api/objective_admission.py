@@ -133,6 +133,6 @@ def _check_tpot(
         return
     offered_s = min(default_s, least_tpot_slo(predicted.decode_s))
     if predicted.decode_alone_s > limit_s:  # the end of others alone does not help
-        slow = "at its present speed, too low even without load, the server leaves"
+        slow = "too low even without load; the server's present speed leaves"
         raise ObjectiveUnavailable(tpot, offered_s, MAX_RETRY_AFTER_S, leaves=slow)
     raise ObjectiveUnavailable(tpot, offered_s, end_s(load.num_too_many(prompt_tokens, limit_s)))
