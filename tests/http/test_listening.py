@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -132,3 +133,12 @@ def test_the_document_names_the_path_of_the_proxy() -> None:
 
     app = new_app("t", (), NoJobs(), "/llm")  # type: ignore[arg-type]
     assert app.openapi()["servers"] == [{"url": "/llm"}]
+
+
+def test_traces_without_opentelemetry_are_refused_before_a_model_is_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    config = ServerConfig(port=0, otlp_traces_endpoint="http://localhost:4318/v1/traces")
+    with pytest.raises(ConfigError, match=r"needs OpenTelemetry: pip install 'backfill\[otel\]'"):
+        listen(config)

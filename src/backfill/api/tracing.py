@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 _CLOSE_S = 2.0
 
 
+def check_packages() -> None:
+    """Raises: ConfigError without OpenTelemetry."""
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "needs OpenTelemetry: pip install 'backfill[otel]'.", field="otlp_traces_endpoint"
+        ) from None
+
+
 class RequestTracer:
     """Makes the spans of a request when it has ended, from the instants that metrics are made of.
 
@@ -39,17 +50,13 @@ class RequestTracer:
 
         Service name, sampling and headers are those of OpenTelemetry's environment variables.
 
-        Raises: ConfigError without the packages.
+        Raises: ImportError without the packages (``check_packages``).
         """
-        try:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        except ImportError:
-            raise ConfigError(
-                "needs OpenTelemetry: pip install 'backfill[otel]'.", field="otlp_traces_endpoint"
-            ) from None
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
         named = Resource({SERVICE_NAME: "backfill"}).merge(OTELResourceDetector().detect())
         provider = TracerProvider(resource=named)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

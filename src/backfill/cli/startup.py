@@ -208,6 +208,10 @@ def listen(server: ServerConfig) -> Address:
 
     keys = ApiKeys(server.api_key, server.api_key_file) if server.asks_for_keys else None
     _check_certificate(server)
+    if server.otlp_traces_endpoint is not None:
+        from backfill.api.tracing import check_packages
+
+        check_packages()
     scheme = "http" if server.certificate is None else "https"
     if server.uds is not None:
         return Address(_bind_path(server.uds), f"{scheme}+unix://{server.uds.absolute()}", keys)
