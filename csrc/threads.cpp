@@ -42,11 +42,38 @@ void pause() {
 #endif
 }
 
-// How long a thread was ready to run while others ran; the time that a hypervisor takes is not in it.
+std::atomic<Clock::rep> cautious_until{0};
+
+// How long this thread was ready to run while others ran; the time that a hypervisor takes is not in it.
 class PutOff {
  public:
-  // Nanoseconds so far; 0 where the system does not tell. For the thread that asks first.
-  int64_t nanoseconds() {
+  ~PutOff() { forget(); }
+
+  // Looks every now and then.
+  void check(Clock::time_point now) {
+    if (now - checked_at_ <= kCheck) return;
+    const int64_t before = nanoseconds_,
+                  most = (int64_t)(kMostPutOff * (double)Nanoseconds(now - checked_at_).count());
+    nanoseconds_ = read();
+    checked_at_ = now;
+    if (nanoseconds_ - before > most) cautious_until = (now + kCaution).time_since_epoch().count();
+  }
+
+  // The file is another thread's after a fork.
+  void forget() {
+#if defined(__linux__)
+    if (file_ >= 0) close(file_);
+#endif
+    file_ = kUnopened;
+  }
+
+ private:
+  using Nanoseconds = std::chrono::nanoseconds;
+
+  static constexpr int kUnopened = -2;
+
+  // 0 where the system does not tell.
+  int64_t read() {
 #if defined(__linux__)
     if (file_ == kUnopened) file_ = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
     char text[64];
@@ -60,12 +87,12 @@ class PutOff {
 #endif
   }
 
- private:
-  static constexpr int kUnopened = -2;
   int file_ = kUnopened;
+  int64_t nanoseconds_ = 0;
+  Clock::time_point checked_at_{};
 };
 
-std::atomic<Clock::rep> cautious_until{0};
+thread_local PutOff put_off;
 
 // With OMP_PROC_BIND the thread that loads OpenMP is bound to its first place, and threads that it starts would be
 // there too. Each gets a place of its own, as OpenMP's threads do.
@@ -109,7 +136,7 @@ class Waiter {
   template <class Done>
   bool stays_awake_until(const Done& done) {
     const Clock::time_point began = Clock::now();
-    if (began - checked_at_ > kCheck) check(began);
+    put_off.check(began);
     const auto patience = began.time_since_epoch().count() < cautious_until ? kLittlePatience : kPatience;
     Clock::time_point last = began;
     while (last - began <= patience) {
@@ -122,21 +149,9 @@ class Waiter {
     return done();
   }
 
-  void check(Clock::time_point now) {
-    const int64_t put_off = put_off_.nanoseconds();
-    const auto most =
-        kMostPutOff * std::chrono::duration_cast<std::chrono::nanoseconds>(now - checked_at_).count();
-    if ((double)(put_off - put_off_ns_) > most) cautious_until = (now + kCaution).time_since_epoch().count();
-    put_off_ns_ = put_off;
-    checked_at_ = now;
-  }
-
   std::mutex mutex_;
   std::condition_variable condition_;
   std::atomic<bool> asleep_{false};
-  PutOff put_off_;
-  int64_t put_off_ns_ = 0;
-  Clock::time_point checked_at_{};
 };
 
 class Pool {
@@ -179,6 +194,7 @@ class Pool {
 
   // Starts those that are missing, if it can.
   int64_t num_workers_with(int64_t wanted) {
+    workers_.reserve((std::size_t)std::max<int64_t>(wanted, 0));  // a worker's thread keeps its address
     try {
       while ((int64_t)workers_.size() < wanted)
         workers_.push_back(std::make_unique<Worker>(*this, (int64_t)workers_.size() + 1));
@@ -216,6 +232,7 @@ Pool* pool = nullptr;  // never deleted: its threads end with the process
 // A forked process has none of the threads.
 void forget_threads() {
   pool = nullptr;
+  put_off.forget();
   is_busy.clear();
 }
 
