@@ -16,7 +16,9 @@ import pytest
 import torch
 from huggingface_hub import errors
 
+from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
+from backfill.execution.create import create_torch_executor
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models import resolve
 from backfill.models.checkpoint import open_checkpoint
@@ -154,6 +156,16 @@ def test_a_truncated_file_of_the_cache_names_the_folder_to_delete(
     assert "delete" not in str(error.value), "nobody fetches the user's own files"
     read(resolve_model("tiny"))
     assert len(index.commands) == 2
+
+
+def test_damage_that_is_found_in_a_weight_names_the_folder_to_delete(index: FakeIndex) -> None:
+    folder = resolve_model("tiny")
+    with (folder / "model.gguf").open("r+b") as file:
+        file.seek(-512, os.SEEK_END)
+        file.write(b"\xff" * 512)
+    with pytest.raises(CorruptModel, match="holds values that are not finite numbers") as error:
+        create_torch_executor(EngineConfig(model_dir=str(folder), kv_gib=0.01))
+    assert str(error.value).endswith(f"delete {folder}: the model is then fetched again.")
 
 
 def test_a_damaged_snapshot_of_the_hub_goes_with_the_files_that_it_links_to(tmp_path: Path) -> None:

@@ -113,6 +113,23 @@ def test_a_line_or_a_body_that_is_no_object_is_told_what_it_is(
 
 
 @pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (7, "a number"),
+        (0.5, "a number"),
+        (True, "a boolean"),
+        (None, "null"),
+        ([1], "an array"),
+        ({}, "an object"),
+    ],
+)
+def test_a_field_that_is_no_string_is_told_what_it_is(tmp_path: Path, value: Any, kind: str) -> None:
+    (error,) = checked(tmp_path, input_line(1, custom_id=value)).errors
+    assert (error.code, error.param) == ("invalid_value", "custom_id")
+    assert error.message == f"custom_id must be a string, got {kind}."
+
+
+@pytest.mark.parametrize(
     ("content", "total", "errors"),
     [
         (b"", 0, [("empty_file", None)]),

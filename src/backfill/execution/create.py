@@ -34,6 +34,7 @@ from backfill.models.config import ModelConfig
 from backfill.models.decoder import DecoderModel
 from backfill.models.generation_config import GenerationDefaults, end_token_ids
 from backfill.models.placement import ModelPlacement
+from backfill.models.resolve import told_what_to_delete
 
 logger = logging.getLogger(__name__)
 
@@ -77,15 +78,16 @@ def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None 
     if stage.shard.is_first and stage.shard.group.rank == 0:
         _log_choices(target, kernels)
     streams = MicroBatchStreams(device, config.num_micro_batches)
-    model = build_model(
-        model_config,
-        checkpoint,
-        kernels,
-        max_positions=plan.max_model_len,
-        device=device,
-        shard=stage.shard,
-        has_layers=interval is None,
-    )
+    with told_what_to_delete(config.model_dir):
+        model = build_model(
+            model_config,
+            checkpoint,
+            kernels,
+            max_positions=plan.max_model_len,
+            device=device,
+            shard=stage.shard,
+            has_layers=interval is None,
+        )
     streamer: LayerStreamer | None = None
     if interval is not None:
         streamer = create_streamer(

@@ -34,9 +34,11 @@ _ESCAPES = re.compile(
 _OBJECT = "an object"
 # Of JSON values, by their first byte.
 _KINDS = {b"{": _OBJECT, b"[": "an array", b'"': "a string", b"t": "true", b"f": "false", b"n": "null"}
+_TYPES = {"int": "a number", "float": "a number", "bool": "a boolean", "array": "an array", "object": _OBJECT}
 _NOT_NUMBERS = re.compile(rb"NaN|-?Infinity")
 _POSITION = re.compile(r"byte (\d+)")
-_WRONG_FIELD = re.compile(r"at `\$\.(\w+)`$")
+# Of a field that is no string, what it is and its name.
+_WRONG_FIELD = re.compile(r"got `(\w+)` - at `\$\.(\w+)`$")
 
 _line_decoder = msgspec.json.Decoder(_Line)
 
@@ -136,8 +138,10 @@ def parse_line(number: int, data: bytes, max_line_bytes: int) -> InputLine:
             message = f"Missing required parameter: '{missing}'."
             raise BadLine("missing_required_parameter", message, number, missing) from None
         wrong = _WRONG_FIELD.search(str(error))
-        message = f"This line is not a batch request: {error}."
-        raise BadLine("invalid_value", message, number, wrong and wrong[1]) from None
+        if wrong is None:
+            raise BadLine("invalid_value", f"This line is not a batch request: {error}.", number) from None
+        message = f"{wrong[2]} must be a string, got {_TYPES.get(wrong[1], wrong[1])}."
+        raise BadLine("invalid_value", message, number, wrong[2]) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         message = f"This line is not parseable as valid JSON: {_why_not_json(data, error)}."
         raise BadLine("invalid_json_line", message, number) from None
