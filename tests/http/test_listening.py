@@ -73,7 +73,9 @@ def test_the_address_that_is_shown_can_be_opened(host: str, shown: str) -> None:
         port = address.listener.getsockname()[1]
         assert address.url == f"http://{shown}:{port}"
         assert httpx.get(address.url).text == "hello"
-        assert ("all other addresses" in address.place) == (host != shown.strip("[]"))
+        is_anywhere = host != shown.strip("[]")
+        assert ("all other addresses" in address.place) == is_anywhere
+        assert ("for anyone, without a key" in address.place) == is_anywhere
 
 
 def test_a_port_in_use_is_named_with_the_option_for_another() -> None:

@@ -197,9 +197,12 @@ class Address(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The URL, for people; it says so where the server listens on others too."""
+        """The URL, for people; it says so where the server listens on others too, and answers anyone."""
         is_anywhere = self.listener.family != socket.AF_UNIX and self.listener.getsockname()[0] in _LOOPBACK
-        return f"{self.url} and all other addresses of this machine" if is_anywhere else self.url
+        if not is_anywhere:
+            return self.url
+        for_whom = " for anyone, without a key" if self.keys is None else ""
+        return f"{self.url} and all other addresses of this machine{for_whom}"
 
 
 def listen(server: ServerConfig) -> Address:
