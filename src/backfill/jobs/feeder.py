@@ -80,16 +80,11 @@ class Feeder:
         self._reads: dict[str, Feed] = {}  # by owner: the feed that reads
         self._turns = itertools.count()
         self._capacity = 0
-        self._num_running = 0
+        self.num_running = 0  # lines with the runner
         self.num_durable = 0  # results that this loop knows of; the thread that writes them counts sooner
         self._num_lost = 0  # lines since the engine died; 0 while it lives
         self._may_have_suspects = False
         self._fills_soon = False
-
-    @property
-    def num_running(self) -> int:
-        """Lines with the runner."""
-        return self._num_running
 
     @property
     def num_in_flight(self) -> int:
@@ -155,7 +150,7 @@ class Feeder:
         aborted = [run.line for run in waiting if run.task.cancelled()]
         for line in aborted:
             if feed.running.pop(line.number, None) is not None:  # cancelled before it ran at all
-                self._num_running -= 1
+                self.num_running -= 1
             feed.put_back(line)
             self._order.note_ended(feed)
         self._order.set_waiting(feed, feed.has_lines)
@@ -188,7 +183,7 @@ class Feeder:
             task.cancel()
         self._fill()  # other feeds take its places; they may have waited for its read
         await asyncio.gather(*running, return_exceptions=True)
-        self._num_running -= len(feed.running)  # tasks that were cancelled before they began
+        self.num_running -= len(feed.running)  # tasks that were cancelled before they began
         feed.running.clear()
         self._fill()  # its suspects no longer limit the lines in flight
         if feed.committer is not None:
@@ -215,7 +210,7 @@ class Feeder:
                 return
             if self._may_have_suspects:
                 most = min(most, self._max_in_flight_with(feed.num_losses_next))
-                if self._num_running >= most:
+                if self.num_running >= most:
                     return
             line = feed.take()
             if line is None:
@@ -267,15 +262,15 @@ class Feeder:
         return feed if self._order.num_in_flight_of(feed.owner) < share else None
 
     def _start(self, feed: Feed, line: BatchLine) -> None:
-        ran_with_others = self._num_running > 0
-        if self._num_running == 1:  # that line was alone until now
+        ran_with_others = self.num_running > 0
+        if self.num_running == 1:  # that line was alone until now
             for other in self._feeds:
                 for run in other.running.values():
                     run.ran_with_others = True
         count = TokenCount()
         task = self._tasks.start(self._run(feed, line, count), "feeder-line")
         feed.running[line.number] = RunningLine(line, task, ran_with_others, count)
-        self._num_running += 1
+        self.num_running += 1
         if self._reports_progress and self._reporting is None:
             self._report_soon()
         self._order.note_taken(feed)
@@ -311,7 +306,7 @@ class Feeder:
 
     def _report(self) -> None:
         self._reporting = None
-        if self._num_running > 0:
+        if self.num_running > 0:
             self._report_soon()
         for feed in self._feeds:
             feed.report_progress()
@@ -330,7 +325,7 @@ class Feeder:
             result = unanswered(line, "internal_error")
         finally:
             del feed.running[line.number]
-            self._num_running -= 1
+            self.num_running -= 1
         if result is None:
             feed.put_back(line)
             self._order.set_waiting(feed, feed.has_lines)
