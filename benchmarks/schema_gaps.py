@@ -3,7 +3,7 @@
 Starts a server with its defaults and a flood of offline requests. Chats arrive at a constant rate beside it,
 in phases by turns: without a schema, and each with a schema of its own. Prints a table with the pooled gaps
 of both, and one JSON object as the last line. The exit status is 1 if a whole answer is no JSON that its
-schema allows, or a request fails.
+schema allows, or a request fails. jsonschema comes with install-dev.
 
 Usage: schema_gaps.py [--seconds 45] [--rounds 2] [--rate 1.5] [--flood 64]
 """
