@@ -297,6 +297,20 @@ def test_a_fit_is_due_after_enough_steps_and_enough_time() -> None:
     assert not refiner.is_due, "nothing was served since"
 
 
+def test_a_fit_is_overdue_a_minute_after_the_last_one() -> None:
+    service = Service(coarse_profile(TRUTH))
+    refiner = service.refiner
+    service.serve_chats(32)
+    refiner.refine()
+    fitted_at_s = service.clock.now_s()
+    service.serve_chats(32)
+    service.clock.advance(fitted_at_s + 59.0 - service.clock.now_s())
+    assert refiner.is_due
+    assert not refiner.is_overdue
+    service.clock.advance(1.0)
+    assert refiner.is_overdue
+
+
 def test_too_few_steps_of_a_kind_change_nothing() -> None:
     service = Service(coarse_profile(scaled(TRUTH, 2.0)))
     for shape in CHAT_SHAPES * 2:

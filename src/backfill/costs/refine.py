@@ -30,7 +30,8 @@ _CONTEXT_UNIT = 64
 _LEAST_NEW_STEPS = 32
 _LEAST_HELD_OUT = 8
 _LEAST_INTERVAL_S = 30.0
-_MOST_INTERVAL_S = 600.0
+# Beside online requests. A fit takes 7 to 20 ms of one gap in some 500.
+_MOST_INTERVAL_S = 60.0
 # Least relative gain, of the error's median plus P95, for a new model. A smaller gain may be noise.
 _LEAST_GAIN = 0.05
 # Least change of the error's median or P95, and least relative change of the known tokens, for a new profile.
