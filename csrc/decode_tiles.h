@@ -244,7 +244,7 @@ class TileDecodeItem {
       Floats weight = exp2<kExpDegree<bf16>>(scores[i - first] - highest);
       total += weight;
       if constexpr (kHasScales<Kv>) weight *= load(value_scales_ + (i - first) * kTileKeys);
-      const Words bits = __builtin_convertvector(narrow(weight), Words);
+      const Words bits = words_of(narrow(weight));
       std::memcpy(weight_row(i - first, 2 * h), &bits, sizeof bits);
       const Words odd = bits << 16;
       std::memcpy(weight_row(i - first, 2 * h + 1), &odd, sizeof odd);

@@ -78,6 +78,7 @@ struct LinearArgs {
   void* out;                                // dense
   int64_t rows, in_features, out_features;  // in_features: a multiple of a tile's inputs
   int64_t x_stride;                         // elements between rows of x
+  bool is_gated;                            // panels are of gates and of ups in turn; out: silu(gate) * up
 };
 
 enum ElementType { kBfloat16 = 0, kFloat32 = 1 };

@@ -15,8 +15,6 @@ namespace backfill::BACKFILL_VARIANT {
 constexpr float kMaxCode = 127.0f;
 constexpr float kLeastMagnitude = 1e-30f;  // rows below it are zero: 127 / magnitude stays finite
 
-typedef int8_t Codes __attribute__((vector_size(kLanes)));
-
 // KV of Kv has scales, one for K and one for V of each key.
 template <class Kv>
 constexpr bool kHasScales = sizeof(Kv) == 1;
@@ -34,28 +32,20 @@ BACKFILL_INLINE int64_t stored_units(int64_t head_dim) {
 
 // `count` of them exist, which may be none.
 BACKFILL_INLINE Floats load_codes(const int8_t* p, int64_t count) {
-  Codes codes{};
+  Bytes codes{};
 #if defined(__AVX512F__)
-  codes = (Codes)_mm_maskz_loadu_epi8(first_lanes(larger<int64_t>(0, count)), p);
+  codes = (Bytes)_mm_maskz_loadu_epi8(first_lanes(larger<int64_t>(0, count)), p);
 #else
   if (count >= kLanes)
     std::memcpy(&codes, p, sizeof codes);
   else if (count > 0)
     std::memcpy(&codes, p, count);
 #endif
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  int64_t bits;  // GCC converts Codes of 8 lanes one by one
-  std::memcpy(&bits, &codes, sizeof bits);
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bits)));
-#else
-  return __builtin_convertvector(__builtin_convertvector(codes, Ints), Floats);
-#endif
+  return floats_of(ints_of(codes));
 }
 
 // Code `i` of the four in each lane.
-BACKFILL_INLINE Floats code_of(Words four, int i) {
-  return __builtin_convertvector((Ints)(four << (24 - 8 * i)) >> 24, Floats);
-}
+BACKFILL_INLINE Floats code_of(Words four, int i) { return floats_of((Ints)(four << (24 - 8 * i)) >> 24); }
 
 // Units of bf16 of numbers that bf16 holds exactly.
 BACKFILL_INLINE Floats exact_pair(Floats first, Floats second) {
@@ -126,7 +116,7 @@ BACKFILL_INLINE void write_row(const T* x, int8_t* row, int64_t head_dim) {
   const Floats magic = broadcast(12582912.0f);  // adding it leaves the rounded code in the low bits
   for (int64_t d = 0; d < head_dim; d += kLanes) {
     const Words bits = (Words)(load(x + d, head_dim - d) * inverse + magic);
-    const Codes codes = __builtin_convertvector((Ints)bits, Codes);
+    const Bytes codes = lowest_bytes(bits);
     std::memcpy(row + d, &codes, smaller<int64_t>(kLanes, head_dim - d));
   }
   std::memcpy(row + head_dim, &scale, sizeof scale);

@@ -10,6 +10,9 @@
 // A `Product` (linear_vectors.h, linear_tiles.h) multiplies a few rows and a panel. It sums a row's
 // inputs in one fixed order, so a result depends neither on the number of rows nor on its row's index.
 //
+// A gated weight has panels of gates and of what they multiply in turn. The sums of a panel of gates wait for those of
+// the next panel: what comes between, twice as wide as the result, is never in memory.
+//
 // With few rows, memory bandwidth bounds the product. Hardware prefetching reaches two thirds of it
 // (measured), so panels are prefetched in software, while others are multiplied.
 #pragma once
@@ -18,6 +21,7 @@
 
 #include "kernels.h"
 #include "parallel.h"
+#include "rowwise.h"
 #include "scratch.h"
 #include "simd.h"
 
@@ -65,22 +69,24 @@ class Prefetcher {
   int64_t farthest_, round_lines_, lines_;
 };
 
-// Adds the bias to a block's sums [rows, 32] and writes them, with AMX while the next block is multiplied:
-// written at once, they would stall the tiles (2,048 rows of 576 inputs took a third less without writing).
+// Adds the bias to a block's sums [rows, 32], multiplies them by silu of those of gates if there are any, and writes
+// them, with AMX while the next block is multiplied: written at once, they would stall the tiles (2,048 rows of 576
+// inputs took a third less without writing).
 template <class T>
 class SumsWriter {
  public:
-  void begin(const float* sums, const T* bias, T* y, int64_t y_stride, int64_t rows, int64_t columns) {
+  // `gates`: null, or sums as many; `gate_bias` is theirs.
+  void begin(const float* sums, const T* bias, const float* gates, const T* gate_bias, T* y, int64_t y_stride,
+             int64_t rows, int64_t columns) {
     finish();
     sums_ = sums;
+    gates_ = gates;
     y_ = y;
     y_stride_ = y_stride;
     rows_ = rows;
     columns_ = columns;
-    for (int v = 0; v < kVectors; v++) {
-      const int64_t left = columns - v * kLanes;
-      bias_[v] = bias == nullptr || left <= 0 ? Floats{} : load(bias + v * kLanes, left);
-    }
+    load_bias(bias, bias_);
+    load_bias(gate_bias, gate_bias_);
   }
 
   BACKFILL_INLINE void write_row() {
@@ -88,13 +94,18 @@ class SumsWriter {
     for (int v = 0; v < kVectors; v++) {
       const int64_t left = columns_ - v * kLanes;
       if (left <= 0) break;
-      const Floats sums = load(sums_ + v * kLanes) + bias_[v];
+      Floats sums = load(sums_ + v * kLanes) + bias_[v];
+      if (gates_ != nullptr) {
+        const Floats gate = load(gates_ + v * kLanes) + gate_bias_[v];
+        sums = silu<T>(rounded_like(gate, y_)) * rounded_like(sums, y_);
+      }
       if (left >= kLanes)
         store(y_ + v * kLanes, sums);
       else
         store(y_ + v * kLanes, sums, left);
     }
     sums_ += kPanel;
+    if (gates_ != nullptr) gates_ += kPanel;
     y_ += y_stride_;
     rows_--;
   }
@@ -106,10 +117,17 @@ class SumsWriter {
  private:
   static constexpr int kVectors = kPanel / kLanes;
 
-  const float* sums_ = nullptr;
+  void load_bias(const T* bias, Floats* loaded) const {
+    for (int v = 0; v < kVectors; v++) {
+      const int64_t left = columns_ - v * kLanes;
+      loaded[v] = bias == nullptr || left <= 0 ? Floats{} : load(bias + v * kLanes, left);
+    }
+  }
+
+  const float *sums_ = nullptr, *gates_ = nullptr;
   T* y_ = nullptr;
   int64_t y_stride_ = 0, rows_ = 0, columns_ = 0;
-  Floats bias_[kVectors] = {};
+  Floats bias_[kVectors] = {}, gate_bias_[kVectors] = {};
 };
 
 // The rows and panels that one thread multiplies.
@@ -117,14 +135,17 @@ struct LinearPart {
   int64_t first_row, last_row, first_panel, last_panel;
 };
 
+// `gates`: sums of the panel before this one, of a gated weight.
 template <class T>
 BACKFILL_INLINE void begin_writing(SumsWriter<T>& writer, const LinearArgs& args, const float* sums,
-                                   int64_t row, int64_t rows, int64_t panel) {
+                                   const float* gates, int64_t row, int64_t rows, int64_t panel) {
   const auto* bias = static_cast<const T*>(args.bias);
-  const int64_t column = panel * kPanel;
-  writer.begin(sums, bias == nullptr ? nullptr : bias + column,
-               static_cast<T*>(args.out) + row * args.out_features + column, args.out_features, rows,
-               std::min(kPanel, args.out_features - column));
+  const int64_t width = args.is_gated ? args.out_features / 2 : args.out_features;
+  const int64_t column = (args.is_gated ? panel / 2 : panel) * kPanel;
+  const T* gate_bias = bias == nullptr || gates == nullptr ? nullptr : bias + column;
+  if (bias != nullptr) bias += args.is_gated ? width + column : column;
+  writer.begin(sums, bias, gates, gate_bias, static_cast<T*>(args.out) + row * width + column, width, rows,
+               std::min(kPanel, width - column));
 }
 
 // A weight whose tiles lie in memory as the products read them.
@@ -187,12 +208,16 @@ void multiply_part(const LinearArgs& args, const LinearPart& part, Weight weight
   const int64_t num_blocks = (row_groups + most_groups - 1) / most_groups;
   const int64_t block = kRows * ((row_groups + num_blocks - 1) / num_blocks);
   const int64_t step = weight.step(row_groups);
-  const bool sums_wait = num_chunks > 1, in_steps = step < chunk;
+  const bool sums_wait = num_chunks > 1, in_steps = step < chunk, gated = args.is_gated;
   const int64_t panel_sums = block * kPanel, num_panels = part.last_panel - part.first_panel;
   const int64_t group =
-      sums_wait ? std::min(num_panels, std::max<int64_t>(1, kSumsSize / panel_sums)) : num_panels;
+      sums_wait ? std::min(num_panels, std::max<int64_t>(2, kSumsSize / panel_sums & -2)) : num_panels;
+  // Sums of whole panels in turn. Those of a pair may still be written while the next pair is multiplied.
+  const int64_t num_kept = gated ? 4 : in_steps ? 2 : 0;
   const int64_t packed_bytes = block / kRows * group_bytes;
-  const int64_t num_sums = sums_wait ? group * panel_sums : in_steps ? 2 * panel_sums : 2 * kRows * kPanel;
+  const int64_t num_sums = sums_wait  ? group * panel_sums
+                           : num_kept ? num_kept * panel_sums
+                                      : 2 * kRows * kPanel;
   auto* packed = static_cast<char*>(scratch(kWork, packed_bytes + num_sums * sizeof(float)));
   auto* all_sums = reinterpret_cast<float*>(packed + packed_bytes);
   Product product;
@@ -219,18 +244,19 @@ void multiply_part(const LinearArgs& args, const LinearPart& part, Weight weight
                 Product::pack(x_rows, args.x_stride, rows, std::min(kRows, part.last_row - row - rows),
                               length, packed_rows);
               float* sums = all_sums + (sums_wait  ? (index - first) * panel_sums + offset * kPanel
-                                        : in_steps ? (index & 1) * panel_sums + offset * kPanel
+                                        : num_kept ? index % num_kept * panel_sums + offset * kPanel
                                                    : turn * kRows * kPanel);
               product.multiply(tiles,
                                InputRows<T>{x_rows + done, args.x_stride, rows,
                                             Product::packed_at(packed_rows, rows, done)},
                                inputs, k + done > 0, prefetcher, writer, sums);
-              if (k + done + inputs == depth) begin_writing(writer, args, sums, row, rows, index);
+              if (k + done + inputs == depth && (!gated || index & 1))
+                begin_writing(writer, args, sums, gated ? sums - panel_sums : nullptr, row, rows, index);
             }
           }
         }
       }
-      if (sums_wait || in_steps) writer.finish();  // before sums are overwritten
+      if (sums_wait || num_kept) writer.finish();  // before sums are overwritten
     }
   }
   writer.finish();
@@ -262,9 +288,10 @@ LinearPart part_of(int64_t thread, int64_t num_threads, int64_t rows, int64_t nu
 template <class Product, class Multiply>
 void for_each_part(const LinearArgs& args, const Multiply& multiply) {
   if (args.rows == 0) return;
-  const int64_t num_panels = (args.out_features + kPanel - 1) / kPanel;
+  const int64_t num_panels = (args.out_features + kPanel - 1) / kPanel, unit = args.is_gated ? 2 : 1;
   on_threads(max_threads(), [&](int64_t thread, int64_t threads) {
-    const LinearPart part = part_of<Product>(thread, threads, args.rows, num_panels);
+    LinearPart part = part_of<Product>(thread, threads, args.rows, num_panels / unit);
+    part.first_panel *= unit, part.last_panel *= unit;
     if (part.first_row < part.last_row && part.first_panel < part.last_panel) multiply(part);
   });
 }

@@ -16,7 +16,6 @@ namespace backfill::BACKFILL_VARIANT {
 #if defined(__AVX2__) && !defined(__AMX_BF16__)
 constexpr bool kSumsIntegers = true;
 
-typedef int8_t RowCodes __attribute__((vector_size(kLanes)));
 typedef int16_t Shorts __attribute__((vector_size(kLanes * 4)));
 
 // What stands for zero in bytes_of().
@@ -245,7 +244,7 @@ __attribute__((noinline)) void multiply_codes(const CodeTiles& tiles, const uint
       for (int v = 0; v < kIntegerVectors; v++) {
         const Floats scale = load(factors + v * kLanes), offset = load(factors + kPanel + v * kLanes);
         for (int r = 0; r < Rows; r++) {
-          const Floats sum = __builtin_convertvector(group_sums[r][v].end(starts[r]), Floats);
+          const Floats sum = floats_of(group_sums[r][v].end(starts[r]));
           acc[r][v] = multiply_add(acc[r][v], sum, scale * broadcast(scales[r]));
           if constexpr (HasOffsets) acc[r][v] = multiply_add(acc[r][v], broadcast(scales[Rows + r]), offset);
         }
@@ -305,7 +304,7 @@ class IntegerProduct {
     for (int v = 0; v < kVectors; v++) {
       const Words codes = (Words)multiply_add(magic, values[v], broadcast(inverse)) - (Words)magic;
       total += codes;
-      const RowCodes bytes = __builtin_convertvector(codes, RowCodes);
+      const Bytes bytes = lowest_bytes(codes);
       uint32_t words[kLanes / 4];
       std::memcpy(words, &bytes, sizeof words);
       for (int i = 0; i < kLanes / 4; i++) group[(3 + v * kLanes / 4 + i) * rows] = words[i];

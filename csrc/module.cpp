@@ -81,17 +81,18 @@ class KernelSet {
   bool sums_integers() const { return isa_.table->sums_integers; }
 
   void linear(int type, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t rows,
-              int64_t in_features, int64_t out_features, int64_t x_stride) const {
+              int64_t in_features, int64_t out_features, int64_t x_stride, bool is_gated) const {
     isa_.table->linear[type]({address<void>(x), address<void>(weight), address<void>(bias),
-                              address<void>(out), rows, in_features, out_features, x_stride});
+                              address<void>(out), rows, in_features, out_features, x_stride, is_gated});
   }
 
   void quantized_linear(int type, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t rows,
-                        int64_t in_features, int64_t out_features, int64_t x_stride, int bits, int64_t group,
-                        int64_t scale_bytes, bool has_offsets) const {
-    isa_.table->quantized_linear[type]({address<void>(x), address<void>(weight), address<void>(bias),
-                                        address<void>(out), rows, in_features, out_features, x_stride},
-                                       {bits, group, scale_bytes, has_offsets});
+                        int64_t in_features, int64_t out_features, int64_t x_stride, bool is_gated, int bits,
+                        int64_t group, int64_t scale_bytes, bool has_offsets) const {
+    isa_.table->quantized_linear[type](
+        {address<void>(x), address<void>(weight), address<void>(bias), address<void>(out), rows, in_features,
+         out_features, x_stride, is_gated},
+        {bits, group, scale_bytes, has_offsets});
   }
 
   void norm(int type, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, int64_t rows,

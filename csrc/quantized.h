@@ -19,7 +19,7 @@ namespace backfill::BACKFILL_VARIANT {
 
 // Of IEEE's half precision, finite: its exponent is put right by a product, which also serves subnormals.
 BACKFILL_INLINE Floats widen_half(Halves bits) {
-  const Words word = __builtin_convertvector(bits, Words);
+  const Words word = words_of(bits);
   const Floats magnitude = (Floats)((word & 0x7fff) << 13) * broadcast(0x1p112f);
   return (Floats)((Words)magnitude | (word & 0x8000) << 16);
 }
@@ -38,10 +38,9 @@ template <class Scale>
 BACKFILL_INLINE Floats load_scales(const char* p) {
   if constexpr (sizeof(Scale) == 4) return load(reinterpret_cast<const float*>(p));
   if constexpr (sizeof(Scale) == 2) return load_half(p);
-  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
   Bytes bytes;
   std::memcpy(&bytes, p, sizeof bytes);
-  return __builtin_convertvector(bytes, Floats);
+  return floats_of(ints_of(bytes));
 }
 
 struct FactorsAt {
@@ -89,13 +88,13 @@ BACKFILL_INLINE FactorsAt factors_at(const char* block, const BlockLayout& layou
 // The codes of input `index` of each word, as floats: 4 bits are 0 to 15, 8 bits -128 to 127.
 template <int Bits>
 BACKFILL_INLINE Floats codes_of(Words words, int index) {
-  if constexpr (Bits == 8) return __builtin_convertvector((Ints)(words << (24 - 8 * index)) >> 24, Floats);
+  if constexpr (Bits == 8) return floats_of((Ints)(words << (24 - 8 * index)) >> 24);
   const int shift = index % 4 * 8 + index / 4 * 4;
 #if defined(__AVX512F__)
   alignas(64) static constexpr float kValues[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return _mm512_permutexvar_ps((__m512i)(words >> shift), _mm512_load_ps(kValues));
 #else
-  return __builtin_convertvector((Ints)(words >> shift & 15), Floats);
+  return floats_of((Ints)(words >> shift & 15));
 #endif
 }
 

@@ -11,8 +11,14 @@ namespace backfill::BACKFILL_VARIANT {
 template <class T>
 BACKFILL_INLINE void rotate_head(T* x, const float* cos_sin, int64_t head_dim) {
   const int64_t half = head_dim / 2;
-  for (int64_t i = 0; i < half; i += kLanes) {
-    const int64_t n = half - i;
+  int64_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const Floats first = load(x + i), second = load(x + half + i);
+    const Floats cosine = load(cos_sin + i), sine = load(cos_sin + half + i);
+    store(x + i, first * cosine - second * sine);
+    store(x + half + i, second * cosine + first * sine);
+  }
+  if (const int64_t n = half - i; n > 0) {
     const Floats first = load(x + i, n), second = load(x + half + i, n);
     const Floats cosine = load(cos_sin + i, n), sine = load(cos_sin + half + i, n);
     store(x + i, first * cosine - second * sine, n);

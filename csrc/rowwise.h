@@ -39,14 +39,23 @@ BACKFILL_INLINE float row_squares(const T* x, int64_t size) {
 // The sum is rounded to T before it is squared: the residual stream is what later layers see.
 template <class T>
 BACKFILL_INLINE float add_row(const T* x, T* residual, int64_t size) {
-  Floats total{};
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const int64_t n = size - i;
-    const Floats added = rounded_like(load(x + i, n) + load(residual + i, n), x);
-    store(residual + i, added, n);
-    total = multiply_add(total, added, added);
+  Floats total{}, other{};
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
+    const Floats a = rounded_like(load(x + i) + load(residual + i), x);
+    const Floats b = rounded_like(load(x + i + kLanes) + load(residual + i + kLanes), x);
+    store(residual + i, a);
+    store(residual + i + kLanes, b);
+    total = multiply_add(total, a, a);
+    other = multiply_add(other, b, b);
   }
-  return sum(total);
+  for (; i < size; i += kLanes) {
+    const int64_t n = size - i;
+    const Floats a = rounded_like(load(x + i, n) + load(residual + i, n), x);
+    store(residual + i, a, n);
+    total = multiply_add(total, a, a);
+  }
+  return sum(total + other);
 }
 
 template <class T>
@@ -70,10 +79,11 @@ void norm(const NormArgs& args) {
   });
 }
 
+template <class T>
 BACKFILL_INLINE Floats silu(Floats x) {
   // exp2's argument is capped so that 1 + e^-x stays finite; silu is then 0 to within float32.
   const Floats t = x * -1.44269504089f;
-  return x / (1.0f + exp2<6>(t > 126.0f ? broadcast(126.0f) : t));
+  return x * reciprocal(1.0f + exp2<kExpDegree<T>>(t > 126.0f ? broadcast(126.0f) : t));
 }
 
 template <class T>
@@ -89,11 +99,11 @@ void silu_and_mul(const SiluArgs& args) {
     const T* next = gate_up + (row + 1) * args.stride;
     for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
       __builtin_prefetch(next + i, 0, 3), __builtin_prefetch(next + size + i, 0, 3);
-      store(target + i, silu(load(gate + i)) * load(up + i));
-      store(target + i + kLanes, silu(load(gate + i + kLanes)) * load(up + i + kLanes));
+      store(target + i, silu<T>(load(gate + i)) * load(up + i));
+      store(target + i + kLanes, silu<T>(load(gate + i + kLanes)) * load(up + i + kLanes));
     }
-    for (; i + kLanes <= size; i += kLanes) store(target + i, silu(load(gate + i)) * load(up + i));
-    if (i < size) store(target + i, silu(load(gate + i, size - i)) * load(up + i, size - i), size - i);
+    for (; i + kLanes <= size; i += kLanes) store(target + i, silu<T>(load(gate + i)) * load(up + i));
+    if (i < size) store(target + i, silu<T>(load(gate + i, size - i)) * load(up + i, size - i), size - i);
   });
 }
 

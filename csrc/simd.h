@@ -30,6 +30,7 @@ typedef float Floats __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+typedef int8_t Bytes __attribute__((vector_size(kLanes)));
 
 #if defined(__AVX512BF16__)
 constexpr bool kHasPairs = true;
@@ -64,7 +65,45 @@ BACKFILL_INLINE int64_t round_up(int64_t value, int64_t multiple) {
 
 BACKFILL_INLINE Floats broadcast(float x) { return x - Floats{}; }
 
-BACKFILL_INLINE Floats widen(Halves bits) { return (Floats)(__builtin_convertvector(bits, Words) << 16); }
+// Conversions that GCC spells in pieces, bytes even one by one. The narrow ones drop the upper bits; `halves_of`
+// is of numbers below 2^16.
+#if defined(__AVX512F__)
+BACKFILL_INLINE Words words_of(Halves halves) { return (Words)_mm512_cvtepu16_epi32((__m256i)halves); }
+BACKFILL_INLINE Ints ints_of(Bytes bytes) { return (Ints)_mm512_cvtepi8_epi32((__m128i)bytes); }
+BACKFILL_INLINE Halves halves_of(Words words) { return (Halves)_mm512_cvtepi32_epi16((__m512i)words); }
+BACKFILL_INLINE Bytes lowest_bytes(Words words) { return (Bytes)_mm512_cvtepi32_epi8((__m512i)words); }
+#elif defined(__AVX2__)
+BACKFILL_INLINE Words words_of(Halves halves) { return (Words)_mm256_cvtepu16_epi32((__m128i)halves); }
+
+BACKFILL_INLINE Ints ints_of(Bytes bytes) {
+  int64_t bits;
+  std::memcpy(&bits, &bytes, sizeof bits);
+  return (Ints)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bits));
+}
+
+BACKFILL_INLINE Halves halves_of(Words words) {
+  const __m256i all = (__m256i)words;
+  return (Halves)_mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+}
+
+BACKFILL_INLINE Bytes lowest_bytes(Words words) {
+  const __m256i lowest = _mm256_shuffle_epi8((__m256i)words, _mm256_set1_epi32(0x0c080400));
+  const int64_t bits = _mm_cvtsi128_si64(
+      _mm_unpacklo_epi32(_mm256_castsi256_si128(lowest), _mm256_extracti128_si256(lowest, 1)));
+  Bytes bytes;
+  std::memcpy(&bytes, &bits, sizeof bytes);
+  return bytes;
+}
+#else
+BACKFILL_INLINE Words words_of(Halves halves) { return __builtin_convertvector(halves, Words); }
+BACKFILL_INLINE Ints ints_of(Bytes bytes) { return __builtin_convertvector(bytes, Ints); }
+BACKFILL_INLINE Halves halves_of(Words words) { return __builtin_convertvector(words, Halves); }
+BACKFILL_INLINE Bytes lowest_bytes(Words words) { return __builtin_convertvector(words, Bytes); }
+#endif
+
+BACKFILL_INLINE Floats floats_of(Ints ints) { return __builtin_convertvector(ints, Floats); }
+
+BACKFILL_INLINE Floats widen(Halves bits) { return (Floats)(words_of(bits) << 16); }
 
 BACKFILL_INLINE Floats load(const float* p) {
   Floats v;
@@ -119,7 +158,7 @@ BACKFILL_INLINE Halves narrow(Floats v) {
 #else
   const Words bits = (Words)v;
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return __builtin_convertvector(rounded, Halves);
+  return halves_of(rounded);
 #endif
 }
 
@@ -159,6 +198,16 @@ BACKFILL_INLINE Floats multiply_add(Floats acc, Floats a, Floats b) {
   return _mm256_fmadd_ps(a, b, acc);
 #else
   return a * b + acc;
+#endif
+}
+
+// 1 / x to 2^-23, of normal numbers. A division takes three times as long with AVX-512.
+BACKFILL_INLINE Floats reciprocal(Floats x) {
+#if defined(__AVX512F__)
+  const Floats near = _mm512_rcp14_ps(x);
+  return multiply_add(near, near, 1.0f - x * near);
+#else
+  return 1.0f / x;
 #endif
 }
 
@@ -202,9 +251,7 @@ BACKFILL_INLINE Floats load_units(const T* row) {
 }
 
 // Lane i pairs a[i] (low half) with b[i].
-BACKFILL_INLINE Floats interleave(Halves a, Halves b) {
-  return (Floats)(__builtin_convertvector(a, Words) | (__builtin_convertvector(b, Words) << 16));
-}
+BACKFILL_INLINE Floats interleave(Halves a, Halves b) { return (Floats)(words_of(a) | (words_of(b) << 16)); }
 
 // ---- Shuffles across lanes ----
 

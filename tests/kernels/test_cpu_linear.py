@@ -11,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from backfill.kernels.cpu import CpuKernels
+from backfill.kernels.base import Linear
+from backfill.kernels.cpu import CpuKernels, CpuLinear
+from backfill.kernels.quantized import quantize
 from tests.kernels.cpu import REFERENCE, assert_close, random_rows, seeded
 
 # Rows at the end of memory, before a page that must not be read.
@@ -69,6 +71,29 @@ def test_large_linears(kernels: CpuKernels, dtype: torch.dtype, sizes: tuple[int
     bias = random_rows(generator, out_size, dtype=dtype)
     expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     assert_close(kernels.linear(weight, bias)(x), expected.to(dtype))
+
+
+# Of one group of rows, several, and more than stay in a cache; with deep layers in chunks of their depth.
+@pytest.mark.parametrize("bits", [0, 4, 8])
+@pytest.mark.parametrize(("width", "in_size"), [(32, 64), (96, 576), (160, 1568), (32, 9632), (40, 64)])
+def test_gated_linear(kernels: CpuKernels, dtype: torch.dtype, width: int, in_size: int, bits: int) -> None:
+    generator = seeded("gated", width, in_size, bits)
+    weight = random_rows(generator, 2 * width, in_size, dtype=dtype) / in_size**0.5
+    bias = random_rows(generator, 2 * width, dtype=dtype)
+
+    def linear() -> Linear:
+        return kernels.linear(quantize(weight, bits) if bits else weight.clone(), bias)
+
+    plain, gated = linear(), kernels.gated(linear())
+    assert isinstance(gated, CpuLinear) == (width % 32 == 0)
+    assert (gated.in_features, gated.out_features) == (in_size, width)
+    assert gated.layout != plain.layout or width % 32
+    placed = gated.placed([each.clone() for each in gated.memory])
+    for rows in (0, 1, 2, 33, 70, 515):
+        x = random_rows(generator, rows, in_size + 32, dtype=dtype)[:, :in_size]
+        expected = kernels.silu_and_mul(plain(x))
+        assert torch.equal(gated(x), expected)
+        assert torch.equal(placed(x), expected)
 
 
 def test_linear_without_memory_raises_and_the_next_call_succeeds(

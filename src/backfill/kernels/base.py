@@ -8,7 +8,7 @@ sequences, H query heads, G key/value heads, D head size, L layers, B block size
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -100,6 +100,29 @@ class ConcatenatedLinear:
         return ConcatenatedLinear([each.placed([next(rest) for _ in each.memory]) for each in self._parts])
 
 
+class GatedLinear:
+    """``silu_and_mul`` of a linear layer, one after the other."""
+
+    def __init__(self, linear: Linear, silu_and_mul: Callable[[Tensor], Tensor]) -> None:
+        self._linear = linear
+        self._silu_and_mul = silu_and_mul
+        self.in_features, self.out_features = linear.in_features, linear.out_features // 2
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._silu_and_mul(self._linear(x))
+
+    @property
+    def layout(self) -> str:
+        return self._linear.layout
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        return self._linear.memory
+
+    def placed(self, memory: Sequence[Tensor]) -> GatedLinear:
+        return GatedLinear(self._linear.placed(memory), self._silu_and_mul)
+
+
 class LayerInputs(NamedTuple):
     """What both operators on the KV of a layer take; see ``Kernels.rotate_and_write_kv``."""
 
@@ -164,6 +187,10 @@ class Kernels(ABC):
         if bias is not None:
             self._check_vector("bias", bias, weight.shape[0], weight.dtype)
         return self._linear(weight.detach(), None if bias is None else bias.detach())
+
+    def gated(self, linear: Linear) -> Linear:
+        """``silu_and_mul`` of ``linear``, whose outputs are gates, then what they multiply. Consumes it."""
+        return GatedLinear(linear, self.silu_and_mul)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x * weight / sqrt(mean(x^2) + eps)`` over the last axis; float32 inside. ``[T, N] -> [T, N]``."""

@@ -19,6 +19,7 @@ from backfill.kernels.base import (
     AttentionMetadata,
     Kernels,
     LayerInputs,
+    Linear,
     Table,
     as_bytes,
     describe,
@@ -26,6 +27,7 @@ from backfill.kernels.base import (
 )
 from backfill.kernels.isa import ISA_VARIABLE
 from backfill.kernels.panels import (
+    PANEL,
     padded_features,
     panels_of,
     quantized_panels_of,
@@ -58,6 +60,7 @@ class CpuLinear:
         dtype: of x, the bias and the result.
         shape: outputs, inputs, and inputs in the panels.
         form: of a quantized weight.
+        is_gated: panels of the two halves of the outputs are in turn, see ``gated``.
     """
 
     def __init__(
@@ -68,23 +71,28 @@ class CpuLinear:
         dtype: torch.dtype,
         shape: tuple[int, int, int],
         form: QuantizedFormat | None = None,
+        *,
+        is_gated: bool = False,
     ) -> None:
-        self.out_features, self.in_features, self._padded_features = self._shape = shape
+        num_outputs, self.in_features, self._padded_features = self._shape = shape
+        self.out_features = num_outputs // 2 if is_gated else num_outputs
         self._cpp = cpp
         self._weight = weight
         self._bias = bias
         self._dtype = dtype
         self._form = form
+        self._is_gated = is_gated
         self._code = _TYPE_CODES[dtype]
         self._weight_address, self._bias_address = weight.data_ptr(), _address(bias)
         self._multiply = cpp.linear if form is None else cpp.quantized_linear
-        self._of_form = (
-            () if form is None else (form.bits, form.group, form.scale_type.itemsize, form.has_offsets)
-        )
+        self._of_weight: tuple[int, ...] = (self._padded_features, num_outputs)
+        self._of_form: tuple[int, ...] = (is_gated,)
+        if form is not None:
+            self._of_form += (form.bits, form.group, form.scale_type.itemsize, form.has_offsets)
 
     @property
     def layout(self) -> str:
-        return f"panels of 32, {self._form or self._dtype}"
+        return f"{'gated ' * self._is_gated}panels of 32, {self._form or self._dtype}"
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -93,7 +101,15 @@ class CpuLinear:
     def placed(self, memory: Sequence[Tensor]) -> CpuLinear:
         weight = memory[0].view(self._weight.dtype).view(self._weight.shape)
         bias = memory[1].view(self._dtype) if self._bias is not None else None
-        return CpuLinear(self._cpp, weight, bias, self._dtype, self._shape, self._form)
+        return CpuLinear(
+            self._cpp, weight, bias, self._dtype, self._shape, self._form, is_gated=self._is_gated
+        )
+
+    def gated(self) -> CpuLinear:
+        """Of the two halves of this one's outputs, ``silu(first) * second``. Each is of whole panels."""
+        panels = self._weight
+        pairs = panels.view(2, len(panels) // 2, *panels.shape[1:]).transpose(0, 1).reshape(panels.shape)
+        return CpuLinear(self._cpp, pairs, self._bias, self._dtype, self._shape, self._form, is_gated=True)
 
     def __call__(self, x: Tensor) -> Tensor:
         is_matrix = x.dim() == 2 and x.shape[1] == self.in_features and x.stride(1) == 1
@@ -112,8 +128,7 @@ class CpuLinear:
             self._bias_address,
             out.data_ptr(),
             rows,
-            self._padded_features,
-            self.out_features,
+            *self._of_weight,
             x.stride(0),
             *self._of_form,
         )
@@ -173,6 +188,11 @@ class CpuKernels(Kernels):
         shape = *weight.shape, weight.shape[1]
         panels = quantized_panels_of(weight)
         return CpuLinear(self._cpp, panels, bias, weight.dtype, shape, weight.format)
+
+    def gated(self, linear: Linear) -> Linear:
+        if isinstance(linear, CpuLinear) and not linear.out_features % (2 * PANEL):
+            return linear.gated()
+        return super().gated(linear)
 
     def _rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         rows, size = x.shape

@@ -9,7 +9,7 @@ from torch import Tensor
 from backfill.kernels.quantized import UNIT_INPUTS, QuantizedFormat, QuantizedWeight
 
 # Outputs of a panel, and units of 32 bits of inputs of a tile, in csrc/linear.h.
-_PANEL = 32
+PANEL = 32
 _TILE_UNITS = 16
 _WORD_INPUTS = 32  # inputs whose words lie together, in csrc/quantized.h
 
@@ -26,7 +26,7 @@ def panels_of(weight: Tensor) -> Tensor:
     inputs, one for each half of its outputs; a tile holds 16 units by 16 outputs. Padded with zeros.
     """
     missing_in = padded_features(weight.shape[1], weight.dtype) - weight.shape[1]
-    missing_out = -weight.shape[0] % _PANEL
+    missing_out = -weight.shape[0] % PANEL
     padded = F.pad(weight, (0, missing_in, 0, missing_out)) if missing_in or missing_out else weight
     # A unit moves as one int32, in a fifth of the time: every start packs all weights.
     units = padded.contiguous().view(torch.int32)
@@ -37,8 +37,8 @@ def panels_of(weight: Tensor) -> Tensor:
 def rows_of_panels(panels: Tensor, index: Tensor) -> Tensor:
     """Rows ``[T, padded in]`` of a weight that ``panels_of`` packed; ``index`` is int64 ``[T]``."""
     units = panels.view(torch.int32)
-    outputs = index % _PANEL
-    return units[index // _PANEL, :, outputs // 16, :, outputs % 16].flatten(1).view(panels.dtype)
+    outputs = index % PANEL
+    return units[index // PANEL, :, outputs // 16, :, outputs % 16].flatten(1).view(panels.dtype)
 
 
 def _block_inputs(form: QuantizedFormat) -> int:
@@ -54,7 +54,7 @@ def quantized_panels_of(weight: QuantizedWeight) -> Tensor:
     first four are the lower halves of its bytes.
     """
     form, (num_rows, num_inputs) = weight.format, weight.shape
-    if missing := -num_rows % _PANEL:
+    if missing := -num_rows % PANEL:
         weight = weight.padded(missing)
     codes = weight.codes.view(torch.uint8)
     if form.bits == 4:
@@ -68,7 +68,7 @@ def quantized_panels_of(weight: QuantizedWeight) -> Tensor:
 
     def of_blocks(factors: Tensor) -> Tensor:
         """``[out, factors of a row]`` as bytes of blocks, outputs innermost."""
-        panels = factors.reshape(-1, _PANEL, factors.shape[1]).transpose(1, 2).contiguous()
+        panels = factors.reshape(-1, PANEL, factors.shape[1]).transpose(1, 2).contiguous()
         return panels.view(torch.uint8).view(len(blocks), num_blocks, -1)
 
     header = [of_blocks(each) for each in (weight.scales, weight.offsets) if each is not None]
@@ -81,15 +81,15 @@ def rows_of_quantized_panels(
     panels: Tensor, form: QuantizedFormat, dtype: torch.dtype, index: Tensor
 ) -> Tensor:
     """Rows ``[T, in]`` of a weight that ``quantized_panels_of`` packed, dequantized."""
-    panel, output = index // _PANEL, index % _PANEL
+    panel, output = index // PANEL, index % PANEL
     num_words, num_groups = _WORD_INPUTS * form.bits // 32, _block_inputs(form) // form.group
     start = 0
 
     def factors(number: int, kind: torch.dtype) -> Tensor:
         """The next ones of a block: ``[T, number in a row]``."""
         nonlocal start
-        first, start = start, start + number * _PANEL * kind.itemsize
-        of_blocks = panels[..., first:start].view(kind).view(*panels.shape[:2], number, _PANEL)
+        first, start = start, start + number * PANEL * kind.itemsize
+        of_blocks = panels[..., first:start].view(kind).view(*panels.shape[:2], number, PANEL)
         return of_blocks[panel, :, :, output].flatten(1)
 
     num_factors = 2 if form.has_offsets else 1

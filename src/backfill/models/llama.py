@@ -26,7 +26,7 @@ class LlamaLayer(MovableWeights):
     k_norm: Tensor | None
     output: Linear
     post_attention_norm: Tensor
-    gate_up: Linear
+    gate_up: Linear  # silu(gate) * up
     down: Linear
 
 
@@ -52,7 +52,7 @@ class LlamaModel(DecoderModel):
             k_norm=loader.tensor("self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
             output=loader.row_linear("self_attn.o_proj", hidden, query, config.o_bias),
             post_attention_norm=loader.tensor("post_attention_layernorm.weight", hidden),
-            gate_up=loader.column_linear(gate_up, hidden, config.mlp_bias),
+            gate_up=self.kernels.gated(loader.column_linear(gate_up, hidden, config.mlp_bias)),
             down=loader.row_linear("mlp.down_proj", hidden, inner, config.mlp_bias),
         )
 
@@ -67,7 +67,7 @@ class LlamaModel(DecoderModel):
         qkv, q_norm, k_norm = layer.qkv(x), layer.q_norm, layer.k_norm
         x = self._attend(qkv, layer.output, index, kv_pool, batch, self._cos_sin, q_norm, k_norm)
         x = kernels.add_rms_norm(x, state.residual, layer.post_attention_norm, eps)
-        x = self._group.all_reduce(layer.down(kernels.silu_and_mul(layer.gate_up(x))))
+        x = self._group.all_reduce(layer.down(layer.gate_up(x)))
         return HiddenState(state.residual, x)
 
     def logits(self, state: HiddenState, rows: Tensor) -> Tensor | None:
