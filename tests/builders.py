@@ -13,7 +13,6 @@ from backfill.core.block import BlockCopy, BlockRef, SlotCopy
 from backfill.core.measured_on import MeasuredOn
 from backfill.core.plan import (
     BlockCopies,
-    Compute,
     CopyDirections,
     ForcedTokens,
     Resume,
@@ -435,11 +434,7 @@ class TwoTierExecutor(ScriptedExecutor):
         else:
             assert self._suspended.keys().isdisjoint(each.request_id for each in plan.slices)
         if plan.safepoints is not None and last - first > 1 and self._rng.random() < self._stops:
-            if self.info.stage_layers:
-                ends = itertools.accumulate(self.info.stage_layers)
-                last = self._rng.choice([each for each in ends if first < each <= last])
-            else:
-                last = self._rng.randint(first + 1, last - 1)
+            last = self._rng.randint(first + 1, last - 1)
         stopped = [scheduled for scheduled in plan.slices if scheduled.preemptible and last < num_layers]
         if stopped and plan.safepoints is not None and plan.safepoints.suspends:
             self._suspended |= {scheduled.request_id: (scheduled, last) for scheduled in stopped}
@@ -484,10 +479,7 @@ class InFlightExecutor(PipelinedExecutor):
         if self._submitted:
             assert not isinstance(plan.work, WaitForCopies), "it would wait for the step before it"
             assert not plan.moves and plan.memory is None
-        for each in self._submitted:
-            if each.safepoints is not None and each.safepoints.suspends:
-                assert plan.safepoints is None, "a second step may be suspended"
-                assert isinstance(plan.work, Compute)
+        assert not last.keys() & set(plan.dropped), "it may be suspended"
         self._submitted.append(plan)
         if self._rng.random() < 0.5:
             self._run_some(self._rng.randint(0, len(self._submitted)))

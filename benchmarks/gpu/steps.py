@@ -146,7 +146,7 @@ def measure_stops(executor: TorchExecutor, rounds: int) -> dict[str, float]:
     plain_s = wall_seconds(lambda: executor.run(plan))
     armed_s = wall_seconds(lambda: executor.run(armed))
     answers, idles = [], []
-    for asked_at_s, stopped_at_s in stops(executor, plan, points, armed_s, rounds):
+    for asked_at_s, stopped_at_s in stops(executor, [plan], points, armed_s, rounds):
         torch.cuda.synchronize()
         idles.append(time.monotonic() - asked_at_s)
         answers.append(stopped_at_s - asked_at_s)

@@ -7,12 +7,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import PreemptionMode, SchedulerConfig
-from backfill.core.plan import StepOutcome, StepPlan
+from backfill.core.plan import Resume, StepOutcome, StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
@@ -284,21 +285,51 @@ def test_steps_that_another_profile_predicted_do_not_say_how_good_the_new_one_is
     assert predictor.time_scale == pytest.approx(1.0, rel=0.1)
 
 
-def test_an_arrival_stops_a_long_offline_step_between_two_stages() -> None:
-    ends = []
-    for can_stop in (True, False):
-        offline = make_request(
-            900, 4, request_id="offline", service_class=ServiceClass.OFFLINE, ignore_eos=True
+def stoppable(num_layers: int = 10, **changes: Any) -> Run:
+    """Two stages full of offline work, in steps of 0.1 s or more, and a chat that arrives at 0.52 s."""
+    offline = [
+        make_request(
+            900, 4, request_id=f"offline-{index}", service_class=ServiceClass.OFFLINE, ignore_eos=True
         )
-        online = make_request(16, 2, arrived_at_s=0.03, slo=SLO(1.0, TPOT_S), ignore_eos=True)
-        run = Run((1, 1, 1, 1), [offline, online], max_num_batched_tokens=8192)
-        if not can_stop:
-            run.executor.request_stop = lambda step: None  # type: ignore[method-assign]
-        run.run()
-        assert (run.engine.num_stopped_steps == 1) is can_stop
-        ends.append(run.token_at_s[online.request_id][0])
-        assert run.tokens == Run((4,), run.requests).tokens
-    assert ends[0] < ends[1]
+        for index in range(8)
+    ]
+    online = make_request(
+        16, 2, request_id="online", arrived_at_s=0.52, slo=SLO(1.0, TPOT_S), ignore_eos=True
+    )
+    return Run((num_layers, num_layers), [*offline, online], max_num_batched_tokens=8192, **changes)
+
+
+@pytest.mark.parametrize("preemption", ["suspend", "discard"])
+def test_an_arrival_stops_all_steps_in_flight_within_a_group_of_layers(preemption: PreemptionMode) -> None:
+    run = stoppable(preemption=preemption)
+    latencies_s = []
+    while run.to_come or run.engine.has_work:
+        run.step()
+        step = run.engine.stats().step
+        if step.stop_latency_s is not None:
+            latencies_s.append(step.stop_latency_s)
+    assert run.tokens == Run((20,), run.requests).tokens
+    if preemption == "discard":
+        assert not latencies_s, "the first token is in time without a stop"
+        return
+    assert len(latencies_s) == 2
+    assert max(latencies_s) < 0.02, "a layer and 15 ms"
+    # What it waits for, and a step alone.
+    assert run.token_at_s[RequestId("online")][0] - 0.52 < 0.02 + STEP_S + 16 * TOKEN_S + 0.001
+    resumed = [plan for plan in run.pipeline.plans if isinstance(plan.work, Resume)]
+    assert len(resumed) >= 2
+    assert not any(each.was_retried for each in run.requests)
+
+
+def test_what_was_stopped_is_behind_what_arrived_and_little_is_lost() -> None:
+    run, beside = stoppable().run(), stoppable()
+    beside.executor.request_stop = lambda step: None  # type: ignore[method-assign]
+    beside.run()
+    online = RequestId("online")
+    assert run.token_at_s[online][0] < beside.token_at_s[online][0] - 0.05
+    assert run.clock.now_s() < 1.05 * beside.clock.now_s(), "little is lost"
+    predictor = run.engine.predictor
+    assert predictor is not None and predictor.time_scale == pytest.approx(1.0, abs=1e-6)
 
 
 def test_a_failed_step_leaves_those_behind_it() -> None:

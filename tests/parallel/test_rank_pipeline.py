@@ -23,6 +23,7 @@ from backfill.core.plan import (
 )
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
+from tests.engine.interruptions import before_layers
 from tests.models.tiny import save_tiny_model
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
 
@@ -44,6 +45,7 @@ def admission(number: int) -> AdmittedRequest:
 
 
 ADMITTED = tuple(map(admission, range(4)))
+FIRST_NAMES = tuple(map(RequestId, NAMES[:2]))
 FIRST, SECOND = ([scheduled(name, 0, 17) for name in names] for names in (NAMES[:2], NAMES[2:]))
 
 
@@ -75,7 +77,12 @@ def ranks(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[RankThrea
     threads.close()
 
 
-def test_a_step_is_suspended_while_the_one_behind_it_runs_and_resumes_stage_by_stage(
+def where_kept(ranks: RankThreads) -> list[bool]:
+    """Stages that keep suspended slices."""
+    return [bool(rank._suspended) for rank in ranks.ranks[:: len(ranks.ranks) // 3]]
+
+
+def test_a_step_is_suspended_while_the_one_behind_it_runs_and_resumes_at_its_layer(
     ranks: RankThreads, expected: list[dict[str, int]]
 ) -> None:
     ranks.request_stop(0)
@@ -83,24 +90,50 @@ def test_a_step_is_suspended_while_the_one_behind_it_runs_and_resumes_stage_by_s
     ranks.submit(StepPlan(1, Compute(tuple(SECOND), safepoints=SUSPENDS), ADMITTED[2:]))
     ranks.request_stop(2)  # not submitted yet
     first, second = ranks.collect(), ranks.collect()
-    assert (first.suspended, first.layers_done) == (("offline-a",), 2)
+    assert (first.suspended, first.layers_done) == (("offline-a",), 1)
     assert first.stopped_at_s is not None
     assert second.stopped == ()
-    # One stage more: the second one then keeps what the first one kept before.
-    partly = ranks.run(StepPlan(3, Resume((FIRST[0],), 2, 0.0, SUSPENDS)))
-    assert (partly.suspended, partly.layers_done, partly.sampled) == (("offline-a",), 4, ())
-    assert [bool(rank._suspended) for rank in ranks.ranks[:: len(ranks.ranks) // 3]] == [
-        False,
-        True,
-        False,
-    ]
-    ranks.submit(StepPlan(4, Compute((scheduled("online-a", 17, 1),))))
-    ranks.submit(StepPlan(5, Resume((FIRST[0],), 2, 0.0, SUSPENDS)))
+    assert where_kept(ranks) == [True, False, False]
+    # Into the second stage, and to its end: it then keeps what the first one kept before.
+    for step, num_layers, layers_done in ((3, 2, 3), (4, 1, 4)):
+        partly = ranks.run(StepPlan(step, Resume((FIRST[0],), num_layers, 0.0, SUSPENDS)))
+        assert (partly.suspended, partly.layers_done, partly.sampled) == (("offline-a",), layers_done, ())
+        assert where_kept(ranks) == [False, True, False]
+    ranks.submit(StepPlan(5, Compute((scheduled("online-a", 17, 1),))))
+    ranks.submit(StepPlan(6, Resume((FIRST[0],), 2, 0.0, SUSPENDS)))
     decoded, resumed = ranks.collect(), ranks.collect()
     assert resumed.stopped == ()
     assert tokens(first, second, resumed) == expected[0]
     rest = tuple(scheduled(name, 17, 1) for name in NAMES if name != "online-a")
-    assert tokens(decoded, ranks.run(StepPlan(6, Compute(rest)))) == expected[1]
+    assert tokens(decoded, ranks.run(StepPlan(7, Compute(rest)))) == expected[1]
+
+
+@pytest.mark.parametrize("apart", [1, 2, 6])
+def test_a_stage_stops_at_its_next_safepoint(
+    ranks: RankThreads, expected: list[dict[str, int]], apart: int
+) -> None:
+    """Two layers each, and the request comes before any of them."""
+    points = Safepoints(apart, suspends=True)
+    for asked in range(6):
+        number = 2 * asked
+
+        def ask(rank: int, step: int, layer: int, number: int = number, asked: int = asked) -> None:
+            if (step, layer) == (number, asked):
+                ranks.request_stop(number)
+
+        before_layers(ranks, ask)
+        work = Compute(tuple(FIRST), safepoints=points)
+        stopped = ranks.run(StepPlan(number, work, ADMITTED[:2], released=FIRST_NAMES if asked else ()))
+        before_layers(ranks, None)
+        behind = asked + 1 if apart == 1 else asked // 2 * 2 + 2
+        if behind == 6:
+            assert stopped.stopped == ()
+            continue
+        assert (stopped.suspended, stopped.layers_done) == (("offline-a",), behind)
+        assert where_kept(ranks).index(True) == asked // 2
+        resumed = ranks.run(StepPlan(number + 1, Resume((FIRST[0],), 6 - behind, 0.0, points)))
+        assert tokens(stopped, resumed).items() <= expected[0].items() and resumed.sampled
+        assert not any(where_kept(ranks))
 
 
 def test_chunks_of_one_prompt_pass_the_stages_one_behind_the_other(
@@ -124,7 +157,7 @@ def test_two_steps_are_suspended_at_a_time(ranks: RankThreads, expected: list[di
     outcomes = [ranks.collect(), ranks.collect()]
     assert [outcome.suspended for outcome in outcomes] == [("offline-a",), ("offline-b",)]
     for step, slices in ((2, FIRST), (3, SECOND)):
-        outcomes.append(ranks.run(StepPlan(step, Resume((slices[0],), 4, 0.0, SUSPENDS))))
+        outcomes.append(ranks.run(StepPlan(step, Resume((slices[0],), 5, 0.0, SUSPENDS))))
     assert tokens(*outcomes) == expected[0]
     ranks.run(StepPlan(4, Compute(())))
     assert all(rank._suspended == {} for rank in ranks.ranks)
@@ -142,12 +175,8 @@ def test_discarded_and_dropped_slices_are_computed_again(
     work = Compute(tuple(SECOND), safepoints=points)
     dropped = suspended.suspended if drops else ()
     discarded = ranks.run(StepPlan(1, work, ADMITTED[2:], dropped=dropped))
-    assert (discarded.discarded, discarded.layers_done) == (("offline-b",), 2)
-    assert [bool(rank._suspended) for rank in ranks.ranks[:: len(ranks.ranks) // 3]] == [
-        not drops,
-        False,
-        False,
-    ]
+    assert (discarded.discarded, discarded.layers_done) == (("offline-b",), 1)
+    assert where_kept(ranks) == [not drops, False, False]
     again: Work = Compute((FIRST[0], SECOND[0]))
     assert tokens(suspended, discarded, ranks.run(StepPlan(2, again))) == expected[0]
 

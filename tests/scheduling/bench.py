@@ -129,12 +129,11 @@ def scheduler_of(
 ) -> Scheduler:
     """A scheduler as an engine makes it for an executor."""
     predictor, slo = StepPredictor(cost), server_slo(config, cost)
-    stops_soon = info.can_stop and info.max_steps_in_flight == 1
     max_num_blocks = None if residency is None else info.max_num_blocks
     return Scheduler(
         config,
         create_kv_cache(config, info.num_blocks, info.block_size, info.num_host_blocks, max_num_blocks),
-        create_policy(config, predictor, default_slo=slo, can_stop=stops_soon),
+        create_policy(config, predictor, default_slo=slo, can_stop=info.can_stop),
         predictor=predictor,
         default_slo=slo,
         block_copy_s=block_copy_s,

@@ -17,10 +17,11 @@ from backfill.core.config import (
     PreemptionMode,
     RestoreMode,
 )
-from backfill.core.plan import StepPlan
-from backfill.core.request import FinishReason, Request, RequestStatus, ServiceClass
+from backfill.core.plan import Compute, Resume, Safepoints, ScheduledSlice, StepPlan
+from backfill.core.request import FinishReason, Request, RequestId, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.execution.simulated_executor import hashed_token
+from backfill.scheduling.in_flight import StepsInFlight
 from tests.builders import InFlightExecutor, linear_cost, make_request
 from tests.scheduling.bench import scheduler_of
 from tests.scheduling.test_two_tier_schedules import (
@@ -260,3 +261,37 @@ def test_a_running_request_gets_the_block_of_one_that_is_in_flight(policy: Polic
     flight.end()
     assert [request.num_preemptions for request in requests][:2] == [0, 0]
     assert requests[2].num_preemptions >= 1
+
+
+def offline_plan(step: int, num_layers: int | None = None, predicted_s: float = 1.0) -> StepPlan:
+    """One offline slice, computed or resumed for so many layers."""
+    slices = (ScheduledSlice(RequestId(f"r{step}"), 0, 8, (), True, True),)
+    points = Safepoints(1, suspends=True)
+    if num_layers is None:
+        return StepPlan(step, Compute(slices, predicted_s, points))
+    return StepPlan(step, Resume(slices, num_layers, predicted_s, points))
+
+
+def test_a_resumed_step_is_predicted_in_the_stages_that_have_its_layers() -> None:
+    in_flight = StepsInFlight(2, (5, 5))
+    in_flight.add(offline_plan(0, 4, predicted_s=0.4), 1.0, {}, layers_done=4)
+    assert in_flight.begins_at_s(1.0) == pytest.approx(1.1)
+    plan = offline_plan(1)
+    in_flight.add(plan, 1.0, {})
+    assert in_flight.waits_s(plan) == pytest.approx(0.1), "it is in the first stage until 1.6"
+
+
+def test_steps_that_are_stopped_leave_their_stages() -> None:
+    in_flight, plans = StepsInFlight(2, (5, 5)), [offline_plan(0), offline_plan(1)]
+    for plan in plans:
+        in_flight.add(plan, 0.0, {})
+    assert in_flight.num_suspendable_tokens == 16
+    assert in_flight.begins_at_s(0.1) == pytest.approx(1.0)
+    for plan in plans:
+        in_flight.stop(plan.step)
+    in_flight.remove(plans[0], 0.11, was_stopped=True)
+    assert in_flight.begins_at_s(0.11) == pytest.approx(0.11)
+    assert in_flight.interval_s(plans[1]) is None, "it does not show how long steps take"
+    in_flight.remove(plans[1], 0.12, was_stopped=True)
+    in_flight.stop(1)
+    assert in_flight.begins_at_s(0.2) == 0.2

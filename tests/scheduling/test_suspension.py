@@ -13,7 +13,7 @@ from backfill.core.plan import (
     StepPlan,
     WaitForCopies,
 )
-from backfill.core.request import FinishReason, PriorityLevel, RequestId
+from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId
 from backfill.core.slo import SLO
 from backfill.kvcache.create import create_kv_cache
 from backfill.scheduling.batch import Batch
@@ -108,7 +108,6 @@ def test_as_many_suspended_slices_resume_as_fit() -> None:
     assert suspension.resume(0.0) is None
     resumed = suspension.resume(0.006)
     assert resumed is not None and (resumed.slices, resumed.num_layers) == ((small, smaller), 1)
-    assert not suspension.may_resume, "they are in a step"
     plan = StepPlan(1, resumed)
     suspension.commit(plan, StepOutcome((), suspended=("job30", "job20"), layers_done=6))
     resumed = suspension.resume(0.05)
@@ -236,9 +235,12 @@ def test_no_step_is_suspended_beyond_the_memory_for_two() -> None:
     assert suspension.safepoints(batch, 1.0) is None
 
 
-def test_what_a_pipeline_resumes_is_not_computed_beside_it() -> None:
-    """Decodes that other steps have gone before are free for one, but not while a part of them resumes."""
-    policy, config = PausingPolicy(), SchedulerConfig(prefix_caching=False)
+def suspended_decodes(policy: PausingPolicy) -> tuple[Scheduler, list[Request], tuple[RequestId, ...]]:
+    """A pipeline of two stages, and four requests: the decodes of two of them are suspended.
+
+    Three other steps have gone before them.
+    """
+    config = SchedulerConfig(prefix_caching=False)
     scheduler = Scheduler(
         config,
         create_kv_cache(config, 64, 4, 0),
@@ -251,30 +253,74 @@ def test_what_a_pipeline_resumes_is_not_computed_beside_it() -> None:
     requests = [offline(8, 8, request_id=name) for name in "abcd"]
     for each in requests:
         scheduler.add(each)
-
-    def commit(plan: StepPlan) -> None:
-        tokens = tuple(SampledToken(each.request_id, 7) for each in plan.slices if each.samples)
-        scheduler.commit(plan, StepOutcome(tokens), 0.0)
-
     for plan in (scheduler.plan_step(0.0), scheduler.plan_step(0.0)):
-        commit(plan)
+        commit_all(scheduler, plan)
     stopped = scheduler.plan_step(0.0)
     names = tuple(each.request_id for each in stopped.slices)
-    scheduler.commit(stopped, StepOutcome((), suspended=names, layers_done=5), 0.0)
+    scheduler.commit(stopped, StepOutcome((), suspended=names, layers_done=NUM_LAYERS - 1), 0.0)
     policy.resume_s = lambda view: 0.0  # type: ignore[method-assign]
     for _ in range(3):
         scheduler.add(make_request(4, 1))
-        commit(scheduler.plan_step(0.0))
-    policy.resume_s = lambda view: 0.0006  # type: ignore[method-assign]  # for one of the two
-    resumed, beside = scheduler.plan_step(0.0), scheduler.plan_step(0.0)
-    assert isinstance(resumed.work, Resume)
-    assert not set(names) & {each.request_id for each in beside.slices}
-    commit(resumed)
-    commit(beside)
-    policy.resume_s = lambda view: math.inf  # type: ignore[method-assign]
-    commit(scheduler.plan_step(0.0))
+        commit_all(scheduler, scheduler.plan_step(0.0))
+    return scheduler, requests, names
+
+
+def commit_all(scheduler: Scheduler, plan: StepPlan) -> None:
+    """All slices to their ends."""
+    tokens = tuple(SampledToken(each.request_id, 7) for each in plan.slices if each.samples)
+    scheduler.commit(plan, StepOutcome(tokens), 0.0)
     scheduler.check_integrity()
+
+
+def test_what_a_pipeline_resumes_is_not_computed_beside_it() -> None:
+    """Decodes that other steps have gone before are free for one, but not while a part of them resumes."""
+    policy = PausingPolicy()
+    scheduler, requests, names = suspended_decodes(policy)
+    policy.resume_s = lambda view: 0.00015  # type: ignore[method-assign]  # for one of the two
+    resumed = scheduler.plan_step(0.0)
+    policy.resume_s = lambda view: 0.0  # type: ignore[method-assign]
+    beside = scheduler.plan_step(0.0)
+    assert isinstance(resumed.work, Resume) and isinstance(beside.work, Compute)
+    assert not set(names) & {each.request_id for each in beside.slices}
+    commit_all(scheduler, resumed)
+    commit_all(scheduler, beside)
+    policy.resume_s = lambda view: math.inf  # type: ignore[method-assign]
+    commit_all(scheduler, scheduler.plan_step(0.0))
     for each in requests:
         if each.request_id in names:
             assert each.num_tokens - each.num_prompt_tokens == len(each.output_token_ids) == 2
             assert each.num_computed_tokens == each.num_tokens - 1
+
+
+def test_slices_resume_in_several_steps_in_flight_and_one_of_them_fails() -> None:
+    policy = PausingPolicy()
+    scheduler, _, names = suspended_decodes(policy)
+    policy.resume_s = lambda view: 0.00015  # type: ignore[method-assign]  # for one of the two
+    first, second = scheduler.plan_step(0.0), scheduler.plan_step(0.0)
+    for plan, name in zip((first, second), names, strict=True):
+        assert isinstance(plan.work, Resume) and plan.work.num_layers == 1
+        assert [each.request_id for each in plan.slices] == [name]
+    ended = scheduler.fail(first)
+    assert [each.request_id for each in ended] == [names[0]], "it has output tokens"
+    commit_all(scheduler, second)
+    plan = scheduler.plan_step(0.0)
+    assert set(plan.dropped) == {names[0]} and isinstance(plan.work, Compute)
+    assert names[0] not in {each.request_id for each in plan.slices}
+
+
+def test_a_pipeline_arms_every_step_as_far_as_there_is_memory_for_what_it_may_suspend() -> None:
+    policy, config = PausingPolicy(), SchedulerConfig(max_num_batched_tokens=300, prefix_caching=False)
+    scheduler = Scheduler(
+        config,
+        create_kv_cache(config, 500, 4, 0),
+        policy,
+        predictor=StepPredictor(linear_cost()),
+        num_layers=NUM_LAYERS,
+        max_steps_in_flight=4,
+        stage_layers=(3, 3, 2, 2),
+    )
+    for name in "abcd":
+        scheduler.add(offline(256, 8, request_id=name))
+    plans = [scheduler.plan_step(0.0) for _ in range(4)]
+    assert [plan.num_tokens for plan in plans] == [256] * 4
+    assert [plan.safepoints is not None for plan in plans] == [True, True, True, False]

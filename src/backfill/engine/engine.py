@@ -65,8 +65,6 @@ class Engine:
     ) -> None:
         info = executor.info
         cost = profile.cost if profile is not None else None
-        # Between two stages is not soon: policies then bound steps as if none could be stopped.
-        stops_soon = info.can_stop and info.max_steps_in_flight == 1
         self.executor = executor
         self.profile = profile
         self.grammars = grammars
@@ -77,7 +75,7 @@ class Engine:
         self.scheduler = Scheduler(
             config,
             create_kv_cache(config, info.num_blocks, info.block_size, info.num_host_blocks, max_num_blocks),
-            create_policy(config, self.predictor, default_slo=self.default_slo, can_stop=stops_soon)
+            create_policy(config, self.predictor, default_slo=self.default_slo, can_stop=info.can_stop)
             if policy is None
             else policy(config, self.predictor),
             predictor=self.predictor,
@@ -252,7 +250,7 @@ class Engine:
         for request_id, message in outcome.failed:
             self.scheduler.finish(request_id, FinishReason.ERROR)
             outputs.append(_failed(request_id, message))
-        stop_latency_s = self._stopper.latency_s(plan, outcome)
+        stop_latency_s = self._stopper.latency_s(submitted, outcome)
         if stop_latency_s is not None:
             self.num_stopped_steps += 1
         is_whole = isinstance(plan.work, Compute) and not outcome.stopped

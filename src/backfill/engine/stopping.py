@@ -1,8 +1,8 @@
-"""Stops a step in flight for the requests that arrive meanwhile."""
+"""Stops steps in flight for the requests that arrive meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,7 +16,7 @@ from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, StopBudget, 
 from backfill.scheduling.scheduler import Scheduler
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class SubmittedStep:
     """A step in flight.
 
@@ -24,6 +24,7 @@ class SubmittedStep:
         waits_s: seconds, as predicted, for which it waits behind the steps before it.
         is_alone: no step was in flight before it.
         cost: predicted it; None where nothing does.
+        stop_asked_at_s: when it was asked to stop, if it was.
     """
 
     plan: StepPlan
@@ -33,23 +34,20 @@ class SubmittedStep:
     waits_s: float
     is_alone: bool
     cost: CostModel | None = None
+    stop_asked_at_s: float | None = None
 
 
 class StepStopper:
-    """Decides at an arrival, in any thread, whether to stop a step in flight.
-
-    One at a time: another step may be stopped once the outcome of that one has come.
-    """
+    """Decides at an arrival, in any thread, which steps in flight to stop."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         info = executor.info
         self._scheduler = scheduler
         self._executor = executor
-        # The part of a step that runs beside the one in front of it.
+        # The part of a step that runs beside the one in front of it, if it is submitted before that one ends.
         self._overlap = 1.0 - max(info.stage_layers, default=1) / max(1, sum(info.stage_layers))
         self._online_load = StepLoad()  # of the step after those in flight, without those that arrive
         self._budget = StopBudget()
-        self._request: tuple[int, float] | None = None  # which step to stop, and when that was asked
 
     def prepare(self, plan: StepPlan) -> None:
         """The plan is about to be submitted. Not called when a request arrives: that is in another thread."""
@@ -66,11 +64,17 @@ class StepStopper:
         self._online_load = online_load(online, requests.waiting[PriorityLevel.ONLINE].requests, slices)
 
     def maybe_stop(
-        self, in_flight: Iterable[SubmittedStep], arrived: Iterable[Request], now_s: float
+        self, in_flight: Sequence[SubmittedStep], arrived: Iterable[Request], now_s: float
     ) -> None:
-        """Stop a step if the requests that arrived meanwhile gain enough (``should_stop``)."""
-        stoppable = [(each, each.plan.safepoints) for each in in_flight if each.plan.safepoints is not None]
-        if not stoppable or any(self._requested_at_s(each.plan) is not None for each, _ in stoppable):
+        """Stop those steps for which the requests that arrived meanwhile gain enough (``should_stop``)."""
+        is_full = len(in_flight) == self._executor.info.max_steps_in_flight
+        stoppable = [
+            # What arrived is submitted once there is room: beside all but the oldest step.
+            (each, each.plan.safepoints, self._overlap if index or not is_full else 0.0)
+            for index, each in enumerate(in_flight)
+            if each.plan.safepoints is not None and each.stop_asked_at_s is None
+        ]
+        if not stoppable:
             return
         predictor = self._scheduler.predictor
         assert predictor is not None
@@ -80,26 +84,23 @@ class StepStopper:
             if each.service_class is ServiceClass.ONLINE
         ]
         cost, scale = predictor.cost, predictor.time_scale
-        for submitted, points in stoppable:
-            step = self._running_step(submitted, points)
+        for submitted, points, overlap in stoppable:
+            step = self._running_step(submitted, points, overlap)
             if should_stop(step, prompts, self._online_load, now_s, cost, scale, self._budget):
                 self._budget.spend(step.stop_costs_s(now_s))
-                self._request = submitted.plan.step, now_s
+                submitted.stop_asked_at_s = now_s
+                self._scheduler.in_flight.stop(submitted.plan.step)
                 cast(StoppableExecutor, self._executor).request_stop(submitted.plan.step)
-                return
 
-    def latency_s(self, plan: StepPlan, outcome: StepOutcome) -> float | None:
+    @staticmethod
+    def latency_s(submitted: SubmittedStep, outcome: StepOutcome) -> float | None:
         """From the stop request to its safepoint; None where nothing was stopped, or not by a request."""
-        requested_at_s, stopped_at_s = self._requested_at_s(plan), outcome.stopped_at_s
-        if requested_at_s is None or stopped_at_s is None or stopped_at_s < requested_at_s:
+        asked_at_s, stopped_at_s = submitted.stop_asked_at_s, outcome.stopped_at_s
+        if asked_at_s is None or stopped_at_s is None or stopped_at_s < asked_at_s:
             return None
-        return stopped_at_s - requested_at_s
+        return stopped_at_s - asked_at_s
 
-    def _requested_at_s(self, plan: StepPlan) -> float | None:
-        request = self._request
-        return request[1] if request is not None and request[0] == plan.step else None
-
-    def _running_step(self, submitted: SubmittedStep, points: Safepoints) -> RunningStep:
+    def _running_step(self, submitted: SubmittedStep, points: Safepoints, overlap: float) -> RunningStep:
         predictor, plan = self._scheduler.predictor, submitted.plan
         assert predictor is not None
         cost = predictor.cost
@@ -121,5 +122,5 @@ class StepStopper:
             offline_s=scale * offline,
             stop_s=scale * points.layers_apart * plan.predicted_s / num_layers,
             suspends=points.suspends,
-            overlap=self._overlap,
+            overlap=overlap,
         )

@@ -46,8 +46,7 @@ class ExecutorInfo:
         layer_bytes: of the weights of one layer; 0 without offloading.
         max_steps_in_flight: steps that may be submitted and not collected yet: the stages of a pipeline. If
             more than 1, the executor is a ``PipelinedExecutor``.
-        stage_layers: layers of each stage, in their order; empty where there is one stage. Steps then stop
-            only between two stages.
+        stage_layers: layers of each stage, in their order; empty where there is one stage.
     """
 
     num_blocks: int

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise, starmap
 
 from backfill.core.clock import VirtualClock
-from backfill.core.plan import Compute, Resume, StepOutcome, StepPlan, WaitForCopies
+from backfill.core.plan import Compute, Resume, Safepoints, StepOutcome, StepPlan, WaitForCopies
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.execution.executor import ExecutorInfo, PipelinedExecutor, stopped_outcome
 from backfill.execution.simulated_executor import SimulatedExecutor
@@ -20,22 +20,30 @@ class _Step:
     Attributes:
         ready_at_s: when it may enter the first stage.
         noise: observed over typical time.
-        seconds: in each stage.
-        left_at_s: when it leaves each stage.
-        first, last: it computes in the stages ``[first, last)``.
-        stops_behind: the stage behind which its preemptible slices stop; None: they pass all.
-        is_stopped: that was asked for.
+        first, last: its preemptible slices pass the layers ``[first, last)``.
+        layer_s: of all its slices.
+        online_layer_s: of those that go on behind ``last``; 0 without any.
+        entered_at_s, left_at_s: when it enters and leaves each stage.
+        is_stopped: ``last`` is where it was asked to stop.
     """
 
     plan: StepPlan
     ready_at_s: float
     noise: float = 1.0
-    seconds: list[float] = field(default_factory=list)
-    left_at_s: list[float] = field(default_factory=list)
     first: int = 0
     last: int = 0
-    stops_behind: int | None = None
+    layer_s: float = 0.0
+    online_layer_s: float = 0.0
+    entered_at_s: list[float] = field(default_factory=list)
+    left_at_s: list[float] = field(default_factory=list)
     is_stopped: bool = False
+
+    def seconds(self, layers: range) -> float:
+        """In consecutive layers."""
+        both = min(layers.stop, self.last) - max(layers.start, self.first)
+        return self.layer_s * max(0, both) + self.online_layer_s * max(
+            0, layers.stop - max(layers.start, self.last)
+        )
 
 
 class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
@@ -43,8 +51,8 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
 
     A step spends in each stage the share of its time that the stage has of the layers, and enters a stage
     once it has left the one before and the step in front of it has left this one. What stages send each other
-    takes no time. A stopped step's other slices go on behind the stage that it is in, in the time of a step
-    of their own.
+    takes no time. A step stops at the next safepoint of the stage that it is in or waits for, where stages
+    have them (``Stage.safepoints``). Its other slices go on in the time of a step of their own.
 
     Copies begin when the first stage is free for their step, and steps that are submitted while copies are in
     flight are slower for as long as these are. Events are delivered during steps with safepoints, during
@@ -63,7 +71,7 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
         assert sum(info.stage_layers) == info.num_layers, "the stages do not have the model's layers"
         assert info.offload_interval is None, "stages have all their weights"
         SimulatedExecutor.__init__(self, info, device, clock, seed=seed)
-        self._ends = tuple(accumulate(info.stage_layers))  # of the stages, in layers
+        self._stages = tuple(starmap(range, pairwise(accumulate(info.stage_layers, initial=0))))
         self._steps: deque[_Step] = deque()
         self._left_at_s = [0.0] * len(info.stage_layers)  # by the last step that was collected
 
@@ -78,21 +86,19 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
         in_front = self._steps[-1].left_at_s if self._steps else self._left_at_s
         begins_at_s = max(self._clock.now_s(), in_front[0])
         step = _Step(plan, self._begin_copies(plan.copies, begins_at_s))
-        step.seconds = [0.0] * len(self._ends)
         match plan.work:
             case WaitForCopies():
                 assert not self._steps, "a step in flight would wait too"
                 step.ready_at_s = max(step.ready_at_s, self._copies[0][0])
             case Resume(num_layers=num_layers):
-                layers_done = self._taken_up(plan)
-                step.first = self._ends.index(layers_done) + 1
-                step.last = self._ends.index(layers_done + num_layers) + 1
+                step.first = self._taken_up(plan)
+                step.last = step.first + num_layers
             case Compute(slices=()):
                 pass
             case Compute():
-                step.last = len(self._ends)
+                step.last = self.info.num_layers
         if step.last:
-            self._plan_stages(step)
+            self._time_layers(step)
         self._steps.append(step)
         self._pass_stages()
 
@@ -117,55 +123,59 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
         return self._outcome_of(step)
 
     def request_stop(self, step: int) -> None:
-        """The slices stop behind the stage that they are in, or wait for: a stage decides when it ends."""
         for each in self._steps:
             if each.plan.step == step and each.plan.safepoints is not None and not each.is_stopped:
-                self._stop(each)
+                self._stop(each, each.plan.safepoints)
 
-    def _plan_stages(self, step: _Step) -> None:
-        plan, begins_at_s = step.plan, step.ready_at_s
+    def _time_layers(self, step: _Step) -> None:
+        plan, begins_at_s, num_layers = step.plan, step.ready_at_s, self.info.num_layers
         step.noise = self._noise.draw()
-        seconds = step.noise * self._seconds(plan.slices)
+        layer_s = step.noise * self._seconds(plan.slices) / num_layers
         if plan.safepoints is not None:
-            seconds += self._device.safepoint_s * len(self._ends)
-        seconds = self._computed_at_s(begins_at_s, seconds) - begins_at_s
-        for stage in range(step.first, step.last):
-            step.seconds[stage] = seconds * self._share(stage)
-        if step.last < len(self._ends):
-            step.stops_behind = step.last - 1
+            layer_s += self._device.safepoint_s / plan.safepoints.layers_apart
+        num_passed = step.last - step.first
+        step.layer_s = (self._computed_at_s(begins_at_s, num_passed * layer_s) - begins_at_s) / num_passed
 
-    def _share(self, stage: int) -> float:
-        return self.info.stage_layers[stage] / self.info.num_layers
-
-    def _stop(self, step: _Step) -> None:
-        now_s, stage = self._clock.now_s(), step.first
-        while stage < step.last - 1 and step.left_at_s[stage] <= now_s:
-            stage += 1
-        if stage >= step.last - 1:
-            return
-        step.stops_behind, step.is_stopped = stage, True
-        online = tuple(scheduled for scheduled in step.plan.slices if not scheduled.preemptible)
-        seconds = step.noise * self._seconds(online) if online else 0.0
-        for behind in range(stage + 1, len(self._ends)):
-            step.seconds[behind] = seconds * self._share(behind)
-        self._pass_stages()
+    def _stop(self, step: _Step, points: Safepoints) -> None:
+        """At the next safepoint that comes before ``last``, if one does."""
+        now_s, num_layers = self._clock.now_s(), self.info.num_layers
+        for stage, entered_at_s in zip(self._stages, step.entered_at_s, strict=True):
+            first = max(stage.start, step.first)
+            for layer in (*range(first, stage.stop, points.layers_apart)[1:], stage.stop):
+                if layer >= min(step.last, num_layers):
+                    return
+                if layer > first and entered_at_s + (layer - first) * step.layer_s >= now_s:
+                    online = tuple(each for each in step.plan.slices if not each.preemptible)
+                    if online:
+                        step.online_layer_s = step.noise * self._seconds(online) / num_layers
+                    step.last, step.is_stopped = layer, True
+                    self._pass_stages()
+                    return
 
     def _pass_stages(self) -> None:
-        """When each step leaves each stage."""
+        """When each step enters and leaves each stage."""
         in_front = self._left_at_s
         for step in self._steps:
-            left_at_s, at_s = [], step.ready_at_s
-            for free_at_s, seconds in zip(in_front, step.seconds, strict=True):
-                at_s = max(at_s, free_at_s) + seconds
+            entered_at_s, left_at_s, at_s = [], [], step.ready_at_s
+            for free_at_s, layers in zip(in_front, self._stages, strict=True):
+                entered_at_s.append(max(at_s, free_at_s))
+                at_s = entered_at_s[-1] + step.seconds(layers)
                 left_at_s.append(at_s)
+            step.entered_at_s = entered_at_s
             in_front = step.left_at_s = left_at_s
 
     def _outcome_of(self, step: _Step) -> StepOutcome:
-        plan, behind = step.plan, step.stops_behind
-        if behind is None:
+        plan, last = step.plan, step.last
+        if last in (0, self.info.num_layers):
             return self._outcome(self._sample(plan.slices))
         online = tuple(scheduled for scheduled in plan.slices if not scheduled.preemptible)
         outcome = self._outcome(self._sample(online))
-        outcome = stopped_outcome(outcome, plan, self._ends[behind], step.left_at_s[behind])
-        self._suspended_at |= dict.fromkeys(outcome.suspended, self._ends[behind])
+        outcome = stopped_outcome(outcome, plan, last, self._reached_at_s(step, last))
+        self._suspended_at |= dict.fromkeys(outcome.suspended, last)
         return outcome
+
+    def _reached_at_s(self, step: _Step, layer: int) -> float:
+        """When it has passed the layers before this one, in the stage of the last of them."""
+        (stage,) = (index for index, layers in enumerate(self._stages) if layer - 1 in layers)
+        passed = range(self._stages[stage].start, layer)
+        return step.entered_at_s[stage] + step.seconds(passed)

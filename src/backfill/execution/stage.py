@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from functools import partial
 from typing import Protocol
@@ -39,9 +39,9 @@ class Stage:
 
     A step is ``begin_step``; if it has slices ``receive``, ``arm`` before each layer and, unless the stage is
     the last one, ``hand_on``; and after an error ``fail_step``. It stops where all ranks of a stage agree
-    that it does: between any two layers if there is one stage, else at the end of a stage. Each stage sends
-    one message for each step that has slices, also without rows or after a failure, so that the next one
-    never waits in vain.
+    that it does, behind any layer but the model's last one: what travels with a layer's sums, or with the
+    rows to the next stage, tells the others. Each stage sends one message for each step that has slices, also
+    without rows or after a failure, so that the next one never waits in vain.
 
     One process is the stage that has all layers: it is alone and exchanges nothing.
 
@@ -122,21 +122,24 @@ class Stage:
         """The first rank of the last stage does."""
         return self.shard.is_last and self.shard.group.rank == 0
 
-    def safepoints(self, first: int, points: Safepoints | None) -> range:
-        """Layers before which a pass that begins before layer ``first`` may be stopped."""
-        num_layers = self.shard.num_layers
+    def safepoints(self, first: int, points: Safepoints | None) -> Set[int]:
+        """Layers before which a pass that begins here before layer ``first`` may be stopped.
+
+        Before the first one its ranks exchange nothing in which they could agree. The end of a stage is one:
+        behind it the step may wait for the next stage.
+        """
         if points is None:
-            return range(0)
-        if len(self.layers) < num_layers:
-            return range(self.layers.stop, num_layers)[:1]
-        return range(first, num_layers, points.layers_apart)[1:]
+            return frozenset()
+        end = self.layers.stop
+        at_end = {end} - {self.shard.num_layers}
+        return at_end.union(range(first, end, points.layers_apart)[1:])
 
     def begin_layer(self, layer: int) -> None:
         """Before each layer of a step."""
         if self._on_layer is not None:
             self._on_layer(layer)
 
-    def arm(self, layer: int, safepoints: range) -> None:
+    def arm(self, layer: int, safepoints: Set[int]) -> None:
         """Ask whether to stop while a layer is computed, if a safepoint follows."""
         # Two layers: a group may know only what the one before the last has carried.
         precedes = layer + 1 in safepoints or layer + 2 in safepoints

@@ -328,7 +328,7 @@ class TorchExecutor:
                 break
             stage.begin_layer(layer)
             if safepoints:
-                stage.arm(layer, safepoints if stop is None else range(0))
+                stage.arm(layer, safepoints if stop is None else frozenset())
             if streamer is not None:
                 streamer.before(layer)
             for each in running.micro_batches:

@@ -14,8 +14,6 @@ from backfill.costs.model import CostModel
 _MIN_GAIN = 1.0
 # A stop that costs offline work saves at least this part of the time to the first token's deadline.
 _MIN_GAIN_SHARE = 0.02
-# Steps of a pipeline stop between two stages, where a stop costs nothing: only what gains little is left out.
-_MIN_STAGE_GAIN = 0.1
 # What stops may cost offline work: a share of its time, and of so much of it at most at once.
 _STOP_SHARE = 0.03
 _MAX_EARNED_S = 600.0
@@ -31,7 +29,7 @@ class RunningStep:
         offline_s: the same with its offline ones.
         stop_s: longest time to its next safepoint.
         suspends: stopped slices are suspended; otherwise they are discarded.
-        overlap: the part of the next step that runs beside this one, in the stages that it has left.
+        overlap: the part of the arrival's step that runs beside this one, in stages that this one has left.
     """
 
     started_at_s: float
@@ -133,8 +131,8 @@ def should_stop(
     would miss its TTFT objective if the step ran to its end, and would not if it stopped. A prompt that would
     be late either way does not cost offline work as well (Niyama's relegation). The estimate computes all
     prompts together in the next step, the queued ones too, beside the online decodes: they go with or before
-    those that arrived. In a pipeline a part of that step runs beside the running one, and does not wait for
-    it.
+    those that arrived. In a pipeline a part of that step may run beside the running one, and does not wait
+    for it.
 
     The printed algorithm's test on line 10 is inverted (it leaves when the objective would be missed), and it
     charges the next step for the offline requests of this one, which the policy does not put beside a prompt.
@@ -147,22 +145,22 @@ def should_stop(
     """
     if not arrived:
         return False
-    at_end_s, stopped_s = step.ends_in_s(now_s), step.ends_stopped_in_s(now_s)
-    if step.suspends and not step.overlap:
+    load = online.copy()
+    for prompt in arrived:
+        load.put(0, prompt.num_tokens, True)
+    next_step_s = time_scale * cost.step_time_s(load)
+    # What is left of this step when the next one can be beside it no more.
+    at_end_s, stopped_s = (
+        max(0.0, each - step.overlap * next_step_s)
+        for each in (step.ends_in_s(now_s), step.ends_stopped_in_s(now_s))
+    )
+    if step.suspends:
         gain_s, costs_s = at_end_s - stopped_s, step.stop_costs_s(now_s)
         if gain_s <= _MIN_GAIN * step.stop_s:
             return False
         slack_s = min(prompt.ttft_deadline_at_s for prompt in arrived) - now_s
         if budget.allows(costs_s) and (costs_s == 0.0 or gain_s >= _MIN_GAIN_SHARE * slack_s):
             return True
-    load = online.copy()
-    for prompt in arrived:
-        load.put(0, prompt.num_tokens, True)
-    next_step_s = time_scale * cost.step_time_s(load)
-    # What is left of this step when the next one can be beside it no more.
-    at_end_s, stopped_s = (max(0.0, each - step.overlap * next_step_s) for each in (at_end_s, stopped_s))
-    if step.suspends and step.overlap:
-        return at_end_s - stopped_s > _MIN_STAGE_GAIN * step.stop_s
     return any(
         now_s + stopped_s + next_step_s <= prompt.ttft_deadline_at_s < now_s + at_end_s + next_step_s
         for prompt in arrived

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import accumulate, pairwise, starmap
 
-from backfill.core.plan import ScheduledSlice, StepPlan
+from backfill.core.plan import Resume, ScheduledSlice, StepPlan
 from backfill.core.request import FinishReason, Request, RequestId
 
 # A step of so many tokens is bound by computation: several small ones take no longer than a large one.
@@ -16,11 +17,26 @@ _ANY_TOKEN = 0  # for a token that is not sampled yet
 
 @dataclass(slots=True)
 class _Step:
-    """Attributes: left_at_s: when it is predicted to leave each stage."""
+    """A step in flight.
+
+    Attributes:
+        layers_done: that its slices have passed before.
+        left_at_s: when it is predicted to leave each stage.
+        is_stopping: it was asked to stop its preemptible slices.
+    """
 
     plan: StepPlan
     submitted_at_s: float
+    layers_done: int
     left_at_s: list[float]
+    is_stopping: bool = False
+
+    @property
+    def predicted_s(self) -> float:
+        """What is left of a stopped step that has none but preemptible slices, takes no time."""
+        if self.is_stopping and all(each.preemptible for each in self.plan.slices):
+            return 0.0
+        return self.plan.predicted_s
 
 
 class StepsInFlight:
@@ -32,7 +48,7 @@ class StepsInFlight:
     later chunks compute is then lost. Else a step depends on nothing of the steps before it that has not
     committed, so each can be stopped, or fail, without the others.
 
-    A step is predicted to spend in each stage the share of its time that the stage has of the layers, and to
+    A step is predicted to spend in each stage the share of its time that the stage has of its layers, and to
     enter it when the step in front has left it. What is predicted is moved by what the ends of steps show.
 
     Attributes:
@@ -61,11 +77,10 @@ class StepsInFlight:
         self.ending: dict[RequestId, FinishReason] = {}
         self.blocked: set[RequestId] = set()
         self._steps: dict[int, _Step] = {}
-        num_layers = sum(stage_layers)
-        self._shares = [layers / num_layers for layers in stage_layers] or [1.0]
+        self._stages = tuple(starmap(range, pairwise(accumulate(stage_layers, initial=0)))) or (range(1),)
         self._time_scale = time_scale
         # When the last step that ended left each stage, and whether it passed all of them.
-        self._left_at_s = [0.0] * len(self._shares)
+        self._left_at_s = [0.0] * len(self._stages)
         self._was_whole = True
 
     def __len__(self) -> int:
@@ -97,17 +112,26 @@ class StepsInFlight:
         return min(max_step_tokens, max(_EFFICIENT_TOKENS, max_step_tokens // (2 * self.max_steps)))
 
     @property
-    def may_suspend(self) -> bool:
-        """An outcome to come may suspend slices."""
-        return any(
-            step.plan.safepoints is not None and step.plan.safepoints.suspends
+    def num_suspendable_tokens(self) -> int:
+        """Of slices that outcomes to come may suspend."""
+        return sum(
+            scheduled.num_tokens
             for step in self._steps.values()
+            if step.plan.safepoints is not None and step.plan.safepoints.suspends
+            for scheduled in step.plan.slices
+            if scheduled.preemptible
         )
 
-    def add(self, plan: StepPlan, now_s: float, by_id: Mapping[RequestId, Request]) -> None:
-        """The plan is about to be submitted. Chunks that may be followed count as computed from now on."""
+    def add(
+        self, plan: StepPlan, now_s: float, by_id: Mapping[RequestId, Request], layers_done: int = 0
+    ) -> None:
+        """The plan is about to be submitted. Chunks that may be followed count as computed from now on.
+
+        Args:
+            layers_done: that slices which it resumes have passed.
+        """
         assert len(self._steps) < self.max_steps, f"{len(self._steps)} steps are in flight"
-        step = self._steps[plan.step] = _Step(plan, now_s, [])
+        step = self._steps[plan.step] = _Step(plan, now_s, layers_done, [])
         self._pass_stages(step, self._in_front(plan.step))
         slices = {scheduled.request_id: scheduled for scheduled in plan.slices}
         assert self.closed.isdisjoint(slices), "a request is in two steps"
@@ -126,11 +150,18 @@ class StepsInFlight:
                 self.open.add(scheduled.request_id)
                 request.num_computed_tokens = scheduled.start + scheduled.num_tokens
 
-    def remove(self, plan: StepPlan, now_s: float | None) -> None:
+    def stop(self, number: int) -> None:
+        """The step is asked to stop. May be called from another thread."""
+        step = self._steps.get(number)
+        if step is not None:
+            step.is_stopping = True
+
+    def remove(self, plan: StepPlan, now_s: float | None, *, was_stopped: bool = False) -> None:
         """The oldest step is not in flight any more.
 
         Args:
-            now_s: when it has ended; None if it failed or was stopped, and does not show how long steps take.
+            now_s: when it has ended; None if it failed.
+            was_stopped: it does not show how long steps take, as one that failed does not.
         """
         step = self._steps.pop(plan.step, None)
         if step is None:
@@ -140,9 +171,13 @@ class StepsInFlight:
             if self.slices[scheduled.request_id] is scheduled:
                 del self.slices[scheduled.request_id]
                 self.open.discard(scheduled.request_id)
+        self._was_whole = now_s is not None and not was_stopped
         late_s = 0.0 if now_s is None else now_s - step.left_at_s[-1]
-        in_front = self._left_at_s = [each + late_s for each in step.left_at_s]
-        self._was_whole = now_s is not None
+        if was_stopped and now_s is not None:
+            in_front = [min(each, now_s) for each in step.left_at_s]
+        else:
+            in_front = [each + late_s for each in step.left_at_s]
+        self._left_at_s = in_front
         for behind in self._steps.values():
             in_front = self._pass_stages(behind, in_front)
 
@@ -180,7 +215,7 @@ class StepsInFlight:
         stages are full, that is the time of one stage. None where that is not predicted.
         """
         step = self._steps.get(plan.step)
-        if step is None or plan.predicted_s <= 0.0:
+        if step is None or step.predicted_s <= 0.0:
             return None
         if self.max_steps == 1:
             return step.submitted_at_s, plan.predicted_s
@@ -217,12 +252,21 @@ class StepsInFlight:
     def _pass_stages(self, step: _Step, in_front: list[float]) -> list[float]:
         """Predict when the step leaves each stage, behind the one that is in front."""
         left_at_s, at_s = [], step.submitted_at_s
-        seconds = self._time_scale() * step.plan.predicted_s
-        for free_at_s, share in zip(in_front, self._shares, strict=True):
+        seconds = self._time_scale() * step.predicted_s
+        for free_at_s, share in zip(in_front, self._shares(step), strict=True):
             at_s = max(at_s, free_at_s) + share * seconds
             left_at_s.append(at_s)
         step.left_at_s = left_at_s
         return left_at_s
+
+    def _shares(self, step: _Step) -> list[float]:
+        """The part of the step's layers that each stage has."""
+        work, stages = step.plan.work, self._stages
+        first, num_layers = 0, stages[-1].stop
+        if isinstance(work, Resume) and len(stages) > 1:
+            first, num_layers = step.layers_done, work.num_layers
+        last = first + num_layers
+        return [max(0, min(last, each.stop) - max(first, each.start)) / num_layers for each in stages]
 
     def check_integrity(self, unfinished: Collection[RequestId]) -> None:
         """Raise AssertionError unless the steps and their requests agree."""

@@ -109,11 +109,10 @@ class StepPlanner:
         batch = self._build(view, now_s)
         if batch.has_preempted and not batch.members:  # others may run in its place
             batch = self._build(self._snapshot(now_s), now_s)
-        if self.suspension.may_resume:
-            for request_id in batch.members.keys() & self.suspension.requests:
-                self.suspension.discard(request_id)
+        for request_id in batch.members.keys() & self.suspension.requests:
+            self.suspension.discard(request_id)
         predicted_s = batch.predicted_s
-        safepoints = self.suspension.safepoints(batch, predicted_s, self.in_flight.may_suspend)
+        safepoints = self.suspension.safepoints(batch, predicted_s, self.in_flight.num_suspendable_tokens)
         work = Compute(self._slices_of(batch), predicted_s, safepoints)
         return self._plan_of(view, work, self._take_admitted(batch))
 

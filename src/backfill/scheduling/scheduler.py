@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
-from backfill.core.plan import SampledToken, StepOutcome, StepPlan
+from backfill.core.plan import Resume, SampledToken, StepOutcome, StepPlan
 from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.kvcache.manager import KVCacheManager
@@ -71,7 +71,6 @@ class Scheduler:
             predictor if policy.stops_steps and num_layers is not None else None,
             num_layers or 1,
             self._count_discarded,
-            stage_layers,
             policy.stops_online_steps,
         )
         self.in_flight = StepsInFlight(
@@ -173,12 +172,13 @@ class Scheduler:
         """
         plan = self._planner.plan(now_s)
         if not plan.does_nothing:
-            self.in_flight.add(plan, now_s, self.requests.by_id)
+            layers_done = self._suspension.layers_resumed if isinstance(plan.work, Resume) else 0
+            self.in_flight.add(plan, now_s, self.requests.by_id, layers_done)
         return plan
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now_s: float) -> list[CommittedToken]:
         """Enter the outcome of ``plan`` into the requests. Requests of stopped slices stay as they were."""
-        self.in_flight.remove(plan, None if outcome.stopped else now_s)
+        self.in_flight.remove(plan, now_s, was_stopped=bool(outcome.stopped))
         self.kv.complete((*outcome.completed_copies, *outcome.completed_slot_copies))
         self._suspension.commit(plan, outcome)
         if self._division is not None:

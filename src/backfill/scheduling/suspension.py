@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import Resume, Safepoints, ScheduledSlice, StepOutcome, StepPlan
@@ -52,7 +51,6 @@ class Suspension:
         num_layers: of the model.
         on_discarded: called with a request and its discarded work, which will be computed again: tokens times
             the share of the layers that they had passed.
-        stage_layers: layers of each stage of a pipeline, whose steps stop between two stages; else empty.
         stops_online_steps: steps with online requests have safepoints too.
     """
 
@@ -60,23 +58,22 @@ class Suspension:
     predictor: StepPredictor | None
     num_layers: int
     on_discarded: Callable[[RequestId, float], None]
-    stage_layers: Sequence[int] = ()
     stops_online_steps: bool = True
     _groups: list[_Group] = field(init=False, default_factory=list)  # those suspended first come first
-    _resuming: _Group | None = field(init=False, default=None)  # in a step in flight
+    _resuming: list[_Group] = field(init=False, default_factory=list)  # in steps in flight, the oldest first
     _num_refusals: int = field(init=False, default=0)
     _dropped: list[RequestId] = field(init=False, default_factory=list)
 
     @property
     def requests(self) -> Collection[RequestId]:
         """Requests with a suspended slice."""
-        groups = self._groups if self._resuming is None else [*self._groups, self._resuming]
+        groups = [*self._groups, *self._resuming]
         return {scheduled.request_id for group in groups for scheduled in group.slices}
 
     @property
     def waiting(self) -> Collection[RequestId]:
         """Those of them whose slices no other step may compute again: all, while one group resumes."""
-        if not self.may_resume:
+        if self._resuming:
             return self.requests
         free = {
             scheduled.request_id
@@ -93,7 +90,12 @@ class Suspension:
 
     @property
     def may_resume(self) -> bool:
-        return bool(self._groups) and self._resuming is None
+        return bool(self._groups)
+
+    @property
+    def layers_resumed(self) -> int:
+        """Layers that the slices of the last ``resume`` have passed before."""
+        return self._resuming[-1].layers_done
 
     def lost_tokens(self, request_id: RequestId) -> float:
         """Work that discarding the request's suspended slice would lose; unit as for ``on_discarded``."""
@@ -103,20 +105,16 @@ class Suspension:
                     return self._work(scheduled, group.layers_done)
         return 0.0
 
-    def safepoints(self, batch: Batch, predicted_s: float, may_suspend: bool = False) -> Safepoints | None:
+    def safepoints(self, batch: Batch, predicted_s: float, num_suspendable: int = 0) -> Safepoints | None:
         """Safepoints of the step; None if an arrival could stop nothing, or too much is suspended already.
 
-        Nor has a step of a pipeline any while slices are suspended: they resume stage by stage, one step at a
-        time.
-
         Args:
-            may_suspend: a step in flight may be suspended.
+            num_suspendable: tokens that steps in flight may suspend.
         """
         if not self.config.safepoints or self.predictor is None or predicted_s == 0.0:
             return None
-        if self.stage_layers and (may_suspend or self._groups or self._resuming is not None):
-            return None
-        if self._num_tokens >= _MAX_SUSPENDED_STEPS * self.config.max_num_batched_tokens:
+        most = _MAX_SUSPENDED_STEPS * self.config.max_num_batched_tokens
+        if self._num_tokens + num_suspendable >= most:
             return None
         are_online = [request.priority_level is PriorityLevel.ONLINE for request, _ in batch.members.values()]
         if all(are_online) or (any(are_online) and not self.stops_online_steps):
@@ -134,7 +132,7 @@ class Suspension:
                     self._num_refusals = 0
                 names = {scheduled.request_id for scheduled in resumed.slices}
                 self._groups[index : index + 1] = [each for each in (group.without(names),) if each.slices]
-                self._resuming = _Group(resumed.slices, group.layers_done)
+                self._resuming.append(_Group(resumed.slices, group.layers_done))
                 return resumed
         self._num_refusals += 1
         if self._num_refusals >= _MAX_REFUSALS:
@@ -151,9 +149,7 @@ class Suspension:
         for scheduled in group.slices:
             load.put(scheduled.start, scheduled.num_tokens, scheduled.samples)
             with_s = self.predictor.cost.step_time_s(load) / self.num_layers
-            fitting = (
-                left if allowed_s >= with_s * left else self._whole_stages(group, int(allowed_s / with_s))
-            )
+            fitting = left if allowed_s >= with_s * left else int(allowed_s / with_s)
             if fitting:
                 slices.append(scheduled)
                 num_layers, layer_s = fitting, with_s
@@ -167,7 +163,7 @@ class Suspension:
     def commit(self, plan: StepPlan, outcome: StepOutcome) -> None:
         """Keep the slices that the step suspended; count those that it discarded."""
         if isinstance(plan.work, Resume):
-            self._resuming = None
+            del self._resuming[0]
         elif plan.slices:
             self._groups = [replace(each, steps_missed=each.steps_missed + 1) for each in self._groups]
         if not outcome.stopped:
@@ -187,9 +183,8 @@ class Suspension:
         """
         if plan.safepoints is not None:
             self._dropped += [scheduled.request_id for scheduled in plan.slices]
-        if isinstance(plan.work, Resume) and self._resuming is not None:
-            self._groups.insert(0, self._resuming)
-            self._resuming = None
+        if isinstance(plan.work, Resume):
+            self._groups.insert(0, self._resuming.pop(0))
 
     def discard(self, request_id: RequestId) -> None:
         """Discard the request's suspended slice, if it has one."""
@@ -210,15 +205,6 @@ class Suspension:
     def _work(self, scheduled: ScheduledSlice, layers_done: int) -> float:
         return scheduled.num_tokens * layers_done / self.num_layers
 
-    def _whole_stages(self, group: _Group, num_layers: int) -> int:
-        """Of the next so many layers, those up to the last layer behind which a step can stop."""
-        if not self.stage_layers:
-            return num_layers
-        ends = (end - group.layers_done for end in accumulate(self.stage_layers))
-        return max((end for end in ends if 0 < end <= num_layers), default=0)
-
     def _layers_apart(self, layer_s: float) -> int:
-        if self.stage_layers:
-            return max(self.stage_layers)
         assert self.predictor is not None
         return max(1, int(self.config.max_stop_s / (layer_s * self.predictor.time_scale)))
