@@ -39,7 +39,7 @@ class Engine:
         state: as last seen.
         replica: what the policy knows of it; None until it is up, and again once it is lost.
         is_leaving: it gets no more requests, and is forgotten once those that it has have ended.
-        attempts: requests that it has, see ``attempt``.
+        attempts: requests that it has, see ``attempt``, in their order.
     """
 
     url: str
@@ -48,7 +48,7 @@ class Engine:
     is_leaving: bool = False
     poll_now: asyncio.Event = field(default_factory=asyncio.Event)
     watcher: asyncio.Task[None] | None = None
-    attempts: set[_Attempt] = field(default_factory=set)
+    attempts: dict[_Attempt, None] = field(default_factory=dict)
     health: Health = field(default_factory=Health)
 
     @property
@@ -70,7 +70,7 @@ class Engine:
         if len(self.attempts) == 1:  # that one was alone until now
             for other in self.attempts:
                 other.had_others = True
-        self.attempts.add(attempt)
+        self.attempts[attempt] = None
         try:
             yield
         except asyncio.CancelledError:
@@ -82,7 +82,7 @@ class Engine:
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise EngineLost(reason_of(error), had_others=attempt.had_others) from error
         finally:
-            self.attempts.discard(attempt)
+            del self.attempts[attempt]
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +109,7 @@ class Engines:
         self._tasks = tasks
         self._engines: dict[str, Engine] = {}
         self._joining = asyncio.Lock()
-        self._ups: set[asyncio.Future[bool]] = set()
+        self._ups: dict[asyncio.Future[bool], None] = {}  # in the order of who waits
         self.session: aiohttp.ClientSession = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
@@ -248,12 +248,12 @@ class Engines:
         if self.all_have_left:
             return False
         is_up = asyncio.get_running_loop().create_future()
-        self._ups.add(is_up)
+        self._ups[is_up] = None
         try:
             await asyncio.wait([is_up], timeout=timeout_s)
             return is_up.done() and is_up.result()
         finally:
-            self._ups.discard(is_up)
+            del self._ups[is_up]
 
     async def stop(self) -> None:
         watchers = [engine.watcher for engine in self._engines.values() if engine.watcher is not None]
@@ -334,7 +334,10 @@ class Engines:
         self.on_change()
 
     def _opens(self, engine: Engine) -> bool:
-        """Whether an engine that is ready gets requests. No more are ejected than are left to serve."""
+        """Whether an engine that is ready gets requests.
+
+        No more are ejected than are left to serve. If those cannot serve either, an ejected one does.
+        """
         now_s = self._clock.now_s()
         was_ejected = engine.health.is_ejected(now_s)
         num_ejected = sum(other.health.is_ejected(now_s) for other in self.all)
@@ -342,7 +345,7 @@ class Engines:
         opens = engine.health.opens(now_s, may_eject=num_ejected < num_others_up)
         if not (opens or was_ejected):
             logger.error("%s is ejected for a while: it lost requests again and again", engine.url)
-        return opens
+        return opens or num_others_up == 0
 
     def _note_failed_look(self, engine: Engine, reason: str) -> None:
         """It gets no more requests; after some in a row, over some time, it counts as dead."""

@@ -283,14 +283,18 @@ class Proxy:
             if response.status in (429, 503):
                 raise _Refusal(head, await response.read())
             if response.content_type == "text/event-stream":
-                await self._pass_events(exchange, head, response.content, placement)
+                last = await self._pass_events(exchange, head, response.content, placement)
             elif (response.content_length or 0) <= _WHOLE_BYTES:
-                await exchange.answer(head, await response.read())
+                last = await response.read()
             else:
+                last = b""
                 await exchange.begin(head)
                 async for data in response.content.iter_any():
                     await exchange.write(data)
-                await exchange.write(b"", is_last=True)
+        # From here on the end of the engine breaks nothing, however slowly the client reads.
+        if not exchange.has_begun:
+            await exchange.begin(head)
+        await exchange.write(last, is_last=True)
 
     async def _pass_events(
         self,
@@ -298,8 +302,8 @@ class Proxy:
         head: Message,
         content: aiohttp.StreamReader,
         placement: Placement,
-    ) -> None:
-        """Pass on whole events, so that an error can follow."""
+    ) -> bytes:
+        """Pass on whole events, so that an error can follow. Returns: what is left of the answer."""
         held = b""
         async for data in content.iter_any():
             end = len(data) if data.endswith(_EVENT_END) else data.rfind(_EVENT_END) + len(_EVENT_END)
@@ -311,9 +315,7 @@ class Proxy:
                 await exchange.begin(head)
             await exchange.write(held + data[:end])
             held = data[end:]
-        if not exchange.has_begun:
-            await exchange.begin(head)
-        await exchange.write(held, is_last=True)
+        return held
 
     async def _end_broken(self, exchange: _Exchange, engine: Engine) -> None:
         """End an answer that has begun with an error, where it is a stream; else cut it off."""
