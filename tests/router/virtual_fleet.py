@@ -56,7 +56,6 @@ class Exchange:
 
     def __init__(self, engine: VirtualEngine, body: bytes | None) -> None:
         self.engine = engine
-        self.instance = engine.instance
         self.fields: dict[str, Any] = {} if body is None else json.loads(body)
         self.name: str = self.fields.get("prompt", "")
         self.has_begun = False  # the engine has sent its first byte
@@ -169,6 +168,7 @@ class VirtualEngine:
         self.world = world
         self.url = url
         self.instance = 0
+        self.started_at_s = -math.inf
         self.is_up = self.is_ready = True
         self.is_failing = False
         self.status = self.look_status = 200
@@ -230,6 +230,7 @@ class VirtualEngine:
     def _start(self) -> None:
         self.is_up = True
         self.instance += 1
+        self.started_at_s = self.world.scheduler.clock.now_s()
         self.world.scheduler.after(self.world.source.uniform(0, 2), partial(self._load, self.instance))
 
     def crash(self, away_s: float) -> None:
@@ -269,7 +270,6 @@ class VirtualEngine:
             refused = OSError(errno.ECONNREFUSED, "refused")
             exchange.arrive(aiohttp.ClientConnectorError(None, refused))  # type: ignore[arg-type]
         elif not exchange.is_closed:
-            exchange.instance = self.instance
             self._receive(exchange)
 
     def leave(self, exchange: Exchange) -> None:

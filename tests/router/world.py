@@ -155,6 +155,7 @@ class World:
     lines: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
     engines: dict[str, VirtualEngine] = field(default_factory=dict)  # by URL
     left: set[str] = field(default_factory=set)  # URLs of those that were removed
+    num_sent: Counter[str] = field(default_factory=Counter)
     num_retries: int = 0
     retried: Counter[str] = field(default_factory=Counter)
     is_chaotic: bool = True
@@ -430,6 +431,7 @@ class World:
 
     def note_sent(self, exchange: Exchange) -> None:
         name, url = exchange.name, exchange.engine.url
+        self.num_sent[name] += 1
         if self.losses[name] >= MAX_LOSSES and not name.startswith("l"):
             self.violations.append(f"{name} runs again after {self.losses[name]} losses")
         if url in self.left:
@@ -459,7 +461,8 @@ class World:
         self.note_loss(exchange)
         engine, plan = exchange.engine, self.plan
         lasted_s = self.now_s - engine.ill_since_s
-        is_of_now = engine.is_up and engine.instance == exchange.instance
+        # One that was started again has lost what it had, as far as the router knows.
+        is_of_now = engine.is_up and self.now_s - engine.started_at_s > self.noticed_s + CONNECT_S
         if is_of_now and self.resumed_at_s < engine.ill_since_s and lasted_s < 8 * plan.poll_s:
             self.violations.append(f"{exchange.name} is aborted at {engine.url}, ill for {lasted_s:.2f} s")
 
@@ -514,11 +517,12 @@ class World:
         elif "lost too many" in text:
             is_known = num_losses > 0 and self.plan.num_retries < 1024
         elif text == NO_ENGINES:
-            is_known = bool(self.left)
+            is_known = "engines leave" in self.plan.faults  # they may have joined again since
         else:  # none is up, but perhaps one that has come up just now
             is_up = any(engine.is_up for engine in self.router.all)
             has_been_up = self.now_s - max(self.none_at_s, self.resumed_at_s) > 2 * self.plan.poll_s
-            is_known = is_known and not self._rocks and not (is_up and has_been_up)
+            has_waited = self.num_sent[client.name] == 0
+            is_known = is_known and not self._rocks and not (is_up and has_been_up and has_waited)
         if not is_known:
             self.violations.append(f"{client.name} is refused after {num_losses} losses: {error!r}")
 
