@@ -16,11 +16,12 @@ import msgspec
 from backfill.core.plan import SampledToken, StepOutcome, TokenLogprobs
 from backfill.core.request import RequestId
 from backfill.execution.executor import ExecutorInfo
-from backfill.parallel.plan_codec import Sampled
+from backfill.parallel.plan_codec import BadMessage, Sampled
 
 Message = TypeVar("Message")
 
 _LENGTH = struct.Struct("<I")
+MAX_FRAME_BYTES = 1 << 28  # of a plan with all prompts that fit a server, and more
 _CHUNK = 1 << 14  # a larger buffer is mapped anew for each call
 _encoder = msgspec.msgpack.Encoder()
 
@@ -134,7 +135,10 @@ class FrameReader(Generic[Message]):
         self._received = bytearray()
 
     def take(self) -> list[Message] | None:
-        """Messages that are complete by now, perhaps none; None once the other end has closed or is lost."""
+        """Messages that are complete by now, perhaps none; None once the other end has closed or is lost.
+
+        Raises: BadMessage; nothing more can be taken then.
+        """
         try:
             data = self._connection.recv(_CHUNK, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -147,9 +151,18 @@ class FrameReader(Generic[Message]):
         received += data
         found: list[Message] = []
         while len(received) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(received)[0]
+            num_bytes = _LENGTH.unpack_from(received)[0]
+            if num_bytes > MAX_FRAME_BYTES:
+                raise BadMessage(f"it announces {num_bytes} bytes, and at most {MAX_FRAME_BYTES} are sent")
+            end = _LENGTH.size + num_bytes
             if len(received) < end:
                 break
-            found.append(self._decoder.decode(received[_LENGTH.size : end]))
+            found.append(self._decoded(received[_LENGTH.size : end]))
             del received[:end]
         return found
+
+    def _decoded(self, data: bytearray) -> Message:
+        try:
+            return self._decoder.decode(data)
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+            raise BadMessage(str(error)) from error

@@ -36,6 +36,10 @@ _NO_COPIES = BlockCopies()
 _NUM_RECENT = 8  # steps; with more in flight, plans are larger
 
 
+class BadMessage(Exception):
+    """The other end has sent what it never sends."""
+
+
 class Sampled(NamedTuple):
     """Tokens, and the requests that they belong to."""
 
@@ -184,7 +188,16 @@ class PlanDecoder:
         self._recent = _RecentRequests()
 
     def decode(self, data: bytes) -> tuple[StepPlan, list[tuple[RequestId, int]]]:
-        """The plan, and the requests and tokens that were sampled in steps before it."""
+        """The plan, and the requests and tokens that were sampled in steps before it.
+
+        Raises: BadMessage; what follows cannot be decoded either.
+        """
+        try:
+            return self._decoded(data)
+        except (msgspec.MsgspecError, ArithmeticError, LookupError, RecursionError, ValueError) as error:
+            raise BadMessage(f"this is no plan: {error!r}") from error
+
+    def _decoded(self, data: bytes) -> tuple[StepPlan, list[tuple[RequestId, int]]]:
         wire = self._decoder.decode(data)
         for request_id in wire.released:
             self._tables.pop(request_id, None)
@@ -212,7 +225,8 @@ class PlanDecoder:
         slices = () if wire.slices is None else self._slices(wire.slices)
         if wire.num_layers is None:
             return Compute(slices, wire.predicted_s, wire.safepoints)
-        assert wire.safepoints is not None
+        if wire.safepoints is None:
+            raise ValueError("what resumes has no safepoints")
         return Resume(slices, wire.num_layers, wire.predicted_s, wire.safepoints)
 
     def _slices(self, wire: _Slices) -> Slices:

@@ -16,6 +16,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import ExecutorDead
 from backfill.ipc.python_process import PythonProcess
 from backfill.parallel.messages import FrameReader, FromRank, Moved, Report
+from backfill.parallel.plan_codec import BadMessage
 from backfill.parallel.rank import RankContext
 from backfill.parallel.shared_memory import RingWriter, create_memory, create_ring
 from backfill.parallel.shared_state import SharedState
@@ -111,15 +112,24 @@ class Ranks(ABC):
                 self.was_woken = True
                 continue
             rank, reader = self._readers[fd]
-            messages = reader.take()
-            if messages is None:
-                self.fail(self._how_it_ended(rank))
-            for message in messages:
-                if isinstance(message, Moved):
-                    self.state.of_rank(rank).set_data(message.data)
-                else:
-                    self.reports[rank].append(message)
-                    has_reports = True
+            try:
+                has_reports = self._take(rank, reader) or has_reports
+            except (BadMessage, ValueError) as error:
+                self.fail(f"The process of rank {rank} of {len(self.pids)} has sent no message: {error}.")
+        return has_reports
+
+    def _take(self, rank: int, reader: FrameReader[FromRank]) -> bool:
+        """Returns: whether there was a report. Raises: BadMessage, ValueError for what no rank sends."""
+        messages = reader.take()
+        if messages is None:
+            self.fail(self._how_it_ended(rank))
+        has_reports = False
+        for message in messages:
+            if isinstance(message, Moved):
+                self.state.of_rank(rank).set_data(message.data)
+            else:
+                self.reports[rank].append(message)
+                has_reports = True
         return has_reports
 
     @abstractmethod

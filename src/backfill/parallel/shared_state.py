@@ -133,4 +133,7 @@ class RankProgress:
         return bytes(self._words)
 
     def set_data(self, data: bytes) -> None:
+        """Raises: ValueError for what ``data`` has not returned."""
+        if len(data) != self._words.nbytes:
+            raise ValueError(f"{len(data)} bytes, and not the {self._words.nbytes} of a rank's progress")
         self._words[:] = memoryview(data).cast("q")

@@ -44,7 +44,7 @@ from backfill.parallel.messages import (
     encode_frame,
     step_done,
 )
-from backfill.parallel.plan_codec import PlanDecoder
+from backfill.parallel.plan_codec import BadMessage, PlanDecoder
 from backfill.parallel.rank import RankContext, RankExecutor, RankLoader, RemoteStage
 from backfill.parallel.shared_memory import RingReader
 from backfill.parallel.sockets import connect_to, receive_exactly
@@ -231,6 +231,8 @@ class RemoteDriver(Driver):
     def _receive(self) -> None:
         try:
             self._pass_on()
+        except BadMessage as error:
+            logger.error("the driver has sent no message: %s", error)
         finally:
             os._exit(1)  # also if a step hangs
 
