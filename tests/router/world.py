@@ -405,7 +405,7 @@ class World:
             self._pause_for(self.source.uniform(0, self.plan.timeout_s / 2), 20)
 
     def _pause_for(self, seconds: float, num_more: int) -> None:
-        if self.process.is_paused:
+        if self.process.is_paused or not self.is_chaotic:
             return
         self.scheduler.note(f"the router is paused for {seconds:.1f} s")
         self.process.pause(seconds)

@@ -29,6 +29,7 @@ _CONNECT_S = 5.0
 # Below the 5 s after which an engine closes an idle connection: a request must not be sent as it does.
 _KEEP_ALIVE_S = 3.0
 _RETRY_S = 0.25
+_GOLDEN_RATIO = 0.618034  # its multiples spread evenly, however many there are
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +38,7 @@ class Engine:
 
     Attributes:
         state: as last seen.
+        phase: of the looks at it, as a part of the interval between two.
         replica: what the policy knows of it; None until it is up, and again once it is lost.
         is_leaving: it gets no more requests, and is forgotten once those that it has have ended.
         attempts: requests that it has, see ``attempt``, in their order.
@@ -44,6 +46,7 @@ class Engine:
 
     url: str
     state: ReplicaState
+    phase: float = 0.0
     replica: Replica | None = None
     is_leaving: bool = False
     poll_now: asyncio.Event = field(default_factory=asyncio.Event)
@@ -108,6 +111,7 @@ class Engines:
         self._clock = clock
         self._tasks = tasks
         self._engines: dict[str, Engine] = {}
+        self._num_joined = 0
         self._joining = asyncio.Lock()
         self._ups: dict[asyncio.Future[bool], None] = {}  # in the order of who waits
         self.session: aiohttp.ClientSession = aiohttp.ClientSession(
@@ -176,7 +180,9 @@ class Engines:
                 return engine
             state = await self._first_state(url, until_s)
             self._check_model(url, state)
-            engine = self._engines[url] = Engine(url, state)
+            self._num_joined += 1
+            phase = self._num_joined * _GOLDEN_RATIO % 1.0
+            engine = self._engines[url] = Engine(url, state, phase)
             logger.info("%s joins: %s", url, state.phase)
             self._note(engine, state)
             engine.watcher = self._tasks.start(self._watch(engine), "engine-watch")
@@ -304,7 +310,7 @@ class Engines:
                 break
             engine.poll_now.clear()
             try:
-                async with asyncio.timeout(self._config.poll_interval):
+                async with asyncio.timeout(self._wait_s(engine)):
                     await engine.poll_now.wait()
                 # Several failures are one reason to look.
                 await asyncio.sleep(self._config.poll_interval / 10)
@@ -313,6 +319,12 @@ class Engines:
         del self._engines[engine.url]
         self.replicas.remove(engine.url)
         logger.info("%s has left", engine.url)
+
+    def _wait_s(self, engine: Engine) -> float:
+        """Until the next look. Those at many engines are spread: together they would hold up requests."""
+        interval_s = self._config.poll_interval
+        wait_s = (engine.phase * interval_s - asyncio.get_running_loop().time()) % interval_s
+        return wait_s if wait_s > interval_s / 2 else wait_s + interval_s
 
     def _note(self, engine: Engine, state: ReplicaState) -> None:
         """What an engine says of itself."""
@@ -340,12 +352,13 @@ class Engines:
         """
         now_s = self._clock.now_s()
         was_ejected = engine.health.is_ejected(now_s)
-        num_ejected = sum(other.health.is_ejected(now_s) for other in self.all)
-        num_others_up = sum(other.is_up for other in self.all if other is not engine)
-        opens = engine.health.opens(now_s, may_eject=num_ejected < num_others_up)
+        others = [other for other in self.all if other is not engine]
+        num_ejected = was_ejected + sum(other.health.is_ejected(now_s) for other in others)
+        num_serving = sum(other.is_up and not other.health.is_ejected(now_s) for other in others)
+        opens = engine.health.opens(now_s, may_eject=num_ejected < num_serving)
         if not (opens or was_ejected):
             logger.error("%s is ejected for a while: it lost requests again and again", engine.url)
-        return opens or num_others_up == 0
+        return opens or num_serving == 0
 
     def _note_failed_look(self, engine: Engine, reason: str) -> None:
         """It gets no more requests; after some in a row, over some time, it counts as dead."""
