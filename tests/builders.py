@@ -21,6 +21,7 @@ from backfill.core.plan import (
     StepOutcome,
     StepPlan,
     WaitForCopies,
+    max_in_flight,
 )
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
@@ -465,7 +466,8 @@ class InFlightExecutor(PipelinedExecutor):
         self._done: deque[StepOutcome | Exception] = deque()  # of the first of them
 
     def submit(self, plan: StepPlan) -> None:
-        assert len(self._submitted) < self.info.max_steps_in_flight, "too many steps are in flight"
+        most = max_in_flight(self.info.max_steps_in_flight, self._submitted)
+        assert len(self._submitted) < most, "too many steps are in flight"
         last = {
             scheduled.request_id: (scheduled, each) for each in self._submitted for scheduled in each.slices
         }

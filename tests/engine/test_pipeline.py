@@ -171,7 +171,10 @@ def test_tokens_are_those_of_one_step_in_flight(stages: tuple[int, ...], preempt
     one = Run((4,), workload(24, 12)).run()
     run = Run(stages, workload(24, 12), preemption).run()
     assert run.tokens == one.tokens
-    assert max(run.pipeline.num_in_front) == len(stages) - 1
+    most = len(stages) - 1
+    if preemption == "suspend":
+        most += len(stages) - 1  # of steps that resume
+    assert len(stages) - 1 <= max(run.pipeline.num_in_front) <= most
 
 
 def test_two_stages_compute_side_by_side() -> None:
@@ -318,6 +321,7 @@ def test_an_arrival_stops_all_steps_in_flight_within_a_group_of_layers(preemptio
     assert run.token_at_s[RequestId("online")][0] - 0.52 < 0.02 + STEP_S + 16 * TOKEN_S + 0.001
     resumed = [plan for plan in run.pipeline.plans if isinstance(plan.work, Resume)]
     assert len(resumed) >= 2
+    assert max(run.pipeline.num_in_front) == 2, "a resumed step takes the place of no other"
     assert not any(each.was_retried for each in run.requests)
 
 

@@ -300,9 +300,13 @@ def test_slices_resume_in_several_steps_in_flight_and_one_of_them_fails() -> Non
     for plan, name in zip((first, second), names, strict=True):
         assert isinstance(plan.work, Resume) and plan.work.num_layers == 1
         assert [each.request_id for each in plan.slices] == [name]
+    third = scheduler.plan_step(0.0)
+    assert isinstance(third.work, Compute) and third.slices, "a resumed step takes the place of no other"
+    assert scheduler.in_flight.max_more == 0
     ended = scheduler.fail(first)
     assert [each.request_id for each in ended] == [names[0]], "it has output tokens"
     commit_all(scheduler, second)
+    commit_all(scheduler, third)
     plan = scheduler.plan_step(0.0)
     assert set(plan.dropped) == {names[0]} and isinstance(plan.work, Compute)
     assert names[0] not in {each.request_id for each in plan.slices}

@@ -6,7 +6,7 @@ simulation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Flag
 from typing import NamedTuple, TypeAlias
@@ -202,6 +202,18 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(scheduled.num_tokens for scheduled in self.slices)
+
+
+def max_in_flight(max_steps: int, plans: Iterable[StepPlan]) -> int:
+    """Steps that may be in flight, these among them: so many, and in a pipeline a resumed one beside each.
+
+    A resumed step has a part of the layers, and is short where online requests leave it little time. In the
+    place of another step it would leave the other stages nothing to do until the oldest step ends.
+
+    Args:
+        max_steps: stages.
+    """
+    return max_steps + min(sum(isinstance(each.work, Resume) for each in plans), max_steps - 1)
 
 
 @dataclass(frozen=True, slots=True)

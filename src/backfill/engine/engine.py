@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from backfill.core.clock import Clock
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ExecutorDead, RequestError
-from backfill.core.plan import Compute, StepOutcome, StepPlan
+from backfill.core.plan import Compute, StepOutcome, StepPlan, max_in_flight
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.model import CostModel
@@ -181,7 +181,8 @@ class Engine:
 
     @property
     def _may_submit(self) -> bool:
-        return len(self._in_flight) < self.executor.info.max_steps_in_flight
+        plans = (each.plan for each in self._in_flight)
+        return len(self._in_flight) < max_in_flight(self.executor.info.max_steps_in_flight, plans)
 
     def submit_steps(self) -> list[TokenOutput]:
         """Submit steps, as many as may be in flight. Returns: outputs of requests that cannot be served."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from backfill.core.plan import Resume, Safepoints, StepOutcome, StepPlan
+from backfill.core.plan import Resume, Safepoints, StepOutcome, StepPlan, max_in_flight
 from backfill.core.request import PriorityLevel, Request, ServiceClass
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
@@ -67,7 +67,8 @@ class StepStopper:
         self, in_flight: Sequence[SubmittedStep], arrived: Iterable[Request], now_s: float
     ) -> None:
         """Stop those steps for which the requests that arrived meanwhile gain enough (``should_stop``)."""
-        is_full = len(in_flight) == self._executor.info.max_steps_in_flight
+        most = max_in_flight(self._executor.info.max_steps_in_flight, (each.plan for each in in_flight))
+        is_full = len(in_flight) == most
         stoppable = [
             # What arrived is submitted once there is room: beside all but the oldest step.
             (each, each.plan.safepoints, self._overlap if index or not is_full else 0.0)

@@ -44,8 +44,9 @@ class ExecutorInfo:
         min_offload_interval: the smallest to which it may change; None if it does not. What layers then need
             less memory is KV blocks.
         layer_bytes: of the weights of one layer; 0 without offloading.
-        max_steps_in_flight: steps that may be submitted and not collected yet: the stages of a pipeline. If
-            more than 1, the executor is a ``PipelinedExecutor``.
+        max_steps_in_flight: steps that may be submitted and not collected yet: the stages of a pipeline, and
+            a resumed step beside each (``core.plan.max_in_flight``). If more than 1, the executor is a
+            ``PipelinedExecutor``.
         stage_layers: layers of each stage, in their order; empty where there is one stage.
     """
 
@@ -145,7 +146,7 @@ class StoppableExecutor(Executor, Protocol):
 
 @runtime_checkable
 class PipelinedExecutor(Executor, Protocol):
-    """An executor with several steps in flight, at most ``ExecutorInfo.max_steps_in_flight``.
+    """An executor with several steps in flight, as many as ``ExecutorInfo.max_steps_in_flight`` says.
 
     Steps pass the stages in the order in which they were submitted, so on each rank a plan takes effect after
     all of the plan before it. What ``Executor.run`` says of a plan and its outcome holds for each step.

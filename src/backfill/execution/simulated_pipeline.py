@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, starmap
 
 from backfill.core.clock import VirtualClock
-from backfill.core.plan import Compute, Resume, Safepoints, StepOutcome, StepPlan, WaitForCopies
+from backfill.core.plan import (
+    Compute,
+    Resume,
+    Safepoints,
+    StepOutcome,
+    StepPlan,
+    WaitForCopies,
+    max_in_flight,
+)
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.execution.executor import ExecutorInfo, PipelinedExecutor, stopped_outcome
 from backfill.execution.simulated_executor import SimulatedExecutor
@@ -79,7 +87,8 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
         return PipelinedExecutor.run(self, plan)
 
     def submit(self, plan: StepPlan) -> None:
-        assert len(self._steps) < self.info.max_steps_in_flight, f"{len(self._steps)} steps are in flight"
+        most = max_in_flight(self.info.max_steps_in_flight, (each.plan for each in self._steps))
+        assert len(self._steps) < most, f"{len(self._steps)} steps are in flight"
         self._release(plan)
         for admitted in plan.admitted:
             self._num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)

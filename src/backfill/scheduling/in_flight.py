@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, starmap
 
-from backfill.core.plan import Resume, ScheduledSlice, StepPlan
+from backfill.core.plan import Resume, ScheduledSlice, StepPlan, max_in_flight
 from backfill.core.request import FinishReason, Request, RequestId
 
 # A step of so many tokens is bound by computation: several small ones take no longer than a large one.
@@ -52,7 +52,7 @@ class StepsInFlight:
     enter it when the step in front has left it. What is predicted is moved by what the ends of steps show.
 
     Attributes:
-        max_steps: that may be in flight.
+        max_steps: that may be in flight, without some that resume (``max_in_flight``).
         slices: the last one in flight of each request.
         open: requests in flight whose next chunk may be planned. Their slices count as computed.
         lost: requests in flight of which an earlier chunk has failed.
@@ -89,7 +89,7 @@ class StepsInFlight:
     @property
     def max_more(self) -> int:
         """Steps that may be submitted before one is collected."""
-        return self.max_steps - len(self._steps)
+        return max_in_flight(self.max_steps, (each.plan for each in self._steps.values())) - len(self._steps)
 
     @property
     def closed(self) -> set[RequestId]:
@@ -130,7 +130,7 @@ class StepsInFlight:
         Args:
             layers_done: that slices which it resumes have passed.
         """
-        assert len(self._steps) < self.max_steps, f"{len(self._steps)} steps are in flight"
+        assert self.max_more > 0, f"{len(self._steps)} steps are in flight"
         step = self._steps[plan.step] = _Step(plan, now_s, layers_done, [])
         self._pass_stages(step, self._in_front(plan.step))
         slices = {scheduled.request_id: scheduled for scheduled in plan.slices}

@@ -36,7 +36,8 @@ class Scheduler:
         copy_interference: seconds by which a step becomes longer for each second of copying beside it.
         num_layers: of the model; None where the executor cannot stop a step.
         residency: divides device memory between weights and KV; None where that does not change.
-        max_steps_in_flight: plans that may be made before the outcome of the first is committed.
+        max_steps_in_flight: plans that may be made before the outcome of the first is committed, without some
+            that resume (``max_in_flight``).
         stage_layers: layers of each stage of a pipeline; empty for one stage.
     """
 
@@ -168,7 +169,7 @@ class Scheduler:
         """Choose what the next step computes; a plan without slices means there is nothing to compute.
 
         Every plan is committed, or has failed, in the order of the plans, except that one that does nothing
-        need not be. At most ``max_steps_in_flight`` are not committed yet.
+        need not be. At most ``max_in_flight`` are not committed yet.
         """
         plan = self._planner.plan(now_s)
         if not plan.does_nothing:
