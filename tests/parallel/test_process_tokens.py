@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from backfill.parallel.create import create_executor, create_parallel_executor
 from backfill.parallel.executor import ParallelExecutor
 from backfill.parallel.rank import RankContext
 from tests.builders import make_request
+from tests.engine.interruptions import all_requests, stopping_engine, tokens_of, undisturbed
 from tests.models.tiny import save_tiny_model
 from tests.parallel.processes import wait_ended
 from tests.parallel.test_rank_tokens import tokens
@@ -66,6 +69,49 @@ def test_tokens_of_processes_are_those_of_one(
         pids = executor.pids
         executor.close()
         wait_ended(pids)
+
+
+def test_tokens_of_processes_whose_steps_are_stopped_at_random(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stages: half of the steps stop at the first safepoint, others whenever a thread asks them to."""
+    monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path / "cache"))
+    save_tiny_model("llama", tmp_path, num_hidden_layers=6)
+    common = {"model_dir": str(tmp_path), "dtype": "float32", "block_size": 8, "device": "cpu", "threads": 2}
+    alone = EngineConfig(kv_gib=2**21 / GIB, **common)  # type: ignore[arg-type]
+    expected = undisturbed(create_torch_executor(alone), all_requests())
+    executor = create_executor(replace(alone, pipeline_parallel_size=2))
+    assert isinstance(executor, ParallelExecutor)
+    engine, ended = stopping_engine(executor), threading.Event()
+    rng, of_thread = random.Random(0), random.Random(1)
+    submit, served, num_stopped = executor.submit, all_requests(), 0
+
+    def stop_and_submit(plan: StepPlan) -> None:
+        if rng.random() < 0.5:
+            executor.request_stop(plan.step)
+        submit(plan)
+
+    def ask() -> None:
+        while not ended.wait(0.001):
+            for each in engine._in_flight[: of_thread.randint(0, 2)]:
+                executor.request_stop(each.plan.step)
+
+    monkeypatch.setattr(executor, "submit", stop_and_submit)
+    asking = threading.Thread(target=ask)
+    try:
+        asking.start()
+        for request in served:
+            engine.add(request)
+        while engine.has_unfinished:
+            engine.step()
+            engine.scheduler.check_integrity()
+            num_stopped += engine.stats().step.stopped
+    finally:
+        ended.set()
+        asking.join()
+        executor.close()
+    assert tokens_of(served) == expected
+    assert num_stopped > 10
 
 
 def load_over_gloo(config: EngineConfig, context: RankContext) -> TorchExecutor:
