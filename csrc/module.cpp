@@ -73,6 +73,33 @@ struct Batch {
         num_seqs(num_seqs) {}
 };
 
+// A packed weight, read once for all calls. It owns nothing. Sizes are those of LinearArgs.
+struct Linear {
+  int type;
+  LinearArgs args;
+  bool is_quantized;
+  QuantizedFormat format;
+
+  Linear(int type, uintptr_t weight, uintptr_t bias, int64_t in_features, int64_t out_features, bool is_gated,
+         int bits, int64_t group, int64_t scale_bytes, bool has_offsets)
+      : type(type),
+        args{nullptr, address<void>(weight), address<void>(bias), nullptr, 0, in_features, out_features, 0,
+             is_gated},
+        is_quantized(bits != 0),
+        format{bits, group, scale_bytes, has_offsets} {}
+
+  int64_t width() const { return args.is_gated ? args.out_features / 2 : args.out_features; }
+
+  void multiply(const KernelTable& table, const void* x, int64_t x_stride, void* out, int64_t rows) const {
+    LinearArgs call = args;
+    call.x = x, call.x_stride = x_stride, call.out = out, call.rows = rows;
+    if (is_quantized)
+      table.quantized_linear[type](call, format);
+    else
+      table.linear[type](call);
+  }
+};
+
 class KernelSet {
  public:
   explicit KernelSet(const std::string& name) : isa_(find(name)) {}
@@ -80,19 +107,8 @@ class KernelSet {
   std::string isa() const { return isa_.name; }
   bool sums_integers() const { return isa_.table->sums_integers; }
 
-  void linear(int type, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t rows,
-              int64_t in_features, int64_t out_features, int64_t x_stride, bool is_gated) const {
-    isa_.table->linear[type]({address<void>(x), address<void>(weight), address<void>(bias),
-                              address<void>(out), rows, in_features, out_features, x_stride, is_gated});
-  }
-
-  void quantized_linear(int type, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t rows,
-                        int64_t in_features, int64_t out_features, int64_t x_stride, bool is_gated, int bits,
-                        int64_t group, int64_t scale_bytes, bool has_offsets) const {
-    isa_.table->quantized_linear[type](
-        {address<void>(x), address<void>(weight), address<void>(bias), address<void>(out), rows, in_features,
-         out_features, x_stride, is_gated},
-        {bits, group, scale_bytes, has_offsets});
+  void linear(const Linear& weight, uintptr_t x, int64_t x_stride, uintptr_t out, int64_t rows) const {
+    weight.multiply(*isa_.table, address<void>(x), x_stride, address<void>(out), rows);
   }
 
   void norm(int type, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, int64_t rows,
@@ -121,6 +137,34 @@ class KernelSet {
          batch.seq_lens, batch.block_table, batch.block_table_offsets, batch.num_seqs, num_heads, scale});
   }
 
+  // norm, qkv, rotation and write of KV, attention, output: what lies between is in scratch memory.
+  void attention_block(uintptr_t x, int64_t x_stride, uintptr_t residual, int64_t rows, uintptr_t norm_weight,
+                       float eps, const Linear& qkv, const Linear& output, const KvPool& pool,
+                       const Batch& batch, int64_t layer, int64_t num_heads, uintptr_t cos_sin,
+                       uintptr_t q_norm, uintptr_t k_norm, float scale, uintptr_t out) const {
+    const int64_t heads = output.args.in_features;
+    void* normed = rows_of(kNormed, qkv.type, rows, qkv.args.in_features);
+    void* projected = rows_of(kProjected, qkv.type, rows, qkv.width());
+    void* attended = rows_of(kAttended, qkv.type, rows, heads);
+    normalise(qkv, x, x_stride, residual, norm_weight, normed, rows, eps);
+    qkv.multiply(*isa_.table, normed, qkv.args.in_features, projected, rows);
+    const auto address_of = [](void* memory) { return reinterpret_cast<uintptr_t>(memory); };
+    rotate_and_write_kv(qkv.type, address_of(projected), pool, batch, layer, num_heads, cos_sin, q_norm,
+                        k_norm, eps);
+    attention(qkv.type, address_of(projected), address_of(attended), pool, batch, layer, num_heads, scale);
+    output.multiply(*isa_.table, attended, heads, address<void>(out), rows);
+  }
+
+  // norm, gate_up, down.
+  void mlp_block(uintptr_t x, int64_t x_stride, uintptr_t residual, int64_t rows, uintptr_t norm_weight,
+                 float eps, const Linear& gate_up, const Linear& down, uintptr_t out) const {
+    void* normed = rows_of(kNormed, gate_up.type, rows, gate_up.args.in_features);
+    void* gated = rows_of(kProjected, gate_up.type, rows, gate_up.width());
+    normalise(gate_up, x, x_stride, residual, norm_weight, normed, rows, eps);
+    gate_up.multiply(*isa_.table, normed, gate_up.args.in_features, gated, rows);
+    down.multiply(*isa_.table, gated, gate_up.width(), address<void>(out), rows);
+  }
+
  private:
   static const Isa& find(const std::string& name) {
     if (name.empty()) return supported_isas().back();
@@ -130,6 +174,17 @@ class KernelSet {
       known += (known.empty() ? "" : ", ") + isa.name;
     }
     throw std::invalid_argument("isa " + name + " is not available here; this machine has: " + known);
+  }
+
+  static void* rows_of(ScratchUse use, int type, int64_t rows, int64_t size) {
+    return scratch(use, rows * size * (type == kFloat32 ? 4 : 2));
+  }
+
+  void normalise(const Linear& next, uintptr_t x, int64_t x_stride, uintptr_t residual, uintptr_t weight,
+                 void* out, int64_t rows, float eps) const {
+    const int64_t size = next.args.in_features;
+    isa_.table->norm[next.type](
+        {address<void>(x), address<void>(residual), address<void>(weight), out, rows, size, x_stride, eps});
   }
 
   const Isa& isa_;
@@ -203,15 +258,20 @@ NB_MODULE(_kernels, m) {
       .def(nb::init<Address, Address, Address, Address, Address, Address, int64_t, int64_t>(), "positions"_a,
            "slot_mapping"_a, "cu_seqlens_q"_a, "seq_lens"_a, "block_table"_a, "block_table_offsets"_a,
            "rows"_a, "num_seqs"_a);
+  nb::class_<backfill::Linear>(m, "Linear")
+      .def(nb::init<int, Address, Address, int64_t, int64_t, bool, int, int64_t, int64_t, bool>(), "type"_a,
+           "weight"_a, "bias"_a, "in_features"_a, "out_features"_a, "is_gated"_a, "bits"_a = 0, "group"_a = 0,
+           "scale_bytes"_a = 0, "has_offsets"_a = false);
   nb::class_<KernelSet>(m, "KernelSet")
       .def(nb::init<const std::string&>(), "isa"_a = "",
            "ValueError for an ISA this machine lacks; '' is the best.")
       .def_prop_ro("isa", &KernelSet::isa)
       .def_prop_ro("sums_integers", &KernelSet::sums_integers)
       .def("linear", &KernelSet::linear, nogil)
-      .def("quantized_linear", &KernelSet::quantized_linear, nogil)
       .def("norm", &KernelSet::norm, nogil)
       .def("silu_and_mul", &KernelSet::silu_and_mul, nogil)
       .def("rotate_and_write_kv", &KernelSet::rotate_and_write_kv, nogil)
-      .def("attention", &KernelSet::attention, nogil);
+      .def("attention", &KernelSet::attention, nogil)
+      .def("attention_block", &KernelSet::attention_block, nogil)
+      .def("mlp_block", &KernelSet::mlp_block, nogil);
 }

@@ -123,6 +123,24 @@ class GatedLinear:
         return GatedLinear(self._linear.placed(memory), self._silu_and_mul)
 
 
+class AttentionWeights(Protocol):
+    """Of the first half of a decoder layer."""
+
+    input_norm: Tensor
+    qkv: Linear  # q heads, k heads, v heads
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Linear
+
+
+class MlpWeights(Protocol):
+    """Of the second half."""
+
+    post_attention_norm: Tensor
+    gate_up: Linear  # silu(gate) * up
+    down: Linear
+
+
 class LayerInputs(NamedTuple):
     """What both operators on the KV of a layer take; see ``Kernels.rotate_and_write_kv``."""
 
@@ -194,18 +212,12 @@ class Kernels(ABC):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x * weight / sqrt(mean(x^2) + eps)`` over the last axis; float32 inside. ``[T, N] -> [T, N]``."""
-        self._check_rows("x", x)
-        self._check_vector("weight", weight, x.shape[1], x.dtype)
+        self._check_norm(x, None, weight)
         return self._rms_norm(x, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``residual += x`` in place, then ``rms_norm(residual)``. ``[T, N] -> [T, N]``."""
-        self._check_rows("x", x)
-        self._check_vector("weight", weight, x.shape[1], x.dtype)
-        if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
-            raise ValueError(
-                f"residual: expected contiguous {x.dtype} {list(x.shape)}, got {describe(residual)}"
-            )
+        self._check_norm(x, residual, weight)
         return self._rms_norm(x, residual, weight, eps)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -239,16 +251,7 @@ class Kernels(ABC):
             q_norm, k_norm: ``[D]`` weights, both or neither.
         """
         inputs = self._checked(LayerInputs(qkv, kv_pool, layer, batch, num_heads))
-        head_dim = inputs.head_dim
-        if cos_sin is not None and (
-            cos_sin.dtype != torch.float32 or cos_sin.shape[-1] != head_dim or not cos_sin.is_contiguous()
-        ):
-            raise ValueError(f"cos_sin: expected contiguous float32 [*, {head_dim}], got {describe(cos_sin)}")
-        if (q_norm is None) != (k_norm is None):
-            raise ValueError("k_norm: expected q_norm and k_norm, or neither")
-        if q_norm is not None and k_norm is not None:
-            self._check_vector("q_norm", q_norm, head_dim, qkv.dtype)
-            self._check_vector("k_norm", k_norm, head_dim, qkv.dtype)
+        self._check_rotation(inputs.head_dim, qkv.dtype, cos_sin, q_norm, k_norm)
         self._rotate_and_write_kv(inputs, cos_sin, q_norm, k_norm, eps)
 
     def attention(
@@ -263,6 +266,36 @@ class Kernels(ABC):
         if scale <= 0:
             raise ValueError(f"scale: expected a positive number, got {scale}")
         return self._attention(self._checked(LayerInputs(qkv, kv_pool, layer, batch, num_heads)), scale)
+
+    def attention_block(
+        self,
+        weights: AttentionWeights,
+        x: Tensor,
+        residual: Tensor | None,
+        eps: float,
+        kv_pool: Tensor,
+        layer: int,
+        batch: AttentionMetadata,
+        num_heads: int,
+        cos_sin: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """The first half of a layer: ``add_rms_norm``, or ``rms_norm`` without a residual, to ``output``.
+
+        ``[T, N] -> [T, N]``. In one call, so that a set of kernels may spare the way back between operators.
+        """
+        norm, q_norm, k_norm = weights.input_norm, weights.q_norm, weights.k_norm
+        if residual is None:
+            normed = self.rms_norm(x, norm, eps)
+        else:
+            normed = self.add_rms_norm(x, residual, norm, eps)
+        qkv = weights.qkv(normed)
+        self.rotate_and_write_kv(qkv, kv_pool, layer, batch, num_heads, cos_sin, q_norm, k_norm, eps)
+        return weights.output(self.attention(qkv, kv_pool, layer, batch, num_heads, scale))
+
+    def mlp_block(self, weights: MlpWeights, x: Tensor, residual: Tensor, eps: float) -> Tensor:
+        """The second half: ``add_rms_norm`` to ``down``. ``[T, N] -> [T, N]``."""
+        return weights.down(weights.gate_up(self.add_rms_norm(x, residual, weights.post_attention_norm, eps)))
 
     @abstractmethod
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Table: ...
@@ -308,8 +341,45 @@ class Kernels(ABC):
                 f"{name}: expected contiguous {dtype} [{size}] on {self._device}, got {describe(x)}"
             )
 
+    def _check_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
+        self._check_rows("x", x)
+        self._check_vector("weight", weight, x.shape[1], x.dtype)
+        if residual is not None and (
+            residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous()
+        ):
+            raise ValueError(
+                f"residual: expected contiguous {x.dtype} {list(x.shape)}, got {describe(residual)}"
+            )
+
+    def _check_rotation(
+        self,
+        head_dim: int,
+        dtype: torch.dtype,
+        cos_sin: Tensor | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+    ) -> None:
+        if cos_sin is not None and (
+            cos_sin.dtype != torch.float32 or cos_sin.shape[-1] != head_dim or not cos_sin.is_contiguous()
+        ):
+            raise ValueError(f"cos_sin: expected contiguous float32 [*, {head_dim}], got {describe(cos_sin)}")
+        if (q_norm is None) != (k_norm is None):
+            raise ValueError("k_norm: expected q_norm and k_norm, or neither")
+        if q_norm is not None and k_norm is not None:
+            self._check_vector("q_norm", q_norm, head_dim, dtype)
+            self._check_vector("k_norm", k_norm, head_dim, dtype)
+
     def _checked(self, inputs: LayerInputs) -> LayerInputs:
         qkv, kv_pool, layer, batch, num_heads = inputs
+        width = self._check_kv(kv_pool, layer, batch, num_heads)
+        shape = batch.positions.shape[0], width
+        dtypes = self._dtypes if kv_pool.dtype == torch.int8 else (kv_pool.dtype,)
+        if qkv.dtype not in dtypes or qkv.shape != shape or not qkv.is_contiguous():
+            raise ValueError(f"qkv: expected contiguous {_names(dtypes)} {list(shape)}, got {describe(qkv)}")
+        return inputs
+
+    def _check_kv(self, kv_pool: Tensor, layer: int, batch: AttentionMetadata, num_heads: int) -> int:
+        """Returns: columns of qkv."""
         if kv_pool is not self._pool:
             self._check_pool(kv_pool)
             self._pool = kv_pool
@@ -323,11 +393,7 @@ class Kernels(ABC):
             )
         if not 0 <= layer < num_layers:
             raise ValueError(f"layer: expected 0 to {num_layers - 1}, got {layer}")
-        shape = batch.positions.shape[0], (num_heads + 2 * num_kv_heads) * inputs.head_dim
-        dtypes = self._dtypes if kv_pool.dtype == torch.int8 else (kv_pool.dtype,)
-        if qkv.dtype not in dtypes or qkv.shape != shape or not qkv.is_contiguous():
-            raise ValueError(f"qkv: expected contiguous {_names(dtypes)} {list(shape)}, got {describe(qkv)}")
-        return inputs
+        return (num_heads + 2 * num_kv_heads) * head_dim_of(kv_pool)
 
     def _check_pool(self, kv_pool: Tensor) -> None:
         shape = kv_pool.shape

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,11 @@ from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.errors import ConfigError
 from backfill.kernels.base import (
     AttentionMetadata,
+    AttentionWeights,
     Kernels,
     LayerInputs,
     Linear,
+    MlpWeights,
     Table,
     as_bytes,
     describe,
@@ -79,20 +82,28 @@ class CpuLinear:
         self._cpp = cpp
         self._weight = weight
         self._bias = bias
-        self._dtype = dtype
+        self.dtype = dtype
         self._form = form
         self._is_gated = is_gated
-        self._code = _TYPE_CODES[dtype]
-        self._weight_address, self._bias_address = weight.data_ptr(), _address(bias)
-        self._multiply = cpp.linear if form is None else cpp.quantized_linear
-        self._of_weight: tuple[int, ...] = (self._padded_features, num_outputs)
-        self._of_form: tuple[int, ...] = (is_gated,)
-        if form is not None:
-            self._of_form += (form.bits, form.group, form.scale_type.itemsize, form.has_offsets)
+        of_form = () if form is None else (form.bits, form.group, form.scale_type.itemsize, form.has_offsets)
+        self.packed = _kernels.Linear(
+            _TYPE_CODES[dtype],
+            weight.data_ptr(),
+            _address(bias),
+            self._padded_features,
+            num_outputs,
+            is_gated,
+            *of_form,
+        )
+
+    @property
+    def is_padded(self) -> bool:
+        """It reads inputs beyond ``in_features``, which are to be zeros."""
+        return self.in_features != self._padded_features
 
     @property
     def layout(self) -> str:
-        return f"{'gated ' * self._is_gated}panels of 32, {self._form or self._dtype}"
+        return f"{'gated ' * self._is_gated}panels of 32, {self._form or self.dtype}"
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -100,44 +111,39 @@ class CpuLinear:
 
     def placed(self, memory: Sequence[Tensor]) -> CpuLinear:
         weight = memory[0].view(self._weight.dtype).view(self._weight.shape)
-        bias = memory[1].view(self._dtype) if self._bias is not None else None
+        bias = memory[1].view(self.dtype) if self._bias is not None else None
         return CpuLinear(
-            self._cpp, weight, bias, self._dtype, self._shape, self._form, is_gated=self._is_gated
+            self._cpp, weight, bias, self.dtype, self._shape, self._form, is_gated=self._is_gated
         )
 
     def gated(self) -> CpuLinear:
         """Of the two halves of this one's outputs, ``silu(first) * second``. Each is of whole panels."""
         panels = self._weight
         pairs = panels.view(2, len(panels) // 2, *panels.shape[1:]).transpose(0, 1).reshape(panels.shape)
-        return CpuLinear(self._cpp, pairs, self._bias, self._dtype, self._shape, self._form, is_gated=True)
+        return CpuLinear(self._cpp, pairs, self._bias, self.dtype, self._shape, self._form, is_gated=True)
 
     def __call__(self, x: Tensor) -> Tensor:
         is_matrix = x.dim() == 2 and x.shape[1] == self.in_features and x.stride(1) == 1
-        if not is_matrix or x.dtype != self._dtype or not x.is_cpu:
+        if not is_matrix or x.dtype != self.dtype or not x.is_cpu:
             raise ValueError(
-                f"x: expected {self._dtype} [T, {self.in_features}] with dense rows on cpu, got {describe(x)}"
+                f"x: expected {self.dtype} [T, {self.in_features}] with dense rows on cpu, got {describe(x)}"
             )
-        if self.in_features != self._padded_features:
+        if self.is_padded:
             x = F.pad(x, (0, self._padded_features - self.in_features))
         rows = x.shape[0]
         out = x.new_empty((rows, self.out_features))
-        self._multiply(
-            self._code,
-            x.data_ptr(),
-            self._weight_address,
-            self._bias_address,
-            out.data_ptr(),
-            rows,
-            *self._of_weight,
-            x.stride(0),
-            *self._of_form,
-        )
+        self._cpp.linear(self.packed, x.data_ptr(), x.stride(0), out.data_ptr(), rows)
         return out
 
     def rows(self, index: Tensor) -> Tensor:
         if self._form is not None:
-            return rows_of_quantized_panels(self._weight, self._form, self._dtype, index)
+            return rows_of_quantized_panels(self._weight, self._form, self.dtype, index)
         return rows_of_panels(self._weight, index)[:, : self.in_features].contiguous()
+
+
+def _reads_rows(linear: Linear) -> TypeGuard[CpuLinear]:
+    """As they are, without copies that have zeros behind them."""
+    return isinstance(linear, CpuLinear) and not linear.is_padded
 
 
 class CpuKernels(Kernels):
@@ -193,6 +199,86 @@ class CpuKernels(Kernels):
         if isinstance(linear, CpuLinear) and not linear.out_features % (2 * PANEL):
             return linear.gated()
         return super().gated(linear)
+
+    def attention_block(
+        self,
+        weights: AttentionWeights,
+        x: Tensor,
+        residual: Tensor | None,
+        eps: float,
+        kv_pool: Tensor,
+        layer: int,
+        batch: AttentionMetadata,
+        num_heads: int,
+        cos_sin: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        qkv, output = weights.qkv, weights.output
+        if not (_reads_rows(qkv) and _reads_rows(output)):
+            return super().attention_block(
+                weights, x, residual, eps, kv_pool, layer, batch, num_heads, cos_sin, scale
+            )
+        norm, q_norm, k_norm = weights.input_norm, weights.q_norm, weights.k_norm
+        self._check_norm(x, residual, norm)
+        width, head_dim = self._check_kv(kv_pool, layer, batch, num_heads), head_dim_of(kv_pool)
+        self._check_rotation(head_dim, x.dtype, cos_sin, q_norm, k_norm)
+        rows = x.shape[0]
+        if (
+            rows != batch.positions.shape[0]
+            or not qkv.dtype == output.dtype == x.dtype
+            or kv_pool.dtype not in (x.dtype, torch.int8)
+            or (qkv.in_features, qkv.out_features) != (x.shape[1], width)
+            or output.in_features != num_heads * head_dim
+            or scale <= 0
+        ):
+            raise ValueError(f"x: does not fit the weights, the batch or kv_pool: {describe(x)}")
+        out = x.new_empty((rows, output.out_features))
+        self._cpp.attention_block(
+            x.data_ptr(),
+            x.stride(0),
+            _address(residual),
+            rows,
+            norm.data_ptr(),
+            eps,
+            qkv.packed,
+            output.packed,
+            self._cpp_pool,
+            self._cpp_batch,
+            layer,
+            num_heads,
+            _address(cos_sin),
+            _address(q_norm),
+            _address(k_norm),
+            scale,
+            out.data_ptr(),
+        )
+        return out
+
+    def mlp_block(self, weights: MlpWeights, x: Tensor, residual: Tensor, eps: float) -> Tensor:
+        norm, gate_up, down = weights.post_attention_norm, weights.gate_up, weights.down
+        if not (_reads_rows(gate_up) and _reads_rows(down)):
+            return super().mlp_block(weights, x, residual, eps)
+        self._check_norm(x, residual, norm)
+        if (
+            not gate_up.dtype == down.dtype == x.dtype
+            or gate_up.in_features != x.shape[1]
+            or gate_up.out_features != down.in_features
+        ):
+            raise ValueError(f"x: does not fit the weights: {describe(x)}")
+        rows = x.shape[0]
+        out = x.new_empty((rows, down.out_features))
+        self._cpp.mlp_block(
+            x.data_ptr(),
+            x.stride(0),
+            residual.data_ptr(),
+            rows,
+            norm.data_ptr(),
+            eps,
+            gate_up.packed,
+            down.packed,
+            out.data_ptr(),
+        )
+        return out
 
     def _rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         rows, size = x.shape

@@ -134,25 +134,6 @@ class DecoderModel(ABC):
         found = self._table.rows(rows * is_held)
         return self._group.all_reduce(found.masked_fill_(~is_held[:, None], 0.0))
 
-    def _attend(
-        self,
-        qkv: Tensor,
-        output: Linear,
-        index: int,
-        kv_pool: Tensor,
-        batch: AttentionMetadata,
-        cos_sin: Tensor | None,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-    ) -> Tensor:
-        """From the projections of layer ``index`` to the sum of its attention over the ranks."""
-        layer, num_heads, kernels = index - self.shard.layers.start, self._num_heads, self.kernels
-        kernels.rotate_and_write_kv(
-            qkv, kv_pool, layer, batch, num_heads, cos_sin, q_norm, k_norm, self.config.norm_eps
-        )
-        attended = kernels.attention(qkv, kv_pool, layer, batch, num_heads, self._scale)
-        return self._group.all_reduce(output(attended))
-
     def _project(self, x: Tensor) -> Tensor | None:
         """``[T, width]`` to logits of the whole vocabulary on rank 0; None on the others."""
         assert self._lm_head is not None, "the last stage has the projection"

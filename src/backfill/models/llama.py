@@ -62,13 +62,14 @@ class LlamaModel(DecoderModel):
     def run_layer(
         self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
     ) -> HiddenState:
-        layer, kernels, eps = self.layers[index], self.kernels, self.config.norm_eps
-        x = self._norm_of(state, layer.input_norm)
-        qkv, q_norm, k_norm = layer.qkv(x), layer.q_norm, layer.k_norm
-        x = self._attend(qkv, layer.output, index, kv_pool, batch, self._cos_sin, q_norm, k_norm)
-        x = kernels.add_rms_norm(x, state.residual, layer.post_attention_norm, eps)
-        x = self._group.all_reduce(layer.down(layer.gate_up(x)))
-        return HiddenState(state.residual, x)
+        layer, kernels, eps, residual = self.layers[index], self.kernels, self.config.norm_eps, state.residual
+        x, added_to = (residual, None) if state.delta is None else (state.delta, residual)
+        here = index - self.shard.layers.start
+        x = kernels.attention_block(
+            layer, x, added_to, eps, kv_pool, here, batch, self._num_heads, self._cos_sin, self._scale
+        )
+        x = self._group.all_reduce(kernels.mlp_block(layer, self._group.all_reduce(x), residual, eps))
+        return HiddenState(residual, x)
 
     def logits(self, state: HiddenState, rows: Tensor) -> Tensor | None:
         assert self._norm is not None, "the last stage has the norm"

@@ -86,7 +86,7 @@ class OPTModel(DecoderModel):
         layer, norm_first = self.layers[index], self.config.do_layer_norm_before
         hidden = state.residual
         x = layer.attention_norm(hidden) if norm_first else hidden
-        hidden = hidden + self._attend(layer.qkv(x), layer.output, index, kv_pool, batch, None)
+        hidden = hidden + self._attended(layer, x, index - self.shard.layers.start, kv_pool, batch)
         if not norm_first:
             hidden = layer.attention_norm(hidden)
         x = layer.final_norm(hidden) if norm_first else hidden
@@ -94,6 +94,15 @@ class OPTModel(DecoderModel):
         if not norm_first:
             hidden = layer.final_norm(hidden)
         return HiddenState(hidden, None)
+
+    def _attended(
+        self, layer: OPTLayer, x: Tensor, index: int, kv_pool: Tensor, batch: AttentionMetadata
+    ) -> Tensor:
+        """From a layer's normed rows to the sum of its attention over the ranks."""
+        kernels, num_heads, qkv = self.kernels, self._num_heads, layer.qkv(x)
+        kernels.rotate_and_write_kv(qkv, kv_pool, index, batch, num_heads, None)
+        attended = kernels.attention(qkv, kv_pool, index, batch, num_heads, self._scale)
+        return self._group.all_reduce(layer.output(attended))
 
     def logits(self, state: HiddenState, rows: Tensor) -> Tensor | None:
         hidden = state.residual[rows]

@@ -1,0 +1,153 @@
+"""Halves of a decoder layer in one call of the CPU kernels: to the bit what their operators give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from backfill.core.block import KVLayout
+from backfill.kernels.base import AttentionMetadata, Kernels, Linear
+from backfill.kernels.cpu import CpuKernels
+from backfill.kernels.quantized import quantize
+from tests.kernels.batches import make_batch, make_pool
+from tests.kernels.cpu import EPS, random_rows, seeded
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 6, 2, 32, 16, 24
+HIDDEN, INNER = 192, 320
+LENS = [(1, 70), (33, 33), (5, 64), (1, 1)]
+NUM_ROWS = sum(rows for rows, _ in LENS)
+SCALE = HEAD_DIM**-0.5
+
+
+@dataclass
+class Layer:
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Linear
+    post_attention_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+def make_layer(kernels: CpuKernels, dtype: torch.dtype, bits: int, *, has_norms: bool) -> Layer:
+    generator = seeded("layer", bits, has_norms)
+
+    def linear(out_size: int, in_size: int) -> Linear:
+        weight = random_rows(generator, out_size, in_size, dtype=dtype) / in_size**0.5
+        return kernels.linear(quantize(weight, bits) if bits else weight)
+
+    def norm(size: int) -> Tensor:
+        return 1 + random_rows(generator, size, dtype=dtype) / 8
+
+    queries = NUM_HEADS * HEAD_DIM
+    return Layer(
+        input_norm=norm(HIDDEN),
+        qkv=linear(queries + 2 * NUM_KV_HEADS * HEAD_DIM, HIDDEN),
+        q_norm=norm(HEAD_DIM) if has_norms else None,
+        k_norm=norm(HEAD_DIM) if has_norms else None,
+        output=linear(HIDDEN, queries),
+        post_attention_norm=norm(HIDDEN),
+        gate_up=kernels.gated(linear(2 * INNER, HIDDEN)),
+        down=linear(HIDDEN, INNER),
+    )
+
+
+def make_kv(kv_dtype: torch.dtype) -> tuple[Tensor, AttentionMetadata]:
+    generator = seeded("kv")
+    layout = KVLayout(2, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, kv_dtype.itemsize)
+    pool = make_pool(layout, NUM_BLOCKS, kv_dtype, generator)
+    return pool, make_batch(LENS, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, generator=generator)
+
+
+def make_rows(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows, not one after another in memory, and a residual."""
+    generator = seeded("rows")
+    x = random_rows(generator, NUM_ROWS, HIDDEN + 8, dtype=dtype)[:, :HIDDEN]
+    return x, random_rows(generator, NUM_ROWS, HIDDEN, dtype=dtype)
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_attention_block(
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    bits: int,
+    has_residual: bool,
+    has_norms: bool,
+) -> None:
+    layer = make_layer(kernels, dtype, bits, has_norms=has_norms)
+    x, first_residual = make_rows(dtype)
+    first_pool, batch = make_kv(kv_dtype)
+    cos_sin = random_rows(seeded("angles"), 128, HEAD_DIM, dtype=torch.float32)
+
+    def run(block: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        pool, residual = first_pool.clone(), first_residual.clone() if has_residual else None
+        out = block(layer, x, residual, EPS, pool, 1, batch, NUM_HEADS, cos_sin, SCALE)
+        return (out, pool) if residual is None else (out, pool, residual)
+
+    expected = run(lambda *args: Kernels.attention_block(kernels, *args))
+    for actual, each in zip(run(kernels.attention_block), expected, strict=True):
+        assert torch.equal(actual.view(-1).view(torch.uint8), each.view(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_mlp_block(kernels: CpuKernels, dtype: torch.dtype, bits: int) -> None:
+    layer = make_layer(kernels, dtype, bits, has_norms=False)
+    x, residual = make_rows(dtype)
+    expected_residual = residual.clone()
+    expected = Kernels.mlp_block(kernels, layer, x, expected_residual, EPS)
+    assert torch.equal(kernels.mlp_block(layer, x, residual, EPS), expected)
+    assert torch.equal(residual, expected_residual)
+
+
+def test_without_memory_a_block_raises_and_changes_nothing(
+    kernels: CpuKernels, dtype: torch.dtype, scratch_limit: Callable[[int], None]
+) -> None:
+    layer = make_layer(kernels, dtype, 0, has_norms=False)
+    x, residual = make_rows(dtype)
+    pool, batch = make_kv(dtype)
+    before = residual.clone(), pool.clone()
+    scratch_limit(0)
+    with pytest.raises(MemoryError):
+        kernels.attention_block(layer, x, residual, EPS, pool, 0, batch, NUM_HEADS, None, SCALE)
+    with pytest.raises(MemoryError):
+        kernels.mlp_block(layer, x, residual, EPS)
+    assert torch.equal(residual, before[0])
+    assert torch.equal(pool.view(torch.uint8), before[1].view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("named", "change"),
+    [
+        ("x", lambda layer: replace(layer, qkv=layer.down)),
+        ("x", lambda layer: replace(layer, output=layer.down)),
+        ("weight", lambda layer: replace(layer, input_norm=layer.input_norm[:-1])),
+        ("k_norm", lambda layer: replace(layer, q_norm=layer.input_norm[:HEAD_DIM])),
+    ],
+)
+def test_attention_block_refuses(named: str, change: Callable[[Layer], Layer]) -> None:
+    kernels = CpuKernels()
+    layer = change(make_layer(kernels, torch.float32, 0, has_norms=False))
+    x, residual = make_rows(torch.float32)
+    pool, batch = make_kv(torch.float32)
+    with pytest.raises(ValueError, match=f"^{named}:"):
+        kernels.attention_block(layer, x, residual, EPS, pool, 0, batch, NUM_HEADS, None, SCALE)
+
+
+def test_mlp_block_refuses() -> None:
+    kernels = CpuKernels()
+    layer = make_layer(kernels, torch.float32, 0, has_norms=False)
+    x, residual = make_rows(torch.float32)
+    for changed in (replace(layer, gate_up=layer.down), replace(layer, down=layer.qkv)):
+        with pytest.raises(ValueError, match=r"^x:"):
+            kernels.mlp_block(changed, x, residual, EPS)
+    with pytest.raises(ValueError, match=r"^residual:"):
+        kernels.mlp_block(layer, x, residual[1:], EPS)
