@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -101,6 +102,14 @@ def test_a_stop_that_costs_offline_work_saves_more_than_anyone_would_notice() ->
     assert not stops(step, [far], 10.2, budget=budget)
     assert stops(step, [far, near], 10.2, budget=budget)
     assert stops(running(suspends=True), [far], 10.2, budget=budget), "nothing is lost by this one"
+
+
+def test_a_step_of_a_pipeline_is_stopped_only_for_what_cannot_run_beside_it() -> None:
+    """0.8 s of the step are left, and half of the arrival's step runs beside it."""
+    step = replace(running(suspends=True), overlap=0.5)
+    for num_tokens, expected in ((100, True), (1500, True), (1600, False)):
+        assert stops(step, [ArrivedPrompt(num_tokens, ttft_deadline_at_s=100.0)], 10.2) is expected
+    assert stops(replace(step, overlap=0.0), [ArrivedPrompt(1600, 100.0)], 10.2), "it waits for the outcome"
 
 
 def test_arrived_prompts_are_computed_together() -> None:
