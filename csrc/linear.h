@@ -181,6 +181,14 @@ struct InputRows {
   const void* packed;
 };
 
+// Rows [count, depth] of x, of which inputs [first, first + inputs) are packed.
+template <class T>
+struct RowsToPack {
+  const T* x;
+  int64_t x_stride, count, depth, first, inputs;
+  int64_t next_count;  // rows after these, of the same call
+};
+
 // Of one call; sizes in bytes are multiples of 64.
 //   T                              type of x and out
 //   kRows                          rows multiplied at once
@@ -190,7 +198,7 @@ struct InputRows {
 //                                  a product of kRows rows and a panel
 //   packed_bytes(inputs)           what `pack` makes of kRows rows
 //   cached_bytes(inputs)           what is read of kRows rows for each panel
-//   pack(x, x_stride, rows, next_rows, inputs, packed)    next_rows: rows after these, of the same call
+//   pack(RowsToPack, packed)
 //   packed_at(packed, rows, first)                        where input `first` of packed rows is
 //   multiply(tiles, InputRows, inputs, continues, prefetcher, writer, sums [kRows, 32])
 template <class Product, class Weight>
@@ -241,8 +249,9 @@ void multiply_part(const LinearArgs& args, const LinearPart& part, Weight weight
               const T* x_rows = x + row * args.x_stride + k;
               char* packed_rows = packed + offset / kRows * group_bytes;
               if (index == first && done == 0)
-                Product::pack(x_rows, args.x_stride, rows, std::min(kRows, part.last_row - row - rows),
-                              length, packed_rows);
+                Product::pack(RowsToPack<T>{x + row * args.x_stride, args.x_stride, rows, depth, k, length,
+                                            std::min(kRows, part.last_row - row - rows)},
+                              packed_rows);
               float* sums = all_sums + (sums_wait  ? (index - first) * panel_sums + offset * kPanel
                                         : num_kept ? index % num_kept * panel_sums + offset * kPanel
                                                    : turn * kRows * kPanel);

@@ -6,11 +6,15 @@
 //   sum += sum of row code * (code - zero) * (row scale * scale)
 //   sum += (row scale * sum of row codes) * (offset + zero * scale)      where the weight has offsets
 //
-// so a row's result depends on no other row, and has one order of sums.
+// Where the greatest magnitude of a group is large beside the rest of the row, the scale is that of the rest, and
+// a code that needs more than 8 bits is 128 * high + low: words of codes with a `high` are multiplied twice.
+//
+// So a row's result depends on no other row, and has one order of sums.
 #pragma once
 
 #include "linear.h"
 #include "quantized.h"
+#include "row_codes.h"
 
 namespace backfill::BACKFILL_VARIANT {
 #if defined(__AVX2__) && !defined(__AMX_BF16__)
@@ -65,11 +69,16 @@ BACKFILL_INLINE Words with_signs_of(Words signs, Words bytes) {
 }
 #endif
 
-// Sums over a group, of an output in each lane. `start` is -zero * the sum of the row's codes.
+// Sums over a group, of an output in each lane. `start` is -zero * the sum of the row's codes. Products of high
+// codes come first.
 template <int Bits>
 struct GroupSums {
 #if defined(__AVX512VNNI__)
   Ints sums;
+
+  BACKFILL_INLINE void begin_high() { sums = Ints{}; }
+
+  BACKFILL_INLINE void end_high(int32_t start) { sums = sums * kHigh + start; }
 
   BACKFILL_INLINE void begin(int32_t start) { sums = start - Ints{}; }
 
@@ -77,13 +86,24 @@ struct GroupSums {
     sums = (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)bytes, _mm512_set1_epi32((int)row));
   }
 
-  BACKFILL_INLINE Ints end(int32_t) const { return sums; }
+  BACKFILL_INLINE Ints end() const { return sums; }
 #else
   // Of 4 bits a group's sums of half of its products are at most 8 * 2 * 15 * 127: they fit into 16 bits.
   using Sums = std::conditional_t<Bits == 4, Shorts, Ints>;
   Sums sums;
+  Ints before;
 
-  BACKFILL_INLINE void begin(int32_t) { sums = Sums{}; }
+  BACKFILL_INLINE void begin_high() { sums = Sums{}; }
+
+  BACKFILL_INLINE void end_high(int32_t start) {
+    before = (Bits == 4 ? sums_of_pairs((Shorts)sums) : (Ints)sums) * kHigh + start;
+    sums = Sums{};
+  }
+
+  BACKFILL_INLINE void begin(int32_t start) {
+    before = start - Ints{};
+    sums = Sums{};
+  }
 
   BACKFILL_INLINE void add(Words bytes, uint32_t row) {
     const Words codes = row - Words{};
@@ -93,12 +113,7 @@ struct GroupSums {
       sums += sums_of_pairs(multiply_bytes(magnitudes_of(bytes), with_signs_of(bytes, codes)));
   }
 
-  BACKFILL_INLINE Ints end(int32_t start) const {
-    if constexpr (Bits == 4)
-      return sums_of_pairs(sums) + start;
-    else
-      return sums;
-  }
+  BACKFILL_INLINE Ints end() const { return (Bits == 4 ? sums_of_pairs((Shorts)sums) : (Ints)sums) + before; }
 #endif
 };
 
@@ -196,10 +211,6 @@ class CodesWeight {
 constexpr int kIntegerRows = kLanes == 16 ? 6 : 4;
 constexpr int kIntegerVectors = 2;
 
-// Words of a packed group of `Inputs` inputs of a row: its scale, sum and start, and its codes.
-template <int Inputs>
-constexpr int kGroupWords = Inputs / 4 + 3;
-
 // sums [Rows, kIntegerVectors * kLanes] = (continues ? sums : 0) + the product with the outputs from `first` of
 // a panel.
 template <int Bits, int Inputs, bool HasOffsets, int Rows>
@@ -208,10 +219,17 @@ __attribute__((noinline)) void multiply_codes(const CodeTiles& tiles, const uint
                                               float* sums) {
   constexpr int kPerWord = Bits == 4 ? 2 : 1;  // words of a row that a word of codes meets
   constexpr int kCodeWords = Inputs / 4 / kPerWord, kHalf = 16 * kChunkInputs / 8 * Bits;
+  constexpr int kWordBytes = 16 * 4;  // of a word of each output of a half
   constexpr int kGroups = kChunkInputs / Inputs;
   const char* codes = tiles.codes + first / 16 * kHalf + first % 16 * 4;
   const float* factors = tiles.factors + first;
   int64_t left = tiles.left;
+  const auto load_words = [](const char* of_group, int64_t word, int v) __attribute__((always_inline)) {
+    Words loaded;
+    std::memcpy(&loaded, of_group + v * kLanes / 16 * kHalf + word * kWordBytes + v * kLanes % 16 * 4,
+                sizeof loaded);
+    return loaded;
+  };
   Floats acc[Rows][kIntegerVectors];
   for (int r = 0; r < Rows; r++)
     for (int v = 0; v < kIntegerVectors; v++)
@@ -219,24 +237,37 @@ __attribute__((noinline)) void multiply_codes(const CodeTiles& tiles, const uint
   for (int64_t k = 0; k < inputs; k += kChunkInputs, codes += 2 * kHalf, left -= kChunkInputs) {
     if (left == 0) codes += tiles.header_bytes, left = tiles.block_inputs;
     if (first == 0) prefetcher.ask(codes);
-    for (int group = 0; group < kGroups; group++, factors += 2 * kPanel, rows += kGroupWords<Inputs> * Rows) {
-      const auto* scales = reinterpret_cast<const float*>(rows);
-      const auto* starts = reinterpret_cast<const int32_t*>(rows) + 2 * Rows;
-      const uint32_t* row_codes = rows + 3 * Rows;
+    for (int group = 0; group < kGroups; group++, factors += 2 * kPanel, rows += group_words<Inputs>(Rows)) {
+      const auto* scales = reinterpret_cast<const float*>(rows + 1);
+      const auto* starts = reinterpret_cast<const int32_t*>(scales) + 2 * Rows;
+      const uint32_t* row_codes = rows + 1 + 3 * Rows;
+      const char* words = codes + group * kCodeWords * kWordBytes;
       GroupSums<Bits> group_sums[Rows][kIntegerVectors];
-      for (int r = 0; r < Rows; r++)
-        for (int v = 0; v < kIntegerVectors; v++) group_sums[r][v].begin(starts[r]);
+      if (rows[0] == 0) {
+        for (int r = 0; r < Rows; r++)
+          for (int v = 0; v < kIntegerVectors; v++) group_sums[r][v].begin(starts[r]);
+      } else {
+        for (int r = 0; r < Rows; r++)
+          for (int v = 0; v < kIntegerVectors; v++) group_sums[r][v].begin_high();
+        const uint32_t* high = rows + rows[0];
+        for (uint32_t left = *high++; left > 0; left--, high += 1 + Rows) {
+          Words bytes[kIntegerVectors];
+          for (int v = 0; v < kIntegerVectors; v++)
+            bytes[v] = bytes_of<Bits>(load_words(words, *high / kPerWord, v), *high % kPerWord);
+          for (int r = 0; r < Rows; r++)
+            for (int v = 0; v < kIntegerVectors; v++) group_sums[r][v].add(bytes[v], high[1 + r]);
+        }
+        for (int r = 0; r < Rows; r++)
+          for (int v = 0; v < kIntegerVectors; v++) group_sums[r][v].end_high(starts[r]);
+      }
 #pragma GCC unroll 8
       for (int word = 0; word < kCodeWords; word++) {
-        Words words[kIntegerVectors];
-        for (int v = 0; v < kIntegerVectors; v++) {
-          const int lane = v * kLanes, at = (group * kCodeWords + word) * 16 + lane % 16;
-          std::memcpy(&words[v], codes + lane / 16 * kHalf + at * 4, sizeof words[v]);
-        }
+        Words loaded[kIntegerVectors];
+        for (int v = 0; v < kIntegerVectors; v++) loaded[v] = load_words(words, word, v);
 #pragma GCC unroll 2
         for (int i = 0; i < kPerWord; i++, row_codes += Rows) {
           Words bytes[kIntegerVectors];
-          for (int v = 0; v < kIntegerVectors; v++) bytes[v] = bytes_of<Bits>(words[v], i);
+          for (int v = 0; v < kIntegerVectors; v++) bytes[v] = bytes_of<Bits>(loaded[v], i);
           for (int r = 0; r < Rows; r++)
             for (int v = 0; v < kIntegerVectors; v++) group_sums[r][v].add(bytes[v], row_codes[r]);
         }
@@ -244,7 +275,7 @@ __attribute__((noinline)) void multiply_codes(const CodeTiles& tiles, const uint
       for (int v = 0; v < kIntegerVectors; v++) {
         const Floats scale = load(factors + v * kLanes), offset = load(factors + kPanel + v * kLanes);
         for (int r = 0; r < Rows; r++) {
-          const Floats sum = floats_of(group_sums[r][v].end(starts[r]));
+          const Floats sum = floats_of(group_sums[r][v].end());
           acc[r][v] = multiply_add(acc[r][v], sum, scale * broadcast(scales[r]));
           if constexpr (HasOffsets) acc[r][v] = multiply_add(acc[r][v], broadcast(scales[Rows + r]), offset);
         }
@@ -255,8 +286,7 @@ __attribute__((noinline)) void multiply_codes(const CodeTiles& tiles, const uint
     for (int v = 0; v < kIntegerVectors; v++) store(sums + r * kPanel + v * kLanes, acc[r][v]);
 }
 
-// Of rows in groups of Inputs, each packed as [rows] scales, sums (scale * sum of codes) and starts (-zero *
-// sum of codes), and [Inputs / 4][rows] words of codes.
+// Of rows in groups of Inputs, packed as row_codes.h says.
 template <class Element, int Bits, int Inputs>
 class IntegerProduct {
  public:
@@ -265,19 +295,20 @@ class IntegerProduct {
   static constexpr double kPackCost = 1.8, kReadCost = 1.0;
 
   static int64_t packed_bytes(int64_t inputs) {
-    return round_up(inputs / Inputs * kRows * kGroupWords<Inputs> * 4, 64);
+    return round_up(inputs / Inputs * (group_words<Inputs>(kRows) + most_high_words<Inputs>(kRows)) * 4, 64);
   }
 
-  static int64_t cached_bytes(int64_t inputs) { return packed_bytes(inputs); }
+  // There are few high codes.
+  static int64_t cached_bytes(int64_t inputs) {
+    return round_up(inputs / Inputs * group_words<Inputs>(kRows) * 4, 64);
+  }
 
-  static void pack(const T* x, int64_t x_stride, int64_t rows, int64_t, int64_t inputs, void* packed) {
-    auto* group = static_cast<uint32_t*>(packed);
-    for (int64_t k = 0; k < inputs; k += Inputs, group += kGroupWords<Inputs> * rows)
-      for (int64_t r = 0; r < rows; r++) pack_group(x + r * x_stride + k, rows, group + r);
+  static void pack(const RowsToPack<T>& rows, void* packed) {
+    pack_rows<Inputs, kZero<Bits>>(rows, static_cast<uint32_t*>(packed));
   }
 
   static const void* packed_at(const void* packed, int64_t rows, int64_t first) {
-    return static_cast<const uint32_t*>(packed) + first / Inputs * kGroupWords<Inputs> * rows;
+    return static_cast<const uint32_t*>(packed) + first / Inputs * group_words<Inputs>(rows);
   }
 
   void multiply(const CodeTiles* tiles, const InputRows<T>& rows, int64_t inputs, bool continues,
@@ -287,35 +318,6 @@ class IntegerProduct {
   }
 
  private:
-  static BACKFILL_INLINE void pack_group(const T* x, int64_t rows, uint32_t* group) {
-    constexpr int kVectors = Inputs / kLanes;
-    Floats values[kVectors];
-    Ints most{};  // as bits, so that infinities and NaN are the greatest
-    for (int v = 0; v < kVectors; v++) {
-      values[v] = load(x + v * kLanes);
-      most = larger(most, (Ints)values[v] & 0x7fffffff);
-    }
-    const int32_t bits = max_of(most);
-    float magnitude;
-    std::memcpy(&magnitude, &bits, sizeof magnitude);
-    const float scale = magnitude / 127, inverse = magnitude < 1e-30f ? 0.0f : 127 / magnitude;
-    const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to nearest even
-    Words total{};                                // wraps for a row that is no number
-    for (int v = 0; v < kVectors; v++) {
-      const Words codes = (Words)multiply_add(magic, values[v], broadcast(inverse)) - (Words)magic;
-      total += codes;
-      const Bytes bytes = lowest_bytes(codes);
-      uint32_t words[kLanes / 4];
-      std::memcpy(words, &bytes, sizeof words);
-      for (int i = 0; i < kLanes / 4; i++) group[(3 + v * kLanes / 4 + i) * rows] = words[i];
-    }
-    const uint32_t codes_sum = sum(total), start = -kZero<Bits> * codes_sum;
-    const float scaled = scale * (float)(int32_t)codes_sum;
-    std::memcpy(group, &scale, 4);
-    std::memcpy(group + rows, &scaled, 4);
-    std::memcpy(group + 2 * rows, &start, 4);
-  }
-
   template <int Rows>
   static BACKFILL_INLINE void multiply_rows(const CodeTiles& tiles, int64_t rows, const uint32_t* packed,
                                             int64_t inputs, bool continues, Prefetcher& prefetcher,

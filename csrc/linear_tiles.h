@@ -98,10 +98,10 @@ class TileProduct {
   static int64_t cached_bytes(int64_t inputs) { return inputs * kRows * (int64_t)sizeof(bf16); }
 
   // Prefetches the rows after these.
-  static void pack(const bf16* x, int64_t x_stride, int64_t rows, int64_t next_rows, int64_t inputs, void*) {
-    const bf16* next = x + rows * x_stride;
-    for (int64_t row = 0; row < next_rows; row++, next += x_stride)
-      for (int64_t k = 0; k < inputs; k += kUnroll) _mm_prefetch(next + k, _MM_HINT_T1);
+  static void pack(const RowsToPack<bf16>& rows, void*) {
+    const bf16* next = rows.x + rows.count * rows.x_stride + rows.first;
+    for (int64_t row = 0; row < rows.next_count; row++, next += rows.x_stride)
+      for (int64_t k = 0; k < rows.inputs; k += kUnroll) _mm_prefetch(next + k, _MM_HINT_T1);
   }
 
   static const void* packed_at(const void* packed, int64_t, int64_t) { return packed; }

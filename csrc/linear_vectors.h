@@ -74,13 +74,14 @@ class VectorProduct {
 
   static int64_t cached_bytes(int64_t inputs) { return packed_bytes(inputs); }
 
-  static void pack(const T* x, int64_t x_stride, int64_t rows, int64_t, int64_t inputs, void* packed) {
+  static void pack(const RowsToPack<T>& rows, void* packed) {
     auto* target = static_cast<float*>(packed);
-    for (int64_t k = 0; k < inputs; k += kLanes * kPerUnit<T>) {
+    for (int64_t k = rows.first; k < rows.first + rows.inputs; k += kLanes * kPerUnit<T>) {
       Floats square[kLanes];
-      for (int r = 0; r < kLanes; r++) square[r] = r < rows ? load_units(x + r * x_stride + k) : Floats{};
+      for (int r = 0; r < kLanes; r++)
+        square[r] = r < rows.count ? load_units(rows.x + r * rows.x_stride + k) : Floats{};
       transpose(square);
-      for (int i = 0; i < kLanes; i++, target += rows) store(target, square[i]);
+      for (int i = 0; i < kLanes; i++, target += rows.count) store(target, square[i]);
     }
   }
 

@@ -62,14 +62,24 @@ def random_weight(
     )
 
 
+def rounded_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """By csrc/row_codes.h: codes of ``x [T, in]``, and the scale of each group."""
+    words = x.float().unflatten(1, (-1, group // 4, 4))
+    of_words = words.abs().amax(-1)
+    most = 4.0 * x.float().square().mean(1)[:, None, None].sqrt()
+    magnitude = of_words.amax(-1)
+    rest = torch.where(of_words > most, 0.0, of_words).amax(-1)
+    has_high = magnitude > most[..., 0]
+    scales = torch.where(has_high, torch.maximum(rest, magnitude / 128), magnitude) / 127
+    inverse = torch.where(magnitude < 1e-30, 0.0, 1 / scales)
+    codes = (words.flatten(2).double() * inverse.double()[..., None]).round()
+    return codes, scales.double()
+
+
 def integer_linear(weight: QuantizedWeight, x: Tensor) -> tuple[Tensor, Tensor]:
     """By docs/kernels.md, in float64, and the sum of the terms' magnitudes: both ``[T, out]``."""
     group = min(weight.format.group, 32)
-    groups = x.float().unflatten(1, (-1, group))
-    magnitude = groups.abs().amax(-1)
-    inverse = torch.where(magnitude < 1e-30, 0.0, torch.tensor(127.0) / magnitude)
-    row_codes = (groups.double() * inverse.double()[..., None]).round()
-    row_scales = (magnitude / 127).double()
+    row_codes, row_scales = rounded_rows(x, group)
     floats = replace(weight, dtype=torch.float32).dequantized().double().unflatten(1, (-1, group))
     terms = torch.einsum("tgi,ogi->tog", row_codes, floats) * row_scales[:, None]
     bounds = torch.einsum("tgi,ogi->tog", row_codes.abs(), floats.abs()) * row_scales[:, None]
@@ -146,6 +156,35 @@ def test_extremes_of_rows_and_codes(kernels: CpuKernels) -> None:
                 found = linear(x)
                 assert not found[0].isfinite().any()
                 assert found[1].isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_greatest_codes_of_rows(kernels: CpuKernels, bits: int) -> None:
+    """A group beside which the rest of the row is nothing has all its codes at 127 * 128."""
+    form = QuantizedFormat(bits, 32, torch.float32, has_offsets=False)
+    kind = torch.uint8 if bits == 4 else torch.int8
+    for code in [0, 15] if bits == 4 else [-128, 127]:
+        codes = torch.full((33, 3072), code, dtype=kind)
+        linear = kernels.linear(QuantizedWeight(form, torch.float32, codes, torch.ones(33, 96), None))
+        x = torch.zeros(7, 3072)
+        x[:, 64:96] = torch.tensor([1.0, -1.0, 1e-20, 1e6, 0.0, 1.0, 1.0])[:, None]
+        x[5, 64:96:2] = -1.0
+        expected = 32.0 * (code - (8 if bits == 4 else 0)) * x[:, 64:65]
+        expected[5] = 0.0
+        torch.testing.assert_close(linear(x), expected.expand(7, 33), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_few_great_inputs_do_not_make_the_others_coarse(kernels: CpuKernels, bits: int) -> None:
+    generator = seeded("great inputs")
+    weight = quantize(random_rows(generator, 64, 768, dtype=torch.float32), bits)
+    x = random_rows(generator, 40, 768, dtype=torch.float32)
+    x[:, ::96] = 50.0  # in every row
+    x[torch.arange(40), torch.arange(40) * 17] = 100.0  # each row has another
+    exact = x.double() @ weight.dequantized().double().T
+    error = (kernels.linear(weight)(x).double() - exact).square().mean() / exact.square().mean()
+    others = x.masked_fill(x.abs() > 10.0, 0.0)
+    assert error <= 5e-5 * others.square().mean() / x.square().mean()
 
 
 def test_rows_of_a_weight_whose_inputs_are_padded_are_dense(kernels: CpuKernels, dtype: torch.dtype) -> None:
