@@ -1,14 +1,17 @@
 """What the router costs a request: the same requests through it and straight to the engine it chooses.
 
-Two engines that compute nothing answer at once, each in a process of its own, so that what is measured is
-the router's way: accept, read, choose, send, pass back. With ``--model`` the engines are real servers.
+Engines that compute nothing answer at once, in two processes of their own, so that what is measured is the
+router's way: accept, read, choose, send, pass back; of many engines also that it asks each for its state
+four times a second. With ``--model`` the engines are real servers.
 Requests go one after another over one kept connection, alternating between the router and the engines, with
 a short prompt and with one of 8 KiB, streamed and whole. The cost is the difference of the medians of each
 round; the median of the rounds is reported. On a loaded machine it includes the router's wait for a
 processor, so the difference of the first quartiles and the processor time that the router's process used for
-a request are reported too.
+a request are reported too. P99 is of the differences of all pairs: a request through the router, and the one
+before it without.
 
-Usage: router.py [--rounds 5] [--requests 300] [--model FOLDER]. The last line of output is a JSON object.
+Usage: router.py [--rounds 5] [--requests 300] [--engines 2] [--model FOLDER]. The last line of output is a
+JSON object.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -38,7 +42,7 @@ from backfill.protocol.replica_state import ReplicaState
 from backfill.router.replicas import free_port
 
 READY_S = 120.0
-NUM_ENGINES = 2
+NUM_STUB_PROCESSES = 2
 LONG_PROMPT_BYTES = 8 << 10
 _EVENTS = b"".join(
     b"data: " + json.dumps({"choices": [{"index": 0, "text": f" {number}"}]}).encode() + b"\n\n"
@@ -50,36 +54,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--model", help="folder of a model for real engines")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     with ExitStack() as stack:
         if args.model is None:
-            engines = [stack.enter_context(stub_engine()) for _ in range(NUM_ENGINES)]
+            parts = [args.engines // NUM_STUB_PROCESSES] * NUM_STUB_PROCESSES
+            parts[0] += args.engines % NUM_STUB_PROCESSES
+            engines = [url for part in parts for url in stack.enter_context(stub_engines(part))]
         else:
-            engines = [stack.enter_context(real_engine(args.model)) for _ in range(NUM_ENGINES)]
+            engines = [stack.enter_context(real_engine(args.model)) for _ in range(args.engines)]
         router, pid = stack.enter_context(running_router(engines))
         result = asyncio.run(measure(router, pid, engines, args.rounds, args.requests))
     for name, values in result.items():
         shown = ", ".join(f"{key} {value:.3f}" for key, value in values.items())
         print(f"{name:16s} {shown}")
     kind = "stub" if args.model is None else "real"
-    print(json.dumps({"benchmark": "router", "engines": kind, "requests": args.requests, **result}))
+    shown = {"engines": kind, "num_engines": args.engines, "requests": args.requests}
+    print(json.dumps({"benchmark": "router", **shown, **result}))
 
 
 @contextmanager
-def stub_engine() -> Iterator[str]:
+def stub_engines(count: int) -> Iterator[list[str]]:
+    """URLs of so many in one process."""
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=run_stub, args=(theirs,), daemon=True)
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=run_stubs, args=(theirs, count), daemon=True)
     process.start()
     try:
-        yield f"http://127.0.0.1:{ours.recv()}"
+        yield [f"http://127.0.0.1:{port}" for port in ours.recv()]
     finally:
         process.kill()
         process.join()
 
 
-def run_stub(pipe: Connection) -> None:
+def run_stubs(pipe: Connection, count: int) -> None:
     """Answer every completion with eight tokens."""
     state = ReplicaState(
         instance=str(time.time_ns()),
@@ -107,9 +117,9 @@ def run_stub(pipe: Connection) -> None:
         app.add_routes([web.get("/state", show_state), web.post("/v1/completions", complete)])
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        pipe.send(runner.addresses[0][1])
+        for _ in range(count):
+            await web.SockSite(runner, socket.create_server(("127.0.0.1", 0))).start()
+        pipe.send([address[1] for address in runner.addresses])
         await asyncio.Event().wait()
 
     asyncio.run(run())
@@ -158,7 +168,7 @@ async def measure(
     result = {}
     async with aiohttp.ClientSession() as session:
         for name, body in kinds.items():
-            rounds = []
+            rounds, pairs = [], list[float]()
             for number in range(num_rounds + 1):  # the first warms up
                 seconds: dict[str, list[float]] = {"direct": [], "routed": []}
                 used_s = processor_s(pid)
@@ -171,6 +181,8 @@ async def measure(
                                 raise SystemExit(f"{way}: status {response.status}")
                         seconds[way].append(time.perf_counter() - started_at_s)
                 if number > 0:
+                    both = zip(seconds["routed"], seconds["direct"], strict=True)
+                    pairs += [1e3 * (routed_s - direct_s) for routed_s, direct_s in both]
                     figures = {way: 1e3 * statistics.median(each) for way, each in seconds.items()}
                     quartiles = {way: statistics.quantiles(each)[0] for way, each in seconds.items()}
                     figures["quartile_added"] = 1e3 * (quartiles["routed"] - quartiles["direct"])
@@ -182,6 +194,7 @@ async def measure(
                 "routed_ms": statistics.median(each["routed"] for each in rounds),
                 "added_ms": statistics.median(added),
                 "most_added_ms": max(added),
+                "p99_added_ms": statistics.quantiles(pairs, n=100)[-1],
                 "quartile_added_ms": statistics.median(each["quartile_added"] for each in rounds),
                 "processor_ms": statistics.median(each["used"] for each in rounds),
             }

@@ -583,3 +583,19 @@ def test_whose_turn_it_is(states: list[tuple[str, str]]) -> None:
     for request in levels.by_id.values():
         owners = {each.owner for each in in_time if each is not request}
         assert levels._has_turn(request, started) == (bool(owners) and request.owner not in owners)
+
+
+def test_answers_of_one_owner_leave_places_to_another() -> None:
+    """Who has few requests does not wait for the end of one of those that have all places."""
+    bench = slow_bench(step_s=0.01, max_num_seqs=16)
+    bench.step(
+        make_request(4, 2, owner="chat"),
+        *(make_request(4, 50, owner="flood", slo=SLO(60.0, 1.0)) for _ in range(60)),
+    )
+    for _ in range(60):  # until the flood's first answers have ended, and others begun
+        bench.step()
+    for _ in range(4):
+        chat = make_request(4, 2, owner="chat", arrived_at_s=bench.clock.now_s())
+        bench.step(chat)
+        assert chat.first_token_at_s is not None
+        bench.step()

@@ -26,6 +26,8 @@ _MAX_LOOKED_UP = 64
 _MAX_PREFIX_WAITS = 32
 # Of prompts to score, in a step: it cannot be stopped while it computes their logits.
 _MAX_SCORED_TOKENS = 256
+# Of the places of a step, for owners that have fewer than these.
+_KEPT_PART = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +40,7 @@ class StepBuilder:
     Args:
         cost: predicts steps; None where nothing does, and limits of time are infinite.
         block_copy_s: seconds that a copy of one block between device and host takes; None if not known.
+        is_shared: several owners have online requests, or had them lately.
     """
 
     config: SchedulerConfig
@@ -48,6 +51,7 @@ class StepBuilder:
     now_s: float
     in_flight: StepsInFlight = field(default_factory=StepsInFlight)
     block_copy_s: float | None = None
+    is_shared: bool = False
     batch: Batch = field(init=False)
     # Requests that came to hold blocks with all their KV on the device.
     started: list[Request] = field(init=False, default_factory=list)
@@ -154,7 +158,7 @@ class StepBuilder:
             if not may_preempt and not self._may_fit(request, match):
                 return Admission.REFUSED  # the common case where memory is full, before anything is summed
             reserved = self._reserved = self._sum_reserved(may_preempt)
-        if reserved.num_holders >= self.config.max_num_seqs:
+        if reserved.num_holders >= self._most_holders(request, reserved.num_holders):
             return Admission.REFUSED
         if self._defer_at_next_block(request):
             self._num_looked_up += 1
@@ -295,6 +299,19 @@ class StepBuilder:
         else:
             reserved.add(holders, len(holders) + self.kv.counts.missing(holders))
         return reserved
+
+    def _most_holders(self, request: Request, num_holders: int) -> int:
+        """Requests that may hold blocks: some places are kept for owners that have few.
+
+        Else one owner's answers would have all of them, and who asks later would wait for the end of one.
+        """
+        most = self.config.max_num_seqs
+        num_kept = most // _KEPT_PART if self.is_shared else 0
+        if num_holders < most - num_kept or request.service_class is ServiceClass.OFFLINE:
+            return most
+        same = request.owner, request.service_class
+        num_own = sum((each.owner, each.service_class) == same for each in self.preemption.block_holders)
+        return most if num_own < num_kept else most - num_kept
 
     def _blocks_needed_next(self, request: Request) -> int:
         """Blocks for the rest of its known tokens and one more, so that its next steps preempt no request."""

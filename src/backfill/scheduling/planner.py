@@ -127,6 +127,7 @@ class StepPlanner:
             now_s,
             self.in_flight,
             self.block_copy_s,
+            view.is_shared,
         )
         self.policy.build(view, builder)
         for request in builder.started:
