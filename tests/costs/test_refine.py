@@ -297,18 +297,21 @@ def test_a_fit_is_due_after_enough_steps_and_enough_time() -> None:
     assert not refiner.is_due, "nothing was served since"
 
 
-def test_a_fit_is_overdue_a_minute_after_the_last_one() -> None:
+def test_a_fit_is_overdue_after_a_quarter_of_a_minute_and_then_each_minute() -> None:
     service = Service(coarse_profile(TRUTH))
-    refiner = service.refiner
-    service.serve_chats(32)
+    refiner, clock, began_at_s = service.refiner, service.clock, service.clock.now_s()
+
+    def becomes_overdue_after(seconds: float, since_s: float) -> None:
+        service.serve_chats(32)
+        clock.advance(since_s + seconds - 1.0 - clock.now_s())
+        assert refiner.is_due
+        assert not refiner.is_overdue
+        clock.advance(1.0)
+        assert refiner.is_overdue
+
+    becomes_overdue_after(15.0, began_at_s)
     refiner.refine()
-    fitted_at_s = service.clock.now_s()
-    service.serve_chats(32)
-    service.clock.advance(fitted_at_s + 59.0 - service.clock.now_s())
-    assert refiner.is_due
-    assert not refiner.is_overdue
-    service.clock.advance(1.0)
-    assert refiner.is_overdue
+    becomes_overdue_after(60.0, clock.now_s())
 
 
 def test_too_few_steps_of_a_kind_change_nothing() -> None:
