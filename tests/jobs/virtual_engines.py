@@ -88,6 +88,7 @@ class VirtualEngine:
             raise aiohttp.ConnectionTimeoutError
         if data is None:
             await self._until(0.0, "")
+            num_lines = sum(bool(name) for name in self._in_flight.values())
             state = ReplicaState(
                 instance=str(self._instance),
                 phase="ready",
@@ -95,6 +96,7 @@ class VirtualEngine:
                 digest="d",
                 max_num_seqs=world.plan.capacity,
                 kv_tokens=100_000,
+                num_offline=num_lines,
             )
             return Answer(200, msgspec.json.encode(state))
         if world.occurs("refusals", 0.03):

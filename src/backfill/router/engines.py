@@ -42,6 +42,7 @@ class Engine:
         replica: what the policy knows of it; None until it is up, and again once it is lost.
         is_leaving: it gets no more requests, and is forgotten once those that it has have ended.
         attempts: requests that it has, see ``attempt``, in their order.
+        serves_others: as last seen, it had requests that this router did not send.
     """
 
     url: str
@@ -53,6 +54,7 @@ class Engine:
     watcher: asyncio.Task[None] | None = None
     attempts: dict[_Attempt, None] = field(default_factory=dict)
     health: Health = field(default_factory=Health)
+    serves_others: bool = False
 
     @property
     def is_up(self) -> bool:
@@ -64,12 +66,19 @@ class Engine:
         """Requests and lines of this router."""
         return len(self.attempts)
 
+    def note_load(self, num_choices: int) -> None:
+        """So many are in the engine. More than this router sent are of other routers and clients."""
+        self.serves_others = num_choices > self.num_in_flight
+        if self.serves_others:
+            for attempt in self.attempts:
+                attempt.had_others = True
+
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Send a request to the engine in the block. Raises: EngineLost as soon as the engine is lost."""
         task = asyncio.current_task()
         assert task is not None
-        attempt = _Attempt(task, had_others=bool(self.attempts))
+        attempt = _Attempt(task, had_others=bool(self.attempts) or self.serves_others)
         if len(self.attempts) == 1:  # that one was alone until now
             for other in self.attempts:
                 other.had_others = True
@@ -335,6 +344,7 @@ class Engines:
             logger.warning("%s was started again", engine.url)
             self._forget(engine)
         engine.state = state
+        engine.note_load(state.num_online + state.num_offline)
         if state.phase == _READY and not engine.is_leaving and self._opens(engine):
             if not engine.is_up:
                 logger.info("%s is up", engine.url)

@@ -25,7 +25,7 @@ class EngineLost(Exception):
 
     Attributes:
         was_reached: the engine may have begun the request.
-        had_others: the engine had other requests of this router beside it.
+        had_others: the engine had other requests beside it, those of other routers as far as looks show them.
     """
 
     def __init__(self, message: str, *, was_reached: bool = True, had_others: bool = True) -> None:
