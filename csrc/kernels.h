@@ -78,7 +78,7 @@ struct LinearArgs {
   void* out;                                // dense
   int64_t rows, in_features, out_features;  // in_features: a multiple of a tile's inputs
   int64_t x_stride;                         // elements between rows of x
-  bool is_gated;                            // panels are of gates and of ups in turn; out: silu(gate) * up
+  bool is_gated;  // panels of gates and of ups in turn: silu(gate) * up is half as wide
 };
 
 enum ElementType { kBfloat16 = 0, kFloat32 = 1 };

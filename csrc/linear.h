@@ -11,7 +11,7 @@
 // inputs in one fixed order, so a result depends neither on the number of rows nor on its row's index.
 //
 // A gated weight has panels of gates and of what they multiply in turn. The sums of a panel of gates wait for those of
-// the next panel: what comes between, twice as wide as the result, is never in memory.
+// the next panel, in the second-level cache: what comes between, twice as wide as the result, is never written as rows.
 //
 // With few rows, memory bandwidth bounds the product. Hardware prefetching reaches two thirds of it
 // (measured), so panels are prefetched in software, while others are multiplied.
@@ -271,9 +271,9 @@ void multiply_part(const LinearArgs& args, const LinearPart& part, Weight weight
   writer.finish();
 }
 
-// The thread's part in the grid of threads with the least cost.
+// The thread's part in the grid of threads with the least cost. Of `unit` panels all or none are a thread's.
 template <class Product>
-LinearPart part_of(int64_t thread, int64_t num_threads, int64_t rows, int64_t num_panels) {
+LinearPart part_of(int64_t thread, int64_t num_threads, int64_t rows, int64_t num_panels, int64_t unit) {
   constexpr int64_t kRows = Product::kRows;
   const int64_t num_blocks = (rows + kRows - 1) / kRows;
   double best_cost = 0.0;
@@ -281,7 +281,7 @@ LinearPart part_of(int64_t thread, int64_t num_threads, int64_t rows, int64_t nu
   for (int64_t rows_parts = 1; rows_parts <= num_threads; rows_parts++) {
     const int64_t blocks = (num_blocks + rows_parts - 1) / rows_parts;
     const int64_t panel_parts = num_threads / rows_parts;
-    const int64_t panels = (num_panels + panel_parts - 1) / panel_parts;
+    const int64_t panels = unit * ((num_panels / unit + panel_parts - 1) / panel_parts);
     const double cost =
         (double)(blocks * panels) + Product::kPackCost * (double)blocks + Product::kReadCost * (double)panels;
     if (across == 0 || cost < best_cost) best_cost = cost, across = rows_parts;
@@ -289,8 +289,9 @@ LinearPart part_of(int64_t thread, int64_t num_threads, int64_t rows, int64_t nu
   const int64_t down = num_threads / across;
   if (thread >= across * down) return {0, 0, 0, 0};
   const int64_t i = thread / down, j = thread % down;
+  const int64_t num_units = num_panels / unit;
   return {num_blocks * i / across * kRows, std::min(rows, num_blocks * (i + 1) / across * kRows),
-          num_panels * j / down, num_panels * (j + 1) / down};
+          num_units * j / down * unit, num_units * (j + 1) / down * unit};
 }
 
 // Runs `multiply` with each thread's part.
@@ -299,8 +300,7 @@ void for_each_part(const LinearArgs& args, const Multiply& multiply) {
   if (args.rows == 0) return;
   const int64_t num_panels = (args.out_features + kPanel - 1) / kPanel, unit = args.is_gated ? 2 : 1;
   on_threads(max_threads(), [&](int64_t thread, int64_t threads) {
-    LinearPart part = part_of<Product>(thread, threads, args.rows, num_panels / unit);
-    part.first_panel *= unit, part.last_panel *= unit;
+    const LinearPart part = part_of<Product>(thread, threads, args.rows, num_panels, unit);
     if (part.first_row < part.last_row && part.first_panel < part.last_panel) multiply(part);
   });
 }

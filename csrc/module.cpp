@@ -1,4 +1,5 @@
-// The Python module: a KernelSet is one ISA variant; its methods take addresses, sizes and strides.
+// The Python module: a KernelSet is one ISA variant; its methods take addresses, sizes and strides, and what holds
+// them for many calls.
 //
 // Nothing is checked here: the launchers in backfill/kernels/cpu.py are the only callers and check all.
 #include <nanobind/nanobind.h>

@@ -5,10 +5,6 @@
 
 namespace backfill::BACKFILL_VARIANT {
 
-BACKFILL_INLINE void prefetch_bytes(const void* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i, 0, 3);
-}
-
 BACKFILL_INLINE float inverse_rms(float sum_of_squares, int64_t size, float eps) {
   return 1.0f / __builtin_sqrtf(sum_of_squares / (float)size + eps);
 }
@@ -67,7 +63,6 @@ void norm(const NormArgs& args) {
   const int64_t size = args.size;
   for_each_row(args.rows, size, [&](int64_t row) {
     const T* source = x + row * args.x_stride;
-    prefetch_bytes(source + 4 * args.x_stride, size * (int64_t)sizeof(T));
     float squares;
     if (residual == nullptr) {
       squares = row_squares(source, size);
@@ -96,12 +91,6 @@ void silu_and_mul(const SiluArgs& args) {
     const T* up = gate + size;
     T* target = out + row * size;
     int64_t i = 0;
-    const T* next = gate_up + (row + 1) * args.stride;
-    for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
-      __builtin_prefetch(next + i, 0, 3), __builtin_prefetch(next + size + i, 0, 3);
-      store(target + i, silu<T>(load(gate + i)) * load(up + i));
-      store(target + i + kLanes, silu<T>(load(gate + i + kLanes)) * load(up + i + kLanes));
-    }
     for (; i + kLanes <= size; i += kLanes) store(target + i, silu<T>(load(gate + i)) * load(up + i));
     if (i < size) store(target + i, silu<T>(load(gate + i, size - i)) * load(up + i, size - i), size - i);
   });

@@ -285,6 +285,7 @@ def test_a_fit_is_due_after_enough_steps_and_enough_time() -> None:
     assert not refiner.is_due
     service.serve_chats(1)
     assert refiner.is_due, "a first time as soon as there are enough"
+    service.serve_chats(32)  # enough to hold out
     refiner.refine()
     fitted_at_s = service.clock.now_s()
     while service.clock.now_s() < fitted_at_s + 29.0:
@@ -297,21 +298,34 @@ def test_a_fit_is_due_after_enough_steps_and_enough_time() -> None:
     assert not refiner.is_due, "nothing was served since"
 
 
-def test_a_fit_is_overdue_after_a_quarter_of_a_minute_and_then_each_minute() -> None:
+def test_fits_beside_online_requests_are_15_s_apart_then_30_and_then_a_minute() -> None:
     service = Service(coarse_profile(TRUTH))
-    refiner, clock, began_at_s = service.refiner, service.clock, service.clock.now_s()
-
-    def becomes_overdue_after(seconds: float, since_s: float) -> None:
-        service.serve_chats(32)
-        clock.advance(since_s + seconds - 1.0 - clock.now_s())
-        assert refiner.is_due
+    refiner, clock, last_s = service.refiner, service.clock, service.clock.now_s()
+    for interval_s in (15.0, 30.0, 60.0, 60.0):
+        service.serve_chats(64)
+        clock.advance(last_s + interval_s - 1.0 - clock.now_s())
+        assert refiner.is_due == (interval_s > 30.0 or last_s == 0.0)
         assert not refiner.is_overdue
         clock.advance(1.0)
         assert refiner.is_overdue
+        refiner.refine()
+        last_s = clock.now_s()
 
-    becomes_overdue_after(15.0, began_at_s)
-    refiner.refine()
-    becomes_overdue_after(60.0, clock.now_s())
+
+def test_what_was_no_fit_delays_none() -> None:
+    service = Service(coarse_profile(TRUTH))
+    refiner, clock = service.refiner, service.clock
+    service.serve_chats(32)
+    clock.advance(15.0)
+    assert refiner.is_overdue
+    assert refiner.refine() is None, "too few are held out"
+    assert not refiner.is_due, "until others were served"
+    while not refiner.is_overdue:
+        service.serve_chats(1)
+    while (refined := refiner.refine()) is None:
+        service.serve_chats(32)
+        assert refiner.is_overdue
+    assert refined.quality == "refined"
 
 
 def test_too_few_steps_of_a_kind_change_nothing() -> None:

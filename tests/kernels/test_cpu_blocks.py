@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from backfill.core.block import KVLayout
-from backfill.kernels.base import AttentionMetadata, Kernels, Linear
-from backfill.kernels.cpu import CpuKernels
+from backfill.kernels.base import AttentionMetadata, ConcatenatedLinear, Kernels, Linear
+from backfill.kernels.cpu import CpuKernels, CpuLinear
 from backfill.kernels.quantized import quantize
 from tests.kernels.batches import make_batch, make_pool
 from tests.kernels.cpu import EPS, random_rows, seeded
@@ -82,6 +82,7 @@ def test_attention_block(
     bits: int,
     has_residual: bool,
     has_norms: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer = make_layer(kernels, dtype, bits, has_norms=has_norms)
     x, first_residual = make_rows(dtype)
@@ -94,21 +95,38 @@ def test_attention_block(
         return (out, pool) if residual is None else (out, pool, residual)
 
     expected = run(lambda *args: Kernels.attention_block(kernels, *args))
+    monkeypatch.delattr(CpuLinear, "__call__")  # it is one call, and not the operators again
     for actual, each in zip(run(kernels.attention_block), expected, strict=True):
         assert torch.equal(actual.view(-1).view(torch.uint8), each.view(-1).view(torch.uint8))
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
-def test_mlp_block(kernels: CpuKernels, dtype: torch.dtype, bits: int) -> None:
+def test_mlp_block(
+    kernels: CpuKernels, dtype: torch.dtype, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = make_layer(kernels, dtype, bits, has_norms=False)
     x, residual = make_rows(dtype)
     expected_residual = residual.clone()
     expected = Kernels.mlp_block(kernels, layer, x, expected_residual, EPS)
+    monkeypatch.delattr(CpuLinear, "__call__")
     assert torch.equal(kernels.mlp_block(layer, x, residual, EPS), expected)
     assert torch.equal(residual, expected_residual)
 
 
-def test_without_memory_a_block_raises_and_changes_nothing(
+def test_parts_of_several_formats_are_computed_by_operators() -> None:
+    kernels = CpuKernels()
+    layer = make_layer(kernels, torch.float32, 0, has_norms=False)
+    generator = seeded("parts")
+    parts = [random_rows(generator, size, HIDDEN, dtype=torch.float32) / 14 for size in (INNER, INNER)]
+    both = ConcatenatedLinear([kernels.linear(parts[0].clone()), kernels.linear(quantize(parts[1], 8))])
+    assert not isinstance(gated := kernels.gated(both), CpuLinear)
+    x, residual = make_rows(torch.float32)
+    normed = kernels.add_rms_norm(x, residual.clone(), layer.post_attention_norm, EPS)
+    expected = layer.down(kernels.silu_and_mul(both(normed)))
+    assert torch.equal(kernels.mlp_block(replace(layer, gate_up=gated), x, residual, EPS), expected)
+
+
+def test_without_scratch_memory_a_block_raises_and_changes_nothing(
     kernels: CpuKernels, dtype: torch.dtype, scratch_limit: Callable[[int], None]
 ) -> None:
     layer = make_layer(kernels, dtype, 0, has_norms=False)
@@ -140,6 +158,27 @@ def test_attention_block_refuses(named: str, change: Callable[[Layer], Layer]) -
     pool, batch = make_kv(torch.float32)
     with pytest.raises(ValueError, match=f"^{named}:"):
         kernels.attention_block(layer, x, residual, EPS, pool, 0, batch, NUM_HEADS, None, SCALE)
+
+
+def test_attention_block_refuses_other_rows_kv_and_scales() -> None:
+    kernels = CpuKernels()
+    layer = make_layer(kernels, torch.float32, 0, has_norms=False)
+    x, residual = make_rows(torch.float32)
+    pool, batch = make_kv(torch.float32)
+
+    def run(x: Tensor, residual: Tensor, pool: Tensor, scale: float) -> None:
+        kernels.attention_block(layer, x, residual, EPS, pool, 0, batch, NUM_HEADS, None, scale)
+
+    with pytest.raises(ValueError, match=r"^x:"):
+        run(x[1:], residual[1:], pool, SCALE)
+    with pytest.raises(ValueError, match=r"^residual:"):
+        run(x, residual[1:], pool, SCALE)
+    with pytest.raises(ValueError, match=r"^residual:"):
+        run(x, residual.to("meta"), pool, SCALE)
+    with pytest.raises(ValueError, match=r"^kv_pool:"):
+        run(x, residual, pool.bfloat16(), SCALE)
+    with pytest.raises(ValueError, match=r"^scale:"):
+        run(x, residual, pool, 0.0)
 
 
 def test_mlp_block_refuses() -> None:

@@ -30,7 +30,7 @@ _CONTEXT_UNIT = 64
 _LEAST_NEW_STEPS = 32
 _LEAST_HELD_OUT = 8
 _LEAST_INTERVAL_S = 30.0
-# Beside online requests: until the first fit, and between others. One takes 7 to 20 ms, of a gap in some 500.
+# Beside online requests: until the first fit, which the next ones double. A fit takes 7 to 20 ms of one gap.
 _FIRST_INTERVAL_S, _MOST_INTERVAL_S = 15.0, 60.0
 # Least relative gain, of the error's median plus P95, for a new model. A smaller gain may be noise.
 _LEAST_GAIN = 0.05
@@ -158,6 +158,7 @@ class ProfileRefiner:
         self._num_new = 0
         self._began_at_s = clock.now_s()
         self._fitted_at_s = -math.inf
+        self._num_fits = 0
 
     @property
     def is_due(self) -> bool:
@@ -168,12 +169,10 @@ class ProfileRefiner:
 
     @property
     def is_overdue(self) -> bool:
-        """A fit is due and so late that requests may wait for it, a few milliseconds."""
-        if not self.is_due:
-            return False
-        if self._fitted_at_s < self._began_at_s:
-            return self._clock.now_s() - self._began_at_s >= _FIRST_INTERVAL_S
-        return self._clock.now_s() - self._fitted_at_s >= _MOST_INTERVAL_S
+        """A fit is due and so late that requests may wait for it, some milliseconds."""
+        last_s = max(self._fitted_at_s, self._began_at_s)
+        interval_s = min(_MOST_INTERVAL_S, _FIRST_INTERVAL_S * 2.0**self._num_fits)
+        return self.is_due and self._clock.now_s() - last_s >= interval_s
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Take a step into the sample that ran from its first layer to its last in ``seconds``.
@@ -198,11 +197,12 @@ class ProfileRefiner:
         keeps its model, with the error on these steps.
         """
         self._num_new = 0
-        self._fitted_at_s = self._clock.now_s()
         held_out = self._sample.held_out()
         typical = self._sample.typical(self.profile.cost)
         if len(held_out) < _LEAST_HELD_OUT or not typical:
             return None
+        self._fitted_at_s = self._clock.now_s()
+        self._num_fits = min(self._num_fits + 1, 8)
         cost = _bounded(self.profile.cost, [step.timed for step in typical.values()])
         error = fit_error(cost, held_out)
         fitted = self._fit(cost, typical)

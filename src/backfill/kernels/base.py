@@ -165,7 +165,7 @@ class Kernels(ABC):
 
     C++ and Triton get addresses and can check nothing. But a step makes hundreds of calls, so checks only
     read attributes, and a pool or a batch is checked once for all layers. The caller answers for the values
-    in a batch (slots, block references).
+    in a batch (slots, block references), and for calls that take one from one thread at a time.
 
     Args:
         device: where all tensors are.
@@ -263,8 +263,7 @@ class Kernels(ABC):
         ``qkv`` is as ``rotate_and_write_kv`` left it. Returns ``[T, H * D]`` in its dtype.
         Query head h reads key/value head ``h // (H // G)``. Softmax and sums are float32.
         """
-        if scale <= 0:
-            raise ValueError(f"scale: expected a positive number, got {scale}")
+        self._check_scale(scale)
         return self._attention(self._checked(LayerInputs(qkv, kv_pool, layer, batch, num_heads)), scale)
 
     def attention_block(
@@ -345,11 +344,18 @@ class Kernels(ABC):
         self._check_rows("x", x)
         self._check_vector("weight", weight, x.shape[1], x.dtype)
         if residual is not None and (
-            residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous()
+            residual.shape != x.shape
+            or residual.dtype != x.dtype
+            or residual.device != x.device
+            or not residual.is_contiguous()
         ):
             raise ValueError(
                 f"residual: expected contiguous {x.dtype} {list(x.shape)}, got {describe(residual)}"
             )
+
+    def _check_scale(self, scale: float) -> None:
+        if scale <= 0:
+            raise ValueError(f"scale: expected a positive number, got {scale}")
 
     def _check_rotation(
         self,
@@ -360,7 +366,10 @@ class Kernels(ABC):
         k_norm: Tensor | None,
     ) -> None:
         if cos_sin is not None and (
-            cos_sin.dtype != torch.float32 or cos_sin.shape[-1] != head_dim or not cos_sin.is_contiguous()
+            cos_sin.dtype != torch.float32
+            or cos_sin.shape[-1] != head_dim
+            or cos_sin.device != self._device
+            or not cos_sin.is_contiguous()
         ):
             raise ValueError(f"cos_sin: expected contiguous float32 [*, {head_dim}], got {describe(cos_sin)}")
         if (q_norm is None) != (k_norm is None):

@@ -84,7 +84,7 @@ class CpuLinear:
         self._bias = bias
         self.dtype = dtype
         self._form = form
-        self._is_gated = is_gated
+        self.is_gated = is_gated
         of_form = () if form is None else (form.bits, form.group, form.scale_type.itemsize, form.has_offsets)
         self.packed = _kernels.Linear(
             _TYPE_CODES[dtype],
@@ -103,7 +103,7 @@ class CpuLinear:
 
     @property
     def layout(self) -> str:
-        return f"{'gated ' * self._is_gated}panels of 32, {self._form or self.dtype}"
+        return f"{'gated ' * self.is_gated}panels of 32, {self._form or self.dtype}"
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -112,9 +112,7 @@ class CpuLinear:
     def placed(self, memory: Sequence[Tensor]) -> CpuLinear:
         weight = memory[0].view(self._weight.dtype).view(self._weight.shape)
         bias = memory[1].view(self.dtype) if self._bias is not None else None
-        return CpuLinear(
-            self._cpp, weight, bias, self.dtype, self._shape, self._form, is_gated=self._is_gated
-        )
+        return CpuLinear(self._cpp, weight, bias, self.dtype, self._shape, self._form, is_gated=self.is_gated)
 
     def gated(self) -> CpuLinear:
         """Of the two halves of this one's outputs, ``silu(first) * second``. Each is of whole panels."""
@@ -136,6 +134,7 @@ class CpuLinear:
         return out
 
     def rows(self, index: Tensor) -> Tensor:
+        assert not self.is_gated, "its panels are not in the order of rows"
         if self._form is not None:
             return rows_of_quantized_panels(self._weight, self._form, self.dtype, index)
         return rows_of_panels(self._weight, index)[:, : self.in_features].contiguous()
@@ -196,7 +195,7 @@ class CpuKernels(Kernels):
         return CpuLinear(self._cpp, panels, bias, weight.dtype, shape, weight.format)
 
     def gated(self, linear: Linear) -> Linear:
-        if isinstance(linear, CpuLinear) and not linear.out_features % (2 * PANEL):
+        if isinstance(linear, CpuLinear) and not linear.is_gated and not linear.out_features % (2 * PANEL):
             return linear.gated()
         return super().gated(linear)
 
@@ -223,15 +222,16 @@ class CpuKernels(Kernels):
         width, head_dim = self._check_kv(kv_pool, layer, batch, num_heads), head_dim_of(kv_pool)
         self._check_rotation(head_dim, x.dtype, cos_sin, q_norm, k_norm)
         rows = x.shape[0]
+        self._check_scale(scale)
+        if kv_pool.dtype not in (x.dtype, torch.int8):
+            raise ValueError(f"kv_pool: expected {x.dtype} or int8, got {kv_pool.dtype}")
         if (
             rows != batch.positions.shape[0]
             or not qkv.dtype == output.dtype == x.dtype
-            or kv_pool.dtype not in (x.dtype, torch.int8)
             or (qkv.in_features, qkv.out_features) != (x.shape[1], width)
             or output.in_features != num_heads * head_dim
-            or scale <= 0
         ):
-            raise ValueError(f"x: does not fit the weights, the batch or kv_pool: {describe(x)}")
+            raise ValueError(f"x: does not fit the weights or the batch: {describe(x)}")
         out = x.new_empty((rows, output.out_features))
         self._cpp.attention_block(
             x.data_ptr(),
