@@ -7,7 +7,7 @@ Runs a batch of requests past their prefill and times the following steps, twice
   encoding, ZeroMQ, decoding. These are measured separately with the last step's report (``ipc.py``). In
   service ZeroMQ and decoding overlap with the next step, so their sum is an upper bound.
 - by part: times every operator from outside (the wrappers add about 0.2 us a call). On a CPU the operators of
-  half a layer are otherwise one call (docs/kernels.md), so the parts' sum is longer than the step. ``gate_up``
+  half a layer are otherwise one call (docs/kernels.md), so their sum is longer than the step. ``gate_up``
   has its silu in it there.
 
 A floor is the longer of two times: weights and KV bytes at the measured read rate of memory, and FLOPs at the
