@@ -45,7 +45,7 @@ def imported_modules(path: Path) -> Iterator[str]:
 def imported_distributions(folder: str) -> dict[str, set[str]]:
     """By distribution, the files of a folder that import it; a module of none counts as one."""
     distributions = packages_distributions()
-    own = {"backfill", "experiments", *(path.stem for path in (ROOT / folder).rglob("*.py"))}
+    own = {"backfill", "experiments", "tests", *(path.stem for path in (ROOT / folder).rglob("*.py"))}
     found: dict[str, set[str]] = {}
     for path in (ROOT / folder).rglob("*.py"):
         for module in set(imported_modules(path)) - own - sys.stdlib_module_names:
@@ -80,8 +80,9 @@ def test_starlette_is_new_enough_for_private_networks() -> None:
 def test_what_is_beside_the_package_needs_no_more_than_make_install(folder: str) -> None:
     installed = names_of([*project()["dependencies"], *project()["optional-dependencies"]["plot"]])
     found = imported_distributions(folder)
-    # Clients of the API have an environment of their own; what validates schemas needs `make install-dev`.
-    elsewhere = {"clients.py", "schema_gaps.py", "schema_suites.py"}
+    # Clients of the API and llama.cpp have environments of their own; what validates schemas needs
+    # `make install-dev`.
+    elsewhere = {"clients.py", "llama_batch.py", "schema_gaps.py", "schema_suites.py"}
     assert {name for name, files in found.items() if not files <= elsewhere} <= installed
 
 
