@@ -130,25 +130,35 @@ def test_a_profile_with_only_a_new_error_keeps_the_correction() -> None:
     assert predictor.time_scale == learned != 1.0
 
 
-def test_nothing_is_fitted_while_an_online_request_waits_for_it() -> None:
+def test_nothing_is_fitted_while_an_online_request_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     learning = LearningEngine()
-    learning.serve_chats(60)
-    learning.clock.advance(30.0)
+    for _ in range(3):  # the first fits come sooner
+        learning.serve_chats(60)
+        learning.refine()
+    fitted_at_s = learning.clock.now_s()
+    fits: list[float] = []
+    monkeypatch.setattr(learning.refiner, "refine", lambda: fits.append(learning.clock.now_s()))
+    learning.serve_chats(30)
+    learning.clock.advance(fitted_at_s + 40.0 - learning.clock.now_s())
     request = make_request()
     learning.engine.arrive(request)
-    assert learning.engine.refine_profile() is None, "it has arrived"
+    learning.engine.refine_profile()
+    assert not fits, "it has arrived"
     learning.engine.admit_arrived()
-    assert learning.engine.refine_profile() is None, "it is unfinished"
+    learning.engine.refine_profile()
+    assert not fits, "it is unfinished"
     learning.engine.abort([request.request_id])
     learning.engine.add(make_request(service_class=ServiceClass.OFFLINE))
-    assert learning.engine.refine_profile() is not None, "offline work can wait"
+    learning.engine.refine_profile()
+    assert len(fits) == 1, "offline work can wait"
 
 
-def test_a_server_that_is_never_idle_fits_every_ten_minutes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_that_is_never_idle_fits_each_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     learning = LearningEngine()
-    fitted_at_s: list[float] = []
+    for _ in range(3):
+        learning.serve_chats(60)
+        learning.refine()
+    fitted_at_s = [learning.clock.now_s()]
 
     def fit() -> None:
         fitted_at_s.append(learning.clock.now_s())
@@ -156,15 +166,16 @@ def test_a_server_that_is_never_idle_fits_every_ten_minutes(
 
     fit_anew = learning.refiner.refine
     monkeypatch.setattr(learning.refiner, "refine", fit)
-    for due_at_s in (600.0, 1200.0):
+    for _ in range(2):
         learning.serve_chats(60)
         learning.engine.add(make_request())
+        due_at_s = fitted_at_s[-1] + 60.0
         learning.clock.advance(due_at_s - 1.0 - learning.clock.now_s())
         learning.engine.refine_profile()
         learning.clock.advance(1.0)
         learning.engine.refine_profile()
         assert fitted_at_s[-1] == pytest.approx(due_at_s)
-    assert len(fitted_at_s) == 2
+    assert len(fitted_at_s) == 3
 
 
 def test_a_refit_that_fails_ends_the_refining_and_nothing_else(
