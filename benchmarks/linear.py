@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from machine_limits import fastest_dtype, measure_limits, processor_name
 
 from backfill.engine.environment import engine_environment
-from backfill.kernels.base import Linear
 from backfill.kernels.cpu import CpuKernels, available_isas
 from backfill.kernels.isa import ISA_VARIABLE
+from backfill.kernels.linears import Linear
 from backfill.kernels.quantized import quantize, rounded_format
 
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # outputs, inputs

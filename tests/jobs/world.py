@@ -30,7 +30,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,6 +54,7 @@ from backfill.router.line_reader import RoutedReader
 from tests.jobs.doubles import ready, submit
 from tests.jobs.virtual_engines import TIMEOUT_S, RoutedEngines, VirtualEngine, VirtualSession
 from tests.jobs.virtual_processes import CALL_S, Process, Scheduler, VirtualPool
+from tests.seeds import run_seeds
 
 _EPOCH_S = 1_700_000_000.0
 _DAY_S = 86400.0
@@ -777,28 +777,5 @@ def run_seed(seed: int) -> World:
     return world
 
 
-def _report(seed: int) -> str:
-    try:
-        world = run_seed(seed)
-    except Exception as error:
-        return f"seed {seed}: {error!r}"
-    return "".join(f"seed {seed}: {violation}\n" for violation in world.violations)
-
-
-def main() -> int:
-    first, *rest = map(int, sys.argv[1:])
-    if not rest:
-        world = run_seed(first)
-        print(*world.scheduler.trace, *world.violations, sep="\n")
-        return bool(world.violations)
-    num_failed = 0
-    with Pool(2) as pool:
-        for report in pool.imap_unordered(_report, range(first, rest[0])):
-            num_failed += bool(report)
-            print(report, end="", flush=True)
-    print(f"{num_failed} of {rest[0] - first} seeds failed")
-    return bool(num_failed)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_seeds(run_seed))

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from backfill.core.block import KVLayout
-from backfill.kernels.base import AttentionMetadata, ConcatenatedLinear, Kernels, Linear
+from backfill.kernels.base import AttentionMetadata, Kernels
 from backfill.kernels.cpu import CpuKernels, CpuLinear
+from backfill.kernels.linears import ConcatenatedLinear, Linear
 from backfill.kernels.quantized import quantize
 from tests.kernels.batches import make_batch, make_pool
 from tests.kernels.cpu import EPS, random_rows, seeded

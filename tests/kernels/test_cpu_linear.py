@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from backfill.kernels.base import Linear
 from backfill.kernels.cpu import CpuKernels, CpuLinear
+from backfill.kernels.linears import Linear
 from backfill.kernels.quantized import quantize
 from tests.kernels.cpu import REFERENCE, assert_close, random_rows, seeded
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from backfill.kernels.base import ConcatenatedLinear
 from backfill.kernels.cpu import CpuKernels, available_isas
+from backfill.kernels.linears import ConcatenatedLinear
 from backfill.kernels.quantized import UNIT_INPUTS, QuantizedFormat, QuantizedWeight, quantize
 from tests.kernels.cpu import REFERENCE, random_rows, seeded
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from backfill.core.errors import CorruptModel
-from backfill.kernels.base import ConcatenatedLinear
 from backfill.kernels.cpu import CpuKernels
+from backfill.kernels.linears import ConcatenatedLinear
 from backfill.kernels.quantized import QuantizedWeight, quantize
 from backfill.models.checkpoint import RoundedCheckpoint, open_checkpoint
 from backfill.models.config import ModelConfig

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from backfill.core.errors import ConfigError, CorruptModel, ModelError
-from backfill.kernels.base import Kernels, Linear
+from backfill.kernels.base import Kernels
 from backfill.kernels.cpu import CpuKernels, available_isas
+from backfill.kernels.linears import Linear
 from backfill.models import packed
 from backfill.models.build import build_model
 from backfill.models.checkpoint import open_checkpoint

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import Pool
 from typing import Any
 from unittest import mock
 
@@ -51,6 +50,7 @@ from tests.router.virtual_fleet import (
     answer_of,
     events_of,
 )
+from tests.seeds import run_seeds
 
 FAULTS = (
     "deaths",
@@ -666,28 +666,5 @@ def run_seed(seed: int) -> World:
     return world
 
 
-def _report(seed: int) -> str:
-    try:
-        world = run_seed(seed)
-    except Exception as error:
-        return f"seed {seed}: {error!r}\n"
-    return "".join(f"seed {seed}: {violation}\n" for violation in world.violations)
-
-
-def main() -> int:
-    first, *rest = map(int, sys.argv[1:])
-    if not rest:
-        world = run_seed(first)
-        print(*world.scheduler.trace, *world.violations, sep="\n")
-        return bool(world.violations)
-    num_failed = 0
-    with Pool(2) as pool:
-        for report in pool.imap_unordered(_report, range(first, rest[0])):
-            num_failed += bool(report)
-            print(report, end="", flush=True)
-    print(f"{num_failed} of {rest[0] - first} seeds failed")
-    return bool(num_failed)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_seeds(run_seed))

@@ -8,7 +8,7 @@ sequences, H query heads, G key/value heads, D head size, L layers, B block size
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from backfill.core.block import KV_SCALE_BYTES
+from backfill.kernels.linears import GatedLinear, Linear, Table
 from backfill.kernels.quantized import QuantizedWeight
 
 
@@ -42,85 +43,6 @@ class AttentionMetadata:
     @property
     def num_seqs(self) -> int:
         return self.seq_lens.shape[0]
-
-
-class Linear(Protocol):
-    """A weight in the device's fastest layout."""
-
-    in_features: int
-    out_features: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """``x [T, in_features] -> [T, out_features]``, bias included, in x's dtype."""
-
-    @property
-    def layout(self) -> str:
-        """Linears of one layout and shape may exchange the bytes of their memory."""
-
-    @property
-    def memory(self) -> tuple[Tensor, ...]:
-        """The packed weight and, if there is one, the bias: flat uint8 views, valid as long as the linear."""
-
-    def placed(self, memory: Sequence[Tensor]) -> Linear:
-        """A linear of this shape and layout that reads ``memory``, which it keeps.
-
-        ``memory`` has flat uint8 tensors as long as this linear's, each at an address that is a multiple of
-        64. Their contents are not set, and may be overwritten while no call runs.
-        """
-
-
-class Table(Linear, Protocol):
-    """A weight whose rows can also be looked up."""
-
-    def rows(self, index: Tensor) -> Tensor:
-        """Rows of the weight in x's dtype: int64 ``[T]`` to dense ``[T, in_features]``."""
-
-
-class ConcatenatedLinear:
-    """Linears of the same inputs as one, with their outputs side by side."""
-
-    def __init__(self, parts: Sequence[Linear]) -> None:
-        self._parts = parts
-        self.in_features = parts[0].in_features
-        self.out_features = sum(each.out_features for each in parts)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([each(x) for each in self._parts], dim=1)
-
-    @property
-    def layout(self) -> str:
-        return "; ".join(f"{each.out_features} {each.layout}" for each in self._parts)
-
-    @property
-    def memory(self) -> tuple[Tensor, ...]:
-        return tuple(tensor for each in self._parts for tensor in each.memory)
-
-    def placed(self, memory: Sequence[Tensor]) -> ConcatenatedLinear:
-        rest = iter(memory)
-        return ConcatenatedLinear([each.placed([next(rest) for _ in each.memory]) for each in self._parts])
-
-
-class GatedLinear:
-    """``silu_and_mul`` of a linear layer, one after the other."""
-
-    def __init__(self, linear: Linear, silu_and_mul: Callable[[Tensor], Tensor]) -> None:
-        self._linear = linear
-        self._silu_and_mul = silu_and_mul
-        self.in_features, self.out_features = linear.in_features, linear.out_features // 2
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._silu_and_mul(self._linear(x))
-
-    @property
-    def layout(self) -> str:
-        return self._linear.layout
-
-    @property
-    def memory(self) -> tuple[Tensor, ...]:
-        return self._linear.memory
-
-    def placed(self, memory: Sequence[Tensor]) -> GatedLinear:
-        return GatedLinear(self._linear.placed(memory), self._silu_and_mul)
 
 
 class AttentionWeights(Protocol):

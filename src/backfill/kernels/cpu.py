@@ -21,14 +21,13 @@ from backfill.kernels.base import (
     AttentionWeights,
     Kernels,
     LayerInputs,
-    Linear,
     MlpWeights,
-    Table,
     as_bytes,
     describe,
     head_dim_of,
 )
 from backfill.kernels.isa import ISA_VARIABLE
+from backfill.kernels.linears import Linear, Table
 from backfill.kernels.panels import (
     PANEL,
     padded_features,

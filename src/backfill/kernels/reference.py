@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backfill.core.block import KV_SCALE_BYTES
-from backfill.kernels.base import Kernels, LayerInputs, Table, as_bytes
+from backfill.kernels.base import Kernels, LayerInputs, as_bytes
+from backfill.kernels.linears import Table
 from backfill.kernels.slots import SlotRange, check_packed
 
 _LEAST_MAGNITUDE = 1e-30  # of a row that is not zero: 127 / magnitude stays finite

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from backfill.kernels.base import AttentionMetadata, Kernels, Linear, Table
+from backfill.kernels.base import AttentionMetadata, Kernels
+from backfill.kernels.linears import Linear, Table
 from backfill.models.config import ModelConfig
 from backfill.models.movable import MovableWeights
 from backfill.models.shard import ModelShard

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backfill.kernels.base import AttentionMetadata, Linear
+from backfill.kernels.base import AttentionMetadata
+from backfill.kernels.linears import Linear
 from backfill.models.config import ModelConfig
 from backfill.models.decoder import DecoderModel, HiddenState
 from backfill.models.frequencies import inverse_frequencies

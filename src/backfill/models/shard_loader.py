@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backfill.kernels.base import ConcatenatedLinear, Kernels, Linear, Table
+from backfill.kernels.base import Kernels
+from backfill.kernels.linears import ConcatenatedLinear, Linear, Table
 from backfill.kernels.quantized import QuantizedWeight
 from backfill.models.shard import ShardSizes, Span
 from backfill.models.weights import Checkpoint, Part

@@ -25,7 +25,8 @@ from backfill.jobs.manager import JobManager
 from backfill.protocol.parsing import parse_body
 from backfill.protocol.shapes import Json
 from backfill.router.config import RouterConfig, engine_url
-from backfill.router.engines import Engine, Engines
+from backfill.router.engine import Engine
+from backfill.router.engines import Engines
 from backfill.router.looks import EngineRefused
 from backfill.router.metrics import RouterMetrics
 from backfill.router.proxy import NO_ENGINES, Proxy

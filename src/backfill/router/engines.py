@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from urllib.parse import quote, urlsplit
 
@@ -17,10 +16,10 @@ from backfill.engine.tasks import TaskWatch
 from backfill.http.errors import LOST_HEADER
 from backfill.protocol.replica_state import ReplicaState
 from backfill.router.config import RouterConfig, engine_url
-from backfill.router.health import MAX_FAILED_LOOKS, Health, RetryBudget
-from backfill.router.looks import EngineLost, EngineRefused, ask, reason_of
+from backfill.router.engine import Engine
+from backfill.router.health import MAX_FAILED_LOOKS, RetryBudget
+from backfill.router.looks import EngineLost, EngineRefused, ask
 from backfill.router.policy import ReplicaSet, create_policy
-from backfill.router.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -30,78 +29,6 @@ _CONNECT_S = 5.0
 _KEEP_ALIVE_S = 3.0
 _RETRY_S = 0.25
 _GOLDEN_RATIO = 0.618034  # its multiples spread evenly, however many there are
-
-
-@dataclass(slots=True, eq=False)
-class Engine:
-    """A server as the router knows it.
-
-    Attributes:
-        state: as last seen.
-        phase: of the looks at it, as a part of the interval between two.
-        replica: what the policy knows of it; None until it is up, and again once it is lost.
-        is_leaving: it gets no more requests, and is forgotten once those that it has have ended.
-        attempts: requests that it has, see ``attempt``, in their order.
-        serves_others: as last seen, it had requests that this router did not send.
-    """
-
-    url: str
-    state: ReplicaState
-    phase: float = 0.0
-    replica: Replica | None = None
-    is_leaving: bool = False
-    poll_now: asyncio.Event = field(default_factory=asyncio.Event)
-    watcher: asyncio.Task[None] | None = None
-    attempts: dict[_Attempt, None] = field(default_factory=dict)
-    health: Health = field(default_factory=Health)
-    serves_others: bool = False
-
-    @property
-    def is_up(self) -> bool:
-        """It accepts requests."""
-        return self.replica is not None and self.replica.is_open
-
-    @property
-    def num_in_flight(self) -> int:
-        """Requests and lines of this router."""
-        return len(self.attempts)
-
-    def note_load(self, num_choices: int) -> None:
-        """So many are in the engine. More than this router sent are of other routers and clients."""
-        self.serves_others = num_choices > self.num_in_flight
-        if self.serves_others:
-            for attempt in self.attempts:
-                attempt.had_others = True
-
-    @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Send a request to the engine in the block. Raises: EngineLost as soon as the engine is lost."""
-        task = asyncio.current_task()
-        assert task is not None
-        attempt = _Attempt(task, had_others=bool(self.attempts) or self.serves_others)
-        if len(self.attempts) == 1:  # that one was alone until now
-            for other in self.attempts:
-                other.had_others = True
-        self.attempts[attempt] = None
-        try:
-            yield
-        except asyncio.CancelledError:
-            if attempt.is_lost and task.uncancel() == 0:
-                raise EngineLost("it does not answer", had_others=attempt.had_others) from None
-            raise
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise EngineLost(reason_of(error), was_reached=False) from error
-        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise EngineLost(reason_of(error), had_others=attempt.had_others) from error
-        finally:
-            del self.attempts[attempt]
-
-
-@dataclass(slots=True, eq=False)
-class _Attempt:
-    task: asyncio.Task[object]
-    had_others: bool
-    is_lost: bool = False
 
 
 class Engines:

@@ -22,7 +22,8 @@ from backfill.http.limits import OwnerLimiter, OwnerSlot
 from backfill.http.middleware import OWNER_HEADER
 from backfill.http.streaming import sse_event, while_connected
 from backfill.protocol.responses import error_body
-from backfill.router.engines import Engine, Engines
+from backfill.router.engine import Engine
+from backfill.router.engines import Engines
 from backfill.router.looks import EngineLost
 from backfill.router.metrics import RouterMetrics
 from backfill.router.policy import RoutedRequest
