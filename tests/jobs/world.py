@@ -17,7 +17,6 @@ import contextlib
 import errno
 import functools
 import json
-import logging
 import math
 import os
 import random
@@ -34,7 +33,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import aiohttp
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.exc import OperationalError
 
@@ -52,8 +50,9 @@ from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
 from backfill.router.line_reader import RoutedReader
 from tests.jobs.doubles import ready, submit
-from tests.jobs.virtual_engines import TIMEOUT_S, RoutedEngines, VirtualEngine, VirtualSession
+from tests.jobs.routed_engines import TIMEOUT_S, RoutedEngines
 from tests.jobs.virtual_processes import CALL_S, Process, Scheduler, VirtualPool
+from tests.router.virtual_fleet import EngineWorld, VirtualEngine
 from tests.seeds import run_seeds
 
 _EPOCH_S = 1_700_000_000.0
@@ -178,12 +177,10 @@ class SimulatedEngine:
         if not self.is_up:
             raise EngineDead("The engine is not running.")
         world.note_run(self._server, line)
-        world.runs[line.custom_id] += 1
-        run = world.runs[line.custom_id]
         end = self._in_flight[line.custom_id] = loop.create_future()
-        seconds = world.line_s()
-        if line.custom_id in world.fatal:
-            timer = loop.call_later(seconds, self.die, world.plan.lease_s / 4)
+        seconds = world.source.uniform(*world.run_s)
+        if line.custom_id in world.poison:
+            timer = loop.call_later(seconds, self.die, world.longest_away_s)
         else:
             timer = loop.call_later(seconds, lambda: end.done() or end.set_result(None))
         try:
@@ -191,7 +188,7 @@ class SimulatedEngine:
         finally:
             timer.cancel()
             del self._in_flight[line.custom_id]
-        return completed(line, {"usage": {"prompt_tokens": 2, "completion_tokens": 1}, "run": run})
+        return completed(line, json.loads(world.answer_of(line.custom_id)))
 
 
 class Server:
@@ -338,14 +335,17 @@ class Server:
 
 
 @dataclass(slots=True)
-class World:
+class World(EngineWorld):
     """Runs a seed. ``violations`` are what did not hold."""
+
+    loads_s = 0.2
+    run_s = _LINE_S / 2, _LINE_S
 
     seed: int
     folder: Path
     violations: list[str] = field(default_factory=list)
     runs: Counter[str] = field(default_factory=Counter)
-    fatal: set[str] = field(default_factory=set)
+    poison: set[str] = field(default_factory=set)
     lost_alone: Counter[str] = field(default_factory=Counter)  # lines, with their engines
     durable: dict[str, Any] = field(default_factory=dict)
     created: dict[str, tuple[str, int, str]] = field(default_factory=dict)  # by id: owner, lines, label
@@ -368,7 +368,7 @@ class World:
         self.scheduler.note(str(self.plan))
         for number in range(self.plan.num_engines):
             url = f"http://engine-{number}"
-            self.engines[url] = VirtualEngine(self, url)
+            self.engines[url] = VirtualEngine(self, url, self.plan.capacity)
 
     @property
     def database(self) -> Path:
@@ -380,15 +380,17 @@ class World:
         return self.folder / ("shared" if self.plan.is_shared else "s0") / "files"
 
     @property
-    def source(self) -> random.Random:
-        return self.scheduler.random
+    def longest_away_s(self) -> float:
+        return self.plan.lease_s / 4
 
     def occurs(self, fault: str, probability: float) -> bool:
         return self.is_chaotic and fault in self.plan.faults and self.source.random() < probability
 
-    def line_s(self) -> float:
-        """That a line takes in an engine."""
-        return self.source.uniform(_LINE_S / 2, _LINE_S)
+    def answer_of(self, name: str) -> bytes:
+        """Each says which of the line's runs it is of."""
+        self.runs[name] += 1
+        usage = {"prompt_tokens": 2, "completion_tokens": 1}
+        return json.dumps({"usage": usage, "run": self.runs[name]}).encode()
 
     def database_time_s(self) -> float:
         return _EPOCH_S + self.scheduler.clock.now_s() + self.jumped_s
@@ -427,7 +429,7 @@ class World:
         if "short windows" in self.plan.faults and self.source.random() < 0.5:
             window_s = self.source.randint(1, 5)
         if "fatal lines" in self.plan.faults:
-            self.fatal.add(f"{label}-{self.source.randrange(num_lines)}")
+            self.poison.add(f"{label}-{self.source.randrange(num_lines)}")
         server.process.spawn(self._submit_to(server, owner, num_lines, label, window_s))
         self.scheduler.after(_CLIENT_S, partial(self._submit_again, owner, num_lines, label))
 
@@ -466,7 +468,7 @@ class World:
             "clock jumps": self._jump,
             "full disks": self._fill_disk,
             "dead engines": lambda: self._any_server().engine.die(source.uniform(0, 2 * plan.lease_s)),
-            "silent engines": lambda: source.choice(list(self.engines.values())).hang(
+            "silent engines": lambda: source.choice(list(self.engines.values())).block(
                 source.uniform(0, 4 * TIMEOUT_S)
             ),
             "kills": lambda: self._any_server().kill(self._away_s()),
@@ -586,7 +588,7 @@ class World:
     def _bound_s(self) -> float:
         """Of what is left, if the servers that were away return and whoever waits to retry does so."""
         num_lines = sum(num_lines for _, num_lines in self.plan.num_lines)
-        num_losses = 4 * len(self.fatal)
+        num_losses = 4 * len(self.poison)
         return 3 * self.plan.lease_s + 30.0 + 2 * _LINE_S * num_lines + num_losses * self.plan.lease_s
 
     def _late_s(self) -> float:
@@ -651,7 +653,7 @@ class World:
             expect(self.durable.get(name, run) == run, f"{name} has another result than the one recorded")
             code = (line["error"] or {}).get("code")
             may_be = {"batch_cancelled", "batch_expired"} if status in ("cancelled", "expired") else set()
-            if name in self.fatal or self.lost_alone[name] >= _LOSSES_OF_THE_GUILTY:
+            if name in self.poison or self.lost_alone[name] >= _LOSSES_OF_THE_GUILTY:
                 may_be = may_be | {"engine_error"}
             expect(code is None or code in may_be, f"{name} has {code}")
         names = {f"{label}-{number}" for number in range(num_lines)}
@@ -687,26 +689,15 @@ class World:
         ids = random.Random(self.seed)
         self.database.parent.mkdir(exist_ok=True)
         shutil.copy(str(_empty_database().url.database), self.database)
-        unexpected = _Unexpected(self)
-        logger = logging.getLogger("backfill")
-        logger.addHandler(unexpected)
-        level, logger.propagate = logger.level, False
-        logger.setLevel(logging.INFO)
-        try:
-            with (
-                mock.patch("uuid.uuid4", side_effect=lambda: uuid.UUID(int=ids.getrandbits(128), version=4)),
-                mock.patch("os.fsync"),
-                mock.patch.object(aiohttp, "ClientSession", partial(VirtualSession, self)),
-                mock.patch.object(aiohttp, "TCPConnector"),
-                mock.patch.object(storage, "open_database", self._open_database),
-                mock.patch.object(database_results, "write_all", self._write_all),
-                mock.patch.object(results, "write_all", self._write_all),
-            ):
-                yield
-        finally:
-            logger.removeHandler(unexpected)
-            logger.setLevel(level)
-            logger.propagate = True
+        with (
+            self.connected(),
+            mock.patch("uuid.uuid4", side_effect=lambda: uuid.UUID(int=ids.getrandbits(128), version=4)),
+            mock.patch("os.fsync"),
+            mock.patch.object(storage, "open_database", self._open_database),
+            mock.patch.object(database_results, "write_all", self._write_all),
+            mock.patch.object(results, "write_all", self._write_all),
+        ):
+            yield
 
     def _open_database(self, url: str | None, data_dir: Path) -> Engine:
         engine = open_database(url, data_dir)
@@ -735,19 +726,6 @@ class World:
             process.bury()
         for server in self.servers:
             server.manager._lock.release()
-
-
-class _Unexpected(logging.Handler):
-    """Errors that the product logs with a traceback are faults of its own."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self._world = world
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._world.scheduler.note(f"  {record.name.rpartition('.')[2]}: {record.getMessage()}")
-        if record.exc_info:
-            self._world.violations.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
 
 
 def _line(custom_id: str) -> bytes:

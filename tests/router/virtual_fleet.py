@@ -1,6 +1,6 @@
-"""Engines of a simulated fleet, and the network between them and the router: in place of aiohttp's session.
+"""Engines of a simulated world, and the network between them and routers: in place of aiohttp's session.
 
-Engines are machines of their own: what they do takes place while the router is paused, too.
+Engines are machines of their own: what they do takes place while a router is paused, too.
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import logging
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import Any
+from unittest import mock
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -22,15 +25,11 @@ import msgspec
 
 from backfill.http.errors import LOST_HEADER
 from backfill.protocol.replica_state import ReplicaState
-from tests.jobs.virtual_processes import CALL_S
-
-if TYPE_CHECKING:
-    from tests.router.world import World
+from tests.jobs.virtual_processes import CALL_S, Scheduler
 
 CONNECT_S = 5.0  # as the router's: after which it gives a connection up
 DONE = b"data: [DONE]\n\n"
 BROKEN = b'data: {"error": {"message": "of the engine"}}\n\n'
-_LONGEST_RUN_S = 0.6
 _ANSWER_BYTES = 9 << 20  # announced by answers that are passed on as they come
 
 
@@ -40,10 +39,90 @@ class Head:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-def answer_of(name: str) -> bytes:
-    """Of a request that is no stream."""
-    usage = {"prompt_tokens": 2, "completion_tokens": 1}
-    return json.dumps({"choices": [{"text": name}], "usage": usage}).encode()
+class EngineWorld:
+    """What engines ask of their world, and tell it.
+
+    Attributes:
+        loads_s: at most so long an engine loads.
+        run_s: that a request takes, from and to.
+    """
+
+    loads_s = 2.0
+    run_s = 0.05, 0.6
+    engines: dict[str, VirtualEngine]  # by URL
+    poison: set[str]  # requests that end the engine
+    scheduler: Scheduler
+    violations: list[str]  # what did not hold
+
+    @property
+    def source(self) -> Random:
+        return self.scheduler.random
+
+    @property
+    def noticed_s(self) -> float:
+        """Within this a router has looked at an engine that answers."""
+        return 0.0
+
+    @property
+    def longest_away_s(self) -> float:
+        """Of an engine that a request has ended."""
+        return 3.0
+
+    def occurs(self, fault: str, probability: float) -> bool:
+        raise NotImplementedError
+
+    def answer_of(self, name: str) -> bytes:
+        """Of a request that is no stream."""
+        usage = {"prompt_tokens": 2, "completion_tokens": 1}
+        return json.dumps({"choices": [{"text": name}], "usage": usage}).encode()
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Sessions of aiohttp are this world's, and what the product logs is in its trace."""
+        handler, logger = _WorldHandler(self), logging.getLogger("backfill")
+        logger.addHandler(handler)
+        level, logger.propagate = logger.level, False
+        logger.setLevel(logging.INFO)
+        try:
+            with (
+                mock.patch.object(aiohttp, "ClientSession", partial(VirtualSession, self)),
+                mock.patch.object(aiohttp, "TCPConnector"),
+            ):
+                yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = True
+
+    def on_record(self, record: logging.LogRecord) -> None:
+        """Errors that the product logs with a traceback are faults of its own."""
+        self.scheduler.note(f"  {record.name.rpartition('.')[2]}: {record.getMessage()}")
+        if record.exc_info:
+            self.violations.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
+
+    def note_lost(self, names: Collection[str]) -> None:
+        """An engine has lost these requests at once."""
+
+    def note_kill(self, name: str) -> None:
+        """A request has ended an engine."""
+
+    def note_sent(self, exchange: Exchange) -> None:
+        """A router sends it."""
+
+    def note_loss(self, exchange: Exchange) -> None:
+        """A router learns that it was lost."""
+
+    def note_cancelled(self, exchange: Exchange) -> None:
+        """A router has given it up."""
+
+
+class _WorldHandler(logging.Handler):
+    def __init__(self, world: EngineWorld) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._world.on_record(record)
 
 
 def events_of(name: str) -> list[bytes]:
@@ -58,6 +137,7 @@ class Exchange:
         self.engine = engine
         self.fields: dict[str, Any] = {} if body is None else json.loads(body)
         self.name: str = self.fields.get("prompt", "")
+        self.is_offline = self.fields.get("service_tier") == "flex"
         self.has_begun = False  # the engine has sent its first byte
         self.is_computed = False  # and needs only to be sent
         self.is_closed = False  # the router has all of it, or has left
@@ -115,7 +195,7 @@ class Answer:
 class VirtualSession:
     """In place of ``aiohttp.ClientSession``."""
 
-    def __init__(self, world: World, **_: object) -> None:
+    def __init__(self, world: EngineWorld, **_: object) -> None:
         self._world = world
 
     def get(self, url: str, **_: object) -> Any:
@@ -164,9 +244,10 @@ class VirtualEngine:
         is_rock: nothing was ever wrong with it.
     """
 
-    def __init__(self, world: World, url: str) -> None:
+    def __init__(self, world: EngineWorld, url: str, capacity: int) -> None:
         self.world = world
         self.url = url
+        self._capacity = capacity
         self.instance = 0
         self.started_at_s = -math.inf
         self.is_up = self.is_ready = True
@@ -206,8 +287,13 @@ class VirtualEngine:
         self.note_change()
         self.world.scheduler.after(seconds, self._unblock)
 
+    def wake(self) -> None:
+        """Whatever blocks it ends now."""
+        self._num_blocks = 0
+        self._unblock()
+
     def _unblock(self) -> None:
-        self._num_blocks -= 1
+        self._num_blocks = max(0, self._num_blocks - 1)
         if self._num_blocks:
             return
         self._is_cut = False
@@ -223,6 +309,7 @@ class VirtualEngine:
         self.is_up = self.is_ready = False
         self.note_change()
         exchanges, self._in_flight = self._in_flight, {}
+        self._note_lost(exchanges)
         for exchange in exchanges:
             self._send(exchange, aiohttp.ServerDisconnectedError())
         self.world.scheduler.after(away_s, self._start)
@@ -231,7 +318,9 @@ class VirtualEngine:
         self.is_up = True
         self.instance += 1
         self.started_at_s = self.world.scheduler.clock.now_s()
-        self.world.scheduler.after(self.world.source.uniform(0, 2), partial(self._load, self.instance))
+        self.world.scheduler.after(
+            self.world.source.uniform(0, self.world.loads_s), partial(self._load, self.instance)
+        )
 
     def crash(self, away_s: float) -> None:
         """The engine within it, which is started again after ``away_s``."""
@@ -243,12 +332,16 @@ class VirtualEngine:
         computed = {exchange: None for exchange in self._in_flight if exchange.is_computed}
         lost = [exchange for exchange in self._in_flight if not exchange.is_computed]
         self._in_flight = computed
+        self._note_lost(lost)
         for exchange in lost:
             if exchange.has_begun:
                 self._send(exchange, BROKEN + DONE, None)
             else:
                 self._refuse(exchange, 503, **{LOST_HEADER: str(len(lost) - 1)})
         self.world.scheduler.after(away_s, partial(self._load, self.instance))
+
+    def _note_lost(self, exchanges: Iterable[Exchange]) -> None:
+        self.world.note_lost([exchange.name for exchange in exchanges])
 
     def _load(self, instance: int) -> None:
         if self.is_up and instance == self.instance:
@@ -279,14 +372,16 @@ class VirtualEngine:
     def _receive(self, exchange: Exchange) -> None:
         world = self.world
         if not exchange.name:
+            num_offline = sum(each.is_offline for each in self._in_flight)
             state = ReplicaState(
                 instance=str(self.instance),
                 phase="ready" if self.is_ready else "starting",
                 models=("m",),
                 digest="d",
-                max_num_seqs=world.plan.capacity,
+                max_num_seqs=self._capacity,
                 kv_tokens=100_000,
-                num_online=len(self._in_flight),
+                num_online=len(self._in_flight) - num_offline,
+                num_offline=num_offline,
             )
             self._send(exchange, Head(self.look_status), msgspec.json.encode(state), None)
             return
@@ -298,7 +393,7 @@ class VirtualEngine:
             self._refuse(exchange, 429)
         else:
             self._in_flight[exchange] = None
-            world.scheduler.after(world.source.uniform(0.05, _LONGEST_RUN_S), partial(self._run, exchange))
+            world.scheduler.after(world.source.uniform(*world.run_s), partial(self._run, exchange))
 
     def _refuse(self, exchange: Exchange, status: int, **headers: str) -> None:
         self._send(exchange, Head(status, headers), b'{"error": {"message": "no"}}', None)
@@ -309,9 +404,10 @@ class VirtualEngine:
         source = self.world.source
         if exchange.name in self.world.poison:
             self.world.note_kill(exchange.name)
-            source.choice([self.die, self.crash])(source.uniform(0, 3))
+            source.choice([self.die, self.crash])(source.uniform(0, self.world.longest_away_s))
         elif self.is_failing or (not self.is_rock and self.world.occurs("lost answers", 0.03)):
             del self._in_flight[exchange]
+            self._note_lost([exchange])
             if source.random() < 0.5:
                 self._refuse(exchange, 503, **{LOST_HEADER: "0"})
             else:
@@ -319,7 +415,7 @@ class VirtualEngine:
         elif exchange.fields.get("stream"):
             self._stream(exchange)
         else:
-            body = answer_of(exchange.name)
+            body = self.world.answer_of(exchange.name)
             is_large = source.random() < 0.2
             headers = {"content-length": str(_ANSWER_BYTES if is_large else len(body))}
             exchange.has_begun = exchange.is_computed = True

@@ -22,8 +22,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import aiohttp
-
 from backfill.core.errors import StepFailed
 from backfill.engine.tasks import TaskWatch
 from backfill.http.bodies import BodyBudget
@@ -44,10 +42,9 @@ from tests.router.virtual_fleet import (
     BROKEN,
     CONNECT_S,
     DONE,
+    EngineWorld,
     Exchange,
     VirtualEngine,
-    VirtualSession,
-    answer_of,
     events_of,
 )
 from tests.seeds import run_seeds
@@ -143,7 +140,7 @@ class Client:
 
 
 @dataclass(slots=True)
-class World:
+class World(EngineWorld):
     """Runs a seed. ``violations`` are what did not hold."""
 
     seed: int
@@ -176,11 +173,7 @@ class World:
         self.scheduler.note(str(self.plan))
         for number in range(self.plan.num_engines):
             url = f"http://engine-{number}"
-            self.engines[url] = VirtualEngine(self, url)
-
-    @property
-    def source(self) -> random.Random:
-        return self.scheduler.random
+            self.engines[url] = VirtualEngine(self, url, self.plan.capacity)
 
     @property
     def now_s(self) -> float:
@@ -188,7 +181,6 @@ class World:
 
     @property
     def noticed_s(self) -> float:
-        """Within this the router has looked at an engine that answers."""
         return 2 * self.plan.poll_s + self.plan.timeout_s / 3 + 0.5
 
     @property
@@ -529,7 +521,7 @@ class World:
     def _check_content(self, client: Client) -> None:
         name, content = client.name, client.content
         if not client.streams:
-            if content != answer_of(name):
+            if content != self.answer_of(name):
                 self.violations.append(f"{name} got {content!r}")
             return
         data = b"".join(events_of(name)) + DONE
@@ -602,7 +594,7 @@ class World:
             error = line.exception()
             if error is None:
                 response = line.result().response
-                if response is None or response["body"] != json.loads(answer_of(name)):
+                if response is None or response["body"] != json.loads(self.answer_of(name)):
                     self.violations.append(f"{name} has the result {line.result()}")
             elif not isinstance(error, StepFailed) or self.losses[name] < MAX_LOSSES:
                 self.violations.append(f"{name} failed after {self.losses[name]} losses: {error!r}")
@@ -611,53 +603,30 @@ class World:
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        unexpected = _Unexpected(self)
-        logger = logging.getLogger("backfill")
-        logger.addHandler(unexpected)
-        level, logger.propagate = logger.level, False
-        logger.setLevel(logging.INFO)
-        try:
-            with (
-                mock.patch.object(aiohttp, "ClientSession", partial(VirtualSession, self)),
-                mock.patch.object(aiohttp, "TCPConnector"),
-                mock.patch.multiple(
-                    health,
-                    _EJECTION_S=_EJECTION_S,
-                    _LONGEST_EJECTION_S=_LONGEST_EJECTION_S,
-                    _RETRIES_PER_S=_RETRIES_PER_S,
-                ),
-                mock.patch.multiple(line_runner, _FAULT_S=_FAULT_S, _LONGEST_FAULT_S=_LONGEST_FAULT_S),
-            ):
-                yield
-        finally:
-            logger.removeHandler(unexpected)
-            logger.setLevel(level)
-            logger.propagate = True
+        with (
+            self.connected(),
+            mock.patch.multiple(
+                health,
+                _EJECTION_S=_EJECTION_S,
+                _LONGEST_EJECTION_S=_LONGEST_EJECTION_S,
+                _RETRIES_PER_S=_RETRIES_PER_S,
+            ),
+            mock.patch.multiple(line_runner, _FAULT_S=_FAULT_S, _LONGEST_FAULT_S=_LONGEST_FAULT_S),
+        ):
+            yield
 
-
-class _Unexpected(logging.Handler):
-    """Errors that the product logs with a traceback are faults of its own."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self._world = world
-
-    def emit(self, record: logging.LogRecord) -> None:
-        world = self._world
-        world.scheduler.note(f"  {record.name.rpartition('.')[2]}: {record.getMessage()}")
-        if record.exc_info:
-            world.violations.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
+    def on_record(self, record: logging.LogRecord) -> None:
+        EngineWorld.on_record(self, record)
         if "is ejected" in record.getMessage():
             self._check_ejection(record.args[0])  # type: ignore[index, arg-type]
 
     def _check_ejection(self, url: str) -> None:
-        world = self._world
-        ejected = [each for each in world.router.all if each.health.is_ejected(world.now_s)]
-        num_others = sum(each.is_up for each in world.router.all if each not in ejected)
+        ejected = [each for each in self.router.all if each.health.is_ejected(self.now_s)]
+        num_others = sum(each.is_up for each in self.router.all if each not in ejected)
         if len(ejected) > num_others:
-            world.violations.append(f"{len(ejected)} engines are ejected, and {num_others} are up")
-        if world.engines[url].is_rock:
-            world.violations.append(f"{url} is ejected, and was always well")
+            self.violations.append(f"{len(ejected)} engines are ejected, and {num_others} are up")
+        if self.engines[url].is_rock:
+            self.violations.append(f"{url} is ejected, and was always well")
 
 
 def run_seed(seed: int) -> World:
