@@ -9,15 +9,11 @@ Usage: llama_batch.py MODEL.gguf [--threads 2] [--num-prompts 64] [--input-len 2
 
 from __future__ import annotations
 
-import argparse
-import json
-import random
-import statistics
-import time
 from collections.abc import Sequence
 
 import llama_cpp as llama
 import numpy as np
+from peer_work import measure, parser_of
 
 MOST_TOKENS = 2048  # of one call
 
@@ -68,42 +64,18 @@ class Context:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
+    parser = parser_of(__doc__)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--num-prompts", type=int, default=64)
-    parser.add_argument("--input-len", type=int, default=256)
-    parser.add_argument("--output-len", type=int, default=128)
-    parser.add_argument("--stream-len", type=int, default=256)
-    parser.add_argument("--first-token-samples", type=int, default=5)
     args = parser.parse_args()
-    batch_length = args.input_len + args.output_len
-    batched = Context(args.model, args.num_prompts, batch_length, args.threads)
+    batched = Context(args.model, args.num_prompts, args.input_len + args.output_len, args.threads)
     alone = Context(args.model, 1, args.input_len + args.stream_len, args.threads)
-    chooser = random.Random(0)
 
-    def seconds(context: Context, num_prompts: int, output_len: int) -> float:
-        prompts = [
-            [chooser.randrange(1000, context.vocab_size) for _ in range(args.input_len)]
-            for _ in range(num_prompts)
-        ]
+    def generate(prompts: Sequence[Sequence[int]], output_len: int) -> None:
+        context = batched if len(prompts) > 1 else alone
         context.clear()
-        started_at_s = time.perf_counter()
         context.generate(prompts, output_len)
-        return time.perf_counter() - started_at_s
 
-    seconds(batched, 2, 8)
-    batch_s = seconds(batched, args.num_prompts, args.output_len)
-    seconds(alone, 1, 8)
-    stream_s = seconds(alone, 1, args.stream_len)
-    first_s = [seconds(alone, 1, 1) for _ in range(args.first_token_samples)]
-    figures = {
-        "batch_tok_s": args.num_prompts * batch_length / batch_s,
-        "stream_tok_s": args.stream_len / stream_s,
-        "first_token_s": statistics.median(first_s),
-        "first_token_samples_s": first_s,
-    }
-    print(json.dumps({"engine": "llama.cpp", **figures}))
+    measure("llama.cpp", args, alone.vocab_size, generate)
 
 
 if __name__ == "__main__":
