@@ -16,9 +16,8 @@ from backfill.core.sampling import SamplingParams
 from backfill.costs.behaviour import DeviceBehaviour, StepNoise
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.simulation.fleet import FleetResult
-from backfill.simulation.fleet_executor import SplitExecutor
 from backfill.simulation.fleet_figures import ONE_ENGINE, Comparison, figures_of
-from backfill.simulation.fleet_replica import FleetClock
+from backfill.simulation.fleet_replica import FleetClock, ReplicaDevice
 from backfill.simulation.fleet_study import FleetStudy
 from backfill.simulation.fleet_traffic import answer_token
 from backfill.simulation.study import run_study
@@ -85,7 +84,7 @@ def test_a_split_step_stops_as_one_that_runs_at_once(at_s: float, suspends: bool
     whole.events = StopAt(whole, at_s)
     expected = whole.run(step_of_two(suspends=suspends))
 
-    split = SplitExecutor(info, device, clock, seed=3)
+    split = ReplicaDevice(info, device, clock, seed=3)
     split.submit(step_of_two(suspends=suspends))
     clock.move_to(at_s)
     split.request_stop(7)

@@ -198,7 +198,7 @@ class SimulatedExecutor:
             events.deliver()
             if self._step_to_stop == plan.step:
                 passed = self._computed_s(began_s, self._clock.now_s()) / (layer_s * points.layers_apart)
-                stop_at = first + math.ceil(passed) * points.layers_apart
+                stop_at = first + max(1, math.ceil(passed)) * points.layers_apart
                 if first < stop_at < last:
                     stops_at_s = self._computed_at_s(began_s, (stop_at - first) * layer_s)
                     self._wait(stops_at_s - self._clock.now_s())

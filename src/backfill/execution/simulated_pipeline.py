@@ -67,7 +67,7 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
     those beside them, and in ``wait``.
 
     Args:
-        info: has ``stage_layers``, and nothing is offloaded.
+        info: nothing is offloaded.
         seed: of the device's noise.
     """
 
@@ -76,12 +76,13 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
     def __init__(
         self, info: ExecutorInfo, device: DeviceBehaviour, clock: VirtualClock, *, seed: int = 0
     ) -> None:
-        assert sum(info.stage_layers) == info.num_layers, "the stages do not have the model's layers"
+        stage_layers = info.stage_layers or (info.num_layers,)
+        assert sum(stage_layers) == info.num_layers, "the stages do not have the model's layers"
         assert info.offload_interval is None, "stages have all their weights"
         SimulatedExecutor.__init__(self, info, device, clock, seed=seed)
-        self._stages = tuple(starmap(range, pairwise(accumulate(info.stage_layers, initial=0))))
+        self._stages = tuple(starmap(range, pairwise(accumulate(stage_layers, initial=0))))
         self._steps: deque[_Step] = deque()
-        self._left_at_s = [0.0] * len(info.stage_layers)  # by the last step that was collected
+        self._left_at_s = [0.0] * len(stage_layers)  # by the last step that was collected
 
     def run(self, plan: StepPlan) -> StepOutcome:
         return PipelinedExecutor.run(self, plan)

@@ -7,16 +7,20 @@ from dataclasses import dataclass
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
-from backfill.core.request import PriorityLevel, Request, ServiceClass
+from backfill.core.plan import SampledToken, ScheduledSlice, StepPlan
+from backfill.core.request import PriorityLevel, Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.hardware import HardwareProfile
 from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
+from backfill.execution.executor import ExecutorInfo
+from backfill.execution.simulated_pipeline import SimulatedPipeline
 from backfill.protocol.replica_state import ReplicaState
 from backfill.simulation.device import executor_info
-from backfill.simulation.fleet_executor import SplitExecutor
+from backfill.simulation.fleet_traffic import NUM_NAMING, answer_token
+from backfill.simulation.replay import FILLER
 
 _STEP_WEIGHT = 0.1  # of a new step in the mean that is reported
 
@@ -45,6 +49,49 @@ class ReplicaSpec:
     slo: SLO
 
 
+class ReplicaDevice(SimulatedPipeline):
+    """A simulated device whose steps begin and end apart, so that many devices share one clock.
+
+    Between ``submit`` and ``collect`` the clock is moved by others, and ``request_stop`` may be called at any
+    instant of it. Sampled tokens are those of ``answer_token``, so that a later prompt can hold them.
+    """
+
+    def __init__(self, info: ExecutorInfo, device: DeviceBehaviour, clock: FleetClock, *, seed: int) -> None:
+        super().__init__(info, device, clock, seed=seed)
+        # Prompt tokens of the requests whose next output token says which request it is of.
+        self._naming: dict[RequestId, int] = {}
+
+    @property
+    def ends_at_s(self) -> float:
+        """When the step that has begun ends, as far as is known."""
+        return self._steps[0].left_at_s[-1] if self._steps else math.inf
+
+    def submit(self, plan: StepPlan) -> None:
+        for admitted in plan.admitted:
+            self._naming[admitted.request_id] = len(admitted.prompt_token_ids)
+        super().submit(plan)
+
+    def _release(self, plan: StepPlan) -> None:
+        super()._release(plan)
+        for request_id in plan.released:
+            self._naming.pop(request_id, None)
+
+    def _sample(self, slices: tuple[ScheduledSlice, ...]) -> tuple[SampledToken, ...]:
+        sampled, naming, new_tuple = [], self._naming, tuple.__new__
+        for request_id, start, num_tokens, _, samples, _ in slices:
+            if not samples:
+                continue
+            token_id, num_prompt_tokens = FILLER, naming.get(request_id)
+            if num_prompt_tokens is not None:
+                position = start + num_tokens - num_prompt_tokens
+                token_id = answer_token(int(request_id), position)
+                if position >= NUM_NAMING:
+                    del naming[request_id]
+            # As the class itself would make it, in half the time.
+            sampled.append(new_tuple(SampledToken, (request_id, token_id, None)))
+        return tuple(sampled)
+
+
 class SimulatedReplica:
     """One engine and its device.
 
@@ -57,7 +104,7 @@ class SimulatedReplica:
         info = executor_info(spec.hardware, 0)
         self.number = number
         self.name = f"{number:03}"
-        self.executor = SplitExecutor(info, spec.behaviour, clock, seed=seed)
+        self.executor = ReplicaDevice(info, spec.behaviour, clock, seed=seed)
         self.engine = Engine(spec.config, self.executor, clock, spec.profile)
         self.wakes_at_s = math.inf
         self.offline_done = self.num_steps = 0

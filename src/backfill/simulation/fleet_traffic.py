@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from backfill.core.errors import ConfigError
+from backfill.simulation.replay import FILLER, unique_prompt
 from backfill.simulation.workloads import drawn_conversations, within_context
 from backfill.workloads.lengths import LengthDistribution
 from backfill.workloads.traces import Trace, read_trace
@@ -17,9 +18,6 @@ from backfill.workloads.traces import Trace, read_trace
 VOCABULARY = 32_000
 NUM_NAMING = 2
 """The first tokens of a text that say which it is."""
-
-FILLER = 5
-"""Each of its other tokens."""
 
 _FIRST_ANSWER = 1 << 28
 _LEAST_OWN_TOKENS = 16  # of a prompt, after what it shares
@@ -204,6 +202,5 @@ def prompt_tokens(prompt: Sequence[Segment]) -> tuple[int, ...]:
     """The token ids of a prompt. Prompts share a prefix as far as their segments are the same."""
     token_ids: tuple[int, ...] = ()
     for number, length in prompt:
-        head = (number % VOCABULARY, number // VOCABULARY % VOCABULARY)[:length]
-        token_ids += head + (FILLER,) * (length - len(head))
+        token_ids += unique_prompt(number, length, VOCABULARY)
     return token_ids

@@ -22,7 +22,7 @@ from backfill.engine.messages import TokenOutput
 from backfill.scheduling.policies.create import PolicyFactory
 from backfill.simulation.device import create_simulated_executor, exact_behaviour, executor_info
 
-_FILLER_TOKEN = 5  # every model has this id
+FILLER = 5  # of prompts and outputs; every model has this id
 _QUEUE_DEPTH = 32
 BIN_S = 5.0
 
@@ -333,4 +333,4 @@ def unique_prompt(number: int, num_tokens: int, vocab_size: int) -> tuple[int, .
     block. Only a prompt of one token holds less: the last digit.
     """
     head = (number % vocab_size, number // vocab_size % vocab_size)
-    return (head + (_FILLER_TOKEN,) * (num_tokens - len(head)))[:num_tokens]
+    return (head + (FILLER,) * (num_tokens - len(head)))[:num_tokens]
