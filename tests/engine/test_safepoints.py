@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backfill.core.clock import VirtualClock, WallClock
+from backfill.core.clock import WallClock
 from backfill.core.config import GIB, EngineConfig, PreemptionMode, SchedulerConfig
 from backfill.core.plan import Resume, StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
@@ -25,10 +26,14 @@ from backfill.kvcache.content import Evictable
 from tests.builders import linear_cost, make_profile
 from tests.engine.interruptions import (
     OFFLINE_SHAPES,
+    ONLINE_SHAPES,
     SHARED,
     Interruptions,
+    all_requests,
     drain,
     requests,
+    run_disturbed,
+    stopping_engine,
     tokens_of,
     undisturbed,
 )
@@ -38,7 +43,6 @@ from tests.shared import examples
 NUM_LAYERS = 8
 NUM_BLOCKS = 36
 _BLOCK_BYTES = NUM_LAYERS * 2 * 2 * 8 * 8 * 4  # K and V of 2 heads of 8 float32, 8 tokens
-PROFILE = make_profile(linear_cost(token_s=0.002, step_s=0.02))
 
 
 @pytest.fixture(scope="module")
@@ -84,74 +88,22 @@ def model_of(executor: TorchExecutor) -> Interruptions:
     return model
 
 
-def make_engine(
-    executor: TorchExecutor,
-    preemption: PreemptionMode = "suspend",
-    *,
-    prefix_caching: bool = True,
-    **limits: int,
-) -> Engine:
-    config = SchedulerConfig(
-        prefix_caching=prefix_caching,
-        policy="slo",
-        preemption=preemption,
-        max_stop_s=1e-9,  # a safepoint before every layer
-        ttft_slo=0.5,
-        tpot_slo=0.3,
-        **limits,
-    )
+def make_engine(executor: TorchExecutor, **options: Any) -> Engine:
     executor._stage = Stage.whole(NUM_LAYERS)  # the engine of the test before counted its steps from 0 too
-    return Engine(config, executor, VirtualClock(), PROFILE)
+    return stopping_engine(executor, **options)
 
 
-ONLINE_SHAPES = [(13, 5), (4, 7), (9, 4)]
-
-
-def run_disturbed(
-    executor: TorchExecutor,
-    arrivals: dict[tuple[int, int], int],
-    preemption: PreemptionMode,
-    *,
-    prefix_caching: bool,
-    **limits: int,
-) -> tuple[Engine, list[Request]]:
-    """Online request ``number`` arrives in the step and before the layer that ``arrivals`` maps to it."""
-    engine = make_engine(executor, preemption, prefix_caching=prefix_caching, **limits)
-    offline, online = (
-        requests(ServiceClass.OFFLINE, OFFLINE_SHAPES),
-        requests(ServiceClass.ONLINE, ONLINE_SHAPES),
-    )
-    for request in offline:
-        engine.add(request)
-    arrived = set()
-
-    def before_layer(layer: int) -> None:
-        (running,) = engine._in_flight
-        number = arrivals.get((running.plan.step, layer))
-        if number is not None and number not in arrived:
-            arrived.add(number)
-            engine.arrive(online[number])
-
-    model_of(executor).before_layer = before_layer
-    for _ in range(60):
-        engine.step()
-        engine.scheduler.check_integrity()
-    model_of(executor).before_layer = lambda layer: None
-    for number, request in enumerate(online):
-        if number not in arrived:
-            engine.arrive(request)
-    drain(engine, executor)
-    hits = [request.num_cached_tokens for request in (*offline, *online)]
-    assert any(hits) == prefix_caching
-    return engine, [*offline, *online]
+def tokens_after(
+    engine: Engine, executor: TorchExecutor, arrivals: dict[tuple[int, int], int], *, prefix_caching: bool
+) -> dict[str, list[int]]:
+    done = run_disturbed(engine, executor, arrivals)
+    assert any(request.num_cached_tokens for request in done) == prefix_caching
+    return tokens_of(done)
 
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> dict[str, list[int]]:
-    return undisturbed(
-        create_executor(model_dir, num_micro_batches=1),
-        requests(ServiceClass.OFFLINE, OFFLINE_SHAPES) + requests(ServiceClass.ONLINE, ONLINE_SHAPES),
-    )
+    return undisturbed(create_executor(model_dir, num_micro_batches=1), all_requests())
 
 
 @pytest.mark.parametrize("prefix_caching", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -166,11 +118,11 @@ def test_an_arrival_at_any_point_of_a_step_changes_no_token(
 ) -> None:
     arrivals = {(step, layer): step - 1 for step in (1, 2, 3)}
     num_split_steps = model_of(executor).num_split_steps
-    engine, done = run_disturbed(executor, arrivals, preemption, prefix_caching=prefix_caching)
+    engine = make_engine(executor, preemption=preemption, prefix_caching=prefix_caching)
+    assert tokens_after(engine, executor, arrivals, prefix_caching=prefix_caching) == expected
     assert (model_of(executor).num_split_steps > num_split_steps) == (
         executor._streams.num_micro_batches == 2
     )
-    assert tokens_of(done) == expected
     assert engine.num_stopped_steps <= len(ONLINE_SHAPES)
     if preemption == "suspend" and layer < NUM_LAYERS // 2:
         assert engine.num_stopped_steps > 0
@@ -199,15 +151,14 @@ def test_any_interleaving_yields_the_undisturbed_tokens_and_leaks_nothing(
     prefix_caching: bool,
 ) -> None:
     arrivals = {place: number for number, place in enumerate(places)}
-    engine, done = run_disturbed(
+    engine = make_engine(
         executor,
-        arrivals,
-        preemption,
+        preemption=preemption,
         prefix_caching=prefix_caching,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=16,
     )
-    assert tokens_of(done) == expected
+    assert tokens_after(engine, executor, arrivals, prefix_caching=prefix_caching) == expected
     assert engine.num_stopped_steps <= len(ONLINE_SHAPES)
 
 

@@ -145,35 +145,19 @@ def scheduler_of(
 
 
 @st.composite
-def workloads(
-    draw: st.DrawFn, max_prompt_tokens: int, max_tokens: int, **fields: st.SearchStrategy[object]
-) -> Sequence[tuple[int, Request]]:
-    """(step at which it arrives, request) pairs.
-
-    Args:
-        max_tokens: of one request, prompt and output.
-        fields: more fields of the requests.
-    """
+def policy_workloads(draw: st.DrawFn) -> Sequence[tuple[int, Request]]:
+    """(step at which it arrives, request) pairs, each of which fits a pool of 12 blocks of 4 tokens."""
     arrivals = []
     for i in range(draw(st.integers(1, 10))):
-        prompt_tokens = draw(st.integers(1, max_prompt_tokens))
+        prompt_tokens = draw(st.integers(1, 36))
         request = make_request(
             prompt_tokens,
-            draw(st.integers(1, max_tokens - prompt_tokens)),
+            draw(st.integers(1, 48 - prompt_tokens)),
             request_id=f"r{i}",
             service_class=draw(st.sampled_from(ServiceClass)),
             arrived_at_s=float(draw(st.integers(0, 3))),
-            **{name: draw(values) for name, values in fields.items()},  # type: ignore[arg-type]
+            slo=draw(st.sampled_from((None, SLO(0.05, 0.01), SLO(0.001, 0.001)))),
+            complete_by_s=draw(st.sampled_from((None, 0.1, 3600.01))),
         )
         arrivals.append((draw(st.integers(0, 12)), request))
     return arrivals
-
-
-def policy_workloads() -> st.SearchStrategy[Sequence[tuple[int, Request]]]:
-    """Requests with and without objectives that each fit a pool of 12 blocks of 4 tokens."""
-    return workloads(
-        36,
-        48,
-        slo=st.sampled_from((None, SLO(0.05, 0.01), SLO(0.001, 0.001))),
-        complete_by_s=st.sampled_from((None, 0.1, 3600.01)),
-    )

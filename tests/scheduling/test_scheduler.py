@@ -1,16 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from backfill.core.request import FinishReason, Request, RequestId, RequestStatus, ServiceClass
 from backfill.scheduling.policies.baselines import PriorityPolicy
 from tests.builders import make_request
-from tests.scheduling.bench import Bench, sizes, workloads
-from tests.shared import examples
+from tests.scheduling.bench import Bench, sizes
 
 
 def make_bench(*requests: Request, **options: int) -> Bench:
@@ -128,42 +123,3 @@ def test_finishing_a_request_in_any_state_frees_it_once() -> None:
         scheduler.check_integrity()
     assert scheduler.kv.counts.referenced == 0
     assert bench.step().released == ("running",)
-
-
-@settings(max_examples=examples(80), deadline=None)
-@given(
-    workload=workloads(24, 32, priority=st.integers(-1, 1)),  # each fits a pool of 8 blocks of 4 tokens
-    max_num_seqs=st.integers(1, 5),
-    max_num_batched_tokens=st.integers(5, 40),
-    max_prefill_chunk_tokens=st.integers(1, 40),
-    aborted=st.dictionaries(st.integers(0, 9), st.integers(0, 20), max_size=3),
-)
-def test_any_workload_ends_with_every_token_computed_and_every_block_free(
-    workload: Sequence[tuple[int, Request]],
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_prefill_chunk_tokens: int,
-    aborted: dict[int, int],
-) -> None:
-    limits = {
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_prefill_chunk_tokens": max_prefill_chunk_tokens,
-    }
-    bench = make_bench(num_blocks=8, **limits)
-    scheduler = bench.scheduler
-    num_steps = 0
-    while num_steps <= 20 or scheduler.has_unfinished:
-        for number, at_step in aborted.items():
-            if at_step == num_steps:
-                scheduler.finish(RequestId(f"r{number}"), FinishReason.ABORT)
-        plan = bench.step(*(request for arrives_at, request in workload if arrives_at == num_steps))
-        assert plan.num_tokens <= max_num_batched_tokens
-        assert len(plan.slices) <= max_num_seqs
-        assert plan.slices or not scheduler.has_unfinished, "a step made no progress"
-        num_steps += 1
-        assert num_steps < 3000
-    assert scheduler.kv.counts.referenced == 0
-    for number, (_, request) in enumerate(workload):
-        reasons = {FinishReason.LENGTH, *([FinishReason.ABORT] if number in aborted else [])}
-        assert request.finish_reason in reasons

@@ -1,10 +1,15 @@
-"""Whole schedules with two tiers, against an executor that knows the contents of every slot."""
+"""Whole schedules with two tiers, against an executor that knows the contents of every slot.
+
+Chats of several turns, shared prefixes, two owners, aborts, failing steps, stopped steps and slow copies. All
+invariants are checked after every step.
+"""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
@@ -25,6 +30,7 @@ from backfill.core.plan import StepPlan
 from backfill.core.request import MAX_PAUSES, FinishReason, Request, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.engine.engine import Engine
+from backfill.execution.simulated_executor import hashed_token
 from backfill.kvcache.manager import KVCacheManager
 from backfill.offloading.residency import ResidencyPolicy
 from tests.builders import TwoTierExecutor, linear_cost, make_info, make_profile, make_request
@@ -49,6 +55,7 @@ class Setting:
     num_host_blocks: int = 12
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 32
+    max_prefill_chunk_tokens: int = 32
     can_stop: bool = False
     block_copy_s: float | None = None
     completes: float = 0.4
@@ -61,7 +68,7 @@ class Setting:
         return SchedulerConfig(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            max_prefill_chunk_tokens=self.max_num_batched_tokens,
+            max_prefill_chunk_tokens=min(self.max_num_batched_tokens, self.max_prefill_chunk_tokens),
             policy=self.policy,
             checkpointing=self.checkpointing,
             kv_restore=self.restore,
@@ -119,6 +126,8 @@ class Run:
     def step(self) -> StepPlan:
         before = len(self.executor.in_flight)
         plan = self.scheduler.plan_step(self.clock.now_s())
+        assert plan.num_tokens <= self.setting.max_num_batched_tokens
+        assert len(plan.slices) <= self.setting.max_num_seqs
         begun = self.scheduler.kv.num_copies_in_flight - before
         assert 0 <= begun <= max(0, self.scheduler.kv.max_copies - before)
         self.clock.advance(plan.predicted_s or 0.001)
@@ -162,9 +171,11 @@ def all_settings(draw: st.DrawFn) -> Setting:
         restore=draw(st.sampled_from(get_args(RestoreMode))),
         policy=policy,
         preemption=draw(st.sampled_from(get_args(PreemptionMode))),
+        num_blocks=draw(st.sampled_from((12, 12, 16, 24))),
         num_host_blocks=draw(st.sampled_from((0, 1, 3, 8, 20))),
         max_num_seqs=draw(st.integers(1, 5)),
         max_num_batched_tokens=draw(st.sampled_from((5, 12, 32))),
+        max_prefill_chunk_tokens=draw(st.sampled_from((1, 7, 32))),
         can_stop=policy in ("slo", "conserve") and draw(st.booleans()),
         block_copy_s=draw(st.sampled_from((None, 1.0, 0.02, 0.005))),
         completes=draw(st.sampled_from((0.05, 0.4, 1.0))),
@@ -179,18 +190,34 @@ def shared_prompt(num_tokens: int, num_shared: int, family: int) -> list[int]:
     return shared + [20 + (7 * i + num_tokens) % 90 for i in range(num_tokens - len(shared))]
 
 
+def next_turn(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[list[int], int, str]:
+    """The prompt of a chat that goes on, with answers that are known before they are sampled.
+
+    Returns: it, the step in which it comes, and its owner.
+    """
+    arrival = rng.choice(arrivals)
+    request, info = arrival.request, make_info()
+    positions = range(request.num_prompt_tokens, request.num_prompt_tokens + request.sampling.max_tokens)
+    answer = [hashed_token(request.request_id, position, info) for position in positions]
+    history = [*request.prompt_token_ids, *answer][: rng.randint(1, 35)]
+    return [*history, 150 + rng.randrange(40)], arrival.at_step + rng.randint(0, 60), request.owner
+
+
 def crowd(rng: random.Random) -> list[Arrival]:
     """Requests of both classes, in most cases more than the pool holds; each fits it alone."""
-    arrivals = []
+    arrivals: list[Arrival] = []
     for index in range(rng.randint(1, 16)):
-        prompt_tokens, at_step = rng.randint(1, 36), rng.randint(0, 40)
+        prompt = shared_prompt(rng.randint(1, 36), rng.choice((0, 0, 9, 24)), rng.randint(0, 1))
+        at_step, owner = rng.randint(0, 40), rng.choice(("", "", "", "other"))
+        if arrivals and rng.random() < 0.3:
+            prompt, at_step, owner = next_turn(rng, arrivals)
         request = make_request(
-            prompt_tokens,
-            rng.randint(1, 48 - prompt_tokens),
+            max_tokens=rng.randint(1, 48 - len(prompt)),
             request_id=f"r{index}",
-            prompt_token_ids=shared_prompt(prompt_tokens, rng.choice((0, 0, 9, 24)), rng.randint(0, 1)),
+            prompt_token_ids=prompt,
             service_class=rng.choice((ServiceClass.ONLINE, OFFLINE, OFFLINE)),
-            owner=rng.choice(("", "", "", "other")),
+            priority=rng.choice((0, 0, 0, -1, 1)),
+            owner=owner,
             arrived_at_s=rng.random(),
             slo=rng.choice((None, SLO(0.05, 0.01))),
             complete_by_s=rng.choice((None, None, 0.2)),
@@ -273,14 +300,16 @@ def test_others_run_beside_a_restore_unless_it_blocks() -> None:
 def test_failing_steps_cost_only_requests_with_tokens_or_a_second_failure(
     setting: Setting, seed: int
 ) -> None:
-    executor, arrivals = replace(setting, fails=0.1).executor(seed), crowd(random.Random(seed))
+    rng = random.Random(seed)
+    executor, arrivals = replace(setting, fails=0.1).executor(seed), crowd(rng)
     clock, unforgiving = VirtualClock(), Unforgiving(executor)
     engine = Engine(setting.config(), unforgiving, clock, make_profile(linear_cost(step_s=0.001)))
     num_sent: Counter[str] = Counter()
     num_failures: Counter[str] = Counter()  # steps that failed before the first token
     failed: set[str] = set()
     num_steps = 0
-    while num_steps <= 40 or engine.has_work:
+    last = max(arrival.at_step for arrival in arrivals)
+    while num_steps <= last or engine.has_work:
         for arrival in arrivals:
             if arrival.at_step == num_steps:
                 executor.namespaces[arrival.request.request_id] = arrival.request.owner
@@ -299,7 +328,7 @@ def test_failing_steps_cost_only_requests_with_tokens_or_a_second_failure(
         else:
             num_sent.update(output.request_id for output in outputs)
         engine.scheduler.check_integrity()
-        clock.advance(0.005)
+        clock.advance(rng.uniform(0.0, 0.01))
         num_steps += 1
         assert num_steps < MAX_STEPS, "it hangs"
     assert not engine.has_unfinished
