@@ -42,7 +42,7 @@ RUN = {
 }
 # Run by tests/api/test_readme.py with the default model, or here with the small server.
 REQUESTS = r"curl http://127\.0\.0\.1:8000/v1/(chat/)?completions "
-# Of what is not ours, and a name; the library's snippets are run by tests/llm/test_documents.py.
+# Of what is not ours, and a name; the library's snippets are run by tests/llm/test_scripts.py.
 OTHERS = {
     "pip install openai",
     "pip install 'backfill[otel]'",

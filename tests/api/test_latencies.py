@@ -35,7 +35,7 @@ from tests.api.sockets import RawClient, limits, request, serving
 from tests.api.test_fields import make_tokenizer
 from tests.generation.test_generator import ScriptedTokens
 from tests.generation.test_timeline import Waits
-from tests.http.test_streaming import still_connected
+from tests.http.test_bodies import still_connected
 from tests.protocol.builders import make_generation
 
 pytestmark = pytest.mark.anyio

@@ -1,7 +1,13 @@
+"""The load of a run, what is read of the server, and the figures."""
+
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +20,22 @@ from backfill.bench.coserve_figures import (
     policy_json,
     timeline_of,
 )
-from backfill.bench.coserve_load import CoserveLoad
+from backfill.bench.coserve_load import CoserveLoad, LengthRange
 from backfill.bench.coserve_result import draw
 from backfill.bench.offline import OfflineLoad
 from backfill.bench.record import Outcome, RequestRecord
 from backfill.bench.runner import Run
-from backfill.bench.scrape import Sample
+from backfill.bench.scrape import (
+    Sample,
+    computed_share,
+    discarded_share,
+    gained,
+    num_present,
+    parse_totals,
+    tokens_at,
+    total_tokens,
+)
+from backfill.core.errors import ConfigError
 
 LOAD = CoserveLoad(duration=10.0, warmup=5.0, ttft_slo=1.0, tpot_slo=0.15)
 
@@ -129,3 +145,113 @@ def test_without_offline_load_all_tokens_are_online() -> None:
     run.load = CoserveLoad(duration=10.0, warmup=5.0, offline_mode="none")
     figures = figures_of(run)
     assert figures.offline_tok_s == 0.0 and figures.total_tok_s == figures.online_tok_s == pytest.approx(10.1)
+
+
+def test_lengths_are_a_number_or_a_range() -> None:
+    assert LengthRange.parse("x", "7") == (7, 7)
+    assert LengthRange.parse("x", "7:9") == (7, 9)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "9:7", "7:", ":7", "7:8:9", "a", "1.5"])
+def test_bad_lengths_name_their_option(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"`x` takes tokens as N or LOW:HIGH, at least 1, got "):
+        LengthRange.parse("x", text)
+
+
+def test_equal_loads_are_equal_whatever_the_offline_work() -> None:
+    load = CoserveLoad(input_len="5:9")
+    other = dataclasses.replace(load, offline_mode="none", offline_concurrency=3)
+    assert load.online_requests() == other.online_requests()
+    assert load.online_requests() != dataclasses.replace(load, seed=1).online_requests()
+    first, again = (list(itertools.islice(load.offline_requests(), 50)) for _ in range(2))
+    assert first == again
+    assert {r.input_tokens for r in first} <= set(range(256, 513))
+    assert {r.output_tokens for r in first} <= set(range(32, 129))
+
+
+def test_arrivals_cover_warm_up_and_measurement() -> None:
+    load = CoserveLoad(duration=100.0, warmup=20.0, rate=2.0)
+    due = [request.due_at_s for request in load.online_requests()]
+    assert len(due) == 240 and due == sorted(due)
+    assert due[0] >= 0 and due[-1] == pytest.approx(120.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"duration": 0.0}, "`duration` must be a number above 0, got 0"),
+        ({"rate": math.inf}, "`rate` must be a number above 0, got inf"),
+        ({"ttft_slo": -1.0}, "`ttft_slo` must be"),
+        ({"tpot_slo": math.nan}, "`tpot_slo` must be"),
+        ({"warmup": -1.0}, "`warmup` must be"),
+        ({"drain_timeout": math.inf}, "`drain_timeout` must be"),
+        ({"offline_concurrency": 0}, "`offline_concurrency` must be at least 1"),
+        ({"offline_lines": 0}, "`offline_lines` must be at least 1"),
+        ({"cv": -1.0}, "`cv` must be"),
+        ({"seed": -1}, "`seed` must be"),
+        ({"duration": 1.0, "rate": 0.01}, "leaves no request to measure"),
+    ],
+)
+def test_bad_settings_name_their_option(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(CoserveLoad(), **change).validate()
+
+
+RECOMPUTED = "backfill:recomputed_tokens_total"
+OURS = """
+# HELP backfill:iteration_tokens_total Tokens computed in a step
+# TYPE backfill:iteration_tokens_total histogram
+backfill:iteration_tokens_total_bucket{engine="0",le="8.0",model_name="m"} 3.0
+backfill:iteration_tokens_total_sum{engine="0",model_name="m"} 1000.0
+backfill:recomputed_tokens_total{class="online",engine="0"} 10.0
+backfill:recomputed_tokens_total{class="offline",engine="0"} 90.0
+backfill:time_to_first_token_seconds_count{class="online"} 3.0
+backfill:time_to_first_token_seconds_count{class="offline"} 4.0
+backfill:num_requests_running{class="online"} 2.0
+backfill:num_requests_waiting{class="offline"} 5.0
+http_requests_total{handler="/a b",method="GET",status="200"} 1e3
+"""
+
+
+def sample(at_s: float, computed: float, recomputed: float = 0.0, discarded: float = 0.0) -> Sample:
+    totals = {
+        "backfill:iteration_tokens_total_sum": computed,
+        "backfill:recomputed_tokens_total": recomputed,
+        "backfill:discarded_tokens_total": discarded,
+    }
+    return Sample(at_s, totals)
+
+
+def test_samples_are_summed_over_labels() -> None:
+    totals = parse_totals(OURS + "not a sample\nx NaNN\n")
+    assert totals["backfill:recomputed_tokens_total"] == 100.0
+    assert totals["http_requests_total"] == 1000.0
+    assert not any(name.endswith("_bucket") for name in totals)
+    assert total_tokens(totals) == 1000 - 100 + 7
+    assert num_present(totals) == 7
+
+
+def test_counters_of_vllm_are_read_too() -> None:
+    totals = parse_totals('vllm:prompt_tokens_total{m="x"} 5\nvllm:generation_tokens_total{m="x"} 7')
+    assert total_tokens(totals) == 12
+    assert total_tokens({}) is None and num_present({}) is None
+
+
+def test_a_counter_that_fell_says_nothing() -> None:
+    assert gained([sample(0, 10), sample(1, 30)], "backfill:iteration_tokens_total_sum") == 20
+    assert gained([sample(0, 10), sample(1, 3)], "backfill:iteration_tokens_total_sum") is None
+    assert gained([sample(0, 10)], "backfill:iteration_tokens_total_sum") is None
+    assert gained([sample(0, 10), sample(1, 30)], "other") is None
+    assert tokens_at([sample(0, 10), sample(1, 3), sample(2, 30)], [0, 2]) is None
+
+
+def test_shares() -> None:
+    samples = [sample(0, 100, 10, 5), sample(1, 300, 30, 55)]
+    assert computed_share(samples, RECOMPUTED) == pytest.approx(20 / 200)
+    assert discarded_share(samples) == pytest.approx(50 / 250)
+    assert computed_share(samples[:1], RECOMPUTED) is None
+    assert computed_share([sample(0, 5), sample(1, 5)], RECOMPUTED) == 0.0
+
+
+def test_tokens_between_samples_lie_on_a_line() -> None:
+    assert tokens_at([sample(0, 0), sample(2, 20), sample(4, 20)], [1, 3, 4]) == [10, 20, 20]

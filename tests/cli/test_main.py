@@ -1,11 +1,15 @@
-"""The command line before a command begins."""
+"""The command line before a command begins, and `doctor`."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 
-from tests.cli.running import run_cli_here
+from backfill.cli.doctor import Findings
+from tests.cli.running import run_cli, run_cli_here
 
 HEAVY = {
     "numpy",
@@ -48,3 +52,57 @@ def test_errors_of_every_command_begin_alike() -> None:
         done = run_cli_here(*command)
         assert done.returncode == 1
         assert done.stderr.startswith("backfill: no model 'no-such-model'")
+
+
+WELL = Findings(
+    processor="a processor",
+    num_processors=8,
+    num_allowed=8,
+    others_share=0.0,
+    read_gb_s=40.0,
+    available_gib=16.0,
+    huge_pages="madvise",
+    gpu="",
+    has_driver=False,
+    torch="2.13.0",
+    model="m",
+    device="cpu",
+    dtype="bfloat16",
+    kernels="avx2",
+    stored_in="",
+    weights_gb=2.0,
+)
+
+
+def test_a_machine_that_is_well_needs_no_advice() -> None:
+    assert list(WELL.advice()) == []
+    assert dict(WELL.rows())["one stream"].startswith("at most 20 tokens/s")
+
+
+def test_each_fault_has_its_advice() -> None:
+    for fault, word in (
+        (replace(WELL, others_share=0.5), "Other processes"),
+        (replace(WELL, num_allowed=2), "quota"),
+        (replace(WELL, huge_pages="never"), "transparent_hugepage"),
+        (replace(WELL, has_driver=True), "TORCH_INDEX="),
+        (replace(WELL, available_gib=1.0), "Too little memory"),
+    ):
+        (line,) = fault.advice()
+        assert word in line
+
+
+def test_what_a_server_would_choose_is_said_as_json() -> None:
+    done = run_cli("doctor", "--json", "--dtype", "float32", "--quantization", "none")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["device"], found["dtype"], found["model"]) == ("cpu", "float32", "smollm2-135m-instruct")
+    assert 0 < found["num_allowed"] <= found["num_processors"] == os.cpu_count()
+    assert found["read_gb_s"] > 0 and abs(found["weights_gb"] - 0.538) < 0.01
+
+
+def test_weights_of_few_bits_are_counted_as_they_are_kept() -> None:
+    done = run_cli("doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["stored_in"] == "Q4_1 Q8_0"
+    assert abs(found["weights_gb"] - 0.097) < 0.001

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import EngineConfig, SchedulerConfig
+from backfill.core.errors import ConfigError
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
 from backfill.core.structured import StructuredOutputsParams
@@ -25,8 +27,11 @@ from backfill.engine.messages import (
     ToEngine,
     TokenOutput,
 )
+from backfill.engine.options import check_profile
 from backfill.engine.process import EngineLoop, _serve
+from backfill.models.config import ModelConfig
 from tests.builders import ScriptedExecutor, flat_cost, make_info, make_profile, make_request
+from tests.models.tiny import save_tiny_llama_config
 
 
 class ScriptedChannel:
@@ -212,3 +217,33 @@ def test_an_engine_without_a_step_reports_all_the_same(has_unserved: bool) -> No
     channel: Any = ScriptedChannel(until=lambda sent: len(sent) >= 4)
     EngineLoop(engine, channel, heartbeat_s=0.01).run()
     assert engine.has_unfinished == has_unserved
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tiny_llama_config(tmp_path)
+    return tmp_path
+
+
+def check(folder: Path, path: Path | None) -> None:
+    check_profile(EngineConfig(model_dir=str(folder), profile=path))
+
+
+def test_a_profile_of_the_model_is_good_whatever_its_device(folder: Path) -> None:
+    make_profile(model=ModelConfig.from_folder(folder).shape_key).save(folder / "profile.json")
+    check(folder, folder / "profile.json")
+    check(folder, None)
+
+
+def test_a_profile_that_cannot_serve_is_refused_without_the_model_being_loaded(folder: Path) -> None:
+    make_profile().save(folder / "other.json")
+    (folder / "old.json").write_text('{"format": 1}')
+    (folder / "corrupt.json").write_text("{")
+    for name, reason in (
+        ("other", "is of another model"),
+        ("old", "is not of format"),
+        ("corrupt", "is not JSON"),
+        ("absent", "cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            check(folder, folder / f"{name}.json")

@@ -1,8 +1,9 @@
-"""When an engine is restarted, and when the supervisor gives up."""
+"""When an engine hangs, when it is restarted, and when the supervisor gives up."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -10,12 +11,15 @@ from typing import cast
 import pytest
 
 from backfill.core.clock import VirtualClock
-from backfill.core.errors import BackfillError, EngineDead
+from backfill.core.config import EngineConfig
+from backfill.core.errors import BackfillError, ConfigError, EngineDead
 from backfill.engine.client import EngineClient
+from backfill.engine.hang import Watchdog, hang_timeout_s, heartbeat_s
 from backfill.engine.messages import Ready
 from backfill.engine.supervisor import EngineSupervisor
+from backfill.engine.tasks import TaskWatch
 from backfill.scheduling.objectives import DEFAULT_SLO
-from tests.builders import make_info
+from tests.builders import flat_cost, linear_cost, make_info
 
 pytestmark = pytest.mark.anyio
 
@@ -230,3 +234,88 @@ async def test_an_engine_that_cannot_start_says_why() -> None:
     with pytest.raises(BackfillError, match="not enough memory"):
         await watched.supervisor.run()
     assert watched.told == []
+
+
+def test_the_timeout_follows_the_longest_step_unless_it_is_given() -> None:
+    config, info = EngineConfig(model_dir=""), make_info()
+    assert hang_timeout_s(config, info, None) == 300.0
+    assert hang_timeout_s(config, info, flat_cost(0.01)) == 30.0, "the least"
+    assert hang_timeout_s(config, info, flat_cost(4.0)) == 80.0
+    in_large_steps = hang_timeout_s(config, info, linear_cost(token_s=0.001))
+    assert in_large_steps == pytest.approx(20 * 0.001 * config.scheduler.max_num_batched_tokens)
+    for given in (0.0, 5.0):
+        assert (
+            hang_timeout_s(EngineConfig(model_dir="", engine_hang_timeout=given), info, flat_cost(4.0))
+            == given
+        )
+
+
+@pytest.mark.parametrize("given", [-1.0, float("nan"), float("inf")])
+def test_a_timeout_out_of_range_is_refused(given: float) -> None:
+    with pytest.raises(ConfigError, match="`engine_hang_timeout`"):
+        EngineConfig(model_dir="", engine_hang_timeout=given).validate()
+
+
+def test_an_idle_engine_reports_several_times_within_the_timeout() -> None:
+    assert heartbeat_s(1.0) == 0.25
+    assert heartbeat_s(30.0) == heartbeat_s(0.0) == 2.0
+
+
+def test_silence_is_noticed_and_a_report_ends_it() -> None:
+    async def run() -> list[str]:
+        watchdog, told = Watchdog(0.2), []
+
+        async def report() -> None:
+            for _ in range(100):
+                await asyncio.sleep(0.005)
+                watchdog.on_report()
+            told.append("last report")
+
+        async def watch() -> None:
+            await watchdog.wait_silent()
+            told.append("silent")
+
+        await asyncio.gather(report(), watch())
+        return told
+
+    assert asyncio.run(run()) == ["last report", "silent"]
+
+
+async def test_a_pause_of_the_watching_process_is_no_silence() -> None:
+    watchdog = Watchdog(0.4)
+    watching = asyncio.create_task(watchdog.wait_silent())
+    await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    while loop.time() - began_s < 0.5:  # a stalled loop: no task runs
+        pass
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not watching.done()
+    watching.cancel()
+
+
+async def test_without_a_timeout_nothing_counts_as_hanging() -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(Watchdog(0.0).wait_silent(), 0.05)
+        raise AssertionError
+
+
+async def fail() -> None:
+    raise OSError("disk on fire")
+
+
+async def succeed() -> int:
+    return 3
+
+
+async def test_a_task_that_an_exception_ends_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    tasks = TaskWatch()
+    started = [tasks.start(fail(), "sweeper"), tasks.start(fail(), "sweeper")]
+    started.append(tasks.start(asyncio.sleep(60), "cancelled"))
+    assert await tasks.start(succeed(), "fine") == 3
+    started[-1].cancel()
+    await asyncio.wait(started)
+    assert dict(tasks.failures) == {"sweeper": 2, "cancelled": 0, "fine": 0}, "growth from 0 can be seen"
+    assert "the task sweeper was ended by an exception" in caplog.text
+    assert "disk on fire" in caplog.text

@@ -1,12 +1,26 @@
+"""Parts of responses: bodies, streams, downloads."""
+
 from __future__ import annotations
 
 import asyncio
+import json
+import resource
+from collections.abc import Callable
+from typing import Any
 
+import msgspec
 import pytest
 from fastapi import Request
 
 from backfill.http.bodies import SMALL_BODY_BYTES, BodyBudget, json_body
-from backfill.http.errors import OfflineUnavailable, Unavailable
+from backfill.http.downloads import DownloadResponse, parse_range
+from backfill.http.errors import OfflineUnavailable, Unavailable, error_response
+from backfill.http.server import default_max_connections, raise_open_files_limit
+from backfill.http.streaming import WholeResponse
+from backfill.jobs.blobs import CHUNK_BYTES, Download, StoredFile
+from backfill.jobs.errors import StorageFull, TooMany
+from backfill.jobs.threads import ThreadPool
+from backfill.protocol.encoding import EncodedList
 
 MIB = 1 << 20
 
@@ -119,3 +133,150 @@ def test_offline_bodies_of_one_owner_leave_another_its_even_part() -> None:
         more.add(1)
         with pytest.raises(OfflineUnavailable):
             more.mark_offline()
+
+
+CONTENT = bytes(range(256)) * 10
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [
+        ("bytes=0-0", (0, 1)),
+        ("bytes=5-", (5, 100)),
+        ("bytes=90-200", (90, 100)),
+        ("bytes=-7", (93, 100)),
+        ("bytes=-200", (0, 100)),
+        ("bytes=100-", (100, 100)),
+        ("bytes=999-1000", (100, 100)),
+        ("bytes=7-6", None),
+        ("bytes=-", None),
+        ("bytes=0-1,3-4", None),
+        ("lines=0-1", None),
+        ("bytes=" + "9" * 5000 + "-", None),
+    ],
+)
+def test_ranges(header: str, found: tuple[int, int] | None) -> None:
+    assert parse_range(header, 100) == found
+
+
+def download(
+    byte_range: str | None = None, *, content: bytes = CONTENT, leaves_after: int | None = None
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body; the client disconnects after ``leaves_after`` chunks."""
+    file = StoredFile(len(content), lambda start, size: content[start : start + size], lambda: None)
+
+    async def run() -> list[Any]:
+        messages: list[Any] = []
+        left = asyncio.Event()
+
+        async def receive() -> Any:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            messages.append(message)
+            if len(messages) - 1 == leaves_after:
+                left.set()
+            await asyncio.sleep(0)
+
+        opened = await Download.open(lambda: file, ThreadPool("downloads", 1))
+        await DownloadResponse(opened, "a b.jsonl", byte_range)({"type": "http"}, receive, send)
+        return messages
+
+    head, *rest = asyncio.run(run())
+    headers = {name.decode(): value.decode() for name, value in head["headers"]}
+    return head["status"], headers, b"".join(message["body"] for message in rest)
+
+
+def test_a_whole_file() -> None:
+    status, headers, body = download()
+    assert (status, body) == (200, CONTENT)
+    assert headers["content-length"] == str(len(CONTENT))
+    assert headers["content-type"] == "application/octet-stream"
+    assert headers["content-disposition"] == "attachment; filename*=utf-8''a%20b.jsonl"
+
+
+def test_a_part_of_a_file() -> None:
+    status, headers, body = download("bytes=250-259")
+    assert (status, body) == (206, CONTENT[250:260])
+    assert (headers["content-range"], headers["content-length"]) == ("bytes 250-259/2560", "10")
+
+
+def test_a_range_beyond_the_file() -> None:
+    status, headers, body = download("bytes=2560-")
+    assert (status, body) == (416, b"")
+    assert headers["content-range"] == "bytes */2560"
+
+
+def test_no_more_is_read_for_a_client_that_has_left() -> None:
+    _, _, body = download(content=bytes(5 * CHUNK_BYTES), leaves_after=2)
+    assert len(body) == 2 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [(TooMany("full"), 429, "rate_limit_error"), (StorageFull("full"), 507, "server_error")],
+)
+def test_errors_without_a_quick_retry(error: Exception, status: int, kind: str) -> None:
+    response = error_response(error)
+    assert response.status_code == status
+    assert response.headers["x-should-retry"] == "false"
+    assert json.loads(bytes(response.body))["error"]["type"] == kind
+
+
+async def still_connected() -> dict[str, object]:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def sent_by(body: dict[str, object], on_end: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+    async def work() -> dict[str, object]:
+        return body
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    sent: list[dict[str, Any]] = []
+    asyncio.run(WholeResponse(work(), on_end)({"type": "http"}, still_connected, send))
+    return sent
+
+
+@pytest.mark.parametrize("value", ["\ud83d", object()])
+def test_a_body_that_cannot_be_encoded_is_an_error_of_the_server(value: object) -> None:
+    ends: list[None] = []
+    start, message = sent_by({"id": "r", "content": value}, lambda: ends.append(None))
+    assert start["status"] == 500 and len(ends) == 1
+    assert msgspec.json.decode(message["body"])["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize(("num_entries", "least", "most"), [(3, 1, 1), (3000, 8, 20)])
+def test_a_long_answer_is_written_in_chunks_and_a_short_one_at_once(
+    num_entries: int, least: int, most: int
+) -> None:
+    entries = ["x" * 1000] * num_entries
+    encoded = EncodedList()
+    for entry in entries:
+        encoded.extend([entry])
+    start, *messages = sent_by({"id": "r", "content": encoded})
+    assert least <= len(messages) <= most
+    assert [message["more_body"] for message in messages] == [True] * (len(messages) - 1) + [False]
+    data = b"".join(message["body"] for message in messages)
+    assert dict(start["headers"])[b"content-length"] == str(len(data)).encode()
+    assert msgspec.json.decode(data) == {"id": "r", "content": entries}
+
+
+def test_the_soft_limit_becomes_the_hard_one() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard, 300), hard))
+        raised = raise_open_files_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == raised
+        assert hard in (raised, resource.RLIM_INFINITY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_connections_leave_descriptors_for_the_rest() -> None:
+    assert default_max_connections(1024) == 768
+    assert default_max_connections(1 << 20) == 8192
+    assert default_max_connections(1) == 1

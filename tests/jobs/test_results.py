@@ -1,8 +1,11 @@
-"""The result files, which record the lines that are done."""
+"""Results of lines: what they hold, the files that record them, and lines that were lost."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import json
+import logging
 import os
 import random
 from pathlib import Path
@@ -12,10 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backfill.jobs.lines import LineResult, completed, unanswered
+from backfill.core.sampling import SamplingParams
+from backfill.generation.generator import TextGenerator
+from backfill.generation.timeline import Observer
+from backfill.jobs.lines import LineResult, ServiceRunner, completed, of_a_choice, unanswered
 from backfill.jobs.records import TokenUsage
 from backfill.jobs.results import ForeignResults, ResultLog, ResultsLost
+from backfill.jobs.suspects import MAX_LONE_LOSSES, MAX_ONLY_LINE_LOSSES, Losses, LossFile, Suspects, sweep
 from backfill.preparation.lines import BatchLine
+from backfill.protocol.encoding import EncodedList
+from backfill.protocol.service import CompletionService, TokenCount
+from tests.api.in_process import ScriptedEngine
+from tests.api.servers import TIMEOUT_S
+from tests.api.test_fields import make_tokenizer
+from tests.jobs.feeder_doubles import until
+from tests.protocol.builders import make_generation
 from tests.shared import examples
 
 
@@ -186,3 +200,102 @@ def test_a_missing_file_is_detected_before_the_next_write(
         paths[0].write_bytes(b"")
     with pytest.raises(ResultsLost, match=paths[0].name):
         log.append([result(2)])
+
+
+def test_a_result_line_holds_a_body_whose_lists_are_encoded() -> None:
+    content = EncodedList()
+    for token in ("a", "b"):
+        content.extend([{"token": token}])
+    body = {
+        "choices": [{"index": 0, "logprobs": {"content": content}}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}},
+    }
+    result = completed(BatchLine(number=1, custom_id="c"), body)
+    assert result.usage == TokenUsage(3, 1, 2)
+    encoded = result.encode("id")
+    assert encoded.endswith(b"}\n")
+    assert json.loads(encoded)["response"]["body"] == {
+        **body,
+        "choices": [{"index": 0, "logprobs": {"content": [{"token": "a"}, {"token": "b"}]}}],
+    }
+
+
+def test_a_line_that_could_not_be_prepared_has_an_internal_error() -> None:
+    result = asyncio.run(ServiceRunner(lambda: None).run(BatchLine(number=1, custom_id="c")))
+    assert result.error is not None and result.error["code"] == "internal_error"
+
+
+def test_the_tokens_of_a_running_line_are_counted_over_its_choices() -> None:
+    async def run() -> None:
+        engine, tokenizer, count = ScriptedEngine(), make_tokenizer(), TokenCount()
+        client: Any = engine
+        service = CompletionService(tokenizer, TextGenerator(client, tokenizer, Observer()))
+        generation = make_generation(num_choices=2)
+        generation.request.samplings[:] = [SamplingParams(max_tokens=5)] * 2
+        line = BatchLine(number=1, custom_id="c", generation=generation)
+        engine.may_end.set()
+        engine.num_allowed = 3
+        running = asyncio.create_task(ServiceRunner(lambda: service).run(line, count))
+        await until(lambda: count.num_tokens == 6)
+        assert of_a_choice(line, count.num_tokens) == 3
+        engine.num_allowed = 1 << 30
+        result = await asyncio.wait_for(running, TIMEOUT_S)
+        assert result.usage.output_tokens == count.num_tokens == 10
+
+    asyncio.run(run())
+
+
+def lose(suspects: Suspects, number: int, times: int, *, is_lone: bool, is_only_line: bool) -> Losses:
+    for _ in range(times):
+        losses = suspects.note_lost(number, is_lone=is_lone, is_only_line=is_only_line)
+    return losses
+
+
+def test_only_losses_of_a_lone_line_count_against_it() -> None:
+    suspects = Suspects()
+    assert not lose(suspects, 1, 100, is_lone=False, is_only_line=False).is_to_blame
+    assert not lose(suspects, 1, MAX_LONE_LOSSES - 1, is_lone=True, is_only_line=True).is_to_blame
+    assert lose(suspects, 1, 1, is_lone=True, is_only_line=True).is_to_blame
+    assert not lose(suspects, 2, MAX_ONLY_LINE_LOSSES - 1, is_lone=False, is_only_line=True).is_to_blame
+    assert lose(suspects, 2, 1, is_lone=False, is_only_line=True).is_to_blame
+
+
+def test_what_is_saved_is_read_by_the_same_batch_only(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "batch"
+    suspects = Suspects(LossFile(path), "batch_1")
+    lose(suspects, 7, 2, is_lone=False, is_only_line=True)
+    lose(suspects, 9, 1, is_lone=True, is_only_line=True)
+    suspects.forget(9)
+    suspects.save(suspects.encode())
+    again, other = Suspects(LossFile(path), "batch_1"), Suspects(LossFile(path), "batch_2")
+    for read in (again, other):
+        read.load()
+    assert (again.of(7), len(again)) == (Losses(2, 0, 2), 1)
+    assert len(other) == 0
+    again.delete()
+    again.delete()
+    again.load()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"name": "b", "lines": {"1": [1]}}', b"\xff"])
+def test_a_file_that_cannot_be_decoded_is_ignored(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "b"
+    path.write_bytes(content)
+    suspects = Suspects(LossFile(path), "b")
+    with caplog.at_level(logging.WARNING):
+        suspects.load()
+    assert len(suspects) == 0
+    assert "are ignored" in caplog.text
+
+
+def test_files_of_batches_that_ended_are_deleted(tmp_path: Path) -> None:
+    folder = tmp_path / "suspects"
+    sweep(folder, {"a"})
+    folder.mkdir()
+    for name in ("a", "b", "a.part"):
+        (folder / name).touch()
+    sweep(folder, {"a"})
+    assert [path.name for path in folder.iterdir()] == ["a"]

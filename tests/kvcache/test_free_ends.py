@@ -19,7 +19,7 @@ from backfill.kvcache.sharing import SharedLastBlocks
 from tests.builders import make_request
 from tests.kvcache.kv_driver import SharingDriver
 from tests.kvcache.kv_model import Setup
-from tests.kvcache.test_kv_cache import setups
+from tests.kvcache.test_kv_rules import setups
 from tests.shared import examples
 
 BEYOND = (-1, *Evictable)

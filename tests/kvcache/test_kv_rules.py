@@ -1,11 +1,20 @@
-"""Examples of the rules by which the KV cache finds, keeps and evicts content."""
+"""Examples of the rules by which the KV cache finds, keeps, protects and evicts blocks."""
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from typing import get_args
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backfill.core.config import CheckpointingName, PrefixCacheScope
+from backfill.core.plan import CopyDirections
 from backfill.kvcache.content import BlockKey, Evictable, KeyChain, Match
+from backfill.kvcache.protection import CacheProtection
 from tests.builders import make_request
+from tests.kvcache.kv_driver import Driver, SharingDriver
 from tests.kvcache.kv_examples import (
     OFFLINE,
     ONLINE,
@@ -26,6 +35,8 @@ from tests.kvcache.kv_examples import (
     swap_out,
     take,
 )
+from tests.kvcache.kv_model import Setup
+from tests.shared import examples
 
 # What is found.
 
@@ -249,3 +260,126 @@ def test_blocks_that_a_match_would_pin_are_not_available_to_it() -> None:
     match = model.cache.match(each.request)
     shortages = [model.cache.shortage(each.request, match, reserved, Evictable.ALL) for reserved in (0, 1)]
     assert shortages == [0, 1]
+
+
+BLOCKING = [CopyDirections(bits) for bits in range(4)]
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    return Setup(
+        num_blocks=draw(st.integers(6, 12)),
+        block_size=draw(st.integers(2, 4)),
+        num_host_blocks=draw(st.integers(0, 8)),
+        vocab_size=draw(st.integers(2, 3)),
+        policy=draw(st.sampled_from(get_args(CheckpointingName))),
+        blocking=draw(st.sampled_from(BLOCKING)),
+        prefix_caching=draw(st.sampled_from((True, True, False))),
+        scope=draw(st.sampled_from(get_args(PrefixCacheScope))),
+    )
+
+
+@settings(max_examples=examples(30))
+@given(setup=setups(), seed=st.integers(0, 2**32))
+def test_no_use_of_the_cache_loses_mixes_or_overwrites_kv(setup: Setup, seed: int) -> None:
+    Driver(setup, seed).run(num_rounds=25)
+
+
+@settings(max_examples=examples(12))
+@given(setup=setups(), block_size=st.sampled_from((4, 8, 16, 32)), seed=st.integers(0, 2**32))
+def test_two_requests_in_one_block_lose_mix_or_overwrite_no_kv(
+    setup: Setup, block_size: int, seed: int
+) -> None:
+    SharingDriver(replace(setup, block_size=block_size, bidirectional=True), seed).run(num_rounds=100)
+
+
+@settings(max_examples=examples(20))
+@given(setup=setups(), num_more=st.integers(1, 10), seed=st.integers(0, 2**32))
+def test_a_pool_that_grows_and_shrinks_loses_mixes_or_overwrites_no_kv(
+    setup: Setup, num_more: int, seed: int
+) -> None:
+    Driver(replace(setup, max_num_blocks=setup.num_blocks + num_more), seed).run(num_rounds=25)
+
+
+@settings(max_examples=examples(10))
+@given(setup=setups(), num_more=st.integers(1, 10), seed=st.integers(0, 2**32))
+def test_shared_blocks_move_with_both_of_their_ends(setup: Setup, num_more: int, seed: int) -> None:
+    max_num_blocks = setup.num_blocks + num_more
+    resized = replace(setup, block_size=8, bidirectional=True, max_num_blocks=max_num_blocks)
+    SharingDriver(resized, seed).run(num_rounds=40)
+
+
+KEYS = [BlockKey(bytes([index])) for index in range(10)]
+
+
+def unused(num_blocks: int) -> CacheProtection:
+    """After many prompts of which nothing was used before."""
+    protection = CacheProtection(num_blocks)
+    for _ in range(1000):
+        protection.observe(KEYS, 0, None, 0.0)
+    return protection
+
+
+def test_half_a_pool_is_protected_until_it_shows_that_nothing_is_used_again() -> None:
+    protection = CacheProtection(10)
+    assert protection.max_share == 0.5
+    for _ in range(40):
+        protection.observe(KEYS, 0, None, 0.0)
+    assert protection.max_share < 0.01
+
+
+def test_half_a_pool_is_protected_once_half_of_the_prompts_are_used_again() -> None:
+    protection = unused(10)
+    shares = [protection.max_share]
+    for _ in range(100):
+        protection.observe(KEYS, 5, None, 0.0)
+        shares.append(protection.max_share)
+    assert shares == sorted(shares)
+    assert shares[-1] == pytest.approx(0.5, abs=0.001)
+
+
+def test_it_follows_a_lower_use_down_again() -> None:
+    protection = CacheProtection(10)
+    for reused in [10] * 50 + [1] * 50:
+        protection.observe(KEYS, reused, None, 0.0)
+    assert protection.max_share == pytest.approx(0.1, abs=0.01)
+
+
+def test_content_that_was_evicted_too_early_counts_as_used_again() -> None:
+    protection = CacheProtection(10)
+    for now_s in range(100):
+        for key in KEYS:
+            protection.remember(key, now_s - 2.0)
+        protection.observe(KEYS, 0, None, float(now_s))
+    assert protection.max_share == pytest.approx(0.5)
+    assert protection.kept_s == pytest.approx(4 * 2.0, abs=0.1)
+
+
+def test_only_leading_blocks_count_and_only_as_many_keys_as_blocks_are_remembered() -> None:
+    protection = unused(3)
+    for key in KEYS[:5]:
+        protection.remember(key, 0.0)
+    for _ in range(9):
+        protection.observe(KEYS, 0, None, 1.0)  # the first two are forgotten, so nothing leads
+        assert protection.max_share == pytest.approx(0.0)
+    protection.observe(KEYS, 2, None, 1.0)
+    assert protection.max_share == pytest.approx(0.1 * 5 / 10)
+
+
+@pytest.mark.parametrize(("reused_after_s", "kept_s"), [(0.1, 5.0), (8.0, 32.0), (600.0, 60.0)])
+def test_protection_lasts_four_times_as_long_as_until_reuse_within_bounds(
+    reused_after_s: float, kept_s: float
+) -> None:
+    protection = CacheProtection(10)
+    assert protection.kept_s == 60.0
+    for _ in range(100):
+        protection.observe(KEYS, 10, 1000.0 - reused_after_s, 1000.0)
+    assert protection.kept_s == pytest.approx(kept_s, rel=0.01)
+
+
+def test_prompts_shorter_than_a_block_say_nothing() -> None:
+    protection = CacheProtection(10)
+    protection.observe(KEYS, 10, None, 0.0)
+    before = protection.max_share
+    protection.observe([], 0, None, 0.0)
+    assert protection.max_share == before > 0

@@ -1,6 +1,12 @@
+"""Weights: read, rounded when a model is loaded, or refused by the name of their quantization."""
+
+from __future__ import annotations
+
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +14,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from backfill.kernels.cpu import CpuKernels
+from backfill.kernels.linears import ConcatenatedLinear
+from backfill.kernels.quantized import QuantizedWeight, quantize
 from backfill.models import weights
-from backfill.models.checkpoint import open_checkpoint
-from backfill.models.weights import Checkpoint, Part
+from backfill.models.checkpoint import RoundedCheckpoint, open_checkpoint
+from backfill.models.config import ModelConfig
+from backfill.models.fields import Fields
+from backfill.models.quantization import StoredQuantization, stored_quantization
+from backfill.models.shard import Span, whole_model
+from backfill.models.shard_loader import ShardLoader
+from backfill.models.weights import Checkpoint, DummyCheckpoint, Part
+from tests.models.quantized import Case
+from tests.models.test_placement import SMOLLM2
+from tests.models.tiny import save_tiny_llama_config
 
 
 def make_tensors() -> dict[str, Tensor]:
@@ -157,3 +174,139 @@ def test_dummy_norms_are_the_identity(name: str) -> None:
     checkpoint = open_checkpoint("nowhere", dtype=torch.float32, load_format="dummy")
     assert torch.equal(checkpoint.get(f"{name}.weight", (4,)), torch.ones(4))
     assert torch.equal(checkpoint.get(f"{name}.bias", (4,)), torch.zeros(4))
+
+
+CPU = torch.device("cpu")
+
+
+def test_tables_have_8_bits_and_odd_inputs_stay_as_they_are() -> None:
+    checkpoint = open_checkpoint("nowhere", dtype=torch.bfloat16, load_format="dummy", quantization="int4")
+    layer = checkpoint.weight("model.layers.0.mlp.up_proj.weight", (8, 64))
+    table = checkpoint.weight("model.embed_tokens.weight", (8, 64))
+    assert isinstance(layer, QuantizedWeight) and isinstance(table, QuantizedWeight)
+    assert (layer.format.bits, table.format.bits) == (4, 8)
+    assert (checkpoint.layer_width, checkpoint.table_width) == (5 / 8, 8.5 / 8)
+    for shape, part in (((8, 40), None), ((8, 96), Part(1, 16, 48)), ((8, 96), Part(1, 32, 80))):
+        assert isinstance(checkpoint.weight("model.layers.0.mlp.up_proj.weight", shape, part), Tensor)
+
+
+def test_what_cannot_be_rounded_is_named() -> None:
+    class Huge(DummyCheckpoint):
+        def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
+            return torch.full(tuple(shape), 1e9)
+
+    with pytest.raises(CorruptModel, match=r"tensor layers\.0\.x\.weight cannot be rounded"):
+        RoundedCheckpoint(Huge(dtype=torch.float32), 8).weight("layers.0.x.weight", (4, 64))
+
+
+class Mixed(DummyCheckpoint):
+    """v in 8 bits, k in 4, q not in codes."""
+
+    def weight(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor | QuantizedWeight:
+        found = self.get(name, shape, part)
+        if "q_proj" in name:
+            return found
+        return quantize(found, 8 if "v_proj" in name else 4)
+
+
+def test_projections_of_several_formats() -> None:
+    config: ModelConfig = SMOLLM2
+    checkpoint: Checkpoint = Mixed(dtype=torch.float32)
+    loader = ShardLoader(checkpoint, CpuKernels("generic"), CPU, whole_model(config), "layers.0.")
+    spans = {name: Span(size, 0, size) for name, size in (("q_proj", 64), ("k_proj", 32), ("v_proj", 32))}
+    linear = loader.column_linear(spans, 96, has_bias=True)
+    assert isinstance(linear, ConcatenatedLinear)
+    x = torch.randn(3, 96)
+    expected = []
+    for name, span in spans.items():
+        weight = checkpoint.weight(f"layers.0.{name}.weight", (span.size, 96))
+        values = weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+        bias = checkpoint.get(f"layers.0.{name}.bias", (span.size,))
+        expected.append(torch.nn.functional.linear(x, values, bias))
+    torch.testing.assert_close(linear(x), torch.cat(expected, dim=1), rtol=1e-5, atol=1e-5)
+
+
+AWQ, GPTQ = Case("awq").config, Case("gptq").config
+PACKED, INTEGERS = Case("pack-quantized").config, Case("int-quantized", 8, None, True).config
+
+
+def with_group(config: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    return {**config, "config_groups": {"group_0": {**config["config_groups"]["group_0"], **changed}}}
+
+
+def with_weights(config: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    return with_group(config, weights={**config["config_groups"]["group_0"]["weights"], **changed})
+
+
+def parsed(config: dict[str, Any] | None) -> StoredQuantization | None:
+    return stored_quantization(Fields(Path("config.json"), {"quantization_config": config}))
+
+
+def test_none() -> None:
+    assert parsed(None) is None
+
+
+def test_what_is_supported() -> None:
+    assert parsed({"quant_method": "awq"}) == StoredQuantization("awq", "awq", 4, 128, True)
+    assert parsed({"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": True}) == StoredQuantization(
+        "gptq", "gptq", 8, None, False
+    )
+    packed = StoredQuantization("compressed-tensors", "pack-quantized", 4, 32, True)
+    assert parsed(PACKED) == packed
+    both = {"a": PACKED["config_groups"]["group_0"], "b": PACKED["config_groups"]["group_0"]}
+    assert parsed({**PACKED, "config_groups": both}) == packed
+    integers = with_group(INTEGERS, input_activations={"num_bits": 8, "dynamic": True})
+    expected = StoredQuantization("compressed-tensors", "int-quantized", 8, None, False, has_activations=True)
+    assert parsed(integers) == parsed({**integers, "format": "naive-quantized"}) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "quantization bitsandbytes .* gptq .4 and 8",
+        ),
+        ({"quant_method": "fp8"}, "quantization fp8 is not supported"),
+        ({}, "quantization unknown is not supported"),
+        ({**AWQ, "bits": 3}, r"quantization_config\.bits 3 is not supported; supported: 4$"),
+        ({**AWQ, "version": "GEMV"}, "version gemv is not supported; supported: gemm"),
+        ({**GPTQ, "bits": 2}, "bits 2 is not supported; supported: 4, 8"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format marlin .* gptq, gptq_v2"),
+        ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic with other settings"),
+        ({**PACKED, "format": "nvfp4-pack-quantized"}, "format nvfp4-pack-quantized .* pack-quantized"),
+        ({**PACKED, "format": "float-quantized"}, "format float-quantized"),
+        ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format sparse-24"),
+        ({**PACKED, "transform_config": {"config_groups": {}}}, "transform_config config_groups .* none$"),
+        ({**PACKED, "config_groups": {}}, "config_groups with 0 schemes"),
+        (
+            {
+                **PACKED,
+                "config_groups": PACKED["config_groups"] | {"b": INTEGERS["config_groups"]["group_0"]},
+            },
+            "config_groups with 2 schemes",
+        ),
+        (with_weights(PACKED, type="float"), r"group_0\.weights\.type float .* supported: int"),
+        (with_weights(PACKED, num_bits=3), r"weights\.num_bits 3 .* supported: 4, 8"),
+        (with_weights(INTEGERS, strategy="block"), r"weights\.strategy block .* supported: group, channel"),
+        (with_weights(PACKED, actorder="group"), r"weights\.actorder group .* static"),
+    ],
+)
+def test_what_is_not_is_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save_tiny_llama_config(tmp_path, quantization_config=config or {"bits": 4})
+    with pytest.raises(UnsupportedModel, match=message):
+        ModelConfig.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**GPTQ, "bits": "four"}, r"quantization_config\.bits must be a positive integer"),
+        ({**GPTQ, "group_size": 0}, "group_size must be a positive integer, got 0"),
+        (with_weights(PACKED, group_size=-2), "group_size must be a positive integer, got -2"),
+        ({**PACKED, "config_groups": {"W4A16": ["Linear"]}}, r"config_groups\.W4A16 must be an object"),
+    ],
+)
+def test_wrong_values_are_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(CorruptModel, match=message):
+        parsed(config)

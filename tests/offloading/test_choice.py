@@ -1,4 +1,4 @@
-"""The interval that holds objectives within a device's memory."""
+"""Step times with offloaded layers, and the interval that holds objectives within a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from backfill.core.slo import SLO
 from backfill.offloading.choice import IntervalChooser, LoadLimits, NoIntervalHolds
-from backfill.offloading.interval import num_device_layers, step_time_s
+from backfill.offloading.interval import (
+    LayerTimes,
+    num_device_layers,
+    offloaded_layers,
+    smallest_interval,
+    step_time_s,
+)
+from backfill.offloading.spread import delays_s, quantile, run_times_s
 from tests.offloading.test_record import NUM_LAYERS, RECORD, load
 
 LIMITS = LoadLimits(max_num_seqs=32, max_model_len=1024)
@@ -97,3 +104,86 @@ def test_an_interval_that_holds_makes_no_load_late(slo: SLO, interval: int) -> N
     ]
     if chooser().holds(interval, slo):
         assert late == []
+
+
+counts = st.integers(1, 24)
+durations = st.integers(0, 40).map(float)  # whole numbers: sums are exact
+
+
+def test_each_of_the_limits() -> None:
+    times = LayerTimes(num_layers=12, compute_s=1.0, transfer_s=4.0, other_s=2.0)
+    assert step_time_s(times, None) == step_time_s(times, 6) == times.resident_step_s == 14.0
+    assert step_time_s(times, 3) == 16.0  # 4 transfers
+    assert step_time_s(LayerTimes(12, 1.0, 20.0, 2.0), 12) == 21.0  # one buffer: the transfer, then the layer
+    # 2 transfers; between them layers 10, 11, those of the next step's first interval, and the host's part.
+    assert step_time_s(LayerTimes(14, 1.0, 5.0, 6.0), 3) == (1 + 2 + 3) + 6 + 2 * 5.0 == 22.0
+
+
+@given(counts, durations, durations, durations, st.floats(0.0, 2000.0))
+def test_the_smallest_interval_holds_and_the_next_smaller_does_not(
+    num_layers: int, compute_s: float, transfer_s: float, other_s: float, objective_s: float
+) -> None:
+    times = LayerTimes(num_layers, compute_s, transfer_s, other_s)
+    found = smallest_interval(times, objective_s)
+    holding = [each for each in range(1, num_layers + 1) if step_time_s(times, each) <= objective_s]
+    assert found == min(holding, default=None)
+    if objective_s >= times.resident_step_s + transfer_s:
+        assert found is not None
+
+
+def test_the_printed_formula_offloads_more_layers_than_the_link_can_move() -> None:
+    """floor(L / L_offload) of section 4.4, with the computation of all layers where it prints one layer's."""
+    times = LayerTimes(num_layers=30, compute_s=1.0, transfer_s=3.5)
+    objective_s = times.resident_step_s
+    num_hidden = int(objective_s / times.transfer_s)
+    printed = times.num_layers // num_hidden
+    assert (num_hidden, printed, len(offloaded_layers(30, printed))) == (8, 3, 10)
+    assert step_time_s(times, printed) == 35.0 > objective_s
+    assert smallest_interval(times, objective_s) == 4
+
+
+@given(counts, st.integers(1, 24))
+def test_the_last_of_every_interval_is_offloaded_and_two_buffers_replace_them(
+    num_layers: int, interval: int
+) -> None:
+    offloaded = offloaded_layers(num_layers, interval)
+    assert list(offloaded) == [index for index in range(num_layers) if (index + 1) % interval == 0]
+    expected = num_layers if len(offloaded) < 3 else num_layers - len(offloaded) + 2
+    assert num_device_layers(num_layers, interval) == expected
+    assert num_device_layers(num_layers, None) == num_layers
+
+
+def test_runs_of_what_varies_are_steadier_than_one() -> None:
+    """Every tenth takes five times as long; so of eight in a row at most one does."""
+    times_s = [0.005 if number % 10 == 0 else 0.001 for number in range(640)]
+    runs = run_times_s(times_s)
+    assert runs[0] == 0.005
+    assert runs[3] == pytest.approx((7 * 0.001 + 0.005) / 8)
+    assert len(runs) == 6, "of runs of 64 there are too few"
+    assert runs[5] == pytest.approx((28 * 0.001 + 4 * 0.005) / 32)
+
+
+def test_what_is_slow_for_a_while_is_slow_for_whole_runs() -> None:
+    times_s = [0.005 if number % 320 < 32 else 0.001 for number in range(640)]
+    assert run_times_s(times_s)[:5] == pytest.approx([0.005] * 5)
+
+
+def test_one_time_is_a_run() -> None:
+    assert run_times_s([0.5]) == [0.5]
+
+
+def test_delays_are_those_of_stretches_of_typical_time() -> None:
+    """Parts of 1 ms; one of 50 takes 21."""
+    stretches = [(0.001, 0.021 if number % 50 == 0 else 0.001) for number in range(2000)]
+    found = delays_s(stretches)
+    assert found == pytest.approx([0.020] * 6 + [0.040])
+    assert delays_s([(0.001, 0.001)] * 100) == [0.0] * 3
+    assert delays_s([]) == []
+
+
+def test_what_is_faster_than_typical_is_no_delay() -> None:
+    assert delays_s([(0.001, 0.0005)] * 100) == [0.0] * 3
+
+
+def test_the_quantile_is_exceeded_by_one_in_a_hundred() -> None:
+    assert quantile(range(1, 101)) == 99

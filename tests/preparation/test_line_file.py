@@ -1,8 +1,11 @@
-"""Input files read in groups of lines."""
+"""Input files read in groups of lines, whose turn it is, and records on disk."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from backfill.preparation import line_file
 from backfill.preparation.line_file import LineFile, is_marked, mark, union
 from backfill.preparation.lines import BadLine, BatchLine
 from backfill.preparation.messages import START, LineSelection, Position
+from backfill.preparation.spool import Span, Spool
+from backfill.preparation.turns import OwnerTurns
 from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import RequestContext
 from tests.jobs.doubles import URL, input_line, input_of
@@ -161,3 +166,94 @@ def test_a_file_that_is_gone_is_an_os_error(tmp_path: Path) -> None:
     (tmp_path / "in").unlink()
     with pytest.raises(FileNotFoundError):
         file.read(position, 2)
+
+
+@given(groups=st.lists(st.lists(st.binary(max_size=50), max_size=5), max_size=5))
+def test_each_record_is_read_as_it_was_written(groups: list[list[bytes]]) -> None:
+    spool = Spool()
+    written = [
+        (span, record) for group in groups for span, record in zip(spool.append(group), group, strict=True)
+    ]
+    for span, record in reversed(written):
+        assert spool.read(span) == record
+    spool.close()
+    spool.close()
+
+
+def test_its_file_has_no_name(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path))
+    spool.append([b"record"])
+    assert not list(tmp_path.iterdir())
+    spool.close()
+
+
+def test_a_write_that_fails_adds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path))
+    (first,) = spool.append([b"first"])
+    write = os.pwrite
+
+    def refuse(file: int, data: bytes, at: int) -> int:
+        if at > 5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data[:3], at)
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(OSError, match="No space"):
+        spool.append([b"second", b"third"])
+    monkeypatch.undo()
+    assert spool._file is not None
+    assert os.fstat(spool._file.fileno()).st_size == 5, "what was written of it is given back to the disk"
+    (fourth,) = spool.append([b"fourth"])
+    assert (spool.read(first), spool.read(fourth)) == (b"first", b"fourth")
+    with pytest.raises(OSError, match="cut"):
+        spool.read(Span(0, 1000))
+    spool.close()
+
+
+def test_a_folder_that_is_gone_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Spool(str(tmp_path / "none")).append([b"record"])
+
+
+def test_a_disk_that_is_nearly_full_is_left_to_others(tmp_path: Path) -> None:
+    disk = os.statvfs(tmp_path)
+    spool = Spool(str(tmp_path), min_free_bytes=disk.f_blocks * disk.f_frsize + 1)
+    with pytest.raises(OSError, match="free space"):
+        spool.append([b"record"])
+    spool.close()
+
+
+async def work(turns: OwnerTurns, owner: str, done: list[str]) -> None:
+    async with turns.turn(owner):
+        done.append(owner)
+
+
+def test_who_stops_waiting_is_forgotten_and_the_next_owner_has_the_turn() -> None:
+    async def run() -> None:
+        turns, done = OwnerTurns(1), list[str]()
+        async with turns.turn("first"):
+            owners = ("flood", "flood", "gone", "other")
+            waiting = [asyncio.create_task(work(turns, owner, done)) for owner in owners]
+            await asyncio.sleep(0)
+            for each in waiting[1:3]:
+                each.cancel()
+            await asyncio.wait(waiting[1:3])
+            assert {owner: len(queue) for owner, queue in turns._waiting.items()} == {"flood": 1, "other": 1}
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert done == ["flood", "other"]
+
+    asyncio.run(run())
+
+
+def test_a_turn_that_comes_as_its_task_is_cancelled_goes_to_the_next() -> None:
+    async def run() -> None:
+        turns, done = OwnerTurns(1), list[str]()
+        async with turns.turn("first"):
+            gone, other = (asyncio.create_task(work(turns, owner, done)) for owner in ("gone", "other"))
+            await asyncio.sleep(0)
+            gone.cancel()  # it has not run when the turn ends
+        await asyncio.gather(gone, other, return_exceptions=True)
+        assert done == ["other"]
+        assert not turns._waiting
+
+    asyncio.run(run())

@@ -1,15 +1,27 @@
-"""Lines for which there is room in the KV cache go first."""
+"""What lines cost, which have room in the KV cache, and how a file is divided."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from backfill.blending.requests import OrderName
 from backfill.blending.resources import ResourceModel
+from backfill.costs.model import PiecewiseLinear
+from backfill.models.config import ModelConfig
+from backfill.preparation.division import Division
+from backfill.preparation.line_file import is_marked
 from backfill.preparation.line_pool import LinePool
+from backfill.preparation.lines import parse_line
 from backfill.preparation.messages import OnlineTraffic
+from backfill.preparation.resources import create_pool, resources_of, typical_resources
+from tests.builders import linear_cost, make_profile
+from tests.preparation.facts import FACTS
 from tests.preparation.pool_doubles import KV_TOKENS, index_all, lines_of, make_pool, open_file, take_all
 
 # Reading KV is dear beside them: lines with long outputs are memory-bound, those with long prompts are not.
@@ -113,3 +125,74 @@ def test_expectations_of_running_lines_are_corrected_with_their_progress(tmp_pat
     pool.note_progress(0, {taken[0]: 6})
     (output,) = forecast.outputs.values()
     assert 6 < output.expected < 256
+
+
+@pytest.fixture
+def model(small_model: Path) -> ModelConfig:
+    return ModelConfig.from_folder(small_model)
+
+
+def test_without_a_profile_costs_follow_from_the_dimensions(model: ModelConfig) -> None:
+    assert resources_of(FACTS, model) == typical_resources(model, dtype_bytes=4)
+    half = replace(FACTS, info=replace(FACTS.info, dtype="bfloat16"))
+    assert resources_of(half, model) == typical_resources(model)
+    codes = replace(half, info=replace(half.info, kv_dtype="int8"))
+    assert resources_of(codes, model) == typical_resources(model, dtype_bytes=1)
+
+
+def test_a_profile_says_what_was_measured(model: ModelConfig) -> None:
+    cost = replace(linear_cost(token_s=0.002), prefill_pair_s=3e-7, decode_context_s=5e-6)
+    measured = resources_of(replace(FACTS, profile=make_profile(cost)), model)
+    assert measured.token_s == pytest.approx(0.002)
+    assert (measured.prompt_pair_s, measured.cached_token_s) == (3e-7, 5e-6)
+
+
+def test_a_term_that_was_measured_as_nothing_is_in_proportion_to_the_others(model: ModelConfig) -> None:
+    typical = typical_resources(model, dtype_bytes=4)
+    measured = resources_of(replace(FACTS, profile=make_profile(linear_cost(token_s=0.002))), model)
+    assert measured.cached_token_s / measured.token_s == pytest.approx(
+        typical.cached_token_s / typical.token_s
+    )
+    nothing = replace(linear_cost(), rows_s=PiecewiseLinear((0.0, 1.0), (0.0, 0.0)))
+    assert resources_of(replace(FACTS, profile=make_profile(nothing)), model) == typical
+
+
+def test_the_room_is_that_of_the_kv_and_only_the_blend_asks_for_it(small_model: Path) -> None:
+    _, forecast = create_pool("blend", FACTS, small_model)
+    assert forecast is not None
+    assert forecast.kv_tokens == FACTS.info.num_blocks * FACTS.info.block_size
+    assert 0 < forecast.slack_tokens < forecast.kv_tokens
+    for order in ("fcfs", "dfs", "random", "batchllm"):
+        assert create_pool(order, FACTS, small_model)[1] is None
+
+
+RESOURCES = ResourceModel(1e-5, 1e-9, 1e-8)
+
+
+def division_of(num_lines: int, order: str = "blend") -> Division:
+    division = Division(order, RESOURCES)  # type: ignore[arg-type]
+    for number in range(1, num_lines + 1):
+        body = {"prompt": f"document {number % 8} " * 100 + str(number), "max_tokens": 4}
+        request = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+        division.add(parse_line(number, json.dumps(request).encode(), 10_000))
+    return division
+
+
+def numbers_in(part: bytes) -> set[int]:
+    return {number for number in range(8 * len(part)) if is_marked(part, number)}
+
+
+def test_each_line_is_in_one_part_and_each_run_finds_the_same() -> None:
+    for order in ("blend", "fcfs"):
+        parts = division_of(64, order).parts()
+        assert parts == division_of(64, order).parts()
+        assert len(parts) > 8
+        assert sorted(number for part in parts for number in numbers_in(part)) == list(range(1, 65))
+        halves = [numbers_in(part) for part in division_of(64, order).parts_of(2)]
+        assert halves[0] | halves[1] == set(range(1, 65)) and not halves[0] & halves[1]
+    assert division_of(4).parts() == [] == division_of(0).parts()
+
+
+def test_lines_that_begin_alike_are_in_one_part() -> None:
+    first, second = ({number % 8 for number in numbers_in(part)} for part in division_of(64).parts_of(2))
+    assert len(first & second) <= 2, "only those on the cuts are computed twice"

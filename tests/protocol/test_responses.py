@@ -6,12 +6,15 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from backfill.core.errors import EngineDead
+from backfill.core.errors import EngineDead, RequestError
 from backfill.core.plan import TokenLogprobs
 from backfill.core.request import FinishReason
 from backfill.generation.generator import TextDelta
 from backfill.generation.tokenizer import Tokenizer
-from backfill.protocol.encoding import EncodedBody
+from backfill.protocol.chat import ChatCompletionRequest
+from backfill.protocol.encoding import EncodedBody, EncodedList
+from backfill.protocol.generation import CompletionRequest
+from backfill.protocol.parsing import MAX_CONTAINERS, MAX_ITEMS, MAX_KEYS, check_shape, parse_body
 from backfill.protocol.responses import Response, error_of
 from backfill.protocol.shapes import ChatShape, CompletionShape
 from tests.protocol.builders import make_generation
@@ -124,3 +127,102 @@ def test_the_death_of_an_engine_says_how_it_ended() -> None:
     status, body = error_of(EngineDead("The engine process ended: rank 1 of 2 was killed by signal 9."))
     assert (status, body["error"]["code"]) == (503, "server_is_overloaded")
     assert "rank 1 of 2 was killed" in body["error"]["message"]
+
+
+def encoded_list(entries: list[object], group: int) -> EncodedList:
+    encoded = EncodedList()
+    for start in range(0, len(entries), group):
+        encoded.extend(entries[start : start + group])
+    return encoded
+
+
+def test_a_body_with_encoded_lists_is_the_body_with_those_lists() -> None:
+    entries: list[object] = [{"token": 'a\0"\n', "bytes": [0, 34], "logprob": -0.1}, None, 1e-9, "é", [[]]]
+    plain = {
+        "id": "x\0y",
+        "choices": [{"logprobs": {"content": entries}}, {"logprobs": None}],
+        "end": [entries],
+    }
+    body = {
+        "id": "x\0y",
+        "choices": [{"logprobs": {"content": encoded_list(entries, 1)}}, {"logprobs": None}],
+        "end": [encoded_list(entries, 3)],
+    }
+    encoded = EncodedBody(body)
+    assert json.loads(bytes(encoded)) == plain
+    assert b"".join(encoded.chunks()) == bytes(encoded)
+    assert encoded.num_bytes == len(bytes(encoded))
+    assert bytes(EncodedBody({"a": EncodedList()})) == b'{"a":[]}'
+
+
+def test_a_long_body_comes_in_chunks() -> None:
+    entries: list[object] = ["x" * 1000] * 2000
+    chunks = list(EncodedBody({"a": encoded_list(entries, 1), "b": encoded_list(entries, 2)}).chunks())
+    assert max(map(len, chunks)) < 300_000
+    assert json.loads(b"".join(chunks)) == {"a": entries, "b": entries}
+    with pytest.raises(TypeError):
+        EncodedBody({"a": object()})
+
+
+def test_brackets_within_strings_are_text() -> None:
+    check_shape(json.dumps({"prompt": '{[ "quoted" \\ {' * MAX_CONTAINERS}).encode())
+    check_shape(b'{"prompt": "' + b"[" * 100_000)
+    check_shape(b'{"prompt": "' + b'\\"[' * 100_000)
+    check_shape(b"[" * MAX_CONTAINERS)
+    check_shape(json.dumps({"prompt": [":,{" * 100] * MAX_CONTAINERS}).encode())
+
+
+@pytest.mark.parametrize("item", [b"{}", b"[]", b'{"a": "["}', b'[{"b": "\\""}]'])
+def test_a_body_of_many_items_is_refused_quickly(item: bytes) -> None:
+    with pytest.raises(RequestError, match=str(MAX_CONTAINERS)):
+        check_shape(b'{"x": [' + b",".join([item] * MAX_CONTAINERS) + b"]}")
+
+
+@pytest.mark.parametrize("item", [b"1", b'"a"', b'"\\",["'])
+def test_a_body_of_too_many_items_is_refused(item: bytes) -> None:
+    check_shape(b'{"prompt": [' + b",".join([item] * MAX_ITEMS) + b"]}")
+    with pytest.raises(RequestError, match=f"{MAX_ITEMS} items"):
+        check_shape(b'{"prompt": [' + b",".join([item] * (MAX_ITEMS + 2)) + b"]}")
+
+
+def test_a_body_of_too_many_keys_is_refused() -> None:
+    check_shape(json.dumps(dict.fromkeys(map(str, range(MAX_KEYS)), ":")).encode())
+    with pytest.raises(RequestError, match=f"{MAX_KEYS} keys"):
+        check_shape(json.dumps(dict.fromkeys(map(str, range(MAX_KEYS + 1)), ":")).encode())
+
+
+def test_messages_and_their_parts_are_counted() -> None:
+    def chat(messages: list[dict[str, object]]) -> bytes:
+        return json.dumps({"messages": messages}).encode()
+
+    message: dict[str, object] = {"role": "user", "content": "a"}
+    part = {"type": "text", "text": "a"}
+    parse_body(ChatCompletionRequest, chat([message] * 2048))
+    parse_body(ChatCompletionRequest, chat([{"role": "user", "content": [part] * 2048}]))
+    with pytest.raises(RequestError, match="'messages' may have at most 2048 items") as caught:
+        parse_body(ChatCompletionRequest, chat([message] * 2049))
+    assert caught.value.param == "messages"
+    with pytest.raises(RequestError, match=r"'messages.0.content' may have at most 2048 items"):
+        parse_body(ChatCompletionRequest, chat([{"role": "user", "content": [part] * 2049}]))
+
+
+def test_bodies_are_counted_before_they_are_parsed() -> None:
+    raw = b'{"messages": [' + b",".join([b"{}"] * 200_000) + b"]}"
+    with pytest.raises(RequestError, match="objects and arrays"):
+        parse_body(ChatCompletionRequest, raw)
+
+
+def test_a_misspelt_objective_is_named_with_the_known_ones() -> None:
+    with pytest.raises(RequestError, match=r"'slo\.ttfs'.*takes ttft and tpot") as refused:
+        parse_body(ChatCompletionRequest, b'{"messages": [], "slo": {"ttfs": 1}}')
+    assert (refused.value.param, refused.value.code) == ("slo.ttfs", "unknown_parameter")
+
+
+@pytest.mark.parametrize("num_levels", [200, 202])
+def test_a_body_of_too_many_levels_is_refused_with_their_number(num_levels: int) -> None:
+    nested = b'{"prompt": "", "x": ' + b"[" * (num_levels - 1) + b"]" * (num_levels - 1) + b"}"
+    if num_levels == 200:
+        parse_body(CompletionRequest, nested)
+        return
+    with pytest.raises(RequestError, match="at most 200 levels"):
+        parse_body(CompletionRequest, nested)
