@@ -102,7 +102,7 @@ class Plan:
                 lease_s=lease_s,
                 capacity=source.choice([2, 4]),
                 chaos_s=lease_s * source.uniform(2, 4),
-                faults=frozenset(kind for kind in _MILD_FAULTS if source.random() < 0.5),
+                faults=frozenset(kind for kind in FAULTS if kind in _MILD_FAULTS and source.random() < 0.5),
                 num_lines=(("a", 120),),
             )
         owners = ["a", "b", "c"][: source.randint(1, 3)]

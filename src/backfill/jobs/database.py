@@ -49,6 +49,8 @@ _SESSION_TIMEOUTS_MS = {
 }
 _EPOCH_JULIAN_DAY = 2440587.5
 _DAY_S = 86400.0
+_SQLITE_CLOCK: ColumnElement[Any] = (func.julianday("now") - _EPOCH_JULIAN_DAY) * _DAY_S
+_POSTGRESQL_CLOCK: ColumnElement[Any] = cast(extract("epoch", func.clock_timestamp()), Float)
 # Numbers of PostgreSQL's advisory locks; any that no other program on the database uses.
 _SCHEMA_LOCK, _INPUTS_LOCK = 0x6261636B01, 0x6261636B02
 
@@ -62,9 +64,7 @@ def database_clock(engine: Engine) -> ColumnElement[Any]:
 
     Not the time at which the transaction began: a statement may have waited for a lock.
     """
-    if is_postgresql(engine):
-        return cast(extract("epoch", func.clock_timestamp()), Float)
-    return (func.julianday("now") - _EPOCH_JULIAN_DAY) * _DAY_S
+    return _POSTGRESQL_CLOCK if is_postgresql(engine) else _SQLITE_CLOCK
 
 
 def open_database(url: str | None, data_dir: Path) -> Engine:

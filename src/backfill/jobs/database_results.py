@@ -19,13 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from sqlalchemy import Connection, Engine, func, select, update
+from sqlalchemy import Connection, Engine, bindparam, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from backfill.jobs.blobs import FileStore
-from backfill.jobs.database import is_postgresql
 from backfill.jobs.leases import Lease, LeaseLost, Leases, lock_lease
 from backfill.jobs.lines import LineResult
 from backfill.jobs.private_files import write_all
@@ -45,6 +44,19 @@ logger = logging.getLogger(__name__)
 
 _ROWS_PER_READ = 200
 _TOKENS = ("input_tokens", "cached_tokens", "output_tokens")
+_COUNTS = ("num_completed", "num_failed", *_TOKENS)
+# Built once: each group of results executes them.
+_ADD = {
+    module.dialect.name: module.insert(RecordedResult)
+    .on_conflict_do_nothing()
+    .returning(RecordedResult.number)
+    for module in (postgresql, sqlite)
+}
+_COUNT = (
+    update(BatchRecord)
+    .where(BatchRecord.id == bindparam("of_batch"))
+    .values({name: getattr(BatchRecord, name) + bindparam(f"more_{name}") for name in _COUNTS})
+)
 
 # By column of the batch: the id of the file, and its bytes.
 Published = dict[str, tuple[str, int]]
@@ -175,21 +187,17 @@ class DatabaseResultLog(ResultTally):
         line whose row is there already, as after a commit whose answer was lost, is left as it is.
         """
         rows = [self._row(result) for result in results_of_lines]
-        dialect = postgresql if is_postgresql(self._engine) else sqlite
-        add = dialect.insert(RecordedResult).on_conflict_do_nothing().returning(RecordedResult.number)
         more = Counter[str]()
         with _as_os_errors(), self._engine.begin() as connection:
             self._hold(connection)
-            added = set(connection.scalars(add, rows))
+            added = set(connection.scalars(_ADD[self._engine.dialect.name], rows))
             for row in rows:
                 if row["number"] in added:
                     more["num_completed" if row["is_completed"] else "num_failed"] += 1
                     more.update({name: row[name] for name in _TOKENS})
             if more:
-                changes = {name: getattr(BatchRecord, name) + number for name, number in more.items()}
-                connection.execute(
-                    update(BatchRecord).where(BatchRecord.id == self._batch_id).values(changes)
-                )
+                values = {f"more_{name}": more[name] for name in _COUNTS}
+                connection.execute(_COUNT, {"of_batch": self._batch_id, **values})
         for result in results_of_lines:
             self._note(result.line.number, result.outcome is LineOutcome.COMPLETED, result.usage)
 

@@ -13,38 +13,22 @@ holds one, whoever holds part 0 ends the batch.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import count
+from typing import Any
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Engine,
-    Select,
-    Subquery,
-    Update,
-    case,
-    delete,
-    exists,
-    func,
-    insert,
-    literal,
-    not_,
-    or_,
-    select,
-    tuple_,
-    update,
-)
-from sqlalchemy.orm import Session, aliased
+from sqlalchemy import ColumnElement, Connection, Engine, insert, literal, select
+from sqlalchemy.orm import Session
 
 from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import BackfillError
 from backfill.jobs.database import database_clock, limit_waits, lock_writes
-from backfill.jobs.records import OPEN_STATUSES, BatchRecord, BatchStatus, LeasedPart, ReadyServer
+from backfill.jobs.lease_statements import Free, LeaseStatements
+from backfill.jobs.records import OPEN_STATUSES, WHOLE, BatchRecord, BatchStatus, LeasedPart
 from backfill.preparation.line_file import union
 
 _NO_LINES: Mapping[str, int] = {}
@@ -55,9 +39,6 @@ _MOST_SHARES = 2
 
 class LeaseLost(BackfillError):
     """Another server runs the batch now; nothing was written."""
-
-
-WHOLE = 0  # the part that stands for the batch itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +101,16 @@ class Leases:
         self.holder = holder
         self._engine = engine
         self._duration_s = duration_s
-        self._now_s = database_clock(engine) if now_s is None else now_s
+        now_s = database_clock(engine) if now_s is None else now_s
+        self._statements = _statements(now_s)
+        self._own = {"own": holder, "duration_s": duration_s}
         self._clock = clock
         self._ahead_s = 0.0  # of this process's clock, as last seen
-        self._held = self._lines_held()
 
     def read_clock(self) -> None:
         """Ask the database for its time, before the first ``now``."""
         with self._engine.connect() as connection:
-            self._note_time(connection.execute(select(self._now_s)).scalar_one())
+            self._note_time(connection.execute(self._statements.now).scalar_one())
 
     def now(self) -> int:
         """Unix seconds on the database's clock, which each renewal asks for."""
@@ -166,106 +148,44 @@ class Leases:
                 Of several owners each has its share, and what the others leave of theirs.
             lines_of: of each owner, those that it has.
         """
-        is_free, is_own = self._free_and_own(running, takes_over=takes_over)
+        free = Free(takes_over, is_told=running is not None)
+        values = {**self._own, "running": _rows_of(running or ()), "model_names": list(model_names)}
         passed_over = set(others_than)
         # What an owner has beyond, from when fewer servers were there, costs other owners nothing.
         num_counted = sum(min(num, max_lines) for num in lines_of.values())
         only_over = only_over or num_counted >= _MOST_SHARES * max_lines
         num_left = max_lines - sum(lines_of.values())  # an owner may have what the others leave
         share = max_lines // max(1, len(lines_of))
-        full_owners = [owner for owner, num in lines_of.items() if num_left <= 0 and num >= share]
+        values["full_owners"] = [name for name, num in lines_of.items() if num_left <= 0 and num >= share]
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
             lock_writes(session.connection())
             while True:
-                query = self._claimable(model_names, full_owners, only_over=only_over).where(is_free)
-                found = session.execute(query.where(LeasedPart.batch_id.not_in(passed_over))).first()
+                values["passed_over"] = list(passed_over)
+                found = session.execute(self._statements.claimable(free, only_over), values).first()
                 if found is None:
                     return None
                 first, owner = found
                 parts = [first]
                 if first.part != WHOLE:
                     num_owners = len({*lines_of, owner})
+                    values["of_batch"] = first.batch_id
                     most = max(1, max_lines // num_owners - lines_of.get(owner, 0), num_left)
-                    parts = self._share_of(session, first.batch_id, is_free, is_own, num_servers, most)
+                    parts = self._share_of(session, free, values, num_servers, most)
                 if parts:
                     break
                 passed_over.add(first.batch_id)
             lease = self._take(session.connection(), parts)
-            claimed = select(BatchRecord, self._now_s).where(BatchRecord.id == lease.batch_id)
-            batch, now_s = session.execute(claimed).one()
+            batch, now_s = session.execute(self._statements.claimed, {"of_batch": lease.batch_id}).one()
             return Claim(batch, lease, now_s)
 
-    def _free_and_own(
-        self, running: Collection[Lease] | None, *, takes_over: bool
-    ) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
-        """Which parts this server may claim, and which of its own it does not: see ``claim``."""
-        is_free: ColumnElement[bool] = LeasedPart.holder.is_(None)
-        if takes_over:
-            is_free = or_(is_free, LeasedPart.expires_at <= self._now_s)
-        is_own = LeasedPart.holder == self.holder
-        if running is None:
-            return is_free, is_own
-        is_running = is_own & _is_of(running)
-        return or_(is_free, is_own) & not_(func.coalesce(is_running, False)), is_running
-
-    def _claimable(
-        self, model_names: Collection[str], full_owners: Collection[str], *, only_over: bool
-    ) -> Select[LeasedPart, str]:
-        """The next row that may be claimed if it is free, and its owner."""
-        other = aliased(LeasedPart)
-        lines = (other.batch_id == LeasedPart.batch_id) & (other.part != WHOLE)
-        runs = exists().where(lines, other.holder.is_not(None), other.expires_at > self._now_s)
-        is_of_lines = LeasedPart.part != WHOLE
-        is_in_progress = BatchRecord.status == BatchStatus.IN_PROGRESS
-        is_over = or_(BatchRecord.status == BatchStatus.CANCELLING, BatchRecord.expires_at <= self._now_s)
-        query = (
-            select(LeasedPart, BatchRecord.owner)
-            .join(BatchRecord, BatchRecord.id == LeasedPart.batch_id)
-            .outerjoin(self._held, self._held.c.owner == BatchRecord.owner)
-            .where(BatchRecord.status.in_(OPEN_STATUSES))
-            .order_by(
-                func.coalesce(self._held.c.num_lines, 0),
-                BatchRecord.expires_at,
-                BatchRecord.sequence,
-                LeasedPart.part,
-            )
-            .limit(1)
-            # Servers that claim at once claim different ones.
-            .with_for_update(of=LeasedPart, skip_locked=True)
-        )
-        if only_over:
-            return query.where(is_over, not_(is_of_lines), not_(runs))
-        is_of_model = or_(BatchRecord.model.is_(None), BatchRecord.model.in_(model_names))
-        is_ours = or_(is_over, is_of_model & BatchRecord.owner.not_in(full_owners))
-        lines_may_run = is_of_lines & is_in_progress & not_(is_over)
-        is_to_end = not_(is_of_lines) & or_(not_(exists().where(lines)), is_over & not_(runs))
-        return query.where(is_ours, or_(lines_may_run, is_to_end))
-
-    def _lines_held(self) -> Subquery:
-        """How many lines of each owner servers have."""
-        part, batch = aliased(LeasedPart), aliased(BatchRecord)
-        is_held = (part.part != WHOLE) & part.holder.is_not(None) & (part.expires_at > self._now_s)
-        lines = select(batch.owner.label("owner"), func.sum(part.num_lines).label("num_lines"))
-        return lines.join(part, part.batch_id == batch.id).where(is_held).group_by(batch.owner).subquery()
-
     def _share_of(
-        self,
-        session: Session,
-        batch_id: str,
-        is_free: ColumnElement[bool],
-        is_own: ColumnElement[bool],
-        num_servers: int,
-        max_lines: int,
+        self, session: Session, free: Free, values: Mapping[str, Any], num_servers: int, max_lines: int
     ) -> list[LeasedPart]:
         """Free parts of a batch, until this server has its share of the lines; none where it has it."""
-        of_batch = (LeasedPart.batch_id == batch_id) & (LeasedPart.part != WHOLE)
-        own_lines = case((is_own, LeasedPart.num_lines), else_=0)
-        sums = select(func.sum(LeasedPart.num_lines), func.sum(own_lines)).where(of_batch)
-        num_lines, num_own = session.execute(sums).one()
+        num_lines, num_own = session.execute(self._statements.lines_of_batch(free), values).one()
         most = min(max_lines, math.ceil(num_lines / num_servers) - num_own)
-        free = select(LeasedPart).where(of_batch, is_free).order_by(LeasedPart.part)
         parts, num_taken = list[LeasedPart](), 0
-        for part in session.scalars(free.with_for_update(skip_locked=True)).all():
+        for part in session.scalars(self._statements.free_parts(free), values).all():
             if num_taken >= most:
                 break
             parts.append(part)
@@ -274,15 +194,13 @@ class Leases:
 
     def _take(self, connection: Connection, parts: Sequence[LeasedPart]) -> Lease:
         batch_id, token = parts[0].batch_id, 1 + max(part.token for part in parts)
-        taken = {"holder": self.holder, "token": token, "expires_at": self._end_s}
         numbers = tuple(part.part for part in parts)
-        of_parts = (LeasedPart.batch_id == batch_id) & LeasedPart.part.in_(numbers)
-        connection.execute(update(LeasedPart).where(of_parts).values(taken))
+        values = {**self._own, "of_batch": batch_id, "parts": numbers, "new_token": token}
+        connection.execute(self._statements.take, values)
         if parts[0].part == WHOLE:
-            others = delete(LeasedPart).where(LeasedPart.batch_id == batch_id, LeasedPart.part != WHOLE)
-            connection.execute(others)
+            connection.execute(self._statements.drop_lines, values)
             return Lease(batch_id, token)
-        lines = reduce(union, (part.lines or b"" for part in parts))
+        lines = functools.reduce(union, (part.lines or b"" for part in parts))
         return Lease(batch_id, token, numbers, lines)
 
     def renew(self, held: Collection[Lease] = (), *, is_ready: bool = True) -> Renewal:
@@ -291,22 +209,19 @@ class Leases:
         Args:
             is_ready: lines may run on this server.
         """
-        columns = (LeasedPart.batch_id, LeasedPart.part, LeasedPart.token)
-        statement = (
-            update(LeasedPart)
-            .where(LeasedPart.holder == self.holder, _is_of(held))
-            .values(expires_at=self._end_s)
-            .returning(*columns)
-        )
-        of_held = BatchRecord.id.in_({lease.batch_id for lease in held})
+        statements = self._statements
+        batches = list({lease.batch_id for lease in held})
+        values = {**self._own, "running": _rows_of(held), "batches": batches}
         with self._engine.begin() as connection:
             limit_waits(connection, _RENEWAL_FRAC * self._duration_s)
             lock_writes(connection)
-            renewed = {tuple(row) for row in connection.execute(statement)}
-            found = connection.execute(select(BatchRecord.id, BatchRecord.status).where(of_held)).all()
-            self._note_ready(connection, is_ready)
-            count = select(func.count(), self._now_s).where(ReadyServer.expires_at > self._now_s)
-            num_servers, now_s = connection.execute(count).one()
+            rows = connection.execute(statements.renew, values)
+            renewed = {tuple(row) for row in rows}
+            found = connection.execute(statements.statuses, values).all()
+            connection.execute(statements.forget_ready, values)  # and of servers that have ended
+            if is_ready:
+                connection.execute(statements.note_ready, values)
+            num_servers, now_s = connection.execute(statements.count_ready).one()
         self._note_time(now_s)
         kept = [
             lease
@@ -315,20 +230,12 @@ class Leases:
         ]
         return Renewal(kept, {row.id: row.status for row in found}, max(1, num_servers))
 
-    def _note_ready(self, connection: Connection, is_ready: bool) -> None:
-        """Also forgets servers that have ended."""
-        is_gone = or_(ReadyServer.holder == self.holder, ReadyServer.expires_at <= self._now_s)
-        connection.execute(delete(ReadyServer).where(is_gone))
-        if is_ready:
-            connection.execute(insert(ReadyServer).values(holder=self.holder, expires_at=self._end_s))
-
     def hold(self, connection: Connection, lease: Lease) -> None:
         """Renew the lease in a transaction: until its end no other server can claim what it is of.
 
         Raises: LeaseLost.
         """
-        statement = update(LeasedPart).where(*self._is(lease)).values(expires_at=self._end_s)
-        if connection.execute(statement).rowcount != len(lease.parts):
+        if connection.execute(self._statements.hold, self._values_of(lease)).rowcount != len(lease.parts):
             raise LeaseLost(f"{lease.batch_id} is run by another server now.")
 
     def release(self, lease: Lease) -> None:
@@ -338,31 +245,22 @@ class Leases:
 
     def release_in(self, connection: Connection, lease: Lease) -> None:
         """As ``release``, in a transaction."""
-        connection.execute(_released().where(*self._is(lease)))
+        connection.execute(self._statements.release, self._values_of(lease))
 
     def end_lines(self, lease: Lease) -> None:
         """Lines have ended; those that have not are for whoever ends the batch. For a lease of lines."""
         with self._engine.begin() as connection:
-            connection.execute(delete(LeasedPart).where(*self._is(lease)))
+            connection.execute(self._statements.drop, self._values_of(lease))
 
     def release_all(self, holder: str | None = None) -> None:
         """As ``release``, of all that this server holds, or that one which has ended held."""
-        gone = holder or self.holder
+        values = {"own": holder or self.holder}
         with self._engine.begin() as connection:
-            connection.execute(_released().where(LeasedPart.holder == gone))
-            connection.execute(delete(ReadyServer).where(ReadyServer.holder == gone))
+            connection.execute(self._statements.release_all, values)
+            connection.execute(self._statements.forget, values)
 
-    @property
-    def _end_s(self) -> ColumnElement[float]:
-        return self._now_s + self._duration_s
-
-    def _is(self, lease: Lease) -> tuple[ColumnElement[bool], ...]:
-        return (
-            LeasedPart.batch_id == lease.batch_id,
-            LeasedPart.part.in_(lease.parts),
-            LeasedPart.holder == self.holder,
-            LeasedPart.token == lease.token,
-        )
+    def _values_of(self, lease: Lease) -> dict[str, Any]:
+        return {**self._own, "of_batch": lease.batch_id, "parts": lease.parts, "of_token": lease.token}
 
 
 def add_lease(
@@ -391,10 +289,10 @@ def lock_lease(connection: Connection, batch_id: str) -> None:
     connection.execute(select(LeasedPart.token).where(of_batch).with_for_update())
 
 
-def _is_of(leases: Collection[Lease]) -> ColumnElement[bool]:
-    rows = [(lease.batch_id, part, lease.token) for lease in leases for part in lease.parts]
-    return tuple_(LeasedPart.batch_id, LeasedPart.part, LeasedPart.token).in_(rows)
+def _rows_of(leases: Collection[Lease]) -> list[tuple[str, int, int]]:
+    return [(lease.batch_id, part, lease.token) for lease in leases for part in lease.parts]
 
 
-def _released() -> Update:
-    return update(LeasedPart).values(holder=None, expires_at=0.0)
+@functools.cache
+def _statements(now_s: ColumnElement[float]) -> LeaseStatements:
+    return LeaseStatements(now_s)

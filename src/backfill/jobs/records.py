@@ -35,6 +35,7 @@ class BatchStatus(Enum):
 
 
 OPEN_STATUSES = [status for status in BatchStatus if not status.is_final]
+WHOLE = 0  # the part of a lease that stands for the batch itself
 
 
 class LineOutcome(Enum):

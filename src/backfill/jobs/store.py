@@ -13,9 +13,10 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from backfill.jobs.database import lock_inputs
 from backfill.jobs.errors import Conflict, NotFound, TooMany
-from backfill.jobs.leases import WHOLE, Lease, Leases, add_lease, lock_lease
+from backfill.jobs.leases import Lease, Leases, add_lease, lock_lease
 from backfill.jobs.records import (
     OPEN_STATUSES,
+    WHOLE,
     BatchRecord,
     BatchStatus,
     FileRecord,
