@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -15,6 +17,19 @@ NUM_SEEDS = int(os.environ.get("BACKFILL_WORLD_SEEDS", "9"))
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_nothing_is_lost_or_stuck(seed: int) -> None:
     assert run_seed(seed).violations == []
+
+
+def test_a_seed_is_the_same_in_every_process() -> None:
+    """Whatever order sets have there."""
+    script = (
+        "import random; from tests.jobs.world import Plan;"
+        "print([sorted(Plan.of(random.Random(seed)).faults) for seed in range(30)])"
+    )
+    plans = {
+        subprocess.check_output([sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed})
+        for seed in "123"
+    }
+    assert len(plans) == 1
 
 
 def test_a_seed_replays_exactly() -> None:

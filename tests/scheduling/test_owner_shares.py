@@ -599,3 +599,29 @@ def test_answers_of_one_owner_leave_places_to_another() -> None:
         bench.step(chat)
         assert chat.first_token_at_s is not None
         bench.step()
+
+
+@pytest.mark.parametrize(("num_of_other", "is_short"), [(1, True), (20, False)], ids=["flood", "two equals"])
+def test_answers_of_a_flood_let_no_step_grow_to_their_objective(num_of_other: int, is_short: bool) -> None:
+    """Though all are in time: who asks next waits for the step. Where two send as much, throughput counts."""
+    bench = slow_bench(step_s=0.001)
+    bench.step(*(make_request(4, 60, owner="other") for _ in range(num_of_other)))
+    in_time = SLO(ttft_s=60.0, tpot_s=1.0)
+    bench.step(*(make_request(4, 60, owner="flood", slo=in_time) for _ in range(5)))
+    bench.add(*(make_request(200, 30, owner="flood", slo=in_time) for _ in range(15)))
+    steps_s = [bench.step().predicted_s for _ in range(5)]
+    assert max(steps_s) < 0.05 if is_short else min(steps_s) > 0.08, steps_s
+
+
+def test_prompts_of_who_was_served_more_wait_for_anothers_first_token() -> None:
+    bench = slow_bench(step_s=0.001)
+    in_time = SLO(ttft_s=60.0, tpot_s=1.0)
+    bench.step(*(make_request(10, 50, owner="a", slo=in_time) for _ in range(4)))
+    chat = make_request(20, 1, owner="b", arrived_at_s=bench.clock.now_s())
+    others = [make_request(10, 1, owner="a", arrived_at_s=bench.clock.now_s(), slo=in_time) for _ in range(4)]
+    plan = bench.step(*others, chat)
+    assert chat.first_token_at_s is not None
+    assert plan.predicted_s < 1.3 * 0.025, "the chat's prompt and four answers"
+    for _ in range(4):
+        bench.step()
+    assert all(each.first_token_at_s is not None for each in others)

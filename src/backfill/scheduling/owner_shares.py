@@ -121,6 +121,11 @@ def yielding_owners(view: Snapshot[RequestView]) -> Collection[str]:
     return {owner for owner in view.late_owners if view.served.get(owner, 0.0) > least}
 
 
+def is_least_served(view: Snapshot[RequestView], request: RequestView) -> bool:
+    """Of several owners that compete, its owner was served the least."""
+    return view.served.get(request.owner, math.inf) <= min(view.served.values(), default=-math.inf)
+
+
 def relegating(view: Snapshot[R], owners: Collection[str]) -> Snapshot[R]:
     """The same with online requests of these owners among the relegated ones, but for those that wait."""
     if not owners:

@@ -200,6 +200,7 @@ class StepPlanner:
         kv, requests = self.kv, self.requests
         if requests.num_online_owners > 1:
             self._shared_at_s = now_s
+        is_shared = now_s - self._shared_at_s < _SHARED_FOR_S
         in_flight, num_most = self.in_flight, self.config.max_num_seqs + _MAX_PASSED_OVER
         running = requests.running_by_level(excluded=in_flight.closed.union(self.suspension.waiting))
         in_other_steps: Mapping[PriorityLevel, Sequence[RequestView]] = {}
@@ -222,7 +223,8 @@ class StepPlanner:
             online_blocks=kv.counts.online,
             reclaimable_blocks=kv.counts.reclaimable + kv.counts.protected,
             in_other_steps=in_other_steps,
-            is_shared=now_s - self._shared_at_s < _SHARED_FOR_S,
+            is_shared=is_shared,
+            is_flooded=is_shared and requests.is_flooded,
             served=requests.waiting[PriorityLevel.ONLINE].served,
             late_owners=requests.waiting[PriorityLevel.RELEGATED].owners,
         )

@@ -102,6 +102,7 @@ class Snapshot(Generic[R_co]):
             will be when it ends, and those that are left to the next step. The step delays their next tokens
             too.
         is_shared: several owners have unfinished online requests, or had some lately.
+        is_flooded: it is shared, and one owner has nearly all of the online requests.
         served: of owners that compete with online requests: tokens over weight (``OwnerShares``). Empty where
             no two do.
         late_owners: of relegated requests that wait.
@@ -116,6 +117,7 @@ class Snapshot(Generic[R_co]):
     reclaimable_blocks: int = 0
     in_other_steps: Mapping[PriorityLevel, Sequence[RequestView]] = field(default_factory=dict)
     is_shared: bool = False
+    is_flooded: bool = False
     served: Mapping[str, float] = field(default_factory=dict)
     late_owners: Collection[str] = ()
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from heapq import heappop, heappush
 
 from backfill.core.config import VictimOrder
 from backfill.core.decaying_peak import DecayingPeak
 from backfill.core.request import PriorityLevel, RequestId
 from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
+from backfill.scheduling.first_tokens import is_new, most_in_time
 from backfill.scheduling.objectives import least_tpot_slo, share_in_time
-from backfill.scheduling.owner_shares import in_places_of_owners, prompts_in_turn, relegating, yielding_owners
+from backfill.scheduling.owner_shares import (
+    in_places_of_owners,
+    is_least_served,
+    prompts_in_turn,
+    relegating,
+    yielding_owners,
+)
 from backfill.scheduling.policy import (
     MIN_PREFILL_CHUNK_TOKENS,
     Admission,
@@ -41,7 +46,8 @@ _LEAST_SHARE_IN_TIME, _BURST_SHARE = 0.25, 0.25
 _PROMPT_EFFICIENCY = 0.9
 # Prompts that are weighed against each other; those behind them wait.
 _MAX_WEIGHED = 512
-# Time by which offline decodes may lengthen a step that computes an online prompt.
+# Time by which offline decodes may lengthen a step that computes an online prompt, and prompts of owners that
+# were served more one that ends it.
 _BESIDE_PROMPTS = 0.2
 # Offline work is limited once online requests leave less than 1 / this of the pool free.
 _HEADROOM_FACTOR = 1.5
@@ -138,11 +144,12 @@ class SloPolicy(Policy):
         if not prefills and not waiting:
             return max(limit_s, self._least_limit_s(view, builder.batch.load, decodes, ()))
         load, cost = _decode_load(decodes), self._predictor.cost
-        if view.is_shared and not delayed:  # what arrives of another owner need not wait for long
-            limit_s = min(limit_s, cost.efficient_prefill_s(load, _PROMPT_EFFICIENCY, self._max_step_tokens))
+        if view.is_flooded or (view.is_shared and not delayed):  # who else arrives need not wait for long
+            prompts_s = cost.efficient_prefill_s(StepLoad(), _PROMPT_EFFICIENCY, self._max_step_tokens)
+            limit_s = min(limit_s, decodes_s + prompts_s)
         prompts = prompts_in_turn(prefills, waiting[:_MAX_WEIGHED], view.served)[:_MAX_WEIGHED]
         in_time = self._in_time(prompts, load, view.now_s, limit_s)
-        if decodes and len(in_time) < len(prompts):
+        if decodes and len(in_time) < len(prompts) and not view.is_flooded:
             banked_s = self._limit_s(delayed, view.now_s, decodes_s, _BANK_SHARE)
             more = self._in_time(prompts, load, view.now_s, banked_s)
             if len(more) > len(in_time):
@@ -150,7 +157,7 @@ class SloPolicy(Policy):
         chosen = [each for each in prompts if each.request_id in in_time]
         late = [each for each in prompts if each.request_id not in in_time]
         least_s = self._least_limit_s(view, load, [*decodes, *chosen], late)
-        prompts = in_places_of_owners(prompts, [*sorted(chosen, key=_is_new), *late])
+        prompts = in_places_of_owners(prompts, [*sorted(chosen, key=is_new), *late])
         return self._add_prompts(view, builder, prompts, max(limit_s, least_s), least_s)
 
     def _least_limit_s(
@@ -195,30 +202,11 @@ class SloPolicy(Policy):
     def _in_time(
         self, prompts: Sequence[R], decodes: StepLoad, now_s: float, limit_s: float
     ) -> Collection[RequestId]:
-        """The most prompts whose first tokens can all be in time (Moore and Hodgson's algorithm).
-
-        They are computed one after another by deadline, beside the decodes, in steps of ``limit_s``. Whenever
-        one would be late, the longest so far is left out; of several, the one with the earliest deadline.
-        So for each priority that clients gave, the more urgent first, and each owner's turn. Requests that
-        compute lost KV again are in the middle of their answers: they are always in.
-        """
-        cost, scale = self._predictor.cost, self._predictor.worst_scale
+        """The most prompts whose first tokens can all be in time, in such steps with the decodes."""
+        cost = self._predictor.cost
         chunk = max(MIN_PREFILL_CHUNK_TOKENS, cost.max_tokens(decodes, 0, self._max_step_tokens, limit_s))
-        token_s = scale * cost.time_with_s(decodes, 0, chunk, False) / chunk
-        resumed = [each for each in prompts if not _is_new(each)]
-        in_time = {each.request_id for each in resumed}
-        ends_at_s = now_s + token_s * sum(each.num_pending_tokens for each in resumed)
-        new = filter(_is_new, prompts)
-        for _, equals in itertools.groupby(new, lambda each: (each.order_key[0], each.owner)):
-            chosen: list[tuple[int, float, RequestId]] = []  # a heap, the longest first
-            for request in equals:
-                num_tokens, by_s = request.num_pending_tokens, request.next_token_by_s
-                heappush(chosen, (-num_tokens, by_s, request.request_id))
-                ends_at_s += num_tokens * token_s
-                if ends_at_s > by_s:
-                    ends_at_s += heappop(chosen)[0] * token_s
-            in_time.update(request_id for _, _, request_id in chosen)
-        return in_time
+        step_s = self._predictor.worst_scale * cost.time_with_s(decodes, 0, chunk, False)
+        return most_in_time(prompts, now_s, step_s / chunk)
 
     def _add_prompts(
         self,
@@ -255,6 +243,8 @@ class SloPolicy(Policy):
                 slack_s = (request.next_token_by_s - view.now_s) * predictor.usable_share
                 if slack_s >= batch.predicted_s:
                     limit_s = min(limit_s, slack_s)
+                if is_least_served(view, request):  # its token waits for no other prompt
+                    limit_s = min(limit_s, batch.predicted_s * (1.0 + _BESIDE_PROMPTS))
         return limit_s
 
     # Rule 3: requests that cannot be in time any more (``LevelRule``), as far as there is time.
@@ -336,7 +326,7 @@ class SloPolicy(Policy):
         Relegated requests do not count: the blocks that they wait for may be those of the suspended slices.
         """
         online = view.delayed(PriorityLevel.ONLINE)
-        prompts = {each.request_id for each in online if _is_new(each)}
+        prompts = {each.request_id for each in online if is_new(each)}
         if view.waiting[PriorityLevel.ONLINE] or prompts - {each.request_id for each in view.restoring}:
             return 0.0
         if not online:
@@ -371,7 +361,7 @@ class SloPolicy(Policy):
             for each in online
             if (last_at_s := each.last_token_at_s) is not None
         ]
-        first_s = [each.next_token_by_s - now_s for each in prompts if _is_new(each)]
+        first_s = [each.next_token_by_s - now_s for each in prompts if is_new(each)]
         slacks_s += [slack_s for slack_s in first_s if slack_s > 0]
         return min(slacks_s, default=math.inf) * self._predictor.usable_share
 
@@ -382,11 +372,6 @@ class SloPolicy(Policy):
             return math.inf
         floor_s = self.default_slo.tpot_s if request.priority_level in _RELEGATED else 0.0
         return max(request.slo.tpot_s, floor_s)
-
-
-def _is_new(request: RequestView) -> bool:
-    """It has no output token yet."""
-    return request.last_token_at_s is None
 
 
 def _delayed_online(view: Snapshot[RequestView]) -> Sequence[RequestView]:

@@ -1,0 +1,42 @@
+"""Which of several prompts can have their first tokens in time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from heapq import heappop, heappush
+
+from backfill.core.request import RequestId
+from backfill.scheduling.policy import R, RequestView
+
+
+def is_new(request: RequestView) -> bool:
+    """It has no output token yet."""
+    return request.last_token_at_s is None
+
+
+def most_in_time(prompts: Sequence[R], now_s: float, token_s: float) -> Collection[RequestId]:
+    """The most prompts whose first tokens can all be in time (Moore and Hodgson's algorithm).
+
+    They are computed one after another by deadline. Whenever one would be late, the longest so far is left
+    out; of several, the one with the earliest deadline. So for each priority that clients gave, the more
+    urgent first, and each owner's turn. Requests that compute lost KV again are in the middle of their
+    answers: they are always in.
+
+    Args:
+        token_s: seconds that each token of a prompt takes.
+    """
+    resumed = [each for each in prompts if not is_new(each)]
+    in_time = {each.request_id for each in resumed}
+    ends_at_s = now_s + token_s * sum(each.num_pending_tokens for each in resumed)
+    new = filter(is_new, prompts)
+    for _, equals in itertools.groupby(new, lambda each: (each.order_key[0], each.owner)):
+        chosen: list[tuple[int, float, RequestId]] = []  # a heap, the longest first
+        for request in equals:
+            num_tokens, by_s = request.num_pending_tokens, request.next_token_by_s
+            heappush(chosen, (-num_tokens, by_s, request.request_id))
+            ends_at_s += num_tokens * token_s
+            if ends_at_s > by_s:
+                ends_at_s += heappop(chosen)[0] * token_s
+        in_time.update(request_id for _, _, request_id in chosen)
+    return in_time
