@@ -92,6 +92,7 @@ struct KernelTable {
   void (*linear[2])(const LinearArgs&);
   void (*quantized_linear[2])(const LinearArgs&, const QuantizedFormat&);
   bool sums_integers;  // quantized_linear does, see linear_integers.h
+  bool pairs_codes;    // of weights of bf16 rows, see quantized_tiles.h
 };
 
 namespace generic {

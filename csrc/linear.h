@@ -243,7 +243,7 @@ void multiply_part(const LinearArgs& args, const LinearPart& part, Weight weight
         for (int64_t index = first; index < last; index++) {
           for (int64_t done = 0; done < length; done += step) {
             const int64_t inputs = std::min(step, length - done);
-            const auto* tiles = weight.tiles(index, k + done, inputs);
+            auto* tiles = weight.tiles(index, k + done, inputs);
             for (int64_t row = first_row; row < last_row; row += kRows, turn ^= 1) {
               const int64_t rows = std::min(kRows, last_row - row), offset = row - first_row;
               const T* x_rows = x + row * args.x_stride + k;

@@ -333,7 +333,7 @@ class IntegerProduct {
 };
 
 template <class T, int Bits, int Inputs>
-void integer_linear(const LinearArgs& args, const QuantizedFormat& format) {
+void multiply_integers(const LinearArgs& args, const QuantizedFormat& format) {
   using Product = IntegerProduct<T, Bits, Inputs>;
   for_each_part<Product>(args, [&](const LinearPart& part) {
     multiply_part<Product>(args, part, CodesWeight<Bits>(args, format));
@@ -341,11 +341,11 @@ void integer_linear(const LinearArgs& args, const QuantizedFormat& format) {
 }
 
 template <class T>
-void quantized_linear(const LinearArgs& args, const QuantizedFormat& format) {
-  if (format.bits == 4)
-    return format.group == 16 ? integer_linear<T, 4, 16>(args, format)
-                              : integer_linear<T, 4, 32>(args, format);
-  return format.group == 16 ? integer_linear<T, 8, 16>(args, format) : integer_linear<T, 8, 32>(args, format);
+void integer_linear(const LinearArgs& args, const QuantizedFormat& format) {
+  const auto multiply =
+      format.bits == 4 ? (format.group == 16 ? multiply_integers<T, 4, 16> : multiply_integers<T, 4, 32>)
+                       : (format.group == 16 ? multiply_integers<T, 8, 16> : multiply_integers<T, 8, 32>);
+  multiply(args, format);
 }
 #else
 constexpr bool kSumsIntegers = false;

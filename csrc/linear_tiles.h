@@ -39,10 +39,10 @@ class PanelTiles {
   int64_t upper_ = -1, lower_ = -1;
 };
 
-// sums [32, 32] = (continues ? sums : 0) + rows * panel^T
-template <bool Lower>
+// sums [32, 32] = (continues ? sums : 0) + rows * panel^T. `prepare` may work on what comes after a tile, for each.
+template <bool Lower, class Prepare>
 BACKFILL_INLINE void multiply_panel(const bf16* panel, const InputRows<bf16>& rows, int64_t inputs,
-                                    bool continues, Prefetcher& prefetcher, SumsWriter<bf16>& writer,
+                                    bool continues, const Prepare& prepare, SumsWriter<bf16>& writer,
                                     float* sums) {
   constexpr int64_t kSumsStride = kPanel * sizeof(float), kTileStride = kUnroll * sizeof(bf16);
   const int64_t row_bytes = rows.x_stride * (int64_t)sizeof(bf16);
@@ -65,18 +65,17 @@ BACKFILL_INLINE void multiply_panel(const bf16* panel, const InputRows<bf16>& ro
     }
   }
   for (int64_t k = 0; k < inputs; k += kUnroll, panel += 2 * kTile) {
-    prefetcher.ask(panel);
     for (int64_t i = 0; i < writes; i++) writer.write_row();
     _tile_loadd(4, upper + k, row_bytes);
+    if constexpr (Lower) _tile_loadd(5, lower + k, row_bytes);
+    prepare(panel, 0);
     _tile_loadd(6, panel, kTileStride);
     _tile_dpbf16ps(0, 4, 6);
+    if constexpr (Lower) _tile_dpbf16ps(2, 5, 6);
+    prepare(panel, 1);
     _tile_loadd(7, panel + kTile, kTileStride);
     _tile_dpbf16ps(1, 4, 7);
-    if constexpr (Lower) {
-      _tile_loadd(5, lower + k, row_bytes);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+    if constexpr (Lower) _tile_dpbf16ps(3, 5, 7);
   }
   _tile_stored(0, sums, kSumsStride);
   _tile_stored(1, sums + 16, kSumsStride);
@@ -109,15 +108,36 @@ class TileProduct {
   BACKFILL_INLINE void multiply(const bf16* panel, const InputRows<bf16>& rows, int64_t inputs,
                                 bool continues, Prefetcher& prefetcher, SumsWriter<bf16>& writer,
                                 float* sums) {
-    const int64_t upper = std::min<int64_t>(rows.count, 16);
-    tiles_.configure(upper, rows.count - upper);
-    if (rows.count > 16)
-      multiply_panel<true>(panel, rows, inputs, continues, prefetcher, writer, sums);
-    else
-      multiply_panel<false>(panel, rows, inputs, continues, prefetcher, writer, sums);
+    const auto prefetch = [&](const bf16* at, int half) __attribute__((always_inline)) {
+      if (half == 0) prefetcher.ask(at);
+    };
+    multiply_rows(panel, rows, inputs, continues, prefetch, writer, sums);
+  }
+
+  // Of codes that are unpacked meanwhile, see quantized_tiles.h.
+  template <class Codes>
+  BACKFILL_INLINE void multiply(Codes* codes, const InputRows<bf16>& rows, int64_t inputs, bool continues,
+                                Prefetcher&, SumsWriter<bf16>& writer, float* sums) {
+    codes->unpack_next(0);
+    codes->unpack_next(1);
+    const auto unpack = [&](const bf16*, int half)
+                            __attribute__((always_inline)) { codes->unpack_next(half); };
+    multiply_rows(codes->tiles(), rows, inputs, continues, unpack, writer, sums);
   }
 
  private:
+  template <class Prepare>
+  BACKFILL_INLINE void multiply_rows(const bf16* panel, const InputRows<bf16>& rows, int64_t inputs,
+                                     bool continues, const Prepare& prepare, SumsWriter<bf16>& writer,
+                                     float* sums) {
+    const int64_t upper = std::min<int64_t>(rows.count, 16);
+    tiles_.configure(upper, rows.count - upper);
+    if (rows.count > 16)
+      multiply_panel<true>(panel, rows, inputs, continues, prepare, writer, sums);
+    else
+      multiply_panel<false>(panel, rows, inputs, continues, prepare, writer, sums);
+  }
+
   PanelTiles tiles_;
 };
 

@@ -107,6 +107,7 @@ class KernelSet {
 
   std::string isa() const { return isa_.name; }
   bool sums_integers() const { return isa_.table->sums_integers; }
+  bool pairs_codes() const { return isa_.table->pairs_codes; }
 
   void linear(const Linear& weight, uintptr_t x, int64_t x_stride, uintptr_t out, int64_t rows) const {
     weight.multiply(*isa_.table, address<void>(x), x_stride, address<void>(out), rows);
@@ -268,6 +269,7 @@ NB_MODULE(_kernels, m) {
            "ValueError for an ISA this machine lacks; '' is the best.")
       .def_prop_ro("isa", &KernelSet::isa)
       .def_prop_ro("sums_integers", &KernelSet::sums_integers)
+      .def_prop_ro("pairs_codes", &KernelSet::pairs_codes)
       .def("linear", &KernelSet::linear, nogil)
       .def("norm", &KernelSet::norm, nogil)
       .def("silu_and_mul", &KernelSet::silu_and_mul, nogil)

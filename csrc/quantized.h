@@ -5,14 +5,13 @@
 // groups of 16: scales [groups][32], offsets [groups][32] if there are any, then for every 32 inputs codes
 // [2][32 / inputs of a word][16], a word of 32 bits having neighbouring inputs of an output; of 8 inputs, the
 // first four are the lower halves of its bytes. Scales and offsets of one byte are in units: a block has 256
-// inputs, and the units of its scales [32] and offsets [32] come first.
+// inputs, and the units of its scales [32] and offsets [32] come first. For AMX words have other inputs, see
+// quantized_tiles.h.
 //
-// Variants without the integer product of linear_integers.h unpack a panel a few hundred inputs at a time, into
-// tiles that the products of linear_vectors.h and linear_tiles.h read: a row's result is, to the bit, that of the
-// unpacked weight, which is rounded to bf16 where products are of pairs of bf16.
+// Without the integer product of linear_integers.h a panel is unpacked a few hundred inputs at a time, into tiles of
+// floats that the product of linear_vectors.h reads: a row's result is, to the bit, that of the unpacked weight.
 #pragma once
 
-#include "linear_tiles.h"
 #include "linear_vectors.h"
 
 namespace backfill::BACKFILL_VARIANT {
@@ -98,49 +97,17 @@ BACKFILL_INLINE Floats codes_of(Words words, int index) {
 #endif
 }
 
-// A pair of bf16 in each lane, rounded to nearest even: `low` is the input that comes first.
-BACKFILL_INLINE Words pairs_of(Floats low, Floats high) {
-#if defined(__AVX512BF16__)
-  alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
-                                                           21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
-                                                           11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  return (Words)_mm512_permutexvar_epi16(_mm512_load_si512(kInterleave),
-                                         (__m512i)_mm512_cvtne2ps_pbh(high, low));
-#else
-  return (Words)interleave(narrow(low), narrow(high));
-#endif
-}
-
-// What a product of T reads as its weight's elements.
-template <class T>
-using TileElement = std::conditional_t<kPaired<T>, bf16, float>;
-
-// Inputs `input` and the next one of 32, for a vector of outputs of a half.
-template <class T>
-BACKFILL_INLINE void store_inputs(float* tiles, int half, int input, Floats low, Floats high) {
-  if constexpr (kPaired<T>) {
-    const Words pairs = pairs_of(low, high);
-    std::memcpy(tiles + half * kTileFloats + input / 2 * 16, &pairs, sizeof pairs);
-  } else {
-    // Two tiles of 16 inputs: [input / 16][half][input % 16][16].
-    float* row = tiles + (input / 16 * 2 + half) * kTileFloats + input % 16 * 16;
-    store(row, low);
-    store(row + 16, high);
-  }
-}
-
-// Inputs [first, first + inputs) of a panel, in 32s, as tiles of TileElement<T>.
-using Unpack = void (*)(const char* panel, int64_t group, int64_t first, int64_t inputs, void* tiles);
+// Inputs [first, first + inputs) of a panel, in 32s, as tiles of floats.
+using Unpack = void (*)(const char* panel, int64_t group, int64_t first, int64_t inputs, float* tiles);
 
 // Group: 16, 32, or 0 for any other.
-template <class T, int Bits, class Scale, bool HasOffsets, int Group>
-void unpack(const char* panel, int64_t group, int64_t first, int64_t inputs, void* tiles) {
+template <int Bits, class Scale, bool HasOffsets, int Group>
+void unpack(const char* panel, int64_t group, int64_t first, int64_t inputs, float* tiles) {
   constexpr int kParts = Group == 16 ? 2 : 1;  // groups in 32 inputs
   constexpr int kVectors = 16 / kLanes, kPerWord = 32 / Bits, kWords = 32 / kPerWord;
   constexpr int64_t kCodes = kPanel * 32 * Bits / 8, kAhead = 4 * kCodes;
   const BlockLayout layout = block_layout(Bits, Group == 0 ? group : Group, sizeof(Scale), HasOffsets);
-  auto* target = static_cast<float*>(tiles);
-  for (int64_t k = first; k < first + inputs; k += 32, target += 32 * kPanel / kPerUnit<T>) {
+  for (int64_t k = first; k < first + inputs; k += 32, tiles += 32 * kPanel) {
     const char* block = panel + k / layout.inputs * layout.bytes;
     const int64_t within = k % layout.inputs;
     const char* codes = block + layout.codes + within / 32 * kCodes;
@@ -156,11 +123,12 @@ void unpack(const char* panel, int64_t group, int64_t first, int64_t inputs, voi
           for (int word = part * kWords / kParts; word < (part + 1) * kWords / kParts; word++) {
             Words bits;
             std::memcpy(&bits, codes + ((half * kWords + word) * 16 + v * kLanes) * 4, sizeof bits);
-#pragma GCC unroll 4
-            for (int i = 0; i < kPerWord; i += 2) {
-              const Floats low = multiply_add(offset, codes_of<Bits>(bits, i), scale);
-              const Floats high = multiply_add(offset, codes_of<Bits>(bits, i + 1), scale);
-              store_inputs<T>(target + v * kLanes, half, word * kPerWord + i, low, high);
+#pragma GCC unroll 8
+            for (int i = 0; i < kPerWord; i++) {
+              // Two tiles of 16 inputs: [input / 16][half][input % 16][16].
+              const int input = word * kPerWord + i;
+              store(tiles + (input / 16 * 2 + half) * kTileFloats + input % 16 * 16 + v * kLanes,
+                    multiply_add(offset, codes_of<Bits>(bits, i), scale));
             }
           }
         }
@@ -169,41 +137,36 @@ void unpack(const char* panel, int64_t group, int64_t first, int64_t inputs, voi
   }
 }
 
-template <class T, int Bits, class Scale, bool HasOffsets>
+template <int Bits, class Scale, bool HasOffsets>
 Unpack unpack_of(int64_t group) {
-  return group == 16   ? unpack<T, Bits, Scale, HasOffsets, 16>
-         : group == 32 ? unpack<T, Bits, Scale, HasOffsets, 32>
-                       : unpack<T, Bits, Scale, HasOffsets, 0>;
+  return group == 16   ? unpack<Bits, Scale, HasOffsets, 16>
+         : group == 32 ? unpack<Bits, Scale, HasOffsets, 32>
+                       : unpack<Bits, Scale, HasOffsets, 0>;
 }
 
-template <class T, int Bits, class Scale>
+template <int Bits, class Scale>
 Unpack unpack_of(const QuantizedFormat& format) {
-  return format.has_offsets ? unpack_of<T, Bits, Scale, true>(format.group)
-                            : unpack_of<T, Bits, Scale, false>(format.group);
+  return format.has_offsets ? unpack_of<Bits, Scale, true>(format.group)
+                            : unpack_of<Bits, Scale, false>(format.group);
 }
 
-template <class T>
+template <int Bits>
 Unpack unpack_of(const QuantizedFormat& format) {
-  if (format.bits == 4)
-    return format.scale_bytes == 4   ? unpack_of<T, 4, float>(format)
-           : format.scale_bytes == 2 ? unpack_of<T, 4, uint16_t>(format)
-                                     : unpack_of<T, 4, int8_t>(format);
-  return format.scale_bytes == 4   ? unpack_of<T, 8, float>(format)
-         : format.scale_bytes == 2 ? unpack_of<T, 8, uint16_t>(format)
-                                   : unpack_of<T, 8, int8_t>(format);
+  return format.scale_bytes == 4   ? unpack_of<Bits, float>(format)
+         : format.scale_bytes == 2 ? unpack_of<Bits, uint16_t>(format)
+                                   : unpack_of<Bits, int8_t>(format);
 }
 
 // Gives the tiles of one thread, in memory of its own.
-template <class T>
 class QuantizedWeight {
  public:
-  using W = TileElement<T>;
-
   QuantizedWeight(const LinearArgs& args, const QuantizedFormat& format)
-      : unpack_(unpack_of<T>(format)), panels_(static_cast<const char*>(args.weight)), group_(format.group) {
+      : unpack_(format.bits == 4 ? unpack_of<4>(format) : unpack_of<8>(format)),
+        panels_(static_cast<const char*>(args.weight)),
+        group_(format.group) {
     const BlockLayout block = block_layout(format.bits, group_, format.scale_bytes, format.has_offsets);
     panel_bytes_ = args.in_features / block.inputs * block.bytes;
-    tiles_ = static_cast<W*>(scratch(kTiles, std::min(kManyRows, args.in_features * kInputBytes)));
+    tiles_ = static_cast<float*>(scratch(kTiles, std::min(kManyRows, args.in_features * kInputBytes)));
   }
 
   // For few rows tiles stay in the first-level cache; for many, sums are loaded and stored less often.
@@ -211,7 +174,7 @@ class QuantizedWeight {
     return (num_row_groups == 1 ? kFewRows : kManyRows) / kInputBytes;
   }
 
-  const W* tiles(int64_t panel, int64_t first, int64_t inputs) const {
+  const float* tiles(int64_t panel, int64_t first, int64_t inputs) const {
     unpack_(panels_ + panel * panel_bytes_, group_, first, inputs, tiles_);
     return tiles_;
   }
@@ -220,23 +183,20 @@ class QuantizedWeight {
   Prefetcher prefetcher(int64_t, int64_t) const { return Prefetcher(nullptr, 1, 0); }
 
  private:
-  static constexpr int64_t kInputBytes = kPanel * sizeof(W), kFewRows = 16 << 10, kManyRows = 96 << 10;
+  static constexpr int64_t kInputBytes = kPanel * sizeof(float), kFewRows = 16 << 10, kManyRows = 96 << 10;
 
   Unpack unpack_;
   const char* panels_;
   int64_t group_, panel_bytes_;
-  W* tiles_;
+  float* tiles_;
 };
 
+// Rows of T.
 template <class T>
-void quantized_linear(const LinearArgs& args, const QuantizedFormat& format) {
-#if defined(__AMX_BF16__)
-  using Product = std::conditional_t<sizeof(T) == 2, TileProduct, VectorProduct<T>>;
-#else
-  using Product = VectorProduct<T, TileElement<T>>;
-#endif
+void unpacked_linear(const LinearArgs& args, const QuantizedFormat& format) {
+  using Product = VectorProduct<T, float>;
   for_each_part<Product>(args, [&](const LinearPart& part) {
-    multiply_part<Product>(args, part, QuantizedWeight<T>(args, format));
+    multiply_part<Product>(args, part, QuantizedWeight(args, format));
   });
 }
 #endif

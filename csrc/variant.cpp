@@ -3,7 +3,7 @@
 #include "linear_integers.h"
 #include "linear_tiles.h"
 #include "linear_vectors.h"
-#include "quantized.h"
+#include "quantized_tiles.h"
 #include "rotary.h"
 #include "rowwise.h"
 
@@ -18,11 +18,16 @@ const KernelTable table = {
     {{attention<bf16, bf16>, attention<bf16, int8_t>}, {attention<float, float>, attention<float, int8_t>}},
 #if defined(__AMX_BF16__)
     {tile_linear, vector_linear<float>},
+    {paired_linear, unpacked_linear<float>},
+#elif defined(__AVX2__)
+    {vector_linear<bf16>, vector_linear<float>},
+    {integer_linear<bf16>, integer_linear<float>},
 #else
     {vector_linear<bf16>, vector_linear<float>},
+    {unpacked_linear<bf16>, unpacked_linear<float>},
 #endif
-    {quantized_linear<bf16>, quantized_linear<float>},
     kSumsIntegers,
+    kPairsCodes,
 };
 
 }  // namespace backfill::BACKFILL_VARIANT

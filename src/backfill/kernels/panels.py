@@ -45,26 +45,35 @@ def _block_inputs(form: QuantizedFormat) -> int:
     return UNIT_INPUTS if form.has_units else max(form.group, _WORD_INPUTS)
 
 
-def quantized_panels_of(weight: QuantizedWeight) -> Tensor:
+def quantized_panels_of(weight: QuantizedWeight, *, parities: int = 1) -> Tensor:
     """A quantized weight as uint8 ``[out / 32, blocks, bytes of a block]``; outputs padded with zeros.
 
     A block is one group of inputs, two groups of 16, or the groups that share a unit. It has the units of 32
     outputs if there are any, scales ``[groups, 32]``, offsets if there are any, and codes: for every 32
     inputs ``[2, words, 16]`` words of 32 bits, each with 4 or 8 neighbouring inputs of one output: of 8, the
     first four are the lower halves of its bytes.
+
+    Args:
+        parities: 2: a word has even or odd inputs, the two of an output side by side, as
+            csrc/quantized_tiles.h reads them.
     """
     form, (num_rows, num_inputs) = weight.format, weight.shape
     if missing := -num_rows % PANEL:
         weight = weight.padded(missing)
     codes = weight.codes.view(torch.uint8)
     if form.bits == 4:
-        halves = codes.view(-1, 2, 4)
+        halves = codes.view(-1, 2, 4, parities)
         codes = halves[:, 0] | halves[:, 1] << 4
-    num_words = _WORD_INPUTS * form.bits // 32
-    words = codes.contiguous().view(torch.int32).view(-1, 2, 16, num_inputs // _WORD_INPUTS, num_words)
+    # By slices: a transpose copies bytes one by one, in four times the time.
+    words = torch.empty(codes.numel() // 4 // parities, parities, 4, dtype=torch.uint8)
+    for parity in range(parities):
+        words[:, parity] = codes.view(-1, 4, parities)[..., parity]
+    units = words.flatten().view({1: torch.int32, 2: torch.int64}[parities])
+    shape = -1, 2, parities, 16 // parities, num_inputs // _WORD_INPUTS, form.bits // parities
     block = _block_inputs(form)
     num_blocks = num_inputs // block
-    blocks = words.permute(0, 3, 1, 4, 2).reshape(-1, num_blocks, block * form.bits).view(torch.uint8)
+    panels = units.view(shape).permute(0, 4, 1, 5, 2, 3).contiguous().view(torch.uint8)
+    blocks = panels.view(-1, num_blocks, block * PANEL * form.bits // 8)
 
     def of_blocks(factors: Tensor) -> Tensor:
         """``[out, factors of a row]`` as bytes of blocks, outputs innermost."""
@@ -78,11 +87,11 @@ def quantized_panels_of(weight: QuantizedWeight) -> Tensor:
 
 
 def rows_of_quantized_panels(
-    panels: Tensor, form: QuantizedFormat, dtype: torch.dtype, index: Tensor
+    panels: Tensor, form: QuantizedFormat, dtype: torch.dtype, index: Tensor, *, parities: int = 1
 ) -> Tensor:
     """Rows ``[T, in]`` of a weight that ``quantized_panels_of`` packed, dequantized."""
     panel, output = index // PANEL, index % PANEL
-    num_words, num_groups = _WORD_INPUTS * form.bits // 32, _block_inputs(form) // form.group
+    num_groups = _block_inputs(form) // form.group
     start = 0
 
     def factors(number: int, kind: torch.dtype) -> Tensor:
@@ -98,12 +107,14 @@ def rows_of_quantized_panels(
         units = factors(num_factors, torch.float16).view(len(index), -1, num_factors)
     scales = factors(num_groups, form.scale_type)
     offsets = factors(num_groups, form.scale_type) if form.has_offsets else None
-    words = panels[..., start:].view(torch.int32).view(*panels.shape[:2], -1, 2, num_words, 16)
-    codes = words[panel, :, :, output // 16, :, output % 16].contiguous().view(torch.uint8)
+    shape = *panels.shape[:2], -1, 2, form.bits // parities, parities, 16 // parities, parities
+    words = panels[..., start:].view(torch.int32).view(shape)
+    part, lane = output % 16 // shape[-2], output % shape[-2]
+    found = words[panel, :, :, output // 16, :, part, lane].contiguous().view(torch.uint8)
+    codes = found.view(len(index), -1, parities, 4).transpose(2, 3)
     if form.bits == 4:
-        halves = codes.reshape(len(index), -1, 4)
-        codes = torch.stack((halves & 15, halves >> 4), dim=2)
-    else:
-        codes = codes.view(torch.int8)
+        codes = torch.stack((codes & 15, codes >> 4), dim=2)
     codes = codes.reshape(len(index), -1)
+    if form.bits == 8:
+        codes = codes.view(torch.int8)
     return QuantizedWeight(form, dtype, codes, scales, offsets, units).dequantized()
