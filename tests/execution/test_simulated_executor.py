@@ -211,6 +211,16 @@ def test_steps_are_slower_while_blocks_are_copied(num_blocks: int, seconds: floa
     assert clock.now_s() == pytest.approx(10.0 + seconds + 0.1 + min(0.05, rest_s / 3))
 
 
+def test_an_arrival_during_a_blocking_copy_stops_the_step_at_its_first_safepoint() -> None:
+    executor, clock = executor_of(make_device())
+    events = StopAt(clock, 10.01)
+    executor.events, events.executor = events, executor
+    step = copying(plan(offline=100, safepoints=Safepoints(2, suspends=True)), 3)
+    step = replace(step, copies=replace(step.copies, blocking=CopyDirections.CHECKPOINT))
+    assert executor.run(step).layers_done == 2
+    assert clock.now_s() == pytest.approx(10.03 + 0.02)
+
+
 @pytest.mark.parametrize("direction", [CopyDirections.CHECKPOINT, CopyDirections.RESTORE])
 def test_a_copy_of_slots_takes_its_share_of_a_block(direction: CopyDirections) -> None:
     executor, clock = executor_of(make_device())
