@@ -91,7 +91,7 @@ def serve(model: Path, data_dir: Path, *options: str) -> tuple[list[list[int]], 
         return tokens, {name: server.metric(f"backfill:{name}") for name in names}
 
 
-@pytest.mark.slow  # without HTTP: tests/execution/test_pressure.py
+@pytest.mark.slow  # without HTTP: tests/execution/test_offloading.py
 def test_tokens_and_metrics_of_a_server_with_offloaded_layers(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

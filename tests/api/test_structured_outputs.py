@@ -1,10 +1,11 @@
-"""``response_format`` and ``structured_outputs`` over HTTP: the official client, streams, batches, errors."""
+"""What grammars and tools force of an answer over HTTP: the official client, streams, batches, errors."""
 
 from __future__ import annotations
 
 import json
 from typing import Any, Literal
 
+import jsonschema
 import openai
 import pytest
 from openai import OpenAI
@@ -121,3 +122,150 @@ def test_a_grammar_that_grows_too_large_on_the_way_is_a_fault_of_the_request(cli
     _, (failed,) = result_lines(client, batch)
     assert failed["response"]["status_code"] == 400
     assert "cannot go on within its grammar" in failed["response"]["body"]["error"]["message"]
+
+
+WEATHER_QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Oslo", "Rome"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"$ref": "#/$defs/unit"},
+    },
+    "required": ["city", "days", "unit"],
+    "additionalProperties": False,
+    "$defs": {"unit": {"enum": ["C", "F"]}},
+}
+
+
+def tool(name: str, parameters: Any = WEATHER) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}
+
+
+TOOLS: list[Any] = [tool("weather"), {"type": "function", "function": {"name": "clock"}}]
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+ASKED: dict[str, Any] = {"model": MODEL, "messages": WEATHER_QUESTION, "tools": TOOLS, "max_tokens": 400}
+
+
+def check_calls(calls: Any) -> None:
+    assert calls and len({call["id"] for call in calls}) == len(calls)
+    for call in calls:
+        assert call["type"] == "function"
+        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+        jsonschema.validate(arguments, {"weather": WEATHER, "clock": {"maxProperties": 0}}[name])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "required", "parallel_tool_calls": False, "n": 2, "seed": 1},
+        {"tool_choice": NAMED, "temperature": 0, "logprobs": True},
+    ],
+)
+def test_forced_calls_follow_the_schemas_of_their_tools(client: OpenAI, fields: dict[str, Any]) -> None:
+    answer = client.chat.completions.create(**ASKED, **fields)
+    assert len(answer.choices) == fields.get("n", 1)
+    for choice in answer.choices:
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        calls = choice.model_dump()["message"]["tool_calls"]
+        assert len(calls) == 1
+        check_calls(calls)
+        assert fields["tool_choice"] == "required" or calls[0]["function"]["name"] == "weather"
+
+
+def test_a_stream_of_calls_is_the_whole_answer(client: OpenAI) -> None:
+    asked = {**ASKED, "tool_choice": NAMED, "temperature": 0}
+    whole = client.chat.completions.create(**asked).choices[0].message.tool_calls
+    with client.chat.completions.stream(**asked) as stream:
+        deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls" and len(deltas) > 1
+    assert whole is not None and final.message.tool_calls is not None
+    (expected,), (got,) = whole, final.message.tool_calls
+    assert (got.type, got.id[:5]) == ("function", "call_") and got.type == expected.type == "function"
+    assert (got.function.name, got.function.arguments) == (
+        expected.function.name,
+        expected.function.arguments,
+    )
+
+
+def test_chunks_have_openais_form(server: RunningServer) -> None:
+    asked = {**ASKED, "tool_choice": NAMED, "stream": True, "stream_options": {"include_usage": True}}
+    chunks = chunks_of(server.http.post("/v1/chat/completions", json=asked).text)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    first, *others = [each["tool_calls"] for each in deltas if "tool_calls" in each]
+    assert (first[0]["index"], first[0]["type"], first[0]["function"]["name"]) == (0, "function", "weather")
+    assert all(set(each[0]) == {"index", "function"} for each in others)
+    assert all(not each.get("content") for each in deltas)
+    assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls" and chunks[-1]["usage"]
+
+
+def test_a_call_that_max_tokens_cuts_off_says_so(client: OpenAI) -> None:
+    answer = client.chat.completions.create(**{**ASKED, "max_tokens": 20}, tool_choice=NAMED)
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_a_conversation_with_calls_and_no_choice_is_answered_in_text(client: OpenAI) -> None:
+    messages = [
+        *WEATHER_QUESTION,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "noon"},
+    ]
+    asked: dict[str, Any] = {**ASKED, "messages": messages, "max_tokens": 5}
+    answer = client.chat.completions.create(**asked, tool_choice="none")
+    assert answer.choices[0].message.content and answer.choices[0].message.tool_calls is None
+
+
+def test_lines_of_a_batch_call_tools_and_one_that_cannot_fails_alone(client: OpenAI) -> None:
+    fields = {"tools": TOOLS, "max_tokens": 400, "tool_choice": "required", "parallel_tool_calls": False}
+    lines = [chat_line("good", "Rain?", **fields), chat_line("bad", "Rain?", tools=TOOLS)]
+    batch = wait_ended(client, submit(client, as_jsonl(lines)).id)
+    (good,), (bad,) = result_lines(client, batch)
+    choice = good["response"]["body"]["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    check_calls(choice["message"]["tool_calls"])
+    assert bad["response"]["status_code"] == 400
+    assert bad["response"]["body"]["error"]["param"] == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tools": TOOLS}, "tool_choice", "--tool-call-parser"),
+        ({"tools": [tool("a b")]}, "tools", "tools[0].function.name"),
+        ({"tools": [tool("a"), tool("a")]}, "tools", "tools[1].function.name"),
+        ({"tools": [tool("a", {"type": "string"})]}, "tools", "tools[0].function.parameters"),
+        ({"tools": [tool("a", "object")]}, "tools", "parameters"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools.0.function"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "type"),
+        ({"tools": [tool(f"f{index}") for index in range(129)]}, "tools", "128"),
+        ({"tool_choice": "required"}, "tool_choice", "tools"),
+        ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice", "required"),
+        ({"tools": TOOLS, "tool_choice": {**NAMED, "function": {"name": "x"}}}, "tool_choice", "'x'"),
+        (
+            {
+                "tools": [tool("a", {"properties": {"b": {"not": {}}}, "required": ["b"]})],
+                "tool_choice": "required",
+            },
+            "tools",
+            "cannot be used",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+            "response_format",
+        ),
+    ],
+)
+def test_tools_that_cannot_be_used_are_a_400_that_names_the_field(
+    client: OpenAI, fields: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model=MODEL, messages=WEATHER_QUESTION, extra_body=fields)
+    assert raised.value.param == param and message in str(raised.value)

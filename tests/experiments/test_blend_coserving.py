@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from backfill.core.errors import ConfigError
+from backfill.costs.hardware import load_hardware_profile
 from backfill.simulation.study import run_study
 from backfill.simulation.workloads import DrawnLengths
 from backfill.workloads.lengths import LengthDistribution
@@ -17,9 +18,11 @@ from experiments.blendserve import coserving
 from experiments.blendserve.coserving import VARIANTS, Coserving, run_to_the_end
 from experiments.blendserve.coserving_replay import Step, StepUsage
 from experiments.blendserve.coserving_run import CoserveResult, CoserveRun, run_coserving
-from experiments.blendserve.optimum import Work
+from experiments.blendserve.optimum import Work, WorkModel
+from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
+from experiments.blendserve.pool import HARDWARE
 from experiments.blendserve.sources import SOURCES
-from experiments.blendserve.traffic import KINDS
+from experiments.blendserve.traffic import KINDS, OnlineTraffic
 from tests.cli.running import assert_fits, run_cli_here
 
 TINY = Coserving(traffics="alternating", density=2.5, requests=400, phase=3.0, duration=300.0)
@@ -107,3 +110,36 @@ def test_the_command_prints_a_table_of_each_traffic_and_ends_with_json() -> None
     for text in ("alternating traffic, load 0.4", "steady traffic", "blend-online"):
         assert text in done.stdout
     assert_fits("\n".join(done.stdout.splitlines()[:-1]))
+
+
+MODEL = WorkModel.of(
+    OverlappedCostModel.of(load_hardware_profile(HARDWARE).costs.cost, INTERFERENCE["blendserve"])
+)
+TRAFFIC = OnlineTraffic(name="alternating", load=0.4, phase_s=100.0, cv=1.0, duration_s=2000.0, seed=1)
+
+
+def test_phases_take_turns() -> None:
+    arrivals = TRAFFIC.arrivals(MODEL)
+    assert [each.at_s for each in arrivals] == sorted(each.at_s for each in arrivals)
+    assert arrivals[0].at_s >= 0.0 and arrivals[-1].at_s < 2000.0
+    in_phase = [[each.lengths for each in arrivals if each.at_s // 100.0 % 2 == phase] for phase in (0, 1)]
+    prompts, answers = (sum(each.input_len for each in some) / len(some) for some in in_phase)
+    assert prompts == pytest.approx(2500, rel=0.1)
+    assert answers == pytest.approx(223, rel=0.2)
+    outputs = [sum(each.output_len for each in some) / len(some) for some in in_phase]
+    assert outputs == [pytest.approx(80, rel=0.1), pytest.approx(1500, rel=0.1)]
+
+
+@pytest.mark.parametrize("name", ["alternating", "steady"])
+def test_the_load_is_what_the_requests_take_by_themselves(name: str) -> None:
+    traffic = replace(TRAFFIC, name="steady" if name == "steady" else "alternating")
+    of_kind: list[list] = [[], []]
+    for each in traffic.arrivals(MODEL):
+        of_kind[each.lengths.output_len > 500].append(each.lengths)
+    seconds = sum(MODEL.least_s(MODEL.of_requests(some)) for some in of_kind)
+    assert seconds / traffic.duration_s == pytest.approx(0.4, rel=0.1)
+
+
+def test_a_seed_draws_the_same_traffic() -> None:
+    assert TRAFFIC.arrivals(MODEL) == TRAFFIC.arrivals(MODEL)
+    assert TRAFFIC.arrivals(MODEL) != replace(TRAFFIC, seed=2).arrivals(MODEL)

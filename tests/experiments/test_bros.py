@@ -1,14 +1,37 @@
+"""What BROS promises: the trade-off, its KV cache, what deciding costs, and how full the pool is."""
+
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
+from backfill.costs.hardware import HardwareProfile
+from backfill.engine.engine import Engine
+from backfill.scheduling.policies.bros import BrosPolicy
+from backfill.scheduling.policy import Policy
+from backfill.scheduling.prediction import StepPredictor
+from backfill.simulation.replay import Lengths, simulate
 from backfill.simulation.study import run_study
+from backfill.simulation.variants import OWN_POLICIES, VARIANTS
+from backfill.simulation.workloads import SHAREGPT, gamma_workload
 from experiments.__main__ import app
+from experiments.bros.cache import (
+    BASELINES,
+    BIDIRECTIONAL,
+    CACHE_POLICIES,
+    PAPER_RATIOS,
+    Cache,
+    CachePoint,
+)
+from experiments.bros.kv_usage import SAMPLE_S, KVSample, KVUsage
+from experiments.bros.overhead import GROUPS, Overhead, OverheadStudy, run_repeatedly
 from experiments.bros.tradeoff import (
     FIGURES,
     POLICIES,
@@ -18,7 +41,8 @@ from experiments.bros.tradeoff import (
     compare,
     summary,
 )
-from tests.cli.running import run_cli_here
+from tests.builders import make_profile
+from tests.cli.running import assert_fits, run_cli_here
 
 TINY = Tradeoff(models="opt-13b", workloads="sharegpt", rates="4,1", duration=8.0)
 
@@ -113,3 +137,172 @@ def test_tradeoff_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
     assert content["paper"]["lmsys"]["bros"]["over fcfs"]["latency_reduction"] == 0.6961
     assert "(paper)" in done.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+SHARED = Cache(workloads="lmsys", rates="4", policies="bros", duration=2.0)
+
+
+def test_ratios_are_over_the_baselines_share_of_requests() -> None:
+    point = CachePoint(Setting("opt-30b", "sharegpt", 10.0))
+    point.policies[BASELINES[1]] = {"ttft_attainment": 0.4, "tpot_attainment": 0.0}
+    point.policies[BIDIRECTIONAL] = {"ttft_attainment": 0.5, "tpot_attainment": 1.0}
+    assert point.over(BIDIRECTIONAL, BASELINES[1]) == {"ttft_attainment": pytest.approx(1.25)}
+    assert point.over(BASELINES[1], BASELINES[1]) == {}
+    assert point.over(BIDIRECTIONAL, "bros-checkpoint") == {}
+
+
+def test_the_policies_differ_in_the_kv_cache_alone() -> None:
+    late, without = BASELINES
+    assert VARIANTS[late] == VARIANTS[without]
+    assert OWN_POLICIES.keys() == {late}
+    configs = {policy: VARIANTS[policy] for policy in CACHE_POLICIES}
+    assert {config.policy for config in configs.values()} == {"bros"}
+    assert configs[without].checkpointing == "none"
+    assert [name for name, each in configs.items() if each.shares_blocks] == [BIDIRECTIONAL]
+    shipped = EngineConfig(scheduler=SchedulerConfig(policy="bros")).with_checkpointing().scheduler
+    assert configs[BIDIRECTIONAL].checkpointing == shipped.checkpointing == "lazy"
+    assert shipped.shares_blocks
+
+
+def test_a_variant_with_a_policy_of_its_own_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    late, made = BASELINES[0], list[Policy]()
+    create = OWN_POLICIES[late]
+
+    def creating(config: SchedulerConfig, predictor: StepPredictor | None) -> Policy:
+        made.append(create(config, predictor))
+        return made[-1]
+
+    monkeypatch.setitem(OWN_POLICIES, late, creating)
+    run_study(replace(SHARED, policies=f"{late},bros"))
+    (policy,) = made
+    assert isinstance(policy, BrosPolicy)
+    assert not policy._may_preempt
+
+
+def test_cache_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
+    plot = tmp_path / "cache.png"
+    done = run_cli_here(
+        "bros", "cache", "--workloads", "sharegpt", "--duration", "8", "--rates", "14",
+        "--policies", f"{BASELINES[1]},{BIDIRECTIONAL}", "--json", "--plot", str(plot), commands=app,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout.splitlines()[-1])
+    (point,) = content["points"]
+    assert (point["model"], point["rate_per_s"]) == ("opt-30b", 14)
+    assert point["policies"][BASELINES[1]]["shared"] == 0
+    shared = point["policies"][BIDIRECTIONAL]
+    assert set(shared[f"over {BASELINES[1]}"]) == set(PAPER_RATIOS)
+    assert_fits(done.stdout)
+    assert f"attainments over those of {BASELINES[1]}" in " ".join(done.stdout.split())
+    assert "(paper)" in done.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+SHORT = OverheadStudy(models="opt-13b", workloads="sharegpt", rates="4", policies="bros", duration=2.0)
+
+
+def test_the_share_is_of_decisions_and_steps_together() -> None:
+    overhead = Overhead.of(np.array([0.001, 0.003]), np.array([0.010, 0.026]), copy_s=0.009)
+    assert overhead.share == pytest.approx(0.1)
+    assert overhead.copy_share == pytest.approx(0.25)
+    assert [overhead.decision_ms, overhead.step_ms] == pytest.approx([2.0, 18.0])
+
+
+def test_a_step_has_the_median_of_its_decisions() -> None:
+    simulation = SHORT.simulation(Setting("opt-13b", "sharegpt", 4.0), "bros", SHAREGPT, 1)
+    run = run_repeatedly(simulation, repeats=2)
+    assert len(run.decision_s) == len(run.step_s) == len(run.num_running) > 10
+    assert (run.decision_s > 0).all()
+    assert 1.5 < run.step_s.sum() < 2.5, "steps are those of the device: they fill the trace"
+    assert run.copy_s >= 0
+
+
+def test_steps_are_grouped_by_the_requests_that_hold_blocks() -> None:
+    (point,) = run_study(replace(SHORT, repeats=1))
+    groups = point.groups["bros"]
+    assert set(groups) <= set(GROUPS)
+    assert sum(each.num_steps for each in groups.values()) == point.policies["bros"].num_steps
+
+
+def test_a_trace_without_a_step_is_refused() -> None:
+    alone = replace(SHORT, workloads="lmsys", rates="0.001", policies="online-only", duration=1.0)
+    with pytest.raises(ConfigError, match="`duration`: no step begins within"):
+        run_study(alone)
+
+
+def test_overhead_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
+    plot = tmp_path / "overhead.png"
+    done = run_cli_here(
+        "bros", "overhead", "--models", "opt-13b", "--workloads", "lmsys", "--rates", "4",
+        "--duration", "1", "--repeats", "1", "--json", "--plot", str(plot), commands=app,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout.splitlines()[-1])
+    (point,) = content["points"]
+    assert set(point["policies"]) == {"bros", "bros-checkpoint"}
+    assert 0 < point["policies"]["bros"]["share"] < 1
+    assert content["paper"]["opt-30b"]["share"] == [0.0756, 0.0842]
+    assert "9.12% to 9.52%" in done.stdout
+    assert_fits(done.stdout)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+DURATION_S = 6.0
+NUM_BLOCKS = 60
+
+
+class CheckedUsage(KVUsage):
+    """Compares each step's sample with the pool's blocks, one by one."""
+
+    __slots__ = ()
+
+    def on_step(self, engine: Engine, began_s: float, ended_s: float) -> None:
+        KVUsage.on_step(self, engine, began_s, ended_s)
+        kv = engine.scheduler.kv
+        sample = KVSample.of(kv)
+        assert min(sample.use) >= 0
+        assert sum(sample.use) == kv.num_blocks
+        assert sample.use.shared == kv.sharing.num_shared
+        requests = engine.scheduler.requests
+        holders = [*requests.running, *requests.restoring]
+        assert sample.num_table_blocks == sum(map(kv.counts.held, holders))
+
+
+def observe(layout: str, **settings: Any) -> KVUsage:
+    """Online and offline requests whose KV does not fit a pool of 60 blocks."""
+    workload = gamma_workload(
+        8.0, 1.0, DURATION_S, Lengths(60, 60), offline=(Lengths(100, 60), Lengths(90, 90)), seed=3
+    )
+    hardware = HardwareProfile("test", make_profile(), 16 * NUM_BLOCKS, 1000, max_model_len=400)
+    config = SchedulerConfig(policy="slo", kv_layout=layout, **settings)  # type: ignore[arg-type]
+    usage = CheckedUsage(DURATION_S)
+    simulate(config, workload, hardware, 32 * NUM_BLOCKS, observer=usage)
+    return usage
+
+
+@pytest.fixture(scope="module")
+def both() -> dict[str, KVUsage]:
+    return {layout: observe(layout, checkpointing="none") for layout in ("unidirectional", "bidirectional")}
+
+
+def test_a_pool_is_sampled_to_the_end_of_the_trace(both: dict[str, KVUsage]) -> None:
+    for usage in both.values():
+        assert usage.num_blocks == NUM_BLOCKS
+        assert len(usage.samples) == DURATION_S / SAMPLE_S
+        figures = usage.figures()
+        classes = ("online", "offline", "shared", "preempted", "cached", "empty")
+        assert sum(figures[name] for name in classes) == pytest.approx(1.0)
+        assert figures["online"] > 0.1
+        assert figures["offline"] > 0.1
+
+
+def test_blocks_are_shared_in_one_layout_only(both: dict[str, KVUsage]) -> None:
+    alone, shared = (both[layout].figures() for layout in ("unidirectional", "bidirectional"))
+    assert alone["shared"] == alone["sharing_steps"] == alone["num_entered_blocks"] == 0
+    assert shared["num_entered_blocks"] > 0
+    assert 0 < shared["sharing_steps"] < 1
+    assert shared["num_copied_slots"] == 0, "what is recomputed is not copied"
+
+
+def test_a_replay_without_steps_has_figures() -> None:
+    assert set(KVUsage(1.0).figures().values()) == {0}

@@ -1,11 +1,17 @@
+"""Arrivals, lengths, traces."""
+
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from backfill.core.errors import ConfigError
+from backfill.workloads.arrivals import Instants, burstiness_of_cv, gamma_arrivals
+from backfill.workloads.lengths import LengthDistribution, LengthLaw
 from backfill.workloads.traces import read_trace
 
 CASES = {
@@ -117,3 +123,77 @@ def test_bad_jsonl(text: str, expected: str, tmp_path: Path) -> None:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.csv cannot be read: No such file"):
         read_trace(tmp_path / "none.csv")
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def gap_cv(instants: Instants) -> float:
+    gaps = np.diff(instants)
+    return float(gaps.std() / gaps.mean())
+
+
+@pytest.mark.parametrize("cv", [0.25, 0.5, 1.0, 2.0, 4.0])
+def test_gamma_has_the_rate_and_the_cv_asked_for(cv: float) -> None:
+    instants = gamma_arrivals(100_000, 5.0, burstiness_of_cv(cv), rng())
+    assert np.all(np.diff(instants) >= 0)
+    assert instants[-1] == pytest.approx(100_000 / 5.0)
+    assert gap_cv(instants) == pytest.approx(cv, rel=0.05)
+
+
+def test_poisson_counts_have_the_variance_of_their_mean() -> None:
+    instants = gamma_arrivals(50_000, 20.0, 1.0, rng(1))
+    counts = np.histogram(instants, bins=np.arange(0, 2500, 1.0))[0]
+    assert counts.mean() == pytest.approx(20, rel=0.02)
+    assert counts.var() == pytest.approx(20, rel=0.1)
+
+
+def test_gamma_follows_vllm() -> None:
+    """Cumulated gaps of shape b and mean 1/rate, stretched to end at N/rate."""
+    gaps = rng(3).gamma(0.5, 1 / 0.5, 50) / 2.0
+    expected = np.cumsum(gaps) * (50 / 2.0 / gaps.sum())
+    assert gamma_arrivals(50, 2.0, 0.5, rng(3)) == pytest.approx(expected)
+
+
+def test_seed_decides() -> None:
+    first, again, other = (gamma_arrivals(20, 1.0, 1.0, rng(seed)) for seed in (7, 7, 8))
+    assert np.array_equal(first, again) and not np.array_equal(first, other)
+
+
+def test_constant_gaps() -> None:
+    assert gamma_arrivals(4, 2.0, math.inf, rng()) == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    assert math.isinf(burstiness_of_cv(0))
+    assert burstiness_of_cv(2) == 0.25
+
+
+@pytest.mark.parametrize("cv", [-1, math.nan])
+def test_a_variation_out_of_range_is_refused(cv: float) -> None:
+    with pytest.raises(ConfigError, match="`cv` must be"):
+        burstiness_of_cv(cv)
+
+
+def source() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def test_fixed() -> None:
+    assert LengthDistribution(7).sample(3, source()).tolist() == [7, 7, 7]
+
+
+def test_uniform_covers_the_range_of_vllm() -> None:
+    lengths = LengthDistribution(101, 0.1).sample(10_000, source())
+    assert (lengths.min(), lengths.max()) == (90, 112)
+    assert lengths.mean() == pytest.approx(101, rel=0.01)
+
+
+@pytest.mark.parametrize(("law", "spread"), [("normal", 0.2), ("lognormal", 1.5)])
+def test_mean_and_deviation_are_those_of_the_lengths(law: LengthLaw, spread: float) -> None:
+    lengths = LengthDistribution(500, spread, law).sample(200_000, source())
+    assert lengths.mean() == pytest.approx(500, rel=0.02)
+    assert lengths.std() / lengths.mean() == pytest.approx(spread, rel=0.05)
+
+
+def test_never_below_one_token() -> None:
+    assert LengthDistribution(2, 3.0, "normal").sample(1000, source()).min() == 1
+    assert LengthDistribution(1, 0.9).sample(1000, source()).min() == 1
