@@ -31,6 +31,8 @@ def main() -> None:
     parser.add_argument(
         "--context", type=int, default=384, help="tokens of each sequence of the decode batch"
     )
+    parser.add_argument("--shared", type=int, default=0, help="of them, tokens with which all begin")
+    parser.add_argument("--sharers", type=int, help="sequences that begin alike; default: all of them")
     parser.add_argument("--prompts", type=int, nargs="*", default=[256, 1024, 4096])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--kv-dtype", choices=["auto", "int8"], default="auto")
@@ -79,19 +81,24 @@ def measure_decode(args: argparse.Namespace, kernels: CpuKernels) -> dict[str, f
     """One step over all layers, divided by their number."""
     layer_s = median_s(decode_work(args, kernels), args.runs) / args.layers
     row_bytes = make_pool(args, 1)[0, 0, 0, 0, 0].nbytes
+    groups = -(-args.seqs // (args.sharers or args.seqs))
+    keys = args.seqs * (args.context - args.shared) + groups * args.shared
     return {
         "decode_ms_per_layer": layer_s * 1e3,
-        "decode_gb_per_s": args.seqs * args.context * 2 * args.kv_heads * row_bytes / layer_s / 1e9,
+        "decode_gb_per_s": keys * 2 * args.kv_heads * row_bytes / layer_s / 1e9,
     }
 
 
 def decode_work(args: argparse.Namespace, kernels: CpuKernels) -> Callable[[], None]:
     """The decode attention of one step over all layers, whose blocks lie in random order."""
-    blocks_per_seq = -(-args.context // args.block_size)
-    num_blocks = args.seqs * blocks_per_seq
+    blocks_per_seq, sharers = -(-args.context // args.block_size), args.sharers or args.seqs
+    num_blocks, shared = args.seqs * blocks_per_seq, args.shared // args.block_size
     pool = make_pool(args, num_blocks)
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
-    batch = make_batch(args, [1] * args.seqs, [args.context] * args.seqs, order)
+    blocks = order.view(args.seqs, blocks_per_seq)
+    for first in range(0, args.seqs, sharers):
+        blocks[first : first + sharers, :shared] = blocks[first, :shared].clone()
+    batch = make_batch(args, [1] * args.seqs, [args.context] * args.seqs, blocks.flatten())
     qkv = torch.randn(args.seqs, (args.heads + 2 * args.kv_heads) * args.head_dim)
     qkv = qkv.to(getattr(torch, args.dtype))
 

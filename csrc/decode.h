@@ -9,8 +9,8 @@
 
 #include "key_rows.h"
 #include "kv_codes.h"
+#include "partials.h"
 #include "scratch.h"
-#include "softmax.h"
 
 namespace backfill::BACKFILL_VARIANT {
 
@@ -20,9 +20,6 @@ constexpr int kKeysAtOnce = kKeyVectors * kLanes;
 constexpr int kAhead = 32;  // keys between a row that is read and one that is prefetched
 
 BACKFILL_INLINE int64_t padded_head_dim(int64_t head_dim) { return round_up(head_dim, 32); }
-
-// Floats of one chunk's result, per query head: SoftmaxState, then head_dim weighted sums.
-BACKFILL_INLINE int64_t partial_size(int64_t head_dim) { return 16 + round_up(head_dim, 16); }
 
 // `count` lines from `row`; at least one.
 template <class T>
@@ -317,8 +314,9 @@ class DecodeItem {
     chunk_states_ = states_ + group_;
   }
 
-  // Writes the finished output row, or, with `partials`, the result of each chunk.
-  void run(int64_t begin, int64_t end, float* partials) {
+  // Writes the finished output row, or, with `partials`, the result of each chunk. before: the result of keys
+  // [0, begin), or null.
+  void run(int64_t begin, int64_t end, float* partials, const float* before) {
     for (int64_t h = 0; h < group_; h++) {
       states_[h] = kNothingSeen;
       for (int64_t unit = 0; unit < padded_dim_; unit += kLanes) {
@@ -329,6 +327,7 @@ class DecodeItem {
       }
     }
     std::memset(sums_, 0, group_ * padded_dim_ * sizeof(float));
+    if (before != nullptr) load_partials(before);
     RowRing<Kv> rows(rows_);
     rows.put(keys_, begin, 0, smaller<int64_t>(kChunk, end - begin));
     for (int64_t i = 0; i < kAhead; i++)
@@ -438,6 +437,18 @@ class DecodeItem {
     }
   }
 
+  // In the order that `restore_order` undoes.
+  void load_partials(const float* partial) {
+    float* places = chunk_sums_;
+    for (int64_t d = 0; d < padded_dim_; d++) places[d] = (float)d;
+    restore_order(places);
+    for (int64_t h = 0; h < group_; h++, partial += partial_size(dim_)) {
+      states_[h] = state_of(partial);
+      for (int64_t d = 0; d < dim_; d++)
+        sums_[h * padded_dim_ + (int64_t)places[d]] = partial[kPartialSums + d];
+    }
+  }
+
   void finish() {
     for (int64_t h = 0; h < group_; h++) {
       float* sums = sums_ + h * padded_dim_;
@@ -453,8 +464,8 @@ class DecodeItem {
     for (int64_t h = 0; h < group_; h++, partial += partial_size(dim_)) {
       float* sums = chunk_sums_ + h * padded_dim_;
       restore_order(sums);
-      std::memcpy(partial, &chunk_states_[h], sizeof(SoftmaxState));
-      std::memcpy(partial + 16, sums, dim_ * sizeof(float));
+      store_state(chunk_states_[h], partial);
+      std::memcpy(partial + kPartialSums, sums, dim_ * sizeof(float));
     }
     return partial;
   }
@@ -473,23 +484,5 @@ class DecodeItem {
   SoftmaxState *states_, *chunk_states_;  // [group]
   const Kv** rows_;
 };
-
-// Folds the chunks' results of one query head, `stride` floats apart, into its output. Overwrites the first.
-template <class T>
-void merge_partials(float* partials, int64_t count, int64_t stride, T* out, int64_t dim) {
-  const int64_t padded = round_up(dim, kLanes);
-  float* sums = partials + 16;
-  SoftmaxState state;
-  std::memcpy(&state, partials, sizeof state);
-  for (int64_t i = 1; i < count; i++) {
-    SoftmaxState chunk;
-    std::memcpy(&chunk, partials + i * stride, sizeof chunk);
-    const FoldFactors<Floats> factors = fold(state, chunk);
-    for (int64_t d = 0; d < padded; d += kLanes)
-      store(sums + d, folded(load(sums + d), load(sums + i * stride + d), factors));
-  }
-  const float inverse = 1.0f / state.total;
-  for (int64_t d = 0; d < dim; d += kLanes) store(out + d, load(sums + d) * inverse, dim - d);
-}
 
 }  // namespace backfill::BACKFILL_VARIANT

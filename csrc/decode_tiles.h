@@ -65,13 +65,15 @@ class TileDecodeItem {
     out_ = static_cast<bf16*>(args.out) + (row * args.num_heads + kv_head * group_) * kDim;
   }
 
-  // Writes the finished output row, or, with `partials`, the result of each chunk.
-  void run(int64_t begin, int64_t end, float* partials) {
+  // Writes the finished output row, or, with `partials`, the result of each chunk. before: the result of keys
+  // [0, begin), or null.
+  void run(int64_t begin, int64_t end, float* partials, const float* before) {
     count_ = (end - begin + kTileKeys - 1) / kTileKeys;
     take_memory();
     for (int64_t i = 0; i < count_; i++) tiles_[i] = tile_at(begin + i * kTileKeys, end);
     for (int64_t h = 0; h < group_; h++) states_[h] = kNothingSeen;
     std::memset(sums_, 0, Steps * 2 * group_ * 16 * sizeof *sums_);
+    if (before != nullptr) load_partials(before);
     TileShapes shapes;
     score();
     const int rows = (int)(2 * group_);
@@ -338,17 +340,25 @@ class TileDecodeItem {
     }
   }
 
+  // Where sums_ has element d of a head's sums.
+  BACKFILL_INLINE int64_t place_of(int64_t h, int64_t d) const {
+    return (d / 32 * 2 * group_ + 2 * h + d % 2) * 16 + d % 32 / 2;
+  }
+
   // Returns: where the next chunk's result goes.
   float* save(float* partial) {
     for (int64_t h = 0; h < group_; h++, partial += partial_size(kDim)) {
-      std::memcpy(partial, &chunk_states_[h], sizeof(SoftmaxState));
-      for (int64_t s = 0; s < Steps; s++)
-        for (int64_t i = 0; i < 16; i++) {
-          partial[16 + 32 * s + 2 * i] = chunk_sums_[(s * 2 * group_ + 2 * h) * 16 + i];
-          partial[16 + 32 * s + 2 * i + 1] = chunk_sums_[(s * 2 * group_ + 2 * h + 1) * 16 + i];
-        }
+      store_state(chunk_states_[h], partial);
+      for (int64_t d = 0; d < kDim; d++) partial[kPartialSums + d] = chunk_sums_[place_of(h, d)];
     }
     return partial;
+  }
+
+  void load_partials(const float* partial) {
+    for (int64_t h = 0; h < group_; h++, partial += partial_size(kDim)) {
+      states_[h] = state_of(partial);
+      for (int64_t d = 0; d < kDim; d++) sums_[place_of(h, d)] = partial[kPartialSums + d];
+    }
   }
 
   KeyRows<Kv> keys_;
@@ -370,16 +380,16 @@ class TileDecodeItem {
 
 template <class Kv>
 BACKFILL_INLINE void decode_tiles(const AttentionArgs& args, int64_t seq, int64_t kv_head, int64_t begin,
-                                  int64_t end, float* partials) {
+                                  int64_t end, float* partials, const float* before) {
   switch (args.shape.head_dim / 32) {
     case 1:
-      return TileDecodeItem<1, Kv>(args, seq, kv_head).run(begin, end, partials);
+      return TileDecodeItem<1, Kv>(args, seq, kv_head).run(begin, end, partials, before);
     case 2:
-      return TileDecodeItem<2, Kv>(args, seq, kv_head).run(begin, end, partials);
+      return TileDecodeItem<2, Kv>(args, seq, kv_head).run(begin, end, partials, before);
     case 3:
-      return TileDecodeItem<3, Kv>(args, seq, kv_head).run(begin, end, partials);
+      return TileDecodeItem<3, Kv>(args, seq, kv_head).run(begin, end, partials, before);
     default:
-      return TileDecodeItem<4, Kv>(args, seq, kv_head).run(begin, end, partials);
+      return TileDecodeItem<4, Kv>(args, seq, kv_head).run(begin, end, partials, before);
   }
 }
 

@@ -50,6 +50,23 @@ struct RotateArgs {
   float eps;
 };
 
+constexpr int kChunk = 128;  // keys that attention folds at once, see softmax.h
+
+// Keys [begin, end) that the decodes sharers[first, last) have in the same blocks; whole chunks.
+struct SharedRun {
+  int32_t first, last;
+  int32_t begin, end;
+  int32_t level;  // 0 where begin is, else that of the run with the keys before it, and one
+};
+
+// See sharing.h. Runs are sorted by level.
+struct Sharing {
+  const SharedRun* runs;
+  const int32_t* sharers;  // sequences
+  const int32_t* lens;     // of each sequence: its keys in runs; null where nothing is shared
+  int64_t num_runs;
+};
+
 struct AttentionArgs {
   const void* qkv;
   const void* pool;
@@ -61,6 +78,7 @@ struct AttentionArgs {
   const int32_t* block_table_offsets;
   int64_t num_seqs, num_heads;
   float scale;
+  Sharing sharing;
 };
 
 // Of a weight of codes, see quantized.h.

@@ -10,11 +10,14 @@
 #include <malloc.h>
 #endif
 
+#include <optional>
 #include <stdexcept>
 
 #include "copies.h"
 #include "isa.h"
 #include "scratch.h"
+#include "sharing.h"
+#include "threads.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -72,6 +75,29 @@ struct Batch {
         block_table_offsets(address<int32_t>(block_table_offsets)),
         rows(rows),
         num_seqs(num_seqs) {}
+
+  // Found in the first layer.
+  Sharing sharing(const AttentionArgs& args) const {
+    const int64_t sharers = min_sharers(args.num_heads, args.shape.num_kv_heads, max_threads());
+    const std::pair<int64_t, int64_t> key = {args.shape.block_size, sharers};
+    if (!shared || shared_key != key) shared.emplace(args, sharers), shared_key = key;
+    return shared->view();
+  }
+
+  // Of each sequence, for tests.
+  std::vector<int32_t> shared_keys(int64_t block_size, int64_t num_sharers) const {
+    AttentionArgs args = {};
+    args.cu_seqlens_q = cu_seqlens_q, args.seq_lens = seq_lens, args.num_seqs = num_seqs;
+    args.block_table = block_table, args.block_table_offsets = block_table_offsets;
+    args.shape.block_size = block_size;
+    const SharedBlocks found(args, num_sharers);
+    const int32_t* lens = found.view().lens;
+    return lens == nullptr ? std::vector<int32_t>(num_seqs) : std::vector<int32_t>(lens, lens + num_seqs);
+  }
+
+ private:
+  mutable std::optional<SharedBlocks> shared;
+  mutable std::pair<int64_t, int64_t> shared_key;
 };
 
 // A packed weight, read once for all calls. It owns nothing. Sizes are those of LinearArgs.
@@ -134,9 +160,20 @@ class KernelSet {
 
   void attention(int type, uintptr_t qkv, uintptr_t out, const KvPool& pool, const Batch& batch,
                  int64_t layer, int64_t num_heads, float scale) const {
-    isa_.table->attention[type][pool.is_int8](
-        {address<void>(qkv), pool.data, address<void>(out), pool.layer(layer), batch.cu_seqlens_q,
-         batch.seq_lens, batch.block_table, batch.block_table_offsets, batch.num_seqs, num_heads, scale});
+    AttentionArgs args = {address<void>(qkv),
+                          pool.data,
+                          address<void>(out),
+                          pool.layer(layer),
+                          batch.cu_seqlens_q,
+                          batch.seq_lens,
+                          batch.block_table,
+                          batch.block_table_offsets,
+                          batch.num_seqs,
+                          num_heads,
+                          scale,
+                          {}};
+    args.sharing = batch.sharing(args);
+    isa_.table->attention[type][pool.is_int8](args);
   }
 
   // norm, qkv, rotation and write of KV, attention, output: what lies between is in scratch memory.
@@ -259,7 +296,8 @@ NB_MODULE(_kernels, m) {
   nb::class_<backfill::Batch>(m, "Batch")
       .def(nb::init<Address, Address, Address, Address, Address, Address, int64_t, int64_t>(), "positions"_a,
            "slot_mapping"_a, "cu_seqlens_q"_a, "seq_lens"_a, "block_table"_a, "block_table_offsets"_a,
-           "rows"_a, "num_seqs"_a);
+           "rows"_a, "num_seqs"_a)
+      .def("shared_keys", &backfill::Batch::shared_keys, "block_size"_a, "min_sharers"_a);
   nb::class_<backfill::Linear>(m, "Linear")
       .def(nb::init<int, Address, Address, int64_t, int64_t, bool, int, int64_t, int64_t, bool>(), "type"_a,
            "weight"_a, "bias"_a, "in_features"_a, "out_features"_a, "is_gated"_a, "bits"_a = 0, "group"_a = 0,

@@ -1,8 +1,7 @@
-// Attention of many query rows of one sequence: flash attention, laid out transposed.
+// Attention of many query rows over the same keys: flash attention, laid out transposed.
 //
-// A query is one (query row, query head of the group). Queries of a row are neighbours, as in
-// FlashAttention's GQA packing: a tile of kTileQueries covers few rows, and the causal limit cuts it closely.
-// Each chunk of keys is packed once, in logical order, and used by every tile:
+// Queries of a row are neighbours, as in FlashAttention's GQA packing: a tile of kTileQueries covers few rows, and the
+// causal limit cuts it closely. Each chunk of keys is packed once, in logical order, and used by every tile:
 //
 //   S [keys, queries] = K [keys, D] * Q [D, queries]
 //   P                 = 2^(S * scale - max of the query in the chunk)
@@ -14,6 +13,7 @@
 
 #include "key_rows.h"
 #include "kv_codes.h"
+#include "query_rows.h"
 #include "scratch.h"
 #include "tile_product.h"
 
@@ -25,35 +25,31 @@ BACKFILL_INLINE int64_t max_prefill_queries(int64_t head_dim) {
   return larger<int64_t>(kTileQueries, smaller<int64_t>(1024, fitting));
 }
 
-// One sequence, one key/value head, query rows [begin, end) of the sequence.
+// One key/value head.
 template <class T, class Kv, bool Tiled>
 class PrefillItem {
  public:
-  PrefillItem(const AttentionArgs& args, int64_t seq, int64_t kv_head, int64_t begin, int64_t end)
-      : keys_(key_rows<Kv>(args, seq, kv_head)),
-        dim_(args.shape.head_dim),
+  explicit PrefillItem(const QueryRows& rows)
+      : rows_(rows),
+        keys_(key_rows<Kv>(rows.args, rows.seq, rows.kv_head)),
+        dim_(rows.args.shape.head_dim),
         row_dim_(round_up(dim_, kRowPadding<Tiled>)),
         depth_(round_up(dim_ / kPerUnit<T>, kDepthPadding<Tiled>)),
-        group_(args.num_heads / args.shape.num_kv_heads),
-        num_queries_((end - begin) * group_),
+        num_queries_(rows.count * rows.group),
         num_tiles_(round_up(num_queries_, kTileQueries) / kTileQueries),
-        row_size_((args.num_heads + 2 * args.shape.num_kv_heads) * dim_),
-        out_size_(args.num_heads * dim_),
-        scale_(args.scale * kLog2e) {
-    const int64_t first = args.cu_seqlens_q[seq], rows = args.cu_seqlens_q[seq + 1] - first;
-    first_position_ = args.seq_lens[seq] - rows + begin;
-    query_ = static_cast<const T*>(args.qkv) + (first + begin) * row_size_ + kv_head * group_ * dim_;
-    out_ = static_cast<T*>(args.out) + (first + begin) * out_size_ + kv_head * group_ * dim_;
+        scale_(rows.args.scale * kLog2e) {
     share_memory();
   }
 
   void run() {
     [[maybe_unused]] const TileRegisters<Tiled> registers;
+    begin_prefetch(rows_.begin);
     pack_queries();
-    const int64_t context = last_position(num_tiles_ - 1) + 1;
-    for (int64_t begin = 0; begin < context; begin += kChunk) {
-      const int64_t count = smaller<int64_t>(kChunk, context - begin);
+    for (int64_t tile = 0; tile < num_tiles_ && rows_.begin > 0; tile++) load_partials(tile);
+    for (int64_t begin = rows_.begin; begin < rows_.end; begin += kChunk) {
+      const int64_t count = keys_from(begin);
       pack_chunk(begin, count);
+      begin_prefetch(begin + kChunk);
       for (int64_t tile = 0; tile < num_tiles_; tile++) {
         const int64_t seen = smaller<int64_t>(count, last_position(tile) + 1 - begin);
         if (seen > 0) attend(tile, begin, seen);
@@ -63,6 +59,11 @@ class PrefillItem {
   }
 
  private:
+  // Keys of the chunk that begins at `begin`.
+  BACKFILL_INLINE int64_t keys_from(int64_t begin) const {
+    return larger<int64_t>(0, smaller<int64_t>(kChunk, rows_.end - begin));
+  }
+
   // Depth of the second product, in units, for `count` keys.
   static BACKFILL_INLINE int64_t key_depth(int64_t count) {
     return round_up((count + kPerUnit<T> - 1) / kPerUnit<T>, kDepthPadding<Tiled>);
@@ -85,16 +86,12 @@ class PrefillItem {
                              kChunk};
     int64_t total = 0;
     for (int64_t size : sizes) total += round_up(size, 16);
-    float* memory = static_cast<float*>(scratch(kWork, total * sizeof(float) + kChunk * sizeof(Kv*)));
+    float* memory = static_cast<float*>(scratch(kWork, total * sizeof(float) + 2 * kChunk * sizeof(Kv*)));
     float** parts[] = {&queries_,     &sums_,          &max_,         &total_,   &positions_,
                        &packed_keys_, &packed_values_, &scores_,      &weights_, &fold_before_,
                        &fold_chunk_,  &key_scales_,    &value_scales_};
     for (int i = 0; i < 13; i++) *parts[i] = memory, memory += round_up(sizes[i], 16);
-    rows_ = reinterpret_cast<const Kv**>(memory);
-  }
-
-  BACKFILL_INLINE const T* query_row(int64_t query) const {
-    return query_ + query / group_ * row_size_ + query % group_ * dim_;
+    key_rows_ = reinterpret_cast<const Kv**>(memory);
   }
 
   BACKFILL_INLINE int64_t queries_in(int64_t tile) const {
@@ -102,24 +99,25 @@ class PrefillItem {
   }
 
   BACKFILL_INLINE int64_t first_position(int64_t tile) const {
-    return first_position_ + tile * kTileQueries / group_;
+    return rows_.position_of(tile * kTileQueries);
   }
 
   BACKFILL_INLINE int64_t last_position(int64_t tile) const {
-    return first_position_ + (tile * kTileQueries + queries_in(tile) - 1) / group_;
+    return rows_.position_of(tile * kTileQueries + queries_in(tile) - 1);
   }
 
   // queries_[tile][depth][query]; queries past the end repeat the last query and are never written out.
   void pack_queries() {
     for (int64_t query = 0; query < num_tiles_ * kTileQueries; query += kLanes) {
+      prefetch_some();
       const int64_t tile = query / kTileQueries;
       float* target = queries_ + tile * depth_ * kTileQueries + query % kTileQueries;
       const T* rows[kLanes];
       int32_t* positions = reinterpret_cast<int32_t*>(positions_) + query;
       for (int i = 0; i < kLanes; i++) {
         const int64_t source = smaller(query + i, num_queries_ - 1);
-        rows[i] = query_row(source);
-        positions[i] = (int32_t)(first_position_ + source / group_);
+        rows[i] = rows_.template query<T>(source);
+        positions[i] = (int32_t)rows_.position_of(source);
       }
       for (int64_t unit = 0; unit < depth_; unit += kLanes) {
         const int64_t present = larger<int64_t>(0, dim_ / kPerUnit<T> - unit);
@@ -136,11 +134,11 @@ class PrefillItem {
   }
 
   void pack_chunk(int64_t begin, int64_t count) {
-    keys_.list(begin, begin + count, rows_);
+    keys_.list(begin, begin + count, key_rows_);
     const int64_t units = dim_ / kPerUnit<T>;
     for (int64_t i = 0; i < count; i++)
       for (int64_t unit = 0; unit < depth_; unit += kLanes) {
-        const Kv* row = rows_[i];
+        const Kv* row = key_rows_[i];
         Floats key;
         if constexpr (std::is_same_v<T, Kv>)
           key = load_units(row + unit * kPerUnit<T>, larger<int64_t>(0, units - unit));
@@ -150,8 +148,8 @@ class PrefillItem {
       }
     if constexpr (kHasScales<Kv>) {
       for (int64_t i = 0; i < round_up(count, kKeysTogether); i++) {
-        key_scales_[i] = i < count ? scale_of(rows_[i], dim_) : 1.0f;
-        value_scales_[i] = i < count ? scale_of(rows_[i] + keys_.value_offset(), dim_) : 1.0f;
+        key_scales_[i] = i < count ? scale_of(key_rows_[i], dim_) : 1.0f;
+        value_scales_[i] = i < count ? scale_of(key_rows_[i] + keys_.value_offset(), dim_) : 1.0f;
       }
     }
     const int64_t padded = round_up(count, kRowPadding<Tiled>);
@@ -162,10 +160,30 @@ class PrefillItem {
       pack_values(count);
   }
 
+  // The chunk that begins at `begin` is read next.
+  void begin_prefetch(int64_t begin) {
+    const int64_t count = keys_from(begin);
+    ahead_ = key_rows_ + kChunk, ahead_end_ = ahead_ + count;
+    keys_.list(begin, begin + count, ahead_);
+  }
+
+  // A share of the next chunk for each kLanes queries: a core tracks few cache misses at a time.
+  BACKFILL_INLINE void prefetch_some() {
+    const int64_t bytes = keys_.shape.row_size * (int64_t)sizeof(Kv);
+    const Kv** end =
+        ahead_ + smaller<int64_t>(ahead_end_ - ahead_, ceil_divide(kChunk * kLanes, num_queries_));
+    for (; ahead_ < end; ahead_++)
+      for (int64_t byte = 0; byte < bytes; byte += 64) {
+        const char* line = reinterpret_cast<const char*>(*ahead_) + byte;
+        __builtin_prefetch(line, 0, 2);
+        __builtin_prefetch(line + keys_.value_offset() * (int64_t)sizeof(Kv), 0, 2);
+      }
+  }
+
   // Value row of key i; zero past the last key, because a weight of zero times NaN is NaN.
   BACKFILL_INLINE Halves value_bits(int64_t i, int64_t count, int64_t d) const {
     if (i >= count || d >= dim_) return Halves{};
-    return load_bits(rows_[i] + keys_.value_offset(), d, dim_);
+    return load_bits(key_rows_[i] + keys_.value_offset(), d, dim_);
   }
 
   // packed_values_[unit of keys][row_dim].
@@ -178,7 +196,7 @@ class PrefillItem {
         if constexpr (kPaired<T>)
           values = interleave(value_bits(key_of(unit, 0), count, d), value_bits(key_of(unit, 1), count, d));
         else
-          values = load_elements(rows_[unit] + offset, d, dim_);
+          values = load_elements(key_rows_[unit] + offset, d, dim_);
         store(target + d, values, row_dim_ - d);
       }
     }
@@ -217,7 +235,10 @@ class PrefillItem {
         }
     // Every row of the tile sees keys up to its first row's position.
     const int64_t clear = smaller<int64_t>(count, larger<int64_t>(0, first_position(tile) + 1 - begin));
-    for (int64_t query = 0; query < queries; query += kLanes) weigh_queries(tile, query, begin, clear, count);
+    for (int64_t query = 0; query < queries; query += kLanes) {
+      prefetch_some();
+      weigh_queries(tile, query, begin, clear, count);
+    }
     const int64_t row_step = Tiled ? kChunk / kPerUnit<T> : 1, depth_step = Tiled ? 1 : row_dim_;
     const auto multiply = [&](const auto& fold) {
       product<T, Tiled>(packed_values_, row_step, depth_step, weights_, key_depth(count), sums, row_dim_,
@@ -302,32 +323,58 @@ class PrefillItem {
     return interleave(narrow(first), narrow(second));
   }
 
+  void load_partials(int64_t tile) {
+    float* sums = sums_ + tile * row_dim_ * kTileQueries;
+    for (int64_t query = 0; query < queries_in(tile); query++) {
+      const int64_t index = tile * kTileQueries + query;
+      const float* partial = rows_.partial_of(index);
+      const SoftmaxState state = state_of(partial);
+      max_[index] = state.max, total_[index] = state.total;
+      for (int64_t d = 0; d < dim_; d++) sums[d * kTileQueries + query] = partial[kPartialSums + d];
+    }
+  }
+
+  // To the rows' output, or, of a run, to their partial results.
   void write_out(int64_t tile) {
     const float* sums = sums_ + tile * row_dim_ * kTileQueries;
     const int64_t queries = queries_in(tile);
     for (int64_t query = 0; query < queries; query += kLanes) {
-      const Floats inverse = 1.0f / load(total_ + tile * kTileQueries + query);
-      for (int64_t d = 0; d < dim_; d += kLanes) {
-        Floats square[kLanes];
-        for (int i = 0; i < kLanes; i++)
-          square[i] = d + i < dim_ ? load(sums + (d + i) * kTileQueries + query) * inverse : Floats{};
-        transpose(square);
-        for (int i = 0; i < kLanes && query + i < queries; i++) {
-          const int64_t index = tile * kTileQueries + query + i;
-          store(out_ + index / group_ * out_size_ + index % group_ * dim_ + d, square[i], dim_ - d);
+      const int64_t first = tile * kTileQueries + query, count = smaller<int64_t>(kLanes, queries - query);
+      if (rows_.sharers == nullptr) {
+        T* rows[kLanes];
+        for (int i = 0; i < count; i++) rows[i] = rows_.out<T>(first + i);
+        write_rows(sums + query, 1.0f / load(total_ + first), rows, count);
+      } else {
+        float* rows[kLanes];
+        for (int i = 0; i < count; i++) {
+          rows[i] = rows_.partial_of(first + i) + kPartialSums;
+          store_state({max_[first + i], total_[first + i]}, rows[i] - kPartialSums);
         }
+        write_rows(sums + query, broadcast(1.0f), rows, count);
       }
     }
   }
 
+  // sums [dim, kTileQueries] times the factor of each query.
+  template <class Out>
+  void write_rows(const float* sums, Floats factor, Out* const* rows, int64_t count) const {
+    for (int64_t d = 0; d < dim_; d += kLanes) {
+      Floats square[kLanes];
+      for (int i = 0; i < kLanes; i++)
+        square[i] = d + i < dim_ ? load(sums + (d + i) * kTileQueries) * factor : Floats{};
+      transpose(square);
+      for (int i = 0; i < kLanes && i < count; i++) store(rows[i] + d, square[i], dim_ - d);
+    }
+  }
+
+  QueryRows rows_;
   KeyRows<Kv> keys_;
   int64_t dim_, row_dim_;  // head size; padded as rows of the second product
   int64_t depth_;          // units of the first product
-  int64_t group_, num_queries_, num_tiles_, row_size_, out_size_, first_position_;
+  int64_t num_queries_, num_tiles_;
   float scale_;
-  const T* query_;
-  T* out_;
-  const Kv** rows_;
+  const Kv** key_rows_;             // of a chunk
+  const Kv **ahead_, **ahead_end_;  // of the next one: those that are not prefetched yet
   float *queries_, *sums_, *max_, *total_, *positions_;
   float *packed_keys_, *packed_values_, *scores_, *weights_;
   float *fold_before_, *fold_chunk_;   // of a tile's queries

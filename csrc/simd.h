@@ -57,6 +57,8 @@ BACKFILL_INLINE A larger(A a, A b) {
   return a > b ? a : b;
 }
 
+BACKFILL_INLINE int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 BACKFILL_INLINE int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }

@@ -14,7 +14,6 @@
 
 namespace backfill::BACKFILL_VARIANT {
 
-constexpr int kChunk = 128;
 constexpr float kLog2e = 1.44269504089f;
 
 // Of one query: values are weighted by 2^(score - max), and `total` is the sum of the weights.
