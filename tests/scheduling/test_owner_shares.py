@@ -14,6 +14,7 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.plan import SampledToken, StepOutcome, StepPlan
 from backfill.core.request import PriorityLevel, Request, order_key
 from backfill.core.slo import SLO
+from backfill.costs.load import StepLoad
 from backfill.kvcache.create import create_kv_cache
 from backfill.scheduling import owner_shares
 from backfill.scheduling.owner_shares import OwnerShares, in_turn, relegating
@@ -24,7 +25,7 @@ from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.queues import RequestQueue, UnfinishedRequests
 from backfill.scheduling.scheduler import Scheduler
 from tests.builders import linear_cost, make_request
-from tests.scheduling.bench import Bench, bros_policy, conserve_policy, offline, slo_policy
+from tests.scheduling.bench import Bench, bros_policy, conserve_policy, offline, sizes, slo_policy
 
 
 def by_owner(requests: Iterable[Request]) -> dict[str, list[Request]]:
@@ -625,3 +626,19 @@ def test_prompts_of_who_was_served_more_wait_for_anothers_first_token() -> None:
     for _ in range(4):
         bench.step()
     assert all(each.first_token_at_s is not None for each in others)
+
+
+@pytest.mark.parametrize(("share", "is_whole"), [(1.5, True), (3.0, False)])
+def test_a_prompt_of_who_was_served_least_is_not_divided_for_a_little_time(
+    share: float, is_whole: bool
+) -> None:
+    bench = slow_bench(step_s=0.01)
+    in_time = SLO(ttft_s=60.0, tpot_s=1.0)
+    short_s = bench.cost.efficient_prefill_s(StepLoad(), 0.9, 1000)
+    bench.step(make_request(4, 1, owner="chat"), make_request(400, 30, owner="flood", slo=in_time))
+    bench.add(*(make_request(400, 30, owner="flood", slo=in_time) for _ in range(20)))
+    bench.step()
+    now_s, num_tokens = bench.clock.now_s(), int((share * short_s - 0.01) / 0.001)
+    chat = make_request(num_tokens, 1, owner="chat", arrived_at_s=now_s, slo=in_time)
+    plan = bench.step(chat)
+    assert (sizes(plan)[chat.request_id] == num_tokens) is is_whole

@@ -44,6 +44,8 @@ _BANK_SHARE = 0.5
 _LEAST_SHARE_IN_TIME, _BURST_SHARE = 0.25, 0.25
 # Part of the best rate of prompts that steps have where it is fewer, or of several owners.
 _PROMPT_EFFICIENCY = 0.9
+# Such a step may be so many times as long for the whole of a prompt, which is one step's cost sooner then.
+_LONGEST_WHOLE = 2.0
 # Prompts that are weighed against each other; those behind them wait.
 _MAX_WEIGHED = 512
 # Time by which offline decodes may lengthen a step that computes an online prompt, and prompts of owners that
@@ -144,10 +146,13 @@ class SloPolicy(Policy):
         if not prefills and not waiting:
             return max(limit_s, self._least_limit_s(view, builder.batch.load, decodes, ()))
         load, cost = _decode_load(decodes), self._predictor.cost
+        prompts = prompts_in_turn(prefills, waiting[:_MAX_WEIGHED], view.served)[:_MAX_WEIGHED]
         if view.is_flooded or (view.is_shared and not delayed):  # who else arrives need not wait for long
             prompts_s = cost.efficient_prefill_s(StepLoad(), _PROMPT_EFFICIENCY, self._max_step_tokens)
-            limit_s = min(limit_s, decodes_s + prompts_s)
-        prompts = prompts_in_turn(prefills, waiting[:_MAX_WEIGHED], view.served)[:_MAX_WEIGHED]
+            first, short_s = prompts[0], decodes_s + prompts_s
+            whole_s = cost.time_with_s(load, first.num_computed_tokens, first.num_pending_tokens, True)
+            is_whole = is_least_served(view, first) and whole_s <= _LONGEST_WHOLE * short_s
+            limit_s = min(limit_s, max(short_s, whole_s) if is_whole else short_s)
         in_time = self._in_time(prompts, load, view.now_s, limit_s)
         if decodes and len(in_time) < len(prompts) and not view.is_flooded:
             banked_s = self._limit_s(delayed, view.now_s, decodes_s, _BANK_SHARE)
