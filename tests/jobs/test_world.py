@@ -13,8 +13,10 @@ from tests.jobs.world import run_seed
 # More with BACKFILL_WORLD_SEEDS, and in several processes with ``python -m tests.jobs.world``.
 NUM_SEEDS = int(os.environ.get("BACKFILL_WORLD_SEEDS", "9"))
 
+FAILED = [3328]  # once: a server's start was due as the world ended
 
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+
+@pytest.mark.parametrize("seed", [*range(NUM_SEEDS), *FAILED])
 def test_nothing_is_lost_or_stuck(seed: int) -> None:
     assert run_seed(seed).violations == []
 

@@ -263,7 +263,7 @@ class Server:
         self.engine.start()
 
     def _start_again(self, ended: Process) -> None:
-        if self.process is ended:
+        if self.process is ended and not self.world.is_over:
             ended.is_dead = True
             self.start()
 
@@ -355,6 +355,7 @@ class World(EngineWorld):
     went_back_s: float = 0.0
     is_chaotic: bool = True
     is_disk_full: bool = False
+    is_over: bool = False  # no server starts any more
     scheduler: Scheduler = field(init=False)
     plan: Plan = field(init=False)
     servers: list[Server] = field(default_factory=list)
@@ -719,6 +720,7 @@ class World(EngineWorld):
         write_all(file, data)
 
     def _bury(self) -> None:
+        self.is_over = True
         for server in self.servers:
             server.stop()
         self.scheduler.run_until(lambda: not any(server.is_stopping for server in self.servers), 15.0)
