@@ -6,16 +6,19 @@ import asyncio
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
+from backfill.api import server as server_module
 from backfill.api.app import create_app
 from backfill.api.objective_admission import RequestShed
 from backfill.api.online_load import Prediction
 from backfill.api.open_request import count_online
 from backfill.api.server import Server
 from backfill.api.state import Phase
+from backfill.core.clock import VirtualClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
@@ -86,6 +89,23 @@ async def test_requests_are_shed_with_the_option(sheds: bool) -> None:
         assert count_online(state, request, now_s)
     with pytest.raises(RequestShed) if sheds else nullcontext():
         count_online(state, request, now_s)
+
+
+async def test_a_database_that_hangs_gives_open_requests_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, clock, waits_s = await ready_server(shutdown_timeout=30.0), VirtualClock(), list[float]()
+
+    class HangingJobs:
+        async def pause(self) -> None:
+            clock.advance(10.0)
+
+    async def until_none_is_open(num_open: object, timeout_s: float) -> None:
+        waits_s.append(timeout_s)
+
+    monkeypatch.setattr(server_module, "until_none_is_open", until_none_is_open)
+    server._processes.supervisor = Mock()
+    server.state.clock, server.state.jobs = clock, cast(Any, HangingJobs())
+    await server._drain()
+    assert waits_s == [20.0]
 
 
 class NotingJobs:
