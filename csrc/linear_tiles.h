@@ -39,7 +39,8 @@ class PanelTiles {
   int64_t upper_ = -1, lower_ = -1;
 };
 
-// sums [32, 32] = (continues ? sums : 0) + rows * panel^T. `prepare` may work on what comes after a tile, for each.
+// sums [32, 32] = (continues ? sums : 0) + rows * panel^T. `prepare(panel, half)` is called before that half of 32
+// inputs is loaded, which earlier calls have finished.
 template <bool Lower, class Prepare>
 BACKFILL_INLINE void multiply_panel(const bf16* panel, const InputRows<bf16>& rows, int64_t inputs,
                                     bool continues, const Prepare& prepare, SumsWriter<bf16>& writer,

@@ -18,7 +18,7 @@ constexpr bool kPairsCodes = true;
 // 32 inputs of half a panel, those from `within` of a block, as a tile.
 using UnpackPairs = void (*)(const char* block, int64_t within, int half, bf16* tile);
 
-// Group: 16, else 32; a larger one has a block of its own.
+// Group: 16, else 32. A larger one has a block of its own, laid out as one of 32, and no units.
 template <int Bits, class Scale, bool HasOffsets, int Group>
 void unpack_pairs(const char* block, int64_t within, int half, bf16* tile) {
   constexpr bool kInUnits = sizeof(Scale) == 1;
@@ -79,7 +79,7 @@ class PairedCodes {
         panel_bytes_(args.in_features / layout_.inputs * layout_.bytes),
         tiles_(static_cast<bf16*>(scratch(kTiles, std::min(kManyRows, args.in_features * kInputBytes)))) {}
 
-  // For few rows tiles stay in the first-level cache; for many, sums are loaded and stored less often.
+  // Sums are loaded and stored once a step, so steps are long; those of few rows were fastest at this length.
   int64_t step(int64_t num_row_groups) const {
     return (num_row_groups == 1 ? kFewRows : kManyRows) / kInputBytes;
   }
@@ -98,6 +98,7 @@ class PairedCodes {
   BACKFILL_INLINE void unpack_next(int half) {
     if (left_ == 0) return;
     unpack_(block_, within_, half, next_ + half * kTile);
+    publish(next_);
     if (half == 0) return;
     left_ -= kChunkInputs;
     next_ += 2 * kTile;

@@ -18,7 +18,7 @@ from tests.kernels.cpu import random_rows, seeded
 
 # Heads, key/value heads, head size, block size: shapes that AMX computes in tiles, and shapes that it cannot.
 # There are as many heads as make a few sequences worth computing together.
-GEOMETRIES = [(16, 2, 64, 16), (24, 3, 32, 48), (12, 1, 40, 16), (10, 1, 64, 32), (8, 1, 64, 8)]
+GEOMETRIES = [(16, 2, 64, 16), (24, 3, 32, 48), (24, 1, 40, 16), (20, 1, 64, 32), (40, 1, 64, 8)]
 NUM_BLOCKS = 700
 
 
@@ -90,14 +90,27 @@ def test_results_do_not_depend_on_sharing(
     geometry: tuple[int, int, int, int],
     threads: int,
 ) -> None:
+    num_heads, num_kv_heads, _, block_size = geometry
+    min_sharers = _kernels.min_sharers(num_heads, num_kv_heads, threads)
+    num_sharing = 0
     for seed in range(4):
         tree = Tree(geometry, dtype, kv_dtype, seed)
         seqs = tree.sequences()
         counts = [rows for rows, _, _ in seqs]
         qkv = tree.queries(sum(counts))
+        num_sharing += sum(map(bool, shared_keys(block_size, seqs, min_sharers)))
         together = tree.attend(kernels, seqs, qkv).split(counts)
         for seq, rows, result in zip(seqs, qkv.split(counts), together, strict=True):
             assert torch.equal(result, tree.attend(kernels, [seq], rows)), (seed, seq)
+    assert num_sharing > 0
+
+
+def shared_keys(block_size: int, seqs: Sequence[tuple[int, int, list[int]]], min_sharers: int) -> list[int]:
+    batch = make_metadata(block_size, seqs)
+    arrays = batch.cu_seqlens_q, batch.seq_lens, batch.block_table, batch.block_table_offsets
+    cpp = _kernels.Batch(0, 0, *(each.data_ptr() for each in arrays), 0, batch.num_seqs)
+    keys: list[int] = cpp.shared_keys(block_size, min_sharers)
+    return keys
 
 
 def in_same_blocks(a: tuple[int, int, list[int]], b: tuple[int, int, list[int]], block_size: int) -> int:
@@ -113,21 +126,10 @@ def test_keys_of_enough_decodes_are_shared(min_sharers: int) -> None:
     for seed in range(100):
         tree = Tree(GEOMETRIES[seed % len(GEOMETRIES)], torch.float32, torch.float32, seed)
         seqs = tree.sequences()
-        batch = make_metadata(tree.block_size, seqs)
-        cpp = _kernels.Batch(
-            0,
-            0,
-            batch.cu_seqlens_q.data_ptr(),
-            batch.seq_lens.data_ptr(),
-            batch.block_table.data_ptr(),
-            batch.block_table_offsets.data_ptr(),
-            0,
-            batch.num_seqs,
-        )
         decodes = [seq for seq in seqs if seq[0] == 1]
         expected = []
         for seq in seqs:
             common = sorted((in_same_blocks(seq, other, tree.block_size) for other in decodes), reverse=True)
             is_shared = seq[0] == 1 and len(common) >= min_sharers
             expected.append(common[min_sharers - 1] if is_shared else 0)
-        assert cpp.shared_keys(tree.block_size, min_sharers) == expected
+        assert shared_keys(tree.block_size, seqs, min_sharers) == expected

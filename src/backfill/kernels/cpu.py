@@ -135,14 +135,16 @@ class CpuLinear:
     def rows(self, index: Tensor) -> Tensor:
         assert not self.is_gated, "its panels are not in the order of rows"
         if self._form is not None:
-            parities = _parities(self._cpp, self.dtype)
-            return rows_of_quantized_panels(self._weight, self._form, self.dtype, index, parities=parities)
+            are_paired = _are_paired(self._cpp, self.dtype)
+            return rows_of_quantized_panels(
+                self._weight, self._form, self.dtype, index, are_paired=are_paired
+            )
         return rows_of_panels(self._weight, index)[:, : self.in_features].contiguous()
 
 
-def _parities(cpp: _kernels.KernelSet, dtype: torch.dtype) -> int:
-    """Of words of codes that rows of ``dtype`` meet, see ``quantized_panels_of``."""
-    return 2 if cpp.pairs_codes and dtype == torch.bfloat16 else 1
+def _are_paired(cpp: _kernels.KernelSet, dtype: torch.dtype) -> bool:
+    """Of codes that rows of ``dtype`` meet, see ``quantized_panels_of``."""
+    return bool(cpp.pairs_codes) and dtype == torch.bfloat16
 
 
 def _reads_rows(linear: Linear) -> TypeGuard[CpuLinear]:
@@ -196,7 +198,7 @@ class CpuKernels(Kernels):
     def _quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Table:
         bias = None if bias is None else bias.clone()
         shape = *weight.shape, weight.shape[1]
-        panels = quantized_panels_of(weight, parities=_parities(self._cpp, weight.dtype))
+        panels = quantized_panels_of(weight, are_paired=_are_paired(self._cpp, weight.dtype))
         return CpuLinear(self._cpp, panels, bias, weight.dtype, shape, weight.format)
 
     def gated(self, linear: Linear) -> Linear:

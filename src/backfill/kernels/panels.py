@@ -45,7 +45,7 @@ def _block_inputs(form: QuantizedFormat) -> int:
     return UNIT_INPUTS if form.has_units else max(form.group, _WORD_INPUTS)
 
 
-def quantized_panels_of(weight: QuantizedWeight, *, parities: int = 1) -> Tensor:
+def quantized_panels_of(weight: QuantizedWeight, *, are_paired: bool = False) -> Tensor:
     """A quantized weight as uint8 ``[out / 32, blocks, bytes of a block]``; outputs padded with zeros.
 
     A block is one group of inputs, two groups of 16, or the groups that share a unit. It has the units of 32
@@ -54,22 +54,23 @@ def quantized_panels_of(weight: QuantizedWeight, *, parities: int = 1) -> Tensor
     first four are the lower halves of its bytes.
 
     Args:
-        parities: 2: a word has even or odd inputs, the two of an output side by side, as
+        are_paired: a word has even or odd inputs, the two of an output side by side, as
             csrc/quantized_tiles.h reads them.
     """
     form, (num_rows, num_inputs) = weight.format, weight.shape
     if missing := -num_rows % PANEL:
         weight = weight.padded(missing)
     codes = weight.codes.view(torch.uint8)
+    beside = 2 if are_paired else 1  # words of an output
     if form.bits == 4:
-        halves = codes.view(-1, 2, 4, parities)
+        halves = codes.view(-1, 2, 4, beside)
         codes = halves[:, 0] | halves[:, 1] << 4
-    # By slices: a transpose copies bytes one by one, in four times the time.
-    words = torch.empty(codes.numel() // 4 // parities, parities, 4, dtype=torch.uint8)
-    for parity in range(parities):
-        words[:, parity] = codes.view(-1, 4, parities)[..., parity]
-    units = words.flatten().view({1: torch.int32, 2: torch.int64}[parities])
-    shape = -1, 2, parities, 16 // parities, num_inputs // _WORD_INPUTS, form.bits // parities
+    if are_paired:  # by slices: a transpose copies bytes one by one, in four times the time
+        pairs, codes = codes.view(-1, 4, 2), torch.empty(codes.numel() // 8, 2, 4, dtype=torch.uint8)
+        for parity in range(2):
+            codes[:, parity] = pairs[..., parity]
+    units = codes.flatten().view(torch.int64 if are_paired else torch.int32)
+    shape = -1, 2, beside, 16 // beside, num_inputs // _WORD_INPUTS, form.bits // beside
     block = _block_inputs(form)
     num_blocks = num_inputs // block
     panels = units.view(shape).permute(0, 4, 1, 5, 2, 3).contiguous().view(torch.uint8)
@@ -87,7 +88,7 @@ def quantized_panels_of(weight: QuantizedWeight, *, parities: int = 1) -> Tensor
 
 
 def rows_of_quantized_panels(
-    panels: Tensor, form: QuantizedFormat, dtype: torch.dtype, index: Tensor, *, parities: int = 1
+    panels: Tensor, form: QuantizedFormat, dtype: torch.dtype, index: Tensor, *, are_paired: bool = False
 ) -> Tensor:
     """Rows ``[T, in]`` of a weight that ``quantized_panels_of`` packed, dequantized."""
     panel, output = index // PANEL, index % PANEL
@@ -107,11 +108,12 @@ def rows_of_quantized_panels(
         units = factors(num_factors, torch.float16).view(len(index), -1, num_factors)
     scales = factors(num_groups, form.scale_type)
     offsets = factors(num_groups, form.scale_type) if form.has_offsets else None
-    shape = *panels.shape[:2], -1, 2, form.bits // parities, parities, 16 // parities, parities
+    beside = 2 if are_paired else 1
+    shape = *panels.shape[:2], -1, 2, form.bits // beside, beside, 16 // beside, beside
     words = panels[..., start:].view(torch.int32).view(shape)
     part, lane = output % 16 // shape[-2], output % shape[-2]
     found = words[panel, :, :, output // 16, :, part, lane].contiguous().view(torch.uint8)
-    codes = found.view(len(index), -1, parities, 4).transpose(2, 3)
+    codes = found.view(len(index), -1, beside, 4).transpose(2, 3)
     if form.bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=2)
     codes = codes.reshape(len(index), -1)
