@@ -279,7 +279,8 @@ NB_MODULE(_kernels, m) {
   m.def("supported_isas", &backfill::isa_names, "ISA variants this machine runs, the fastest last.");
   m.def("keep_freed_memory", &backfill::keep_freed_memory,
         "Tell malloc to keep freed memory in the process. False where the C library has no such setting.");
-  m.def("min_sharers", &min_sharers);  // for tests
+  m.def("min_sharers", &backfill::min_sharers, "num_heads"_a, "num_kv_heads"_a,
+        "num_threads"_a);  // for tests
   m.def("limit_scratch", &backfill::limit_scratch,
         "Let kernels that need more working memory than this raise MemoryError: for tests.");
   const auto nogil = nb::call_guard<nb::gil_scoped_release>();

@@ -614,18 +614,30 @@ def test_answers_of_a_flood_let_no_step_grow_to_their_objective(num_of_other: in
     assert max(steps_s) < 0.05 if is_short else min(steps_s) > 0.08, steps_s
 
 
-def test_prompts_of_who_was_served_more_wait_for_anothers_first_token() -> None:
+def test_prompts_of_a_flood_wait_for_anothers_first_token() -> None:
     bench = slow_bench(step_s=0.001)
     in_time = SLO(ttft_s=60.0, tpot_s=1.0)
     bench.step(*(make_request(10, 50, owner="a", slo=in_time) for _ in range(4)))
     chat = make_request(20, 1, owner="b", arrived_at_s=bench.clock.now_s())
-    others = [make_request(10, 1, owner="a", arrived_at_s=bench.clock.now_s(), slo=in_time) for _ in range(4)]
+    others = [make_request(10, 1, owner="a", arrived_at_s=bench.clock.now_s(), slo=in_time) for _ in range(8)]
     plan = bench.step(*others, chat)
     assert chat.first_token_at_s is not None
     assert plan.predicted_s < 1.3 * 0.025, "the chat's prompt and four answers"
-    for _ in range(4):
+    for _ in range(8):
         bench.step()
     assert all(each.first_token_at_s is not None for each in others)
+
+
+def test_prompts_of_two_who_send_as_much_share_steps() -> None:
+    bench = slow_bench(step_s=0.001)
+    in_time = SLO(ttft_s=60.0, tpot_s=1.0)
+    bench.step(*(make_request(10, 50, owner="a", slo=in_time) for _ in range(4)))
+    now_s = bench.clock.now_s()
+    prompts = [
+        make_request(10, 1, owner=each, arrived_at_s=now_s, slo=in_time) for each in "ab" for _ in range(8)
+    ]
+    bench.step(*prompts)
+    assert all(each.first_token_at_s is not None for each in prompts)
 
 
 @pytest.mark.parametrize(("share", "is_whole"), [(1.5, True), (3.0, False)])

@@ -48,8 +48,8 @@ _PROMPT_EFFICIENCY = 0.9
 _LONGEST_WHOLE = 2.0
 # Prompts that are weighed against each other; those behind them wait.
 _MAX_WEIGHED = 512
-# Time by which offline decodes may lengthen a step that computes an online prompt, and prompts of owners that
-# were served more one that ends it.
+# Time by which offline decodes may lengthen a step that computes an online prompt, and beside a flood further
+# prompts one that ends that of the owner who was served the least.
 _BESIDE_PROMPTS = 0.2
 # Offline work is limited once online requests leave less than 1 / this of the pool free.
 _HEADROOM_FACTOR = 1.5
@@ -150,7 +150,8 @@ class SloPolicy(Policy):
         if view.is_flooded or (view.is_shared and not delayed):  # who else arrives need not wait for long
             prompts_s = cost.efficient_prefill_s(StepLoad(), _PROMPT_EFFICIENCY, self._max_step_tokens)
             first, short_s = prompts[0], decodes_s + prompts_s
-            whole_s = cost.time_with_s(load, first.num_computed_tokens, first.num_pending_tokens, True)
+            beside = builder.batch.load
+            whole_s = cost.time_with_s(beside, first.num_computed_tokens, first.num_pending_tokens, True)
             is_whole = is_least_served(view, first) and whole_s <= _LONGEST_WHOLE * short_s
             limit_s = min(limit_s, max(short_s, whole_s) if is_whole else short_s)
         in_time = self._in_time(prompts, load, view.now_s, limit_s)
@@ -248,7 +249,7 @@ class SloPolicy(Policy):
                 slack_s = (request.next_token_by_s - view.now_s) * predictor.usable_share
                 if slack_s >= batch.predicted_s:
                     limit_s = min(limit_s, slack_s)
-                if is_least_served(view, request):  # its token waits for no other prompt
+                if view.is_flooded and is_least_served(view, request):  # its token waits for few others
                     limit_s = min(limit_s, batch.predicted_s * (1.0 + _BESIDE_PROMPTS))
         return limit_s
 
