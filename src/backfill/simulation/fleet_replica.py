@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
-from backfill.core.plan import SampledToken, ScheduledSlice, StepPlan
+from backfill.core.plan import SampledToken, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import PriorityLevel, Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
@@ -67,9 +67,13 @@ class ReplicaDevice(SimulatedPipeline):
         return self._steps[0].left_at_s[-1] if self._steps else math.inf
 
     def submit(self, plan: StepPlan) -> None:
+        super().submit(plan)  # releases first: a plan may admit again what it releases
         for admitted in plan.admitted:
             self._naming[admitted.request_id] = len(admitted.prompt_token_ids)
-        super().submit(plan)
+
+    def collect(self) -> StepOutcome:
+        assert self._clock.now_s() >= self.ends_at_s, "the step has not ended"
+        return super().collect()
 
     def _release(self, plan: StepPlan) -> None:
         super()._release(plan)
