@@ -13,7 +13,9 @@ from tests.jobs.world import run_seed
 # More with BACKFILL_WORLD_SEEDS, and in several processes with ``python -m tests.jobs.world``.
 NUM_SEEDS = int(os.environ.get("BACKFILL_WORLD_SEEDS", "9"))
 
-FAILED = [3328]  # once: a server's start was due as the world ended
+# Once: a server's start was due as the world ended; batches that were cancelled while their begin was tried
+# again after an answer was lost were never ended (two seeds).
+FAILED = [3328, 7890, 8177]
 
 
 @pytest.mark.parametrize("seed", [*range(NUM_SEEDS), *FAILED])

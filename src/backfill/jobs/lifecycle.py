@@ -134,7 +134,7 @@ class BatchDriver:
         await self._finish(job)
 
     async def _validate(self, job: OpenBatch) -> bool:
-        """Whether the batch is in progress now; else it has failed or was cancelled."""
+        """Whether the batch goes on, its lines known; else it has failed or was cancelled."""
         if job.cancelled.is_set():
             return False
         report = await self._check_input(job)
@@ -160,6 +160,10 @@ class BatchDriver:
         is_begun = await self._change(
             job, BatchStatus.IN_PROGRESS, changes, [BatchStatus.VALIDATING], parts=report.parts
         )
+        if not is_begun:  # unless it began by an attempt without an answer, and was cancelled since
+            get_batch = self.storage.store.get_batch
+            job.batch = await self.storage.query_with_retries(get_batch, job.batch.owner, job.batch.id)
+            is_begun = job.batch.status is BatchStatus.CANCELLING
         if report.parts:
             job.lease = None
         self.on_validated()
@@ -367,15 +371,9 @@ class BatchDriver:
         parts: Sequence[bytes] = (),
     ) -> bool:
         """Compare and set the status, with retries. Returns: whether it is set."""
-        row = {"status": status, **changes}
+        change, row = self.storage.store.change_batch, {"status": status, **changes}
         if not await self.storage.query_with_retries(
-            self.storage.store.change_batch,
-            job.batch.id,
-            row,
-            only_from=only_from,
-            new_files=new_files,
-            lease=job.lease,
-            parts=parts,
+            change, job.batch.id, row, only_from=only_from, new_files=new_files, lease=job.lease, parts=parts
         ):
             return False
         job.batch = dataclasses.replace(job.batch, **row)
