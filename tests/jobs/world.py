@@ -384,9 +384,6 @@ class World(EngineWorld):
     def longest_away_s(self) -> float:
         return self.plan.lease_s / 4
 
-    def occurs(self, fault: str, probability: float) -> bool:
-        return self.is_chaotic and fault in self.plan.faults and self.source.random() < probability
-
     def answer_of(self, name: str) -> bytes:
         """Each says which of the line's runs it is of."""
         self.runs[name] += 1

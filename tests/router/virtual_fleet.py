@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 from urllib.parse import urlsplit
 
@@ -39,6 +39,13 @@ class Head:
     headers: dict[str, str] = field(default_factory=dict)
 
 
+class _Plan(Protocol):
+    """Of a seed."""
+
+    @property
+    def faults(self) -> Collection[str]: ...
+
+
 class EngineWorld:
     """What engines ask of their world, and tell it.
 
@@ -51,6 +58,8 @@ class EngineWorld:
     run_s = 0.05, 0.6
     engines: dict[str, VirtualEngine]  # by URL
     poison: set[str]  # requests that end the engine
+    plan: _Plan
+    is_chaotic: bool  # faults occur
     scheduler: Scheduler
     violations: list[str]  # what did not hold
 
@@ -69,7 +78,7 @@ class EngineWorld:
         return 3.0
 
     def occurs(self, fault: str, probability: float) -> bool:
-        raise NotImplementedError
+        return self.is_chaotic and fault in self.plan.faults and self.source.random() < probability
 
     def answer_of(self, name: str) -> bytes:
         """Of a request that is no stream."""

@@ -188,9 +188,6 @@ class World(EngineWorld):
         """Within this the router has taken an engine for dead that answers nothing."""
         return max(10 * self.plan.poll_s, self.plan.timeout_s) + self.plan.timeout_s + 1.0
 
-    def occurs(self, fault: str, probability: float) -> bool:
-        return self.is_chaotic and fault in self.plan.faults and self.source.random() < probability
-
     def run(self) -> None:
         with self._patched():
             self.process = Process(self.scheduler, "router")
