@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from backfill.api.admission import Admission, Overloaded
+from backfill.api.quarantine import LineAlone
 from backfill.core.clock import VirtualClock
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
@@ -150,3 +151,54 @@ def test_a_body_is_read_where_its_owner_has_less_than_its_even_part() -> None:
     admission.reserve("other", ONLINE, 2)
     with pytest.raises(Overloaded):
         admission.check_capacity("other")
+
+
+def is_refused(admission: Admission, alone: str = "") -> bool:
+    try:
+        admission.reserve("a", OFFLINE, 1, alone=alone).release()
+    except LineAlone:
+        return True
+    return False
+
+
+def test_a_line_that_is_to_be_alone_begins_once_the_others_have_ended() -> None:
+    admission, _ = make_admission(offline=9)
+    others = [admission.reserve("a", OFFLINE, 1), admission.reserve("b", OFFLINE, 2)]
+    assert is_refused(admission, "x") and admission.is_offline_quarantined
+    assert is_refused(admission) and is_refused(admission, "y"), "no more come, so that its turn does"
+    admission.reserve("a", ONLINE, 1)
+    others[0].release()
+    assert is_refused(admission, "x")
+    others[1].release_choice()
+    others[1].resize(1, OFFLINE)
+    others[1].release_choice()
+    assert is_refused(admission) and is_refused(admission, "y")
+    alone = admission.reserve("a", OFFLINE, 1, alone="x")
+    alone.resize(2, OFFLINE)
+    assert is_refused(admission) and is_refused(admission, "y")
+    assert is_refused(admission, "x"), "its earlier run, whose answer was lost, has not ended"
+    alone.release()
+    assert not (admission.is_offline_quarantined or is_refused(admission) or is_refused(admission, "y"))
+
+
+def test_a_line_that_runs_alone_may_take_long_and_one_that_is_to_may_not_come() -> None:
+    admission, clock = make_admission(offline=9)
+    alone = admission.reserve("a", OFFLINE, 1, alone="x")
+    clock.advance(1e6)
+    assert is_refused(admission)
+    alone.release()
+    other = admission.reserve("a", OFFLINE, 1)
+    assert is_refused(admission, "x")
+    for _ in range(9):
+        clock.advance(1.9)
+        assert is_refused(admission) and is_refused(admission, "x")
+    clock.advance(2.0)
+    assert not (admission.is_offline_quarantined or is_refused(admission)), "its router has given it up"
+    other.release()
+
+
+def test_a_line_that_has_too_many_choices_leaves_no_quarantine() -> None:
+    admission, _ = make_admission(offline=2)
+    with pytest.raises(RequestError):
+        admission.reserve("a", OFFLINE, 3, alone="x")
+    assert not (admission.is_offline_quarantined or is_refused(admission))

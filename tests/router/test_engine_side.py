@@ -81,6 +81,24 @@ def test_the_key_named_router_alone_speaks_for_owners() -> None:
         assert owner_of("one", **{"x-backfill-owner": "bob"}) == "alice"
 
 
+def test_routers_alone_have_a_request_run_alone() -> None:
+    keys = ("router=secret", "alice=one")
+    with in_process_server(Path(), tokenizer=make_tokenizer(), api_keys=keys) as server:
+        running = server.state.admission.reserve("", ServiceClass.OFFLINE, 1)
+
+        def status_of(key: str, **headers: str) -> int:
+            body = {"prompt": [3], "max_tokens": 1, "service_tier": "flex"}
+            headers["authorization"] = f"Bearer {key}"
+            return server.http.post(COMPLETIONS, json=body, headers=headers).status_code
+
+        assert status_of("one", **{"x-backfill-alone": "1"}) == 200
+        alone = {"x-backfill-alone": "1", "x-request-id": "line"}
+        assert status_of("secret", **alone) == 429 == status_of("one")
+        running.release()
+        assert status_of("one") == 429
+        assert status_of("secret", **alone) == 200 == status_of("one")
+
+
 def test_an_answer_says_that_the_engine_lost_the_request() -> None:
     lost = error_response(EngineDead("dead", num_lost=3, num_others=2))
     assert (lost.status_code, lost.headers["x-backfill-lost"]) == (503, "2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from backfill.api.quarantine import Quarantine
 from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
@@ -50,7 +51,9 @@ class Admission:
         self.is_offline_suspended = False
         self._limits = limits
         self._open = {which: EvenParts() for which in limits}
-        self._ends = {which: EndRate(clock or WallClock()) for which in limits}
+        clock = clock or WallClock()
+        self._quarantine = Quarantine(clock)
+        self._ends = {which: EndRate(clock) for which in limits}
 
     @property
     def num_open(self) -> int:
@@ -62,21 +65,32 @@ class Admission:
         """Those of them that are online."""
         return self._open[ServiceClass.ONLINE].total
 
+    @property
+    def is_offline_quarantined(self) -> bool:
+        """One offline request is alone, or is to be: others are refused."""
+        return self._quarantine.is_on(self._open[ServiceClass.OFFLINE].total)
+
     def check_capacity(self, owner: str) -> None:
         """Raise Overloaded if every class is full for the owner, so that the body need not be read."""
         if all(parts.num_excess(owner, 1, self._limits[which]) for which, parts in self._open.items()):
             raise self._overloaded(ServiceClass.ONLINE, 1)
 
-    def reserve(self, owner: str, service_class: ServiceClass, num_choices: int) -> Reservation:
+    def reserve(
+        self, owner: str, service_class: ServiceClass, num_choices: int, *, alone: str = ""
+    ) -> Reservation:
         """Reserve ``num_choices`` choices until they are released.
 
+        Args:
+            alone: names an offline request that is to be the only one; empty for others.
         Raises, reserving nothing: Overloaded when the queue is full and the owner has its even part of it,
-        OfflineSuspended, RequestError when ``num_choices`` is over the limit.
+        OfflineSuspended, LineAlone, RequestError when ``num_choices`` is over the limit.
         """
-        self.occupy(owner, service_class, num_choices)
+        self.occupy(owner, service_class, num_choices, alone=alone)
         return Reservation(self, owner, service_class, num_choices)
 
-    def occupy(self, owner: str, which: ServiceClass, num_choices: int, num_held: int = 0) -> None:
+    def occupy(
+        self, owner: str, which: ServiceClass, num_choices: int, num_held: int = 0, *, alone: str = ""
+    ) -> None:
         """Count so many choices of a class in place of ``num_held``; called by ``Reservation``.
 
         Raises, changing nothing: as ``reserve``.
@@ -88,6 +102,8 @@ class Admission:
             message = f"This server accepts at most {limit} {which.value} choices at once, got {num_choices}."
             raise RequestError(message, param="n")
         parts = self._open[which]
+        if which is ServiceClass.OFFLINE and num_held == 0:
+            self._quarantine.check(alone, parts.total)
         num_excess = parts.num_excess(owner, num_choices, limit, num_released=num_held)
         if num_choices > num_held and num_excess > 0:
             raise self._overloaded(which, num_excess)
@@ -119,7 +135,7 @@ class Reservation:
     def resize(self, num_choices: int, service_class: ServiceClass) -> None:
         """Change the number of choices, and perhaps the class.
 
-        Raises, changing nothing: Overloaded, OfflineSuspended, RequestError.
+        Raises, changing nothing: Overloaded, OfflineSuspended, LineAlone, RequestError.
         """
         is_same = service_class is self._class
         num_held = self._num_choices if is_same else 0

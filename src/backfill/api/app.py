@@ -14,7 +14,7 @@ from backfill.api.open_request import open_request
 from backfill.api.state import Phase, ServerState
 from backfill.core.errors import RequestError
 from backfill.http.app import add_checks, build_status_router, new_app, unhealthy
-from backfill.http.bodies import json_body, owner_of
+from backfill.http.bodies import is_routed, json_body, owner_of
 from backfill.http.errors import RateLimited, Unavailable
 from backfill.http.middleware import HttpMiddleware, RequestIdMiddleware
 from backfill.http.openapi import answers, takes_json
@@ -138,7 +138,7 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
         if isinstance(error, RateLimited) and state.metrics is not None:
             state.metrics.requests.on_rejected(error.service_class, error.reason)
         # A router asks another engine at once.
-        if state.api_keys is not None and not getattr(request.state, "is_routed", False):
+        if state.api_keys is not None and not is_routed(request):
             await state.limiter.delay(owner_of(request), error)
         raise
     generation = opened.generation

@@ -17,8 +17,9 @@ from backfill.api.state import ServerState
 from backfill.core.prefixes import token_keys
 from backfill.core.request import ServiceClass
 from backfill.generation.generator import GenerationRequest
-from backfill.http.bodies import json_body, owner_of
+from backfill.http.bodies import is_routed, json_body, owner_of
 from backfill.http.limits import OwnerSlot
+from backfill.http.middleware import ALONE_HEADER
 from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.generation_fields import MAX_CHOICES
 from backfill.protocol.preparer import RequestContext
@@ -81,13 +82,14 @@ async def open_request(state: ServerState, endpoint: GenerationEndpoint, request
     state.admission.check_capacity(owner)
     arrived_at_s: float = request.state.arrived_at_s
     with ExitStack() as held:
-        slot = state.limiter.enter(owner, is_routed=getattr(request.state, "is_routed", False))
+        slot = state.limiter.enter(owner, is_routed=is_routed(request))
         held.callback(slot.release)
         request.state.answer_headers = slot.headers
         async with json_body(request, state.bodies, state.server_config.max_body_bytes) as body:
             service_class, num_choices = peek(body.raw, request.headers.get(TIER_HEADER))
             slot.resize(num_choices)
-            reservation = state.admission.reserve(owner, service_class, num_choices)
+            alone = _alone_of(request, state)
+            reservation = state.admission.reserve(owner, service_class, num_choices, alone=alone)
             held.callback(reservation.release)
             if service_class is ServiceClass.OFFLINE:
                 body.mark_offline()
@@ -172,6 +174,12 @@ def _prefix_keys(state: ServerState, request: GenerationRequest) -> list[list[in
     salt = (request.owner if config.prefix_cache_scope == "owner" else "", request.cache_salt)
     of_prompts = [token_keys(tuple(prompt), salt) for prompt in request.prompts]
     return [of_prompts[request.prompt_index(choice)] for choice in range(request.num_choices)]
+
+
+def _alone_of(request: Request, state: ServerState) -> str:
+    """The name of a request that is to be the only one of its class; empty for others."""
+    may_ask = state.api_keys is None or is_routed(request)
+    return request.state.response_id if may_ask and ALONE_HEADER in request.headers else ""
 
 
 def _context_of(request: Request, owner_weight: float) -> RequestContext:

@@ -56,6 +56,7 @@ class StateReporter:
             models=self._names,
             digest=self._digest,
             is_offline_suspended=admission.is_offline_suspended,
+            is_offline_quarantined=admission.is_offline_quarantined,
             step_s=self._step_s if admission.num_open else 0.0,
             num_online=admission.num_open_online,
             num_offline=admission.num_open - admission.num_open_online,

@@ -138,6 +138,11 @@ def owner_of(request: Request) -> str:
     return owner
 
 
+def is_routed(request: Request) -> bool:
+    """Whether a router speaks for the owner."""
+    return bool(request.scope["state"].get("is_routed"))
+
+
 def _check_content_type(request: Request) -> None:
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):

@@ -20,6 +20,8 @@ from backfill.http.keys import ROUTER_OWNER, ApiKeys, sent_key
 from backfill.http.page import PAGE_PATHS
 
 OWNER_HEADER = "x-backfill-owner"
+# A router's line that is to run with no other offline request beside it.
+ALONE_HEADER = "x-backfill-alone"
 ADMIN_PATH = "/router/engines"
 _MAX_REQUEST_ID_CHARS = 128
 # Browsers send no key when they open a page, and these paths show no data of clients.

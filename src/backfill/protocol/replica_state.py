@@ -21,6 +21,7 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
         models: names that requests may use; the first is echoed.
         digest: equal for servers of the same model.
         is_offline_suspended: offline requests are refused.
+        is_offline_quarantined: so are they for as long as one of them is to run alone.
         max_model_len, max_num_seqs, kv_tokens, ttft_slo_s: limits of the engine, and its objective for
             requests that bring none; meaningful once it was ready.
         prefill_tokens_per_s: at which it computes prompts when it does nothing else. Without a cost model a
@@ -38,6 +39,7 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[str, ...]
     digest: str
     is_offline_suspended: bool = False
+    is_offline_quarantined: bool = False
     max_model_len: int = 0
     max_num_seqs: _Limit = 1
     kv_tokens: _Limit = 1

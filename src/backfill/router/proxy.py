@@ -19,7 +19,7 @@ from backfill.core.errors import RequestError
 from backfill.http.bodies import BodyBudget, HeldBody, json_body, owner_of
 from backfill.http.errors import LOST_HEADER, RateLimited, Unavailable
 from backfill.http.limits import OwnerLimiter, OwnerSlot
-from backfill.http.middleware import OWNER_HEADER
+from backfill.http.middleware import ALONE_HEADER, OWNER_HEADER
 from backfill.http.streaming import sse_event, while_connected
 from backfill.protocol.responses import error_body
 from backfill.router.engine import Engine
@@ -61,6 +61,7 @@ _NOT_FORWARDED = _HOP_BY_HOP | {
     b"expect",
     b"x-request-id",
     OWNER_HEADER.encode(),
+    ALONE_HEADER.encode(),
 }
 _NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server", b"x-request-id"}
 _LOST_HEADER = LOST_HEADER.encode()
