@@ -13,9 +13,10 @@ from tests.jobs.world import run_seed
 # More with BACKFILL_WORLD_SEEDS, and in several processes with ``python -m tests.jobs.world``.
 NUM_SEEDS = int(os.environ.get("BACKFILL_WORLD_SEEDS", "9"))
 
-# Once: a server's start was due as the world ended; batches that were cancelled while their begin was tried
-# again after an answer was lost were never ended (two seeds).
-FAILED = [3328, 7890, 8177]
+# Once: a server's start was due as the world ended; a line was given up for that of another router, which had
+# ended the engine beside it; batches that were cancelled while their begin was tried again after an answer
+# was lost were never ended (two seeds).
+FAILED = [3328, 5800, 7890, 8177]
 
 
 @pytest.mark.parametrize("seed", [*range(NUM_SEEDS), *FAILED])

@@ -16,6 +16,7 @@ from aiohttp import web
 from backfill.blending.requests import OrderName
 from backfill.core.clock import WallClock
 from backfill.jobs.feed import InputChanged
+from backfill.jobs.suspects import MAX_LONE_LOSSES
 from backfill.preparation import line_file
 from backfill.preparation.messages import LineSelection
 from backfill.router import line_runner
@@ -160,6 +161,32 @@ async def test_a_line_over_which_engines_are_lost_is_given_up_and_no_other(tmp_p
         failed = [result for result in results if result["error"] is not None]
         assert [(each["custom_id"], each["error"]["code"]) for each in failed] == [("c5", "engine_error")]
         assert sum(engine.num_lost for engine in engines) == 6
+
+
+async def test_a_line_with_which_an_engine_ends_is_given_up_where_it_asked_to_be_alone(
+    tmp_path: Path,
+) -> None:
+    asked_alone: list[bool] = []
+
+    class Fragile(StubEngine):
+        """Its process ends over the bad prompt. The first time that it is to be alone it is refused."""
+
+        async def _complete(self, request: web.Request) -> web.StreamResponse:
+            if (await request.json())["prompt"] != "bad":
+                return await super()._complete(request)
+            asked_alone.append("x-backfill-alone" in request.headers)
+            if asked_alone.count(True) == 1 and asked_alone[-1]:
+                return web.json_response({}, status=429)
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+
+    bad = completion_line("bad", "bad", model=None)
+    async with routing([Fragile()], tmp_path) as router:
+        batch, results = await ended(router, await create_batch(router, [bad]))
+    assert batch["request_counts"]["failed"] == 1 and results[0]["error"]["code"] == "engine_error"
+    # A loss is two deaths. Whether the first was beside another router's line nobody knows.
+    assert asked_alone == [False] * 2 + [True] * (1 + 2 * MAX_LONE_LOSSES)
 
 
 async def test_what_an_engine_refuses_fails_its_line_alone(tmp_path: Path) -> None:

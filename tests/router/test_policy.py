@@ -142,6 +142,9 @@ def test_lines_go_where_online_requests_leave_room() -> None:
     assert replicas.place_line(RoutedRequest(10), besides={"b"}) is None
     refusing = replicas.place_line(RoutedRequest(10), besides={"b"}, may_exceed=True)
     assert refusing is not None and refusing.replica is replica
+    replicas.report("a", report(is_offline_quarantined=True))
+    assert replicas.place_line(RoutedRequest(10), besides={"b"}) is None
+    assert replicas.takes_lines("a"), "it will"
 
 
 def test_a_replica_that_left_gets_nothing_and_its_requests_may_end() -> None:

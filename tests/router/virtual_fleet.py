@@ -23,7 +23,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from backfill.api.quarantine import LineAlone, Quarantine
 from backfill.http.errors import LOST_HEADER
+from backfill.http.middleware import ALONE_HEADER
 from backfill.protocol.replica_state import ReplicaState
 from tests.jobs.virtual_processes import CALL_S, Scheduler
 
@@ -142,8 +144,9 @@ def events_of(name: str) -> list[bytes]:
 class Exchange:
     """A request of the router to an engine, or a look at its state (without a name)."""
 
-    def __init__(self, engine: VirtualEngine, body: bytes | None) -> None:
+    def __init__(self, engine: VirtualEngine, body: bytes | None, *, is_alone: bool = False) -> None:
         self.engine = engine
+        self.is_alone = is_alone  # no other offline request is to run beside it
         self.fields: dict[str, Any] = {} if body is None else json.loads(body)
         self.name: str = self.fields.get("prompt", "")
         self.is_offline = self.fields.get("service_tier") == "flex"
@@ -210,13 +213,15 @@ class VirtualSession:
     def get(self, url: str, **_: object) -> Any:
         return self._exchange(url, None)
 
-    def request(self, method: str, url: str, *, data: bytes, **_: object) -> Any:
-        return self._exchange(url, data)
+    def request(self, method: str, url: str, *, data: bytes, headers: Any, **_: object) -> Any:
+        return self._exchange(url, data, is_alone=ALONE_HEADER in dict(headers))
 
     @asynccontextmanager
-    async def _exchange(self, url: str, body: bytes | None) -> AsyncGenerator[Answer, None]:
+    async def _exchange(
+        self, url: str, body: bytes | None, *, is_alone: bool = False
+    ) -> AsyncGenerator[Answer, None]:
         world = self._world
-        exchange = Exchange(world.engines["http://" + urlsplit(url).netloc], body)
+        exchange = Exchange(world.engines["http://" + urlsplit(url).netloc], body, is_alone=is_alone)
         if exchange.name:
             world.note_sent(exchange)
         world.scheduler.after(world.source.uniform(0, CALL_S), partial(exchange.engine.connect, exchange))
@@ -269,6 +274,11 @@ class VirtualEngine:
         self._is_cut = False
         self._held = deque[Callable[[], None]]()
         self._in_flight: dict[Exchange, None] = {}
+        self._quarantine = Quarantine(world.scheduler.clock)  # of the process
+
+    @property
+    def _num_offline(self) -> int:
+        return sum(each.is_offline for each in self._in_flight)
 
     @property
     def is_well(self) -> bool:
@@ -326,6 +336,7 @@ class VirtualEngine:
     def _start(self) -> None:
         self.is_up = True
         self.instance += 1
+        self._quarantine = Quarantine(self.world.scheduler.clock)
         self.started_at_s = self.world.scheduler.clock.now_s()
         self.world.scheduler.after(
             self.world.source.uniform(0, self.world.loads_s), partial(self._load, self.instance)
@@ -381,7 +392,7 @@ class VirtualEngine:
     def _receive(self, exchange: Exchange) -> None:
         world = self.world
         if not exchange.name:
-            num_offline = sum(each.is_offline for each in self._in_flight)
+            num_offline = self._num_offline
             state = ReplicaState(
                 instance=str(self.instance),
                 phase="ready" if self.is_ready else "starting",
@@ -391,6 +402,7 @@ class VirtualEngine:
                 kv_tokens=100_000,
                 num_online=len(self._in_flight) - num_offline,
                 num_offline=num_offline,
+                is_offline_quarantined=self._quarantine.is_on(num_offline),
             )
             self._send(exchange, Head(self.look_status), msgspec.json.encode(state), None)
             return
@@ -398,11 +410,19 @@ class VirtualEngine:
             self._refuse(exchange, self.status)
         elif not self.is_ready or (not self.is_rock and world.occurs("refusals", 0.05)):
             self._refuse(exchange, 503)
-        elif not self.is_rock and world.occurs("full queues", 0.1):
+        elif (not self.is_rock and world.occurs("full queues", 0.1)) or not self._is_let_in(exchange):
             self._refuse(exchange, 429)
         else:
             self._in_flight[exchange] = None
             world.scheduler.after(world.source.uniform(*world.run_s), partial(self._run, exchange))
+
+    def _is_let_in(self, exchange: Exchange) -> bool:
+        if exchange.is_offline:
+            try:
+                self._quarantine.check(exchange.name if exchange.is_alone else "", self._num_offline)
+            except LineAlone:
+                return False
+        return True
 
     def _refuse(self, exchange: Exchange, status: int, **headers: str) -> None:
         self._send(exchange, Head(status, headers), b'{"error": {"message": "no"}}', None)

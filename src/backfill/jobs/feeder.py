@@ -267,6 +267,8 @@ class Feeder:
             for other in self._feeds:
                 for run in other.running.values():
                     run.ran_with_others = True
+        num_losses = feed.suspects.of(line.number).num
+        line.runs_alone = num_losses > 0 and self._max_in_flight_with(num_losses) == 1
         count = TokenCount()
         task = self._tasks.start(self._run(feed, line, count), "feeder-line")
         feed.running[line.number] = RunningLine(line, task, ran_with_others, count)

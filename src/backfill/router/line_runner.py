@@ -19,7 +19,7 @@ from backfill.core.errors import StepFailed
 from backfill.engine.tasks import TaskWatch
 from backfill.http.errors import LOST_HEADER
 from backfill.http.metrics import JobMetrics
-from backfill.http.middleware import OWNER_HEADER
+from backfill.http.middleware import ALONE_HEADER, OWNER_HEADER
 from backfill.http.streaming import WARNING_HEADER
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.errors import Busy
@@ -109,6 +109,11 @@ class EngineRunner:
             placement = await self._place(line, lost_on)
             try:
                 answer = await self._attempt(line, placement.replica.name)
+                while line.runs_alone and answer is not None and answer.status == 429:
+                    # The engine keeps its turn, and refuses others, until those that it has have ended.
+                    self.metrics.retries["refused"] += 1
+                    await asyncio.sleep(_REFUSED_S)
+                    answer = await self._attempt(line, placement.replica.name)
             finally:
                 placement.on_end()
                 self.on_change()
@@ -189,13 +194,18 @@ class EngineRunner:
         }
         if line.owner:
             headers[OWNER_HEADER] = line.owner
+        if line.runs_alone:
+            headers[ALONE_HEADER] = "1"
         body = await apart(line.num_bytes, line.offline_body)
         try:
             async with self.engines.request(engine, "POST", line.path, body, headers) as response:
                 content = await response.read()
         except EngineLost as error:
             self.metrics.retries["lost" if error.was_reached else "unreachable"] += 1
-            return _Answer(503, {}, int(error.had_others)) if error.was_reached else None
+            if not error.was_reached:
+                return None
+            # An engine that has ended cannot say what other routers had sent it.
+            return _Answer(503, {}, int(error.had_others or not line.runs_alone))
         lost = response.headers.get(LOST_HEADER)
         if lost is not None:
             self.metrics.retries["lost"] += 1

@@ -143,7 +143,7 @@ class Replica:
         Twice the requests of a step, so that lines wait in the engine as they would in one server, less the
         share of the KV cache and of the step that online requests have.
         """
-        if not self.takes_lines:
+        if not self.takes_lines or self.state.is_offline_quarantined:
             return 0
         state = self.state
         used = max(self.num_online / state.max_num_seqs, self.num_online_tokens / state.kv_tokens)
