@@ -63,7 +63,8 @@ class KVUsage:
         samples: every ``SAMPLE_S``, each as the step that it falls into leaves the pool.
         num_steps: observed.
         num_sharing_steps: those after which a block was shared.
-        num_entered, num_overwritten, num_copied: see ``SharedLastBlocks``.
+        num_entered, num_overwritten: see ``SharedLastBlocks``.
+        num_copied: slots of shared blocks.
     """
 
     duration_s: float
@@ -85,7 +86,7 @@ class KVUsage:
         self.num_steps += 1
         self.num_sharing_steps += bool(sharing.blocks)
         self.num_entered = sharing.num_entered
-        self.num_overwritten, self.num_copied = sharing.num_overwritten, sharing.num_copied
+        self.num_overwritten, self.num_copied = sharing.num_overwritten, kv.checkpointer.num_copied_slots
         until_s = min(ended_s, self.duration_s)
         if len(self.samples) * SAMPLE_S < until_s:
             sample = KVSample.of(kv)

@@ -17,9 +17,11 @@ from backfill.engine import engine as engine_module
 from backfill.engine.engine import Engine
 from backfill.execution import offloading
 from backfill.execution.torch_executor import TorchExecutor
+from backfill.kvcache.content import Block
+from backfill.kvcache.pool import BlockPool
 from backfill.offloading.residency import Residency
 from tests.builders import make_profile
-from tests.engine.test_restored_tokens import create_executor, serve_on
+from tests.engine.test_restored_tokens import NEARLY_ALL_SHARED, create_executor, crowd_on, serve_on
 from tests.models.tiny import save_tiny_model
 from tests.scheduling.test_memory_division import ErraticResidency
 
@@ -78,6 +80,38 @@ def test_tokens_are_the_same_while_memory_changes_hands(
     assert seen.num_divisions > 5
     assert seen.intervals >= {1, 2}
     assert engine.scheduler.counters[ServiceClass.OFFLINE].num_preemptions > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_tokens_are_the_same_while_shared_blocks_are_moved_and_copied(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """The pool shrinks below blocks that two requests fill, and tails beside running ones are restored."""
+    plain = SchedulerConfig(prefix_caching=False)
+    executor = create_executor(model_dir, ENOUGH, plain, NUM_LAYERS)
+    expected = crowd_on(Engine(plain, executor, VirtualClock(), make_profile()), executor)
+    config = SchedulerConfig(policy="slo", checkpointing="adaptive", kv_layout="bidirectional")
+    executor = create_executor(
+        model_dir, NEARLY_ALL_SHARED, config, NUM_LAYERS, offload_interval=LARGEST, min_offload_interval=2
+    )
+    executor._kv_pool.fill_(float("nan"))
+    monkeypatch.setattr(engine_module, "ResidencyPolicy", partial(make_erratic, seed))
+    engine = Engine(config, executor, VirtualClock(), make_profile())
+    kv = engine.scheduler.kv
+    num_shared_moves, exchange = 0, BlockPool.exchange
+
+    def counted(pool: BlockPool, block: Block, taken: Block) -> None:
+        nonlocal num_shared_moves
+        num_shared_moves += block.peer is not None
+        exchange(pool, block, taken)
+
+    monkeypatch.setattr(BlockPool, "exchange", counted)
+    served = crowd_on(engine, executor)
+    assert [each.output_token_ids for each in served] == [each.output_token_ids for each in expected]
+    assert num_shared_moves > 0
+    assert kv.checkpointer.num_copied_slots > 0
+    assert kv.sharing.num_overwritten > 0
+    assert engine.scheduler.counters[ServiceClass.OFFLINE].num_restored_tokens > 0
 
 
 class Seen:

@@ -382,6 +382,7 @@ class CacheModel:
 
     def take_copies(self) -> BlockCopies:
         """A plan takes the copies begun so far; blocking ones complete before its slices."""
+        num_room = self.cache._store.host.available(BlockState.SECURED)
         copies = self.cache.take_copies()
         restore, checkpoint = copies.restore, copies.checkpoint
         assert len({copy.device for copy in restore}) == len(restore), "two copies into one device block"
@@ -408,7 +409,19 @@ class CacheModel:
                 if not waits:
                     self.in_flight.append(each)
         assert self.cache.num_copies_in_flight == len(self.in_flight)
+        self.check_tails_beside_others(num_room)
         return copies
+
+    def check_tails_beside_others(self, num_room: int) -> None:
+        """Those in blocks whose other end is in use are copied, but for want of time or room."""
+        cache = self.cache
+        if not cache.checkpointer.saves_victims or cache._store.ledger.checkpoints_block:
+            return
+        shared = cache.sharing.blocks.values()
+        if num_room >= len(shared) and cache.num_copies_in_flight < cache.max_copies:
+            for block in shared:
+                assert block.peer is not None
+                assert block.peer.content is None or block.peer.content.host is not None, f"{block.peer}"
 
     def check_apart(self, each: InFlight) -> None:
         """No other copy in flight touches what this one writes, or writes what it reads."""

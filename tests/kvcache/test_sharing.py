@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from backfill.core.block import BlockCopy, is_reversed
@@ -28,7 +26,7 @@ from tests.kvcache.kv_examples import (
     submit,
     take,
 )
-from tests.kvcache.kv_model import CacheModel, Running, Setup
+from tests.kvcache.kv_model import CacheModel, Running
 
 NOTHING = Evictable.LOSING_NOTHING
 
@@ -173,21 +171,35 @@ def meet(model: CacheModel) -> tuple[Running, Running]:
     return online, offline
 
 
-def test_only_the_next_slot_is_copied_a_step_before_it_is_overwritten() -> None:
+def test_a_tail_is_copied_by_its_slots_before_the_first_of_them_is_overwritten() -> None:
     model = make_shared_cache(2, 2, "eager")
     online, offline = meet(model)
     index, sharing = last_block(model, online), model.cache.sharing
     copies = model.take_copies()
-    assert [(copy.device, copy.first, copy.num) for copy in copies.slot_checkpoint] == [(index, 2, 1)]
+    assert [(copy.device, copy.first, copy.num) for copy in copies.slot_checkpoint] == [(index, 2, 2)]
     assert not decode(model, online), "it waits for a copy that reads the slot"
     model.complete(list(model.in_flight))
     assert decode(model, online)
-    assert (sharing.num_overwritten, sharing.num_copied) == (1, 1)
-    assert copy_all(model) == 1  # the last slot
+    assert copy_all(model) == 0, "it has been copied"
     assert decode(model, online), "the block is full"
-    assert (sharing.num_overwritten, sharing.num_copied) == (2, 2)
+    assert (sharing.num_overwritten, model.cache.checkpointer.num_copied_slots) == (2, 2)
     assert not sharing.blocks
     assert model.cache.match(offline.request).num_tokens == 2, "the host has all of it"
+
+
+def test_a_tail_is_copied_at_the_preemption_where_steps_wait_for_copies() -> None:
+    model = make_shared_cache(2, 2, "swap", CopyDirections.CHECKPOINT)
+    offline, online = pair(model, 1)
+    assert decode(model, online)
+    index = last_block(model, online)
+    model.preempt(offline)
+    copies = model.take_copies()
+    assert [(copy.device, copy.first, copy.num) for copy in copies.slot_checkpoint] == [(index, 3, 1)]
+    model.check()
+    for _ in range(3):
+        assert decode(model, online)
+    assert (model.cache.sharing.num_overwritten, model.cache.checkpointer.num_copied_slots) == (1, 1)
+    assert model.cache.match(offline.request).num_tokens == 1, "the host has it"
 
 
 def test_lazy_checkpoints_copy_a_slot_in_the_step_that_overwrites_it() -> None:
@@ -221,14 +233,18 @@ def test_what_was_overwritten_comes_back_into_the_same_block_if_it_is_free_again
     assert decode(model, offline)
 
 
-def test_while_the_front_is_in_use_the_tail_is_computed_again_elsewhere() -> None:
-    model = make_shared_cache(3, 2, "eager")
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_while_the_front_is_in_use_the_tail_comes_from_the_host_or_is_computed_again(is_saved: bool) -> None:
+    model = make_shared_cache(3, 2, "eager" if is_saved else "none")
     other = run(model, C[:3])
     online, offline = meet(model)
     model.free(other)
     copy_all(model)
     assert decode(model, online)
-    assert admit(model, offline) == 0
+    assert admit(model, offline) == (2 if is_saved else 0)
+    assert len(model.take_copies().restore) == is_saved
+    model.complete(list(model.in_flight))
+    model.end_restores()
     assert model.grow(offline, 3, NOTHING)
     assert last_block(model, offline) != last_block(model, online)
 
@@ -241,7 +257,7 @@ def test_a_tail_with_a_host_copy_is_overwritten_without_another_one() -> None:
     for _ in range(4):
         assert decode(model, online)
         assert copy_all(model) == 0
-    assert (model.cache.sharing.num_overwritten, model.cache.sharing.num_copied) == (3, 0)
+    assert (model.cache.sharing.num_overwritten, model.cache.checkpointer.num_copied_slots) == (3, 0)
     model.free(online)
     assert admit(model, offline) == 3, "a whole block comes back, since nothing of it is on the device"
     assert len(model.take_copies().restore) == 1
@@ -282,8 +298,7 @@ def test_without_room_in_host_memory_only_what_is_overwritten_is_lost() -> None:
     online, offline = meet(model)
     assert copy_all(model) == 0
     assert decode(model, online)
-    sharing = model.cache.sharing
-    assert (sharing.num_overwritten, sharing.num_copied) == (1, 0)
+    assert (model.cache.sharing.num_overwritten, model.cache.checkpointer.num_copied_slots) == (1, 0)
     model.free(online)
     assert admit(model, offline) == 1
 
@@ -296,7 +311,6 @@ def test_the_rest_of_a_tail_stays_when_the_host_evicts_what_was_overwritten() ->
     copy_all(model)
     assert decode(model, online)
     assert offline_tail(model, offline).num_lost == 1
-    assert copy_all(model) == 1
     model.preempt(run(model, C[:3], ONLINE))
     copy_all(model)
     tail = offline_tail(model, offline)
@@ -345,29 +359,6 @@ def test_a_block_that_the_request_itself_has_found_is_not_entered() -> None:
     match = model.cache.match(online.request)
     assert match.num_tokens == 4
     assert model.cache.shortage(online.request, match, 0, NOTHING) == 1
-
-
-def test_nothing_is_copied_for_a_token_that_is_never_written() -> None:
-    model = make_shared_cache(2, 2, "eager")
-    online, _ = meet(model)
-    online.request.max_tokens = len(online.request.output_token_ids)
-    assert not model.take_copies().slot_checkpoint
-
-
-def test_one_token_of_eight_slots_is_computed_again_rather_than_copied() -> None:
-    setup = Setup(2, 8, 2, 1000, "eager", CopyDirections.NONE, False, "owner", bidirectional=True)
-    model = CacheModel(setup, random.Random(0))
-    model.advance(0.0, 100)
-    offline = run(model, A[:1])
-    online = run(model, B[:8], ONLINE)
-    assert decode(model, online)
-    model.preempt(offline)
-    for _ in range(7):
-        assert not model.take_copies().slot_checkpoint
-        model.complete(list(model.in_flight))
-        assert decode(model, online)
-    assert model.cache.sharing.num_overwritten == 1
-    assert model.cache.match(offline.request).num_tokens == 0
 
 
 def test_a_tail_that_is_dropped_under_a_copy_keeps_its_slots_until_the_copy_completes() -> None:

@@ -342,7 +342,7 @@ class Engine:
             num_paired_blocks=sharing.num_paired,
             num_entered_blocks=sharing.num_entered,
             num_overwritten_slots=sharing.num_overwritten,
-            num_copied_slots=sharing.num_copied,
+            num_copied_slots=scheduler.kv.checkpointer.num_copied_slots,
             offload_interval=self._offload_interval,
             num_transferred_weight_bytes=self._num_transferred_weight_bytes,
             weight_stall_s=self._weight_stall_s,

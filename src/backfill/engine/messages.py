@@ -142,7 +142,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         num_paired_blocks: those among them with a running request at each end.
         num_entered_blocks: blocks that were entered from their other end.
         num_overwritten_slots: slots of preempted requests that were overwritten in shared blocks.
-        num_copied_slots: slots that were copied to host memory because they were about to be overwritten.
+        num_copied_slots: slots of shared blocks that were copied to host memory.
         offload_interval: every so many layers one is offloaded; 0 for none.
         num_transferred_weight_bytes: weights of offloaded layers that were transferred to the device.
         weight_stall_s: time for which steps waited for them.

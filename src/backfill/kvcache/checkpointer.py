@@ -31,6 +31,7 @@ class Checkpointer:
         copy_cost: see ``PoolView``.
         taken_share: see ``PoolView``. All until something is known; it is forgotten as the pool is filled
             anew.
+        num_copied_slots: of blocks that two requests share, copied to the host.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Checkpointer:
         self._candidates: dict[RequestId, tuple[Request, BlockTable]] = {}
         self.copy_cost = 0.0
         self.taken_share = 1.0
+        self.num_copied_slots = 0
         self._num_taken = 0
 
     def observe_filled(self, num_filled: int) -> None:
@@ -153,10 +155,10 @@ class Checkpointer:
         """
         block = content.device
         assert block is not None
-        if block.num_copies or block.is_guest:
+        if block.num_copies:
             return False
         assert block.is_valid
-        if content.host is not None:
+        if content.host is not None or block.is_guest:
             return self.checkpoint_slots(content, 0)
         host = self._take_host_block(content, block)
         if host is None:
@@ -180,6 +182,7 @@ class Checkpointer:
         num = tail.num_unsaved - first
         self._store.ledger.checkpoint(block, host, (self._block_size - tail.num_unsaved, num))
         tail.num_unsaved = first
+        self.num_copied_slots += num
         self._store.update(tail)
         self._counters[tail.service_class].num_checkpointed_tokens += num
         return True

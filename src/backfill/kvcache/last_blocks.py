@@ -24,14 +24,13 @@ class LastBlocks:
         blocks: of requests that share their last block, this block.
         num_entered: blocks that were entered from their other end.
         num_overwritten: slots of tails that were overwritten.
-        num_copied: slots that were copied to the host because they were about to be.
     """
 
     is_on = False
 
     def __init__(self, store: ContentStore) -> None:
         self.blocks: dict[RequestId, Block] = {}
-        self.num_entered = self.num_overwritten = self.num_copied = 0
+        self.num_entered = self.num_overwritten = 0
         self._store = store
 
     @property
@@ -121,7 +120,7 @@ class LastBlocks:
     # Copies.
 
     def begin_copies(self, max_copies: int) -> None:
-        """Begin to copy, while fewer are in flight, what the next step's tokens would overwrite."""
+        """Begin to copy, while fewer are in flight, tails that the next steps' tokens may overwrite."""
 
     def end_copies(self) -> None:
         """Copies have completed."""

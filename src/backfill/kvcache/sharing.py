@@ -14,7 +14,6 @@ from backfill.kvcache.store import ContentStore
 from backfill.kvcache.table import BlockTable
 
 _LEAST_FREE = 4  # one slot in so many must stay free, for a running request's block to be entered
-_LEAST_COPIED = 8  # a tail of at most one token in so many slots is sooner computed again than copied
 
 
 class SharedLastBlocks(LastBlocks):
@@ -27,8 +26,8 @@ class SharedLastBlocks(LastBlocks):
     Only last blocks are shared, whose requests' known tokens end in them, so each end grows by a token a
     step. While they do not meet, nothing is copied. The offline request of the two is preempted a step before
     an online token would be written over one of its own. Its tail stays, and loses its last tokens one by
-    one. Each is copied to the host a step before, unless the tail has a host copy (section 5.2, lazy
-    checkpointing). What the host has no blocks for is lost, and computed again, and so are a few tokens.
+    one. It is copied to the host as what other preempted requests want, but by its slots; lazy checkpoints
+    copy those that are overwritten (section 5.2). What the host has no block for is computed again.
     """
 
     is_on = True
@@ -232,9 +231,7 @@ class SharedLastBlocks(LastBlocks):
         left = end.num_slots = end.num_slots - num_slots
         is_saved = tail.host is not None and tail.num_unsaved <= left
         if not is_saved and self._checkpointer.saves_victims and self._store.ledger.checkpoints_block:
-            num_unsaved = tail.num_tokens if tail.host is None else tail.num_unsaved
             is_saved = self._checkpointer.checkpoint_slots(tail, left)
-            self.num_copied += is_saved * (num_unsaved - left)
         self.num_overwritten += num_slots
         if is_saved:
             tail.num_lost += num_slots
@@ -246,35 +243,18 @@ class SharedLastBlocks(LastBlocks):
             self._store.update(tail)
 
     def begin_copies(self, max_copies: int) -> None:
-        """See ``LastBlocks``.
-
-        Some of it is copied in vain, because its request comes back before. As many slots of others are given
-        up, so that no more are copied than are overwritten, but for those that are about to be.
-        """
-        ledger = self._store.ledger
-        if ledger.checkpoints_block:  # they are copied in the step that overwrites them
-            return
-        for request_id, block in self.blocks.items():
-            peer = block.peer
-            assert peer is not None
-            tail, left = peer.content, self._block_size - block.num_slots - 1
-            if tail is None or left >= peer.num_slots or not self._checkpointer.saves_victims:
-                continue
-            is_short = tail.num_tokens * _LEAST_COPIED <= self._block_size
-            is_even = self.num_copied <= self.num_overwritten
-            if is_short or not is_even or self._writes_no_more(self._free_ends.table_of(request_id), block):
+        """See ``LastBlocks``. They are in guests, which the pool does not know."""
+        checkpointer, ledger = self._checkpointer, self._store.ledger
+        if ledger.checkpoints_block or not checkpointer.saves_victims:
+            return  # copied when they are left, or in the step that overwrites them
+        for block in self.blocks.values():
+            assert block.peer is not None
+            tail = block.peer.content
+            if tail is None or tail.host is not None:
                 continue
             if ledger.num_in_flight >= max_copies:
                 break
-            num_unsaved = tail.num_tokens if tail.host is None else tail.num_unsaved
-            if num_unsaved > left and self._checkpointer.checkpoint_slots(tail, left):
-                self.num_copied += num_unsaved - left
-
-    def _writes_no_more(self, table: BlockTable, block: Block) -> bool:
-        """The last token that its request may sample needs no slot, and all before it have theirs."""
-        request = self._owners[block]
-        num_written = (len(table.blocks) - 1) * self._block_size + block.num_slots
-        return num_written >= request.num_prompt_tokens + request.max_tokens - 1
+            checkpointer.checkpoint(tail)
 
     def end_copies(self) -> None:
         """See ``LastBlocks``. Ends that copies alone kept are free."""

@@ -212,7 +212,7 @@ class _EngineState(Collector):
             ("step_stops", "Steps whose offline slices an arrival stopped", stats.num_stopped_steps),
             ("kv_blocks_entered", "Blocks that were entered from their other end", stats.num_entered_blocks),
             ("kv_slots_overwritten", "Slots overwritten in shared blocks", stats.num_overwritten_slots),
-            ("kv_slots_copied", "Slots copied before they are overwritten", stats.num_copied_slots),
+            ("kv_slots_copied", "Slots of shared blocks copied to host memory", stats.num_copied_slots),
         ):
             yield self._families.counter(name, text, total)
         for name, text, value in (
