@@ -10,18 +10,10 @@ namespace backfill::BACKFILL_VARIANT {
 
 // Shorter calls run on the calling thread alone: waking the others takes longer.
 constexpr double kParallelNanoseconds = 6000;
-constexpr int64_t kMinSplit = 256;   // fewest keys in a part of a split context
-constexpr int64_t kMaxSplit = 8192;  // most keys in a part: their scores fit a core's own cache
+constexpr int64_t kMinSplit = 256;  // fewest keys in a part of a split context
 constexpr int64_t kItemsPerThread = 4;
-
-enum class Work : int32_t { kPrefill, kShared, kDecode, kDecodePart };
-
-struct Item {
-  Work work;
-  int32_t seq, kv_head;  // of kShared: the run in place of a sequence
-  int32_t begin, end;  // query rows of the sequence (prefill), sharers of the batch (shared) or keys (decode)
-  int32_t part;        // index of the first chunk's partial result
-};
+// Of a decode item's chunk: with those of the next one it fits a core's own cache.
+constexpr int64_t kMostChunkBytes = 128 << 10;
 
 // A sequence whose own keys are split: for each kv head, the partial results of their chunks in order.
 struct Split {
@@ -37,7 +29,7 @@ struct Plan {
 };
 
 struct Totals {
-  int64_t decode_keys = 0, prefill_seqs = 0;
+  int64_t decode_keys = 0, decode_seqs = 0, prefill_seqs = 0;
   double nanoseconds = 0;
 };
 
@@ -62,6 +54,7 @@ BACKFILL_INLINE Totals measure(const AttentionArgs& args, int64_t element_bytes)
     const int64_t rows = num_rows(args, seq), context = args.seq_lens[seq];
     if (rows == 1) {
       const int64_t keys = context - shared_keys(args, seq);
+      totals.decode_seqs++;
       totals.decode_keys += keys;
       totals.nanoseconds += 0.1 * (double)(keys * shape.num_kv_heads * shape.head_dim * 2 * element_bytes);
     } else if (rows > 1) {
@@ -76,11 +69,20 @@ BACKFILL_INLINE Totals measure(const AttentionArgs& args, int64_t element_bytes)
   return totals;
 }
 
-// Most keys of one decode item.
-BACKFILL_INLINE int64_t split_size(const Totals& totals, int64_t num_kv_heads, int threads) {
-  if (threads == 1) return kMaxSplit;
-  const int64_t share = totals.decode_keys * num_kv_heads / (threads * kItemsPerThread);
-  return smaller(kMaxSplit, larger(kMinSplit, share));
+// Most key/value heads and keys of one decode item.
+struct DecodeSize {
+  int64_t heads, keys;
+};
+
+// All heads of an item are read in the order of memory, so it has many, where items are enough for the threads.
+BACKFILL_INLINE DecodeSize decode_size(const AttentionArgs& args, const Totals& totals, int64_t element_bytes,
+                                       int threads) {
+  const int64_t kv_heads = args.shape.num_kv_heads, items = threads * kItemsPerThread;
+  const int64_t fitting = kMostChunkBytes / (2 * kChunk * args.shape.row_size * element_bytes);
+  const bool are_few = totals.decode_seqs < items && totals.decode_keys < items * kMinSplit;
+  const int64_t heads = threads > 1 && are_few ? 1 : larger<int64_t>(1, smaller(fitting, kv_heads));
+  const int64_t share = totals.decode_keys * ceil_divide(kv_heads, heads) / items;
+  return {heads, threads == 1 ? larger<int64_t>(1, totals.decode_keys) : larger(kMinSplit, share)};
 }
 
 // Query rows of one prefill item: few enough that every thread gets several, and at least a tile of queries.
@@ -103,9 +105,13 @@ BACKFILL_INLINE void plan_prefill(const AttentionArgs& args, const Totals& total
     const int64_t step = rows_per_item(args, totals, rows, threads);
     for (int64_t end = rows; end > 0; end -= smaller(end, step))
       for (int64_t g = 0; g < args.shape.num_kv_heads; g++)
-        plan.items[plan.num_items++] = {Work::kPrefill, (int32_t)seq,
-                                        (int32_t)g,     (int32_t)larger<int64_t>(0, end - step),
-                                        (int32_t)end,   0};
+        plan.items[plan.num_items++] = {Work::kPrefill,
+                                        (int32_t)seq,
+                                        (int32_t)g,
+                                        1,
+                                        (int32_t)larger<int64_t>(0, end - step),
+                                        (int32_t)end,
+                                        0};
   }
 }
 
@@ -128,7 +134,7 @@ BACKFILL_INLINE bool plan_shared(const AttentionArgs& args, int64_t level, int t
     for (int32_t begin = run.first; begin < run.last; begin += step)
       for (int64_t g = 0; g < args.shape.num_kv_heads; g++)
         plan.items[plan.num_items++] = {
-            Work::kShared, (int32_t)i, (int32_t)g, begin, (int32_t)smaller(run.last, begin + step), 0};
+            Work::kShared, (int32_t)i, (int32_t)g, 1, begin, (int32_t)smaller(run.last, begin + step), 0};
   }
   return plan.num_items > 0;
 }
@@ -147,34 +153,36 @@ BACKFILL_INLINE DecodeCut decode_cut(const AttentionArgs& args, int64_t seq, int
           items > 1 || (items == 0 && shared > 0)};
 }
 
-BACKFILL_INLINE void plan_decode(const AttentionArgs& args, int64_t most_keys, Plan& plan) {
+BACKFILL_INLINE void plan_decode(const AttentionArgs& args, const DecodeSize& size, Plan& plan) {
   for (int64_t seq = 0; seq < args.num_seqs; seq++) {
     if (num_rows(args, seq) != 1) continue;
-    const DecodeCut cut = decode_cut(args, seq, most_keys);
+    const DecodeCut cut = decode_cut(args, seq, size.keys);
     const int64_t context = args.seq_lens[seq];
     if (cut.is_split)
       plan.splits[plan.num_splits++] = {(int32_t)seq, (int32_t)cut.num_chunks, (int32_t)plan.num_parts};
-    for (int64_t g = 0; g < args.shape.num_kv_heads; g++) {
+    for (int64_t g = 0; g < args.shape.num_kv_heads; g += size.heads) {
+      const int64_t heads = smaller(size.heads, args.shape.num_kv_heads - g);
       for (int64_t begin = cut.shared; begin < context; begin += cut.keys_per_item)
         plan.items[plan.num_items++] = {cut.is_split ? Work::kDecodePart : Work::kDecode,
                                         (int32_t)seq,
                                         (int32_t)g,
+                                        (int32_t)heads,
                                         (int32_t)begin,
                                         (int32_t)smaller(context, begin + cut.keys_per_item),
                                         (int32_t)(plan.num_parts + (begin - cut.shared) / kChunk)};
-      if (cut.is_split) plan.num_parts += cut.num_chunks;
+      if (cut.is_split) plan.num_parts += heads * cut.num_chunks;
     }
   }
 }
 
 // Allocates every item, split and partial result that the functions above make.
-BACKFILL_INLINE Plan empty_plan(const AttentionArgs& args, const Totals& totals, int64_t most_keys,
+BACKFILL_INLINE Plan empty_plan(const AttentionArgs& args, const Totals& totals, int64_t decode_keys,
                                 int threads) {
   int64_t items = 0, splits = 0, parts = 0;
   for (int64_t seq = 0; seq < args.num_seqs; seq++) {
     const int64_t rows = num_rows(args, seq);
     if (rows == 1) {
-      const DecodeCut cut = decode_cut(args, seq, most_keys);
+      const DecodeCut cut = decode_cut(args, seq, decode_keys);
       items += cut.num_items;
       if (cut.is_split) splits++, parts += cut.num_chunks;
     } else if (rows > 1) {
@@ -213,35 +221,46 @@ void run_rows(const AttentionArgs& args, const Plan& plan, const Item& item) {
   PrefillItem<T, Kv, Tiled>(rows).run();
 }
 
+// Where a decode's chunks have their partial results, and what it goes on from.
+BACKFILL_INLINE DecodeResults decode_results(const AttentionArgs& args, const Plan& plan, const Item& item) {
+  const int64_t group = args.num_heads / args.shape.num_kv_heads, shared = shared_keys(args, item.seq);
+  const int64_t chunk_floats = group * partial_size(args.shape.head_dim);
+  if (item.work == Work::kDecodePart)
+    return {plan.partials + item.part * chunk_floats,
+            ceil_divide(args.seq_lens[item.seq] - shared, kChunk) * chunk_floats, nullptr};
+  return {nullptr, 0,
+          item.begin > 0 ? row_partial(args, plan.shared, item.seq, item.kv_head * group) : nullptr};
+}
+
+// Returns: the item that it has taken from the queue for its thread, or null.
 template <class T, class Kv>
-void run_item(const AttentionArgs& args, const Plan& plan, const Item& item) {
+const Item* run_item(const AttentionArgs& args, const Plan& plan, const Item& item, ItemQueue& queue) {
   const bool is_decode = item.work == Work::kDecode || item.work == Work::kDecodePart;
-  const int64_t group = args.num_heads / args.shape.num_kv_heads;
-  float* partials = item.work == Work::kDecodePart
-                        ? plan.partials + item.part * group * partial_size(args.shape.head_dim)
-                        : nullptr;
-  const bool continues = item.work == Work::kDecode && item.begin > 0;
-  const float* before = continues ? row_partial(args, plan.shared, item.seq, item.kv_head * group) : nullptr;
+  Reads<Kv> reads(args, item, queue);
 #if defined(__AMX_BF16__)
   if constexpr (kPaired<T>)
     if (uses_tiles<T>(args)) {
-      if (!is_decode) return run_rows<T, Kv, true>(args, plan, item);
-      return decode_tiles<Kv>(args, item.seq, item.kv_head, item.begin, item.end, partials, before);
+      if (is_decode)
+        decode_tiles(args, item, decode_results(args, plan, item), reads);
+      else
+        run_rows<T, Kv, true>(args, plan, item);
+      return reads.following();
     }
 #endif
-  if (!is_decode) return run_rows<T, Kv, false>(args, plan, item);
-  DecodeItem<T, Kv>(args, item.seq, item.kv_head).run(item.begin, item.end, partials, before);
+  if (is_decode)
+    DecodeItem<T, Kv>(args, item).run(decode_results(args, plan, item), reads);
+  else
+    run_rows<T, Kv, false>(args, plan, item);
+  return reads.following();
 }
 
 template <class T, class Kv>
 void run_items(const AttentionArgs& args, const Plan& plan, int threads) {
-  int64_t next = 0;
+  ItemQueue queue(plan.items, plan.num_items, threads);
   on_threads(threads, [&](int64_t, int64_t) {
-    for (;;) {
-      const int64_t i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-      if (i >= plan.num_items) break;
-      run_item<T, Kv>(args, plan, plan.items[i]);
-    }
+    const Item* following = nullptr;
+    while (const Item* item = following != nullptr ? following : queue.take())
+      following = run_item<T, Kv>(args, plan, *item, queue);
   });
 }
 
@@ -266,14 +285,14 @@ template <class T, class Kv>
 void attention(const AttentionArgs& args) {
   const Totals totals = measure(args, sizeof(Kv));
   const int threads = totals.nanoseconds < kParallelNanoseconds ? 1 : max_threads();
-  const int64_t most_keys = split_size(totals, args.shape.num_kv_heads, threads);
-  Plan plan = empty_plan(args, totals, most_keys, threads);
+  const DecodeSize size = decode_size(args, totals, sizeof(Kv), threads);
+  Plan plan = empty_plan(args, totals, size.keys, threads);
   for (int64_t level = 0; plan_shared(args, level, threads, plan); level++) {
     run_items<T, Kv>(args, plan, threads);
     plan.num_items = 0;
   }
   plan_prefill(args, totals, threads, plan);
-  plan_decode(args, most_keys, plan);
+  plan_decode(args, size, plan);
   run_items<T, Kv>(args, plan, threads);
   if (plan.num_splits == 0) return;
   on_threads(threads, [&](int64_t thread, int64_t num_threads) {

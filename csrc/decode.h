@@ -1,5 +1,5 @@
 // Attention of one query row. Memory bounds it, so each row of K and V is read once for all query heads that
-// share it, and rows ahead are prefetched during the arithmetic.
+// share it, and those after them are fetched during the arithmetic (items.h).
 //
 // Keys are transposed, so that lanes are keys and a score is summed in the order of softmax.h, as prefill
 // sums it. T is the type of queries, Kv that of KV: T or int8. For bf16 with AVX-512 BF16, weights are rounded
@@ -7,6 +7,7 @@
 // shuffle within 128-bit lanes; the output is then in a permuted order until `natural_order`.
 #pragma once
 
+#include "items.h"
 #include "key_rows.h"
 #include "kv_codes.h"
 #include "partials.h"
@@ -17,58 +18,32 @@ namespace backfill::BACKFILL_VARIANT {
 constexpr int kHeadBatch = kLanes == 16 ? 4 : 3;   // query heads whose sums share the registers
 constexpr int kKeyVectors = kLanes == 16 ? 2 : 4;  // vectors of keys that are scored at once
 constexpr int kKeysAtOnce = kKeyVectors * kLanes;
-constexpr int kAhead = 32;  // keys between a row that is read and one that is prefetched
+constexpr int kKeysBetween = 4;  // that are weighted between two fetches
 
 BACKFILL_INLINE int64_t padded_head_dim(int64_t head_dim) { return round_up(head_dim, 32); }
 
-// `count` lines from `row`; at least one.
-template <class T>
-BACKFILL_INLINE void prefetch_line(const T* row, int count) {
-  const char* line = reinterpret_cast<const char*>(row);
-  for (int i = 0; i < larger(count, 1); i++) __builtin_prefetch(line + 64 * i, 0, 2);
-}
-
-// Every line of a row of codes and its scale, which may begin anywhere in a line.
-BACKFILL_INLINE void prefetch_row(const int8_t* row, int64_t head_dim) {
-  for (int64_t byte = 0; byte <= head_dim; byte += 64) __builtin_prefetch(row + byte, 0, 2);
-}
-
-// Addresses of the key rows of two chunks in turn, from the first key of an item.
+// The keys of a chunk of one head, and where their values are.
 template <class Kv>
-class RowRing {
- public:
-  static constexpr int64_t kSize = 2 * kChunk;
+struct ChunkRows {
+  const Kv* const* keys;
+  int64_t value_offset;
+  int64_t padded;  // to whole vectors
+};
 
-  explicit RowRing(const Kv** rows) : rows_(rows) {}
-
-  // The chunk of `count` keys that begins at `first`; to its end the last key is repeated.
-  void put(const KeyRows<Kv>& keys, int64_t position, int64_t first, int64_t count) {
-    const Kv** target = rows_ + (first & (kSize - 1));
-    keys.list(position, position + count, target);
-    for (int64_t i = count; i < kChunk; i++) target[i] = target[count - 1];
-  }
-
-  // The other chunk; for where there is no next one.
-  void repeat(int64_t first) {
-    std::memcpy(rows_ + ((first + kChunk) & (kSize - 1)), rows_ + (first & (kSize - 1)),
-                kChunk * sizeof *rows_);
-  }
-
-  BACKFILL_INLINE const Kv* operator[](int64_t key) const { return rows_[key & (kSize - 1)]; }
-
- private:
-  const Kv** rows_;
+// What a decode gives beside its output row. With `partials` the result of each chunk in place of it.
+struct DecodeResults {
+  float* partials;      // of the item's chunks: [query head of the group, partial_size]; or null
+  int64_t head_stride;  // floats between those of key/value heads
+  const float* before;  // of the keys before the item: [query head, partial_size]; or null
 };
 
 // transposed[unit][kKeysAtOnce] of `vectors` vectors of keys.
 template <class T, class Kv>
-BACKFILL_INLINE void transpose_keys(const RowRing<Kv>& rows, int64_t first, int vectors, int64_t units,
-                                    [[maybe_unused]] int64_t value_offset, float* transposed) {
-  for (int v = 0; v < vectors; v++) {
-    const int64_t key = first + v * kLanes;
+BACKFILL_INLINE void transpose_keys(const Kv* const* rows, int vectors, int64_t units, float* transposed) {
+  for (int v = 0; v < vectors; v++, rows += kLanes) {
     for (int64_t unit = 0; unit < units; unit += kLanes) {
       Floats square[kLanes];
-      for (int r = 0; r < kLanes; r++) square[r] = load_stored<T>(rows[key + r], unit, units);
+      for (int r = 0; r < kLanes; r++) square[r] = load_stored<T>(rows[r], unit, units);
       transpose(square);
       for (int i = 0; i < kLanes && i < units - unit; i++)
         store(transposed + (unit + i) * kKeysAtOnce + v * kLanes, square[i]);
@@ -76,20 +51,17 @@ BACKFILL_INLINE void transpose_keys(const RowRing<Kv>& rows, int64_t first, int 
   }
 }
 
-// The same for keys of codes, four of which are transposed at once, and then become units. Prefetches values of
-// keys ahead: their scales are read before they are.
+// The same for keys of codes, four of which are transposed at once, and then become units.
 template <class T>
-BACKFILL_INLINE void transpose_keys(const RowRing<int8_t>& rows, int64_t first, int vectors, int64_t units,
-                                    int64_t value_offset, float* transposed) {
+BACKFILL_INLINE void transpose_keys(const int8_t* const* rows, int vectors, int64_t units,
+                                    float* transposed) {
   constexpr int kUnits = 4 / kPerUnit<T>;
   const int64_t fours = units / kUnits;
-  for (int v = 0; v < vectors; v++) {
-    const int64_t key = first + v * kLanes;
-    for (int r = 0; r < kLanes; r++) prefetch_row(rows[key + kAhead + r] + value_offset, 4 * fours);
+  for (int v = 0; v < vectors; v++, rows += kLanes) {
     for (int64_t at = 0; at < fours; at += kLanes) {
       Floats square[kLanes];
       for (int r = 0; r < kLanes; r++)
-        square[r] = load(reinterpret_cast<const float*>(rows[key + r]) + at, fours - at);
+        square[r] = load(reinterpret_cast<const float*>(rows[r]) + at, fours - at);
       transpose(square);
       for (int i = 0; i < kLanes && i < fours - at; i++) {
         float* target = transposed + (at + i) * kUnits * kKeysAtOnce + v * kLanes;
@@ -106,25 +78,13 @@ BACKFILL_INLINE void transpose_keys(const RowRing<int8_t>& rows, int64_t first, 
 }
 
 // Scores of Vectors vectors of transposed keys. query: [NumHeads, query_stride], in units of simd.h.
-// Prefetches the keys of `ahead` from `first` on, unless it is null: spread over the arithmetic, because a
-// core tracks few cache misses at a time and stalls beyond that number.
 template <class T, class Kv, int NumHeads, int Vectors>
 BACKFILL_INLINE void score_block(const float* transposed, const float* query, int64_t query_stride,
-                                 int64_t units, float* scores, const RowRing<Kv>* ahead, int64_t first) {
+                                 int64_t units, float* scores, Reads<Kv>* reads) {
   const Words upper = Words{} + 0xffff0000u;
-  // Lines of the keys ahead for each unit, or units for each line.
-  constexpr int kUnitBytes = std::is_same_v<T, Kv> ? 4 : kPerUnit<T>, kBytes = kKeysAtOnce * kUnitBytes;
-  constexpr int kLines = kBytes < 64 ? 1 : kBytes / 64, kUnitsBetween = kBytes < 64 ? 64 / kBytes : 1;
   Floats acc[NumHeads][Vectors] = {};
-  int64_t line = 0;
   for (int64_t unit = 0; unit < units; unit++) {
-    if (ahead != nullptr && unit % kUnitsBetween == 0) {
-      for (int i = 0; i < kLines; i++) {
-        __builtin_prefetch(reinterpret_cast<const char*>((*ahead)[first]) + line, 0, 2);
-        line += 64;
-        if (line >= units * kUnitBytes) line = 0, first++;
-      }
-    }
+    if (reads != nullptr) reads->fetch();
     Floats keys[Vectors];
     for (int v = 0; v < Vectors; v++) {
       keys[v] = load(transposed + unit * kKeysAtOnce + v * kLanes);
@@ -186,20 +146,18 @@ BACKFILL_INLINE void pair_weights(float* weights, int64_t padded) {
 
 // sums[h][...] = weights[h][...] * values, for NumHeads heads and 32 * Vectors elements of the head from `d`.
 template <class Kv, int NumHeads, int Vectors>
-BACKFILL_INLINE void paired_values(const RowRing<Kv>& rows, int64_t first_key, int64_t value_offset,
-                                   int64_t padded, int64_t d, int64_t dim, const float* weights, float* sums,
-                                   int64_t sums_stride) {
+BACKFILL_INLINE void paired_values(const ChunkRows<Kv>& rows, int64_t d, int64_t dim, const float* weights,
+                                   float* sums, int64_t sums_stride, Reads<Kv>* reads) {
   Floats acc[NumHeads][2 * Vectors] = {};
-  for (int64_t i = 0; i < padded; i += 2) {
-    const Kv* first = rows[first_key + i] + value_offset;
-    const Kv* second = rows[first_key + i + 1] + value_offset;
+  for (int64_t i = 0; i < rows.padded; i += 2) {
+    if (reads != nullptr && i % kKeysBetween == 0) reads->fetch();
+    const Kv* first = rows.keys[i] + rows.value_offset;
+    const Kv* second = rows.keys[i + 1] + rows.value_offset;
     Floats pair[2 * Vectors];
     if constexpr (kHasScales<Kv>) {
       for (int v = 0; v < 2 * Vectors; v++)
         pair[v] = exact_pair(load_elements(first, d + 16 * v, dim), load_elements(second, d + 16 * v, dim));
     } else {
-      prefetch_line(rows[first_key + i + kAhead] + value_offset + d, Vectors);
-      prefetch_line(rows[first_key + i + 1 + kAhead] + value_offset + d, Vectors);
       for (int v = 0; v < Vectors; v++) {
         const __m512i a = (__m512i)load_stored<bf16>(first, d / 2 + 16 * v, dim / 2);
         const __m512i b = (__m512i)load_stored<bf16>(second, d / 2 + 16 * v, dim / 2);
@@ -232,16 +190,14 @@ BACKFILL_INLINE void natural_order(float* sums, int64_t dim) {
 // The same for Vectors vectors of stored units. Where they are split, each run of 2 * kLanes sums has the
 // even elements first.
 template <class T, class Kv, int NumHeads, int Vectors>
-BACKFILL_INLINE void single_values(const RowRing<Kv>& rows, int64_t first_key, int64_t value_offset,
-                                   int64_t padded, int64_t d, int64_t dim, const float* weights, float* sums,
-                                   int64_t sums_stride) {
+BACKFILL_INLINE void single_values(const ChunkRows<Kv>& rows, int64_t d, int64_t dim, const float* weights,
+                                   float* sums, int64_t sums_stride, Reads<Kv>* reads) {
   constexpr int kSums = kSplit<T, Kv> ? 2 * Vectors : Vectors, kSplits = kSums / Vectors;
-  constexpr int kLines = Vectors * kLanes * kSplits * (int)sizeof(Kv) / 64;
   const Words upper = Words{} + 0xffff0000u;
   Floats acc[NumHeads][kSums] = {};
-  for (int64_t i = 0; i < padded; i++) {
-    const Kv* row = rows[first_key + i] + value_offset;
-    if constexpr (!kHasScales<Kv>) prefetch_line(rows[first_key + i + kAhead] + value_offset + d, kLines);
+  for (int64_t i = 0; i < rows.padded; i++) {
+    if (reads != nullptr && i % kKeysBetween == 0) reads->fetch();
+    const Kv* row = rows.keys[i] + rows.value_offset;
     Floats value[kSums];
     for (int v = 0; v < Vectors; v++) {
       const Floats stored = load_stored<T>(row, d / kSplits + v * kLanes, dim / kSplits);
@@ -261,164 +217,169 @@ BACKFILL_INLINE void single_values(const RowRing<Kv>& rows, int64_t first_key, i
     for (int v = 0; v < kSums; v++) store(sums + h * sums_stride + d + v * kLanes, acc[h][v]);
 }
 
-// sums [NumHeads, dim] = weights [NumHeads, keys] * values [keys, dim].
+// sums [NumHeads, dim] = weights [NumHeads, keys] * values [keys, dim]. reads: null for all but a chunk's first heads.
 template <class T, int NumHeads, class Kv>
-void weighted_values(const RowRing<Kv>& rows, int64_t first, int64_t value_offset, int64_t padded,
-                     int64_t dim, const float* weights, float* sums, int64_t stride) {
+void weighted_values(const ChunkRows<Kv>& rows, int64_t dim, const float* weights, float* sums,
+                     int64_t stride, Reads<Kv>* reads) {
   int64_t d = 0;
 #if defined(__AVX512BF16__)
   if constexpr (kPaired<T>) {
-    for (; d + 64 <= dim; d += 64)
-      paired_values<Kv, NumHeads, 2>(rows, first, value_offset, padded, d, dim, weights, sums, stride);
-    for (; d < dim; d += 32)
-      paired_values<Kv, NumHeads, 1>(rows, first, value_offset, padded, d, dim, weights, sums, stride);
+    for (; d + 64 <= dim; d += 64, reads = nullptr)
+      paired_values<Kv, NumHeads, 2>(rows, d, dim, weights, sums, stride, reads);
+    for (; d < dim; d += 32, reads = nullptr)
+      paired_values<Kv, NumHeads, 1>(rows, d, dim, weights, sums, stride, reads);
     return;
   }
 #endif
   constexpr int kSplits = kSplit<T, Kv> ? 2 : 1, kElements = kLanes * kSplits;
   constexpr int kVectors = (kLanes == 16 ? 4 : 2) / kSplits;
-  for (; d + kVectors * kElements <= dim; d += kVectors * kElements)
-    single_values<T, Kv, NumHeads, kVectors>(rows, first, value_offset, padded, d, dim, weights, sums,
-                                             stride);
-  for (; d < dim; d += kElements)
-    single_values<T, Kv, NumHeads, 1>(rows, first, value_offset, padded, d, dim, weights, sums, stride);
+  for (; d + kVectors * kElements <= dim; d += kVectors * kElements, reads = nullptr)
+    single_values<T, Kv, NumHeads, kVectors>(rows, d, dim, weights, sums, stride, reads);
+  for (; d < dim; d += kElements, reads = nullptr)
+    single_values<T, Kv, NumHeads, 1>(rows, d, dim, weights, sums, stride, reads);
 }
 
-// One sequence, one key/value head, keys [begin, end); begin is a multiple of kChunk.
+// One sequence, some key/value heads, keys [item.begin, item.end); item.begin is a multiple of kChunk.
 template <class T, class Kv>
 class DecodeItem {
  public:
-  DecodeItem(const AttentionArgs& args, int64_t seq, int64_t kv_head)
-      : keys_(key_rows<Kv>(args, seq, kv_head)),
+  DecodeItem(const AttentionArgs& args, const Item& item)
+      : keys_(key_rows<Kv>(args, item.seq, item.kv_head)),
+        begin_(item.begin),
+        end_(item.end),
+        kv_heads_(item.num_kv_heads),
         dim_(args.shape.head_dim),
         padded_dim_(padded_head_dim(dim_)),
         units_(stored_units<T, Kv>(dim_)),
         group_(args.num_heads / args.shape.num_kv_heads),
+        heads_(kv_heads_ * group_),
         scale_(args.scale * kLog2e) {
-    const int64_t row = args.cu_seqlens_q[seq];
+    const int64_t row = args.cu_seqlens_q[item.seq], first = item.kv_head * group_;
     const int64_t row_size = (args.num_heads + 2 * args.shape.num_kv_heads) * dim_;
-    query_ = static_cast<const T*>(args.qkv) + row * row_size + kv_head * group_ * dim_;
-    out_ = static_cast<T*>(args.out) + (row * args.num_heads + kv_head * group_) * dim_;
-    const int64_t floats = group_ * (kChunk + 3 * padded_dim_) + units_ * kKeysAtOnce + 2 * kChunk;
-    const size_t bytes = floats * sizeof(float) + 2 * group_ * sizeof(SoftmaxState) + 64;
-    float* memory = static_cast<float*>(scratch(kWork, bytes + RowRing<Kv>::kSize * sizeof(Kv*)));
+    query_ = static_cast<const T*>(args.qkv) + row * row_size + first * dim_;
+    out_ = static_cast<T*>(args.out) + (row * args.num_heads + first) * dim_;
+    const int64_t floats =
+        group_ * (kChunk + padded_dim_) + 2 * heads_ * padded_dim_ + units_ * kKeysAtOnce + 2 * kChunk;
+    const size_t bytes = floats * sizeof(float) + (heads_ + group_) * sizeof(SoftmaxState);
+    float* memory = static_cast<float*>(scratch(kWork, bytes + kChunk * sizeof(Kv*)));
     weights_ = memory, memory += group_ * kChunk;
-    sums_ = memory, memory += group_ * padded_dim_;
+    sums_ = memory, memory += heads_ * padded_dim_;
     chunk_sums_ = memory, memory += group_ * padded_dim_;
-    wide_query_ = memory, memory += group_ * padded_dim_;
+    wide_query_ = memory, memory += heads_ * padded_dim_;
     transposed_ = memory, memory += units_ * kKeysAtOnce;
     key_scales_ = memory, memory += kChunk;
     value_scales_ = memory, memory += kChunk;
     rows_ = reinterpret_cast<const Kv**>(memory);
-    states_ = reinterpret_cast<SoftmaxState*>(rows_ + RowRing<Kv>::kSize);
-    chunk_states_ = states_ + group_;
+    states_ = reinterpret_cast<SoftmaxState*>(rows_ + kChunk);
+    chunk_states_ = states_ + heads_;
   }
 
-  // Writes the finished output row, or, with `partials`, the result of each chunk. before: the result of keys
-  // [0, begin), or null.
-  void run(int64_t begin, int64_t end, float* partials, const float* before) {
-    for (int64_t h = 0; h < group_; h++) {
-      states_[h] = kNothingSeen;
+  void run(const DecodeResults& results, Reads<Kv>& reads) {
+    widen_queries();
+    for (int64_t h = 0; h < heads_; h++) states_[h] = kNothingSeen;
+    std::memset(sums_, 0, heads_ * padded_dim_ * sizeof(float));
+    if (results.before != nullptr) load_partials(results.before);
+    float* partials = results.partials;
+    for (int64_t position = begin_; position < end_; position += kChunk) {
+      const int64_t count = smaller<int64_t>(kChunk, end_ - position), padded = round_up(count, kLanes);
+      keys_.list(position, position + count, rows_);
+      for (int64_t i = count; i < padded; i++) rows_[i] = rows_[count - 1];
+      reads.begin_chunk(position,
+                        kv_heads_ * (ceil_divide(count, kKeysAtOnce) * units_ + padded / kKeysBetween));
+      for (int64_t g = 0; g < kv_heads_; g++) {
+        attend(g, count, reads);
+        if (partials == nullptr)
+          fold_chunk(g);
+        else
+          save(partials + g * results.head_stride);
+        for (int64_t i = 0; i < padded; i++) rows_[i] += keys_.head_offset();
+      }
+      if (partials != nullptr) partials += group_ * partial_size(dim_);
+    }
+    if (partials == nullptr) finish();
+  }
+
+ private:
+  void widen_queries() {
+    for (int64_t h = 0; h < heads_; h++)
       for (int64_t unit = 0; unit < padded_dim_; unit += kLanes) {
         const int64_t left = larger<int64_t>(0, dim_ / kPerUnit<T> - unit);
         if (left > 0)
           store(wide_query_ + h * padded_dim_ + unit,
                 load_units(query_ + h * dim_ + unit * kPerUnit<T>, left));
       }
-    }
-    std::memset(sums_, 0, group_ * padded_dim_ * sizeof(float));
-    if (before != nullptr) load_partials(before);
-    RowRing<Kv> rows(rows_);
-    rows.put(keys_, begin, 0, smaller<int64_t>(kChunk, end - begin));
-    for (int64_t i = 0; i < kAhead; i++)
-      prefetch_line(rows[i] + keys_.value_offset(), (int)(dim_ * sizeof(Kv) / 64));
-    for (int64_t position = begin; position < end; position += kChunk) {
-      const int64_t first = position - begin, next = position + kChunk;
-      if (next < end)
-        rows.put(keys_, next, first + kChunk, smaller<int64_t>(kChunk, end - next));
-      else
-        rows.repeat(first);
-      attend(rows, first, smaller<int64_t>(kChunk, end - position));
-      if (partials == nullptr)
-        fold_chunk();
-      else
-        partials = save(partials);
-    }
-    if (partials == nullptr) finish();
   }
 
- private:
-  // The chunk's states and weighted sums.
-  void attend(const RowRing<Kv>& rows, int64_t first, int64_t count) {
+  // The states and weighted sums of the `count` keys of rows_ of key/value head g.
+  void attend(int64_t g, int64_t count, Reads<Kv>& reads) {
+    const float* queries = wide_query_ + g * group_ * padded_dim_;
     for (int64_t i = 0; i < count; i += kKeysAtOnce) {
       const int vectors = (int)smaller<int64_t>(kKeyVectors, (count - i + kLanes - 1) / kLanes);
-      transpose_keys<T>(rows, first + i, vectors, units_, keys_.value_offset(), transposed_);
+      transpose_keys<T>(rows_ + i, vectors, units_, transposed_);
       for (int64_t h = 0; h < group_; h += kHeadBatch)
-        score_heads(h, i, vectors, h == 0 ? &rows : nullptr, first + i + kAhead);
+        score_heads(queries + h * padded_dim_, h, i, vectors, h == 0 ? &reads : nullptr);
     }
-    const int64_t padded = round_up(count, kLanes);
+    const ChunkRows<Kv> rows = {rows_, keys_.value_offset(), round_up(count, kLanes)};
     if constexpr (kHasScales<Kv>) {
-      for (int64_t i = 0; i < padded; i++) {
-        const Kv* row = rows[first + i];
-        key_scales_[i] = i < count ? scale_of(row, dim_) : 1.0f;
-        value_scales_[i] = i < count ? scale_of(row + keys_.value_offset(), dim_) : 1.0f;
+      for (int64_t i = 0; i < rows.padded; i++) {
+        key_scales_[i] = i < count ? scale_of(rows_[i], dim_) : 1.0f;
+        value_scales_[i] = i < count ? scale_of(rows_[i] + rows.value_offset, dim_) : 1.0f;
       }
     }
     for (int64_t h = 0; h < group_; h++) {
       float* weights = weights_ + h * kChunk;
       chunk_states_[h] = weigh<T, kHasScales<Kv>>(weights, count, scale_, key_scales_, value_scales_);
 #if defined(__AVX512BF16__)
-      if constexpr (kPaired<T>) pair_weights(weights, padded);
+      if constexpr (kPaired<T>) pair_weights(weights, rows.padded);
 #endif
     }
-    for (int64_t h = 0; h < group_; h += kHeadBatch) weigh_values(rows, first, h, padded);
+    for (int64_t h = 0; h < group_; h += kHeadBatch) weigh_values(rows, h, h == 0 ? &reads : nullptr);
   }
 
   template <int NumHeads>
-  void score(int64_t h, int64_t i, int vectors, const RowRing<Kv>* ahead, int64_t first) {
-    const float* query = wide_query_ + h * padded_dim_;
+  void score(const float* query, int64_t h, int64_t i, int vectors, Reads<Kv>* reads) {
     float* scores = weights_ + h * kChunk + i;
     if (vectors == kKeyVectors)
-      return score_block<T, Kv, NumHeads, kKeyVectors>(transposed_, query, padded_dim_, units_, scores, ahead,
-                                                       first);
-    for (int v = 0; v < vectors; v++)
+      return score_block<T, Kv, NumHeads, kKeyVectors>(transposed_, query, padded_dim_, units_, scores,
+                                                       reads);
+    for (int v = 0; v < vectors; v++, reads = nullptr)
       score_block<T, Kv, NumHeads, 1>(transposed_ + v * kLanes, query, padded_dim_, units_,
-                                      scores + v * kLanes, nullptr, 0);
+                                      scores + v * kLanes, reads);
   }
 
-  void score_heads(int64_t h, int64_t i, int vectors, const RowRing<Kv>* ahead, int64_t first) {
+  void score_heads(const float* query, int64_t h, int64_t i, int vectors, Reads<Kv>* reads) {
     switch (smaller<int64_t>(kHeadBatch, group_ - h)) {
       case 1:
-        return score<1>(h, i, vectors, ahead, first);
+        return score<1>(query, h, i, vectors, reads);
       case 2:
-        return score<2>(h, i, vectors, ahead, first);
+        return score<2>(query, h, i, vectors, reads);
       case 3:
-        return score<3>(h, i, vectors, ahead, first);
+        return score<3>(query, h, i, vectors, reads);
       default:
-        return score<kHeadBatch>(h, i, vectors, ahead, first);
+        return score<kHeadBatch>(query, h, i, vectors, reads);
     }
   }
 
-  void weigh_values(const RowRing<Kv>& rows, int64_t first, int64_t h, int64_t padded) {
+  void weigh_values(const ChunkRows<Kv>& rows, int64_t h, Reads<Kv>* reads) {
     const float* weights = weights_ + h * kChunk;
     float* sums = chunk_sums_ + h * padded_dim_;
-    const int64_t offset = keys_.value_offset();
     switch (smaller<int64_t>(kHeadBatch, group_ - h)) {
       case 1:
-        return weighted_values<T, 1>(rows, first, offset, padded, dim_, weights, sums, padded_dim_);
+        return weighted_values<T, 1>(rows, dim_, weights, sums, padded_dim_, reads);
       case 2:
-        return weighted_values<T, 2>(rows, first, offset, padded, dim_, weights, sums, padded_dim_);
+        return weighted_values<T, 2>(rows, dim_, weights, sums, padded_dim_, reads);
       case 3:
-        return weighted_values<T, 3>(rows, first, offset, padded, dim_, weights, sums, padded_dim_);
+        return weighted_values<T, 3>(rows, dim_, weights, sums, padded_dim_, reads);
       default:
-        return weighted_values<T, kHeadBatch>(rows, first, offset, padded, dim_, weights, sums, padded_dim_);
+        return weighted_values<T, kHeadBatch>(rows, dim_, weights, sums, padded_dim_, reads);
     }
   }
 
-  void fold_chunk() {
+  void fold_chunk(int64_t g) {
     for (int64_t h = 0; h < group_; h++) {
-      const FoldFactors<Floats> factors = fold(states_[h], chunk_states_[h]);
-      float *sums = sums_ + h * padded_dim_, *chunk_sums = chunk_sums_ + h * padded_dim_;
+      const FoldFactors<Floats> factors = fold(states_[g * group_ + h], chunk_states_[h]);
+      float* sums = sums_ + (g * group_ + h) * padded_dim_;
+      const float* chunk_sums = chunk_sums_ + h * padded_dim_;
       for (int64_t d = 0; d < padded_dim_; d += kLanes)
         store(sums + d, folded(load(sums + d), load(chunk_sums + d), factors));
     }
@@ -442,7 +403,7 @@ class DecodeItem {
     float* places = chunk_sums_;
     for (int64_t d = 0; d < padded_dim_; d++) places[d] = (float)d;
     restore_order(places);
-    for (int64_t h = 0; h < group_; h++, partial += partial_size(dim_)) {
+    for (int64_t h = 0; h < heads_; h++, partial += partial_size(dim_)) {
       states_[h] = state_of(partial);
       for (int64_t d = 0; d < dim_; d++)
         sums_[h * padded_dim_ + (int64_t)places[d]] = partial[kPartialSums + d];
@@ -450,7 +411,7 @@ class DecodeItem {
   }
 
   void finish() {
-    for (int64_t h = 0; h < group_; h++) {
+    for (int64_t h = 0; h < heads_; h++) {
       float* sums = sums_ + h * padded_dim_;
       restore_order(sums);
       const float inverse = 1.0f / states_[h].total;
@@ -459,30 +420,30 @@ class DecodeItem {
     }
   }
 
-  // Returns: where the next chunk's result goes.
-  float* save(float* partial) {
+  void save(float* partial) {
     for (int64_t h = 0; h < group_; h++, partial += partial_size(dim_)) {
       float* sums = chunk_sums_ + h * padded_dim_;
       restore_order(sums);
       store_state(chunk_states_[h], partial);
       std::memcpy(partial + kPartialSums, sums, dim_ * sizeof(float));
     }
-    return partial;
   }
 
   KeyRows<Kv> keys_;
-  int64_t dim_, padded_dim_, units_, group_;
+  int64_t begin_, end_;
+  int64_t kv_heads_, dim_, padded_dim_, units_, group_, heads_;
   float scale_;
   const T* query_;
   T* out_;
-  float* weights_;                        // [group, kChunk]
-  float* sums_;                           // [group, padded dim]
-  float* chunk_sums_;                     // [group, padded dim]
-  float* wide_query_;                     // [group, padded dim], units
-  float* transposed_;                     // [units, kKeysAtOnce]
-  float *key_scales_, *value_scales_;     // [kChunk], where KV has scales
-  SoftmaxState *states_, *chunk_states_;  // [group]
-  const Kv** rows_;
+  float* weights_;                     // [group, kChunk]
+  float* sums_;                        // [heads, padded dim]
+  float* chunk_sums_;                  // [group, padded dim]
+  float* wide_query_;                  // [heads, padded dim], units
+  float* transposed_;                  // [units, kKeysAtOnce]
+  float *key_scales_, *value_scales_;  // [kChunk], where KV has scales
+  SoftmaxState* states_;               // [heads]
+  SoftmaxState* chunk_states_;         // [group]
+  const Kv** rows_;                    // [kChunk] keys of a head; to whole vectors the last one again
 };
 
 }  // namespace backfill::BACKFILL_VARIANT

@@ -1,6 +1,6 @@
 // Where the keys of one sequence and one key/value head are in the pool.
 //
-// Attention reads a range of positions as a list of row addresses, in logical order. Only this file and
+// Attention reads a range of positions as a list of row addresses, in logical order. Only this file, items.h and
 // decode_tiles.h know block sizes and directions. Unused slots of a last block are never listed.
 #pragma once
 
@@ -14,10 +14,11 @@ struct KeyRows {
   const int32_t* refs;
   PoolShape shape;
 
+  // From a key row to that of the next head.
+  BACKFILL_INLINE int64_t head_offset() const { return shape.block_size * shape.row_size; }
+
   // From a key row to the value row of the same token.
-  BACKFILL_INLINE int64_t value_offset() const {
-    return shape.num_kv_heads * shape.block_size * shape.row_size;
-  }
+  BACKFILL_INLINE int64_t value_offset() const { return shape.num_kv_heads * head_offset(); }
 
   // Writes the addresses of the keys at positions [begin, end) to rows[0 ... end - begin).
   BACKFILL_INLINE void list(int64_t begin, int64_t end, const Kv** rows) const {

@@ -92,6 +92,25 @@ def test_attention_does_not_depend_on_the_batch(
             assert torch.equal(result, expected[context - rows : context]), (lens, rows, context)
 
 
+@pytest.mark.parametrize(
+    "contexts", [[LENGTH] * 4, [LENGTH, 1, 127, 128, 129, 257, 384, 511, 600, 699, 16, 3]]
+)
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_decodes_of_many_keys_share_items_and_threads(
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    geometry: tuple[int, int, int, int],
+    contexts: list[int],
+    threads: int,
+) -> None:
+    """Enough of them that an item has several heads: of parts of a context, and of whole ones."""
+    tokens = Tokens(geometry, dtype, kv_dtype, seeded("decodes", geometry))
+    expected = tokens.attend(kernels, [(LENGTH, LENGTH)])
+    results = tokens.attend(kernels, [(1, context) for context in contexts])
+    assert torch.equal(results, expected[[context - 1 for context in contexts]])
+
+
 @pytest.mark.parametrize(("out_size", "in_size"), [(96, 320), (70, 40), (33, 3200)])
 def test_a_row_of_a_linear_layer_does_not_depend_on_the_others(
     kernels: CpuKernels, dtype: torch.dtype, out_size: int, in_size: int, threads: int
