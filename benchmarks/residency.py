@@ -2,10 +2,10 @@
 
 Simulated, on the virtual clock: a device with 32 layers of 1 ms in a step of few tokens, weights of 32 MiB a
 layer, and KV blocks of 1 MiB. All settings divide the same memory. Offline requests wait all the time; online
-requests come every two seconds, in phases, with an objective of 45 ms a token.
+requests come every two seconds, or with a seed at random as often, in phases.
 
-Usage: residency.py [--transfer-ms 8] [--blocks 64] [--seconds 240] [--phase 40]. The last line is a JSON
-object.
+Usage: residency.py [--transfer-ms 8] [--blocks 64] [--seconds 240] [--phase 40] [--tpot-ms 45] [--seed 1].
+The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import zlib
 from dataclasses import asdict, dataclass
 
@@ -43,7 +44,6 @@ _COST = CostModel(
     decode_context_s=1e-7,
 )
 _COPIES = CopySpeed(1e10, 1e10)
-_SLO = SLO(ttft_s=1.0, tpot_s=0.045)
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,16 @@ class Device:
 
     transfer_s: float
     num_blocks: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Seconds; ``seed`` is None for online requests at even intervals."""
+
+    seconds: float
+    phase_s: float
+    slo: SLO
+    seed: int | None
 
 
 @dataclass(frozen=True)
@@ -74,22 +84,22 @@ class Outcome:
     num_changes: int
 
 
-def serve(device: Device, interval: int, min_interval: int | None, seconds: float, phase_s: float) -> Outcome:
+def serve(device: Device, interval: int, min_interval: int | None, load: Load) -> Outcome:
     clock = VirtualClock()
     engine = _create_engine(device, interval, min_interval, clock)
     draining_at_s = set[float]()
     tokens_at_s: dict[RequestId, list[float]] = {}
     num_offline = num_tokens = num_changes = 0
-    next_online_s, num_blocks = 0.0, engine.scheduler.kv.num_blocks
-    while clock.now_s() < seconds:
+    next_online_s, num_blocks, rng = 0.0, engine.scheduler.kv.num_blocks, random.Random(load.seed)
+    while clock.now_s() < load.seconds:
         waiting = engine.scheduler.count_by_class()[ServiceClass.OFFLINE][1]
         for _ in range(64 - waiting):
             engine.add(_request(f"offline-{num_offline}", 100, 400, clock.now_s(), None))
             num_offline += 1
         if clock.now_s() >= next_online_s:
-            if next_online_s % (2 * phase_s) < phase_s:
-                engine.add(_request(f"online-{next_online_s}", 50, 100, clock.now_s(), _SLO))
-            next_online_s += 2.0
+            if next_online_s % (2 * load.phase_s) < load.phase_s:
+                engine.add(_request(f"online-{next_online_s}", 50, 100, clock.now_s(), load.slo))
+            next_online_s += 2.0 if load.seed is None else rng.expovariate(0.5)
         for output in engine.step():
             if output.request_id.startswith("online"):
                 tokens_at_s.setdefault(output.request_id, []).append(clock.now_s())
@@ -102,7 +112,7 @@ def serve(device: Device, interval: int, min_interval: int | None, seconds: floa
         num_blocks = stats.num_blocks
         clock.advance(0.8e-3)
     pairs = [pair for each in tokens_at_s.values() for pair in itertools.pairwise(each)]
-    late = [(a, b) for a, b in pairs if b - a > _SLO.tpot_s]
+    late = [(a, b) for a, b in pairs if b - a > load.slo.tpot_s]
     gaps = sorted(b - a for a, b in pairs)
     return Outcome(
         offline=round(num_tokens / clock.now_s(), 1),
@@ -170,15 +180,19 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=64, help="of KV, with interval 8")
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--phase", type=float, default=40.0, help="seconds with online requests, and without")
+    parser.add_argument("--tpot-ms", type=float, default=45.0, help="objective of the online requests")
+    parser.add_argument("--seed", type=int, help="of online arrivals; at even intervals without it")
     options = parser.parse_args()
     device = Device(options.transfer_ms / 1e3, options.blocks)
+    slo = SLO(ttft_s=1.0, tpot_s=options.tpot_ms / 1e3)
+    load = Load(options.seconds, options.phase, slo, options.seed)
     settings: list[tuple[int, int | None]] = [(each, None) for each in (8, 5, 4, 3, 2)]
     settings.append((8, 2))
     found = {}
     print(f"{'interval':>10} {'offline tokens/s':>17} {'in time':>8} {'P99 gap, ms':>12} {'changes':>8}")
     for interval, least in settings:
         name = str(interval) if least is None else f"{least} to {interval}"
-        outcome = serve(device, interval, least, options.seconds, options.phase)
+        outcome = serve(device, interval, least, load)
         found[name] = asdict(outcome)
         kept = f"{outcome.kept:.1%}"
         print(

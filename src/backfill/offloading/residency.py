@@ -108,13 +108,15 @@ class Situation:
 class ResidencyPolicy:
     """Chooses among residencies, each of which trades KV blocks for time to transfer weights.
 
-    - While there are online requests, residency stays if steps of their decodes and of their prompts meet the
-      objectives. If not, it becomes the smallest interval that meets them with a margin. A phase that none
-      meets has the shortest steps that it can have. This is at once: nothing but the drain of the KV delays
-      it. If offline requests wait for blocks, they get those that cost the online ones no time.
-    - Where only offline requests are, and have been alone for a while, it becomes the one with which they
-      advance fastest: requests in a step, which the KV bounds, over the time of the step, which computation
-      or transfers bound. A small gain changes nothing.
+    It is the one with which requests advance fastest, of those that keep the objectives of online ones:
+    requests in a step, which the KV bounds, over the time of the step, which computation or transfers bound.
+
+    - Objectives are kept if steps of the online requests' decodes and of their prompts take no longer than
+      they may. A phase that no residency serves in time has the shortest steps that it can have. Where one is
+      not kept, another residency is chosen at once, with a margin: only the drain of the KV delays it.
+      What prompts need holds for a while after them.
+    - Otherwise a small gain changes nothing, nor does a gain soon after a change, or soon after the last
+      online request.
 
     Args:
         choices: ascending by interval; the last one is in use at the start.
@@ -130,16 +132,15 @@ class ResidencyPolicy:
         self._config = config or ResidencyConfig()
         self._changed_at_s = -math.inf
         self._online_at_s = -math.inf  # when online requests were last seen
+        self._prompts: StepNeed | None = None  # the tightest need of the latest prompts
+        self._prompts_at_s, self._are_prompts_over = -math.inf, True
 
     def choose(self, situation: Situation) -> Residency:
         """The residency to be reached, which is ``target`` from now on."""
         if situation.num_online:
             self._online_at_s = situation.now_s
         if situation.transfer_s > 0.0:
-            self._change(
-                self._for_online(situation) if situation.num_online else self._for_offline(situation),
-                situation.now_s,
-            )
+            self._decide(situation)
         return self.target
 
     def step_s(self, compute_s: float, interval: int, transfer_s: float) -> float:
@@ -150,60 +151,63 @@ class ResidencyPolicy:
         if wanted is not self.target:
             self.target, self._changed_at_s = wanted, now_s
 
-    def _smallest(self, situation: Situation, choices: Sequence[Residency], margin: float) -> Residency:
-        """That with which steps of online requests take no longer than ``margin`` of what they may take, or
-        as long as in any of the choices if that is more; the largest if there is none."""
-        limits_s = [(each, self._limit_s(each, situation, choices, margin)) for each in _needs(situation)]
-        for choice in choices:
-            if all(self._need_s(need, choice, situation) <= limit_s for need, limit_s in limits_s):
-                return choice
-        return choices[-1]
-
-    def _limit_s(
-        self, need: StepNeed, situation: Situation, choices: Sequence[Residency], margin: float
-    ) -> float:
-        least_s = min(self._need_s(need, each, situation) for each in choices)
-        return max(margin * need.limit_s, least_s) if margin else least_s
-
-    def _need_s(self, need: StepNeed, choice: Residency, situation: Situation) -> float:
-        return self.step_s(need.compute_s, choice.interval, situation.transfer_s)
-
-    def _without_delay(self, situation: Situation, choices: Sequence[Residency]) -> Residency:
-        """The smallest of those with the shortest steps of online requests."""
-        return self._smallest(situation, choices, 0.0)
-
-    def _for_online(self, situation: Situation) -> Residency:
-        allowed = self._allowed
-        for need in _needs(situation):
-            if self._need_s(need, self.target, situation) > self._limit_s(need, situation, allowed, 1.0):
-                return self._smallest(situation, allowed, self._config.online_margin)
-        free = self._without_delay(situation, allowed)
-        is_wanted = situation.wanted_blocks > self.target.num_blocks and not self._is_early(situation.now_s)
-        return free if is_wanted and free.interval < self.target.interval else self.target
-
-    def _for_offline(self, situation: Situation) -> Residency:
+    def _decide(self, situation: Situation) -> None:
         config, now_s = self._config, situation.now_s
-        is_held = now_s < self._online_at_s + config.offline_hold_s
-        if is_held or self._is_early(now_s) or not situation.used_blocks:
-            return self.target
-        best = self._fastest(situation, self._allowed)
-        gain = self._rate(best, situation) / self._rate(self.target, situation)
-        return best if gain > 1.0 + config.least_gain else self.target
+        best = self._fastest(self._with_tightest_prompts(situation), self._allowed)
+        if self.target not in self._in_time(situation, self._allowed, 1.0):
+            self._change(best, now_s)
+            return
+        is_held = not situation.num_online and now_s < self._online_at_s + config.offline_hold_s
+        if is_held or now_s < self._changed_at_s + config.least_stay_s:
+            return
+        if self._rate(best, situation) > (1.0 + config.least_gain) * self._rate(self.target, situation):
+            self._change(best, now_s)
+
+    def _with_tightest_prompts(self, situation: Situation) -> Situation:
+        """Others like the latest prompts may come soon, and would be late while the KV is drained."""
+        need, now_s = situation.prompts, situation.now_s
+        if need is None:
+            self._are_prompts_over = True
+        else:
+            if self._are_prompts_over or self._prompts is None or need.limit_s < self._prompts.limit_s:
+                self._prompts = need
+            self._prompts_at_s, self._are_prompts_over = now_s, False
+        is_held = now_s < self._prompts_at_s + self._config.offline_hold_s
+        return replace(situation, prompts=self._prompts) if is_held else situation
+
+    def _in_time(
+        self, situation: Situation, choices: Sequence[Residency], margin: float
+    ) -> Sequence[Residency]:
+        """Those with which steps of online requests take no longer than ``margin`` of what they may take, or
+        as long as in any of the choices if that is more; the largest if there is none."""
+        found = choices
+        for need in (situation.decodes, situation.prompts) if situation.num_online else ():
+            if need is not None:
+                transfer_s = situation.transfer_s
+                steps_s = {each: self.step_s(need.compute_s, each.interval, transfer_s) for each in choices}
+                limit_s = max(margin * need.limit_s, min(steps_s.values()))
+                found = [each for each in found if steps_s[each] <= limit_s]
+        return found or choices[-1:]
 
     def _fastest(self, situation: Situation, choices: Sequence[Residency]) -> Residency:
-        """That with which offline requests advance fastest; the largest of several."""
-        rates = {each: self._rate(each, situation) for each in choices}
-        return max(reversed(choices), key=lambda each: rates[each])
-
-    def _is_early(self, now_s: float) -> bool:
-        return now_s < self._changed_at_s + self._config.least_stay_s
+        """That with which requests advance fastest, in time with a margin; the largest of several."""
+        in_time = self._in_time(situation, choices, self._config.online_margin)
+        rates = {each: self._rate(each, situation) for each in in_time}
+        return max(reversed(in_time), key=lambda each: rates[each])
 
     def _rate(self, residency: Residency, situation: Situation) -> float:
-        """Steps a second, times the requests in them over those that run now."""
+        """Steps a second, times the requests in them over those that run now, as many as are in time."""
+        if not situation.used_blocks:
+            return 0.0
         scale = min(
             min(situation.wanted_blocks, residency.num_blocks) / situation.used_blocks, situation.most_scale
         )
-        step_s = self.step_s(situation.compute_s(scale), residency.interval, situation.transfer_s)
+        least_s, compute_s = situation.compute_s(1.0), situation.compute_s(scale)
+        if compute_s > max(least_s, situation.decodes.limit_s):  # it grows about evenly
+            in_time = max(0.0, situation.decodes.limit_s - least_s) / (compute_s - least_s)
+            scale = 1.0 + (scale - 1.0) * in_time
+            compute_s = situation.compute_s(scale)
+        step_s = self.step_s(compute_s, residency.interval, situation.transfer_s)
         return scale / step_s if step_s > 0.0 else 0.0
 
     def fastest_interval(self, residency: Residency, situation: Situation) -> int:
@@ -307,28 +311,13 @@ class SharedLinkPolicy(ResidencyPolicy):
     def _wish(self, situation: Situation) -> LinkWish:
         free = replace(situation, transfer_s=self._budget.free_transfer_s)
         objective_s = situation.decodes.limit_s if situation.num_online else math.inf
-        wanted = self._wanted_online(free) if situation.num_online else self._fastest_offline(free)
+        wanted = self._fastest(free, self.choices)
         wish = LinkWish(
             wanted.interval, self.choices[-1].interval, None if objective_s == math.inf else objective_s
         )
         if self._wished is None or not _is_near(wish, self._wished):
             self._wished = wish
         return self._wished
-
-    def _wanted_online(self, situation: Situation) -> Residency:
-        """The smallest that costs online requests no time, if offline ones want its blocks."""
-        if situation.wanted_blocks <= self.target.num_blocks:
-            return self.target
-        return min(self._without_delay(situation, self.choices), self.target, key=_interval_of)
-
-    def _fastest_offline(self, situation: Situation) -> Residency:
-        if not situation.used_blocks:
-            return self.target
-        return self._fastest(situation, self.choices)
-
-
-def _needs(situation: Situation) -> Sequence[StepNeed]:
-    return [situation.decodes] if situation.prompts is None else [situation.decodes, situation.prompts]
 
 
 def _is_near(wish: LinkWish, other: LinkWish) -> bool:
@@ -337,7 +326,3 @@ def _is_near(wish: LinkWish, other: LinkWish) -> bool:
         return wish == other
     change = abs(wish.objective_s - other.objective_s)
     return replace(wish, objective_s=other.objective_s) == other and change <= _NOTICED * other.objective_s
-
-
-def _interval_of(residency: Residency) -> int:
-    return residency.interval
