@@ -97,9 +97,9 @@ class TimedModel:
         self._began_s = time.perf_counter()
         return state
 
-    def run_layer(self, index: int, *arguments: Any) -> Any:
-        state = self._model.run_layer(index, *arguments)
-        if index == self.num_layers - 1:
+    def run_layers(self, layers: range, *arguments: Any) -> Any:
+        state = self._model.run_layers(layers, *arguments)
+        if layers.stop == self.num_layers:
             self.layers_s.append(time.perf_counter() - self._began_s)
         return state
 

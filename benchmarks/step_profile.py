@@ -44,7 +44,7 @@ from backfill.models.config import ModelConfig
 from backfill.models.resolve import resolve_model
 
 OPERATORS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotate_and_write_kv", "attention")
-FORWARD_PASS = ("embed", "run_layer", "logits")
+FORWARD_PASS = ("embed", "run_layers", "logits")
 PROJECTIONS = ("qkv", "output", "gate_up", "down")
 
 

@@ -127,6 +127,16 @@ struct Linear {
   }
 };
 
+// Of a decoder layer. The matrices are copies: they own nothing.
+struct LayerWeights {
+  uintptr_t input_norm;
+  Linear qkv;
+  uintptr_t q_norm, k_norm;
+  Linear output;
+  uintptr_t post_attention_norm;
+  Linear gate_up, down;
+};
+
 class KernelSet {
  public:
   explicit KernelSet(const std::string& name) : isa_(find(name)) {}
@@ -202,6 +212,23 @@ class KernelSet {
     normalise(gate_up, x, x_stride, residual, norm_weight, normed, rows, eps);
     gate_up.multiply(*isa_.table, normed, gate_up.args.in_features, gated, rows);
     down.multiply(*isa_.table, gated, gate_up.width(), address<void>(out), rows);
+  }
+
+  // Both halves of layers, the first of which is `first` in the pool. x: what is to be added to residual, or, without
+  // `adds`, the residual itself.
+  void decoder_layers(const std::vector<const LayerWeights*>& layers, uintptr_t x, int64_t x_stride,
+                      uintptr_t residual, bool adds, int64_t rows, float eps, const KvPool& pool,
+                      const Batch& batch, int64_t first, int64_t num_heads, uintptr_t cos_sin, float scale,
+                      uintptr_t out) const {
+    for (const LayerWeights* each : layers) {
+      const int64_t size = each->down.width();
+      const uintptr_t between = reinterpret_cast<uintptr_t>(rows_of(kHidden, each->down.type, rows, size));
+      attention_block(x, x_stride, adds ? residual : 0, rows, each->input_norm, eps, each->qkv, each->output,
+                      pool, batch, first++, num_heads, cos_sin, each->q_norm, each->k_norm, scale, between);
+      mlp_block(between, size, residual, rows, each->post_attention_norm, eps, each->gate_up, each->down,
+                out);
+      x = out, x_stride = size, adds = true;
+    }
   }
 
  private:
@@ -304,6 +331,17 @@ NB_MODULE(_kernels, m) {
       .def(nb::init<int, Address, Address, int64_t, int64_t, bool, int, int64_t, int64_t, bool>(), "type"_a,
            "weight"_a, "bias"_a, "in_features"_a, "out_features"_a, "is_gated"_a, "bits"_a = 0, "group"_a = 0,
            "scale_bytes"_a = 0, "has_offsets"_a = false);
+  nb::class_<backfill::LayerWeights>(m, "LayerWeights")
+      .def(
+          "__init__",
+          [](backfill::LayerWeights* self, Address input_norm, const backfill::Linear& qkv, Address q_norm,
+             Address k_norm, const backfill::Linear& output, Address post_attention_norm,
+             const backfill::Linear& gate_up, const backfill::Linear& down) {
+            new (self) backfill::LayerWeights{input_norm,          qkv,     q_norm, k_norm, output,
+                                              post_attention_norm, gate_up, down};
+          },
+          "input_norm"_a, "qkv"_a, "q_norm"_a, "k_norm"_a, "output"_a, "post_attention_norm"_a, "gate_up"_a,
+          "down"_a);
   nb::class_<KernelSet>(m, "KernelSet")
       .def(nb::init<const std::string&>(), "isa"_a = "",
            "ValueError for an ISA this machine lacks; '' is the best.")
@@ -316,5 +354,6 @@ NB_MODULE(_kernels, m) {
       .def("rotate_and_write_kv", &KernelSet::rotate_and_write_kv, nogil)
       .def("attention", &KernelSet::attention, nogil)
       .def("attention_block", &KernelSet::attention_block, nogil)
-      .def("mlp_block", &KernelSet::mlp_block, nogil);
+      .def("mlp_block", &KernelSet::mlp_block, nogil)
+      .def("decoder_layers", &KernelSet::decoder_layers, nogil);
 }

@@ -5,7 +5,7 @@
 
 namespace backfill {
 
-enum ScratchUse { kPlan, kWork, kTiles, kNormed, kProjected, kAttended, kNumScratchUses };
+enum ScratchUse { kPlan, kWork, kTiles, kNormed, kProjected, kAttended, kHidden, kNumScratchUses };
 
 // At least `bytes`, 64-byte aligned, contents arbitrary. Valid until this thread asks again for the same use.
 // Throws std::bad_alloc; the thread's other scratch memory is then unchanged.

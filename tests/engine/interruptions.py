@@ -37,10 +37,12 @@ class Interruptions:
         self._has_embedded = True
         return self._model.embed(*arguments)
 
-    def run_layer(self, index: int, *arguments: Any) -> Any:
-        self.before_layer(index)
+    def run_layers(self, layers: range, state: Any, *arguments: Any) -> Any:
         self._has_embedded = False
-        return self._model.run_layer(index, *arguments)
+        for index in layers:
+            self.before_layer(index)
+            state = self._model.run_layers(range(index, index + 1), state, *arguments)
+        return state
 
     def logits(self, *arguments: Any) -> Any:
         self.before_layer(self.num_layers)

@@ -164,14 +164,14 @@ def test_transfers_of_a_failed_step_are_reported_by_the_next(
     engine = Engine(SchedulerConfig(), executor, VirtualClock())
     request = make_request(prompt_token_ids=[5, 6, 7], max_tokens=4, ignore_eos=True)
     engine.add(request)
-    run_layer = executor._model.run_layer
+    run_layers = executor._model.run_layers
 
-    def failing(index: int, *arguments: Any) -> Any:
-        if index == 5:
+    def failing(layers: range, *arguments: Any) -> Any:
+        if 5 in layers:
             raise RuntimeError("broken")
-        return run_layer(index, *arguments)
+        return run_layers(layers, *arguments)
 
-    monkeypatch.setattr(executor._model, "run_layer", failing)
+    monkeypatch.setattr(executor._model, "run_layers", failing)
     engine.step()
     monkeypatch.undo()
     while engine.has_unfinished:

@@ -102,6 +102,41 @@ def test_attention_block(
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
+@pytest.mark.parametrize("has_delta", [True, False])
+def test_decoder_layers(
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    bits: int,
+    has_delta: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also after a layer's weights have moved."""
+    layers = [make_layer(kernels, dtype, bits, has_norms=has_norms) for has_norms in (True, False)]
+    x, first_residual = make_rows(dtype)
+    first_pool, batch = make_kv(kv_dtype)
+    cos_sin = random_rows(seeded("angles"), 128, HEAD_DIM, dtype=torch.float32)
+    pool = first_pool.clone()
+
+    def run(decoder_layers: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        pool.copy_(first_pool)
+        residual, delta = first_residual.clone(), x if has_delta else None
+        out = decoder_layers(layers, residual, delta, EPS, pool, 0, batch, NUM_HEADS, cos_sin, SCALE)
+        return out, pool.clone(), residual
+
+    for _ in range(2):
+        expected = run(lambda *args: Kernels.decoder_layers(kernels, *args))
+        with monkeypatch.context() as context:
+            context.delattr(CpuLinear, "__call__")
+            context.delattr(CpuKernels, "attention_block")
+            context.delattr(CpuKernels, "mlp_block")
+            for actual, each in zip(run(kernels.decoder_layers), expected, strict=True):
+                assert torch.equal(actual.view(-1).view(torch.uint8), each.view(-1).view(torch.uint8))
+        layers[1].down = layers[1].down.placed([memory.clone() for memory in layers[1].down.memory])
+        layers[1].input_norm = layers[1].input_norm * 2
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
 def test_mlp_block(
     kernels: CpuKernels, dtype: torch.dtype, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

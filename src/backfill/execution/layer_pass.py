@@ -35,11 +35,12 @@ class MicroBatch:
     stream: int
     graphs: DecodeGraphs | None = None
 
-    def run_layer(self, layer: int, model: DecoderModel, kv_pool: Tensor) -> None:
+    def run_layers(self, layers: range, model: DecoderModel, kv_pool: Tensor) -> None:
         if self.graphs is None:
-            self.state = model.run_layer(layer, self.state, kv_pool, self.batch.attention)
+            self.state = model.run_layers(layers, self.state, kv_pool, self.batch.attention)
         else:
-            self.state = self.graphs.run_layer(layer, self.batch)
+            for layer in layers:
+                self.state = self.graphs.run_layer(layer, self.batch)
 
 
 @dataclass(slots=True)

@@ -145,6 +145,13 @@ class Stage:
         precedes = layer + 1 in safepoints or layer + 2 in safepoints
         self._group.arm(self._is_stop_asked if precedes else None)
 
+    def next_pause(self, layer: int, ends: Set[int], safepoints: Set[int]) -> int:
+        """The next of ``ends``, or the next layer before which a safepoint asks for something."""
+        if self._on_layer is not None:
+            return layer + 1
+        armed = {point - before for point in safepoints for before in range(3)}
+        return min(each for each in ends | armed if each > layer)
+
     @property
     def stop_agreed(self) -> bool:
         """Whether the step stops at the safepoint that it has reached; the same on all ranks."""

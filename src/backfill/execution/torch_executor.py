@@ -329,14 +329,17 @@ class TorchExecutor:
             stage.begin_layer(layer)
             if safepoints:
                 stage.arm(layer, safepoints if stop is None else frozenset())
+            layers = range(layer, layer + 1)
             if streamer is not None:
                 streamer.before(layer)
+            elif len(running.micro_batches) == 1:  # else they take turns
+                layers = range(layer, stage.next_pause(layer, {last, end}, safepoints))
             for each in running.micro_batches:
                 with streams.of(each.stream):
-                    each.run_layer(layer, model, self._kv_pool)
+                    each.run_layers(layers, model, self._kv_pool)
             if streamer is not None:
                 streamer.after(layer)
-            running.layers_done += 1
+            running.layers_done = layers.stop
         return stop
 
     def _take_out(self, running: LayerPass, plan: StepPlan) -> Stop:

@@ -45,19 +45,14 @@ class AttentionMetadata:
         return self.seq_lens.shape[0]
 
 
-class AttentionWeights(Protocol):
-    """Of the first half of a decoder layer."""
+class LayerWeights(Protocol):
+    """Of a decoder layer, each half with its norm."""
 
     input_norm: Tensor
     qkv: Linear  # q heads, k heads, v heads
     q_norm: Tensor | None
     k_norm: Tensor | None
     output: Linear
-
-
-class MlpWeights(Protocol):
-    """Of the second half."""
-
     post_attention_norm: Tensor
     gate_up: Linear  # silu(gate) * up
     down: Linear
@@ -190,7 +185,7 @@ class Kernels(ABC):
 
     def attention_block(
         self,
-        weights: AttentionWeights,
+        weights: LayerWeights,
         x: Tensor,
         residual: Tensor | None,
         eps: float,
@@ -214,9 +209,36 @@ class Kernels(ABC):
         self.rotate_and_write_kv(qkv, kv_pool, layer, batch, num_heads, cos_sin, q_norm, k_norm, eps)
         return weights.output(self.attention(qkv, kv_pool, layer, batch, num_heads, scale))
 
-    def mlp_block(self, weights: MlpWeights, x: Tensor, residual: Tensor, eps: float) -> Tensor:
+    def mlp_block(self, weights: LayerWeights, x: Tensor, residual: Tensor, eps: float) -> Tensor:
         """The second half: ``add_rms_norm`` to ``down``. ``[T, N] -> [T, N]``."""
         return weights.down(weights.gate_up(self.add_rms_norm(x, residual, weights.post_attention_norm, eps)))
+
+    def decoder_layers(
+        self,
+        layers: Sequence[LayerWeights],
+        residual: Tensor,
+        delta: Tensor | None,
+        eps: float,
+        kv_pool: Tensor,
+        first: int,
+        batch: AttentionMetadata,
+        num_heads: int,
+        cos_sin: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """Both halves of each of ``layers``, at least one; the first has the KV of ``first`` in ``kv_pool``.
+
+        Args: delta: not yet added to ``residual``, which is overwritten. Both are ``[T, N]``.
+        Returns: the next delta.
+        """
+        for layer, weights in enumerate(layers, first):
+            x, added_to = (residual, None) if delta is None else (delta, residual)
+            x = self.attention_block(
+                weights, x, added_to, eps, kv_pool, layer, batch, num_heads, cos_sin, scale
+            )
+            delta = self.mlp_block(weights, x, residual, eps)
+        assert delta is not None, "no layers"
+        return delta
 
     @abstractmethod
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Table: ...

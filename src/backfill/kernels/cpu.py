@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TypeGuard
+from operator import is_
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # After torch: the number of threads is that of the OpenMP runtime that torch brings.
@@ -18,14 +18,13 @@ from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.errors import ConfigError
 from backfill.kernels.base import (
     AttentionMetadata,
-    AttentionWeights,
     Kernels,
     LayerInputs,
-    MlpWeights,
-    as_bytes,
+    LayerWeights,
     describe,
     head_dim_of,
 )
+from backfill.kernels.cpu_linear import TYPE_CODES, CpuLinear, address, pairs_codes, reads_rows
 from backfill.kernels.isa import ISA_VARIABLE
 from backfill.kernels.linears import Linear, Table
 from backfill.kernels.panels import (
@@ -33,12 +32,8 @@ from backfill.kernels.panels import (
     padded_features,
     panels_of,
     quantized_panels_of,
-    rows_of_panels,
-    rows_of_quantized_panels,
 )
-from backfill.kernels.quantized import QuantizedFormat, QuantizedWeight
-
-_TYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
+from backfill.kernels.quantized import QuantizedWeight
 
 
 def available_isas() -> list[str]:
@@ -54,102 +49,30 @@ def _isa_of_environment() -> str:
     return isa
 
 
-class CpuLinear:
-    """A weight in panels. A row's result depends on no other row.
+class _PackedLayer(NamedTuple):
+    """A layer as the C++ code reads it.
 
-    Args:
-        weight: the panels.
-        dtype: of x, the bias and the result.
-        shape: outputs, inputs, and inputs in the panels.
-        form: of a quantized weight.
-        is_gated: panels of the two halves of the outputs are in turn, see ``gated``.
+    Attributes:
+        parts: all that it was checked with, kept alive. Weights move, and it holds for these alone.
     """
 
-    def __init__(
-        self,
-        cpp: _kernels.KernelSet,
-        weight: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        shape: tuple[int, int, int],
-        form: QuantizedFormat | None = None,
-        *,
-        is_gated: bool = False,
-    ) -> None:
-        num_outputs, self.in_features, self._padded_features = self._shape = shape
-        self.out_features = num_outputs // 2 if is_gated else num_outputs
-        self._cpp = cpp
-        self._weight = weight
-        self._bias = bias
-        self.dtype = dtype
-        self._form = form
-        self.is_gated = is_gated
-        of_form = () if form is None else (form.bits, form.group, form.scale_type.itemsize, form.has_offsets)
-        self.packed = _kernels.Linear(
-            _TYPE_CODES[dtype],
-            weight.data_ptr(),
-            _address(bias),
-            self._padded_features,
-            num_outputs,
-            is_gated,
-            *of_form,
-        )
-
-    @property
-    def is_padded(self) -> bool:
-        """It reads inputs beyond ``in_features``, which are to be zeros."""
-        return self.in_features != self._padded_features
-
-    @property
-    def layout(self) -> str:
-        return f"{'gated ' * self.is_gated}panels of 32, {self._form or self.dtype}"
-
-    @property
-    def memory(self) -> tuple[Tensor, ...]:
-        return as_bytes(self._weight, self._bias)
-
-    def placed(self, memory: Sequence[Tensor]) -> CpuLinear:
-        weight = memory[0].view(self._weight.dtype).view(self._weight.shape)
-        bias = memory[1].view(self.dtype) if self._bias is not None else None
-        return CpuLinear(self._cpp, weight, bias, self.dtype, self._shape, self._form, is_gated=self.is_gated)
-
-    def gated(self) -> CpuLinear:
-        """Of the two halves of this one's outputs, ``silu(first) * second``. Each is of whole panels."""
-        panels = self._weight
-        pairs = panels.view(2, len(panels) // 2, *panels.shape[1:]).transpose(0, 1).reshape(panels.shape)
-        return CpuLinear(self._cpp, pairs, self._bias, self.dtype, self._shape, self._form, is_gated=True)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        is_matrix = x.dim() == 2 and x.shape[1] == self.in_features and x.stride(1) == 1
-        if not is_matrix or x.dtype != self.dtype or not x.is_cpu:
-            raise ValueError(
-                f"x: expected {self.dtype} [T, {self.in_features}] with dense rows on cpu, got {describe(x)}"
-            )
-        if self.is_padded:
-            x = F.pad(x, (0, self._padded_features - self.in_features))
-        rows = x.shape[0]
-        out = x.new_empty((rows, self.out_features))
-        self._cpp.linear(self.packed, x.data_ptr(), x.stride(0), out.data_ptr(), rows)
-        return out
-
-    def rows(self, index: Tensor) -> Tensor:
-        assert not self.is_gated, "its panels are not in the order of rows"
-        if self._form is not None:
-            are_paired = _are_paired(self._cpp, self.dtype)
-            return rows_of_quantized_panels(
-                self._weight, self._form, self.dtype, index, are_paired=are_paired
-            )
-        return rows_of_panels(self._weight, index)[:, : self.in_features].contiguous()
+    parts: tuple[object, ...]
+    cpp: _kernels.LayerWeights
 
 
-def _are_paired(cpp: _kernels.KernelSet, dtype: torch.dtype) -> bool:
-    """Of codes that rows of ``dtype`` meet, see ``quantized_panels_of``."""
-    return bool(cpp.pairs_codes) and dtype == torch.bfloat16
-
-
-def _reads_rows(linear: Linear) -> TypeGuard[CpuLinear]:
-    """As they are, without copies that have zeros behind them."""
-    return isinstance(linear, CpuLinear) and not linear.is_padded
+def _packed(weights: LayerWeights) -> _kernels.LayerWeights:
+    qkv, output, gate_up, down = weights.qkv, weights.output, weights.gate_up, weights.down
+    assert reads_rows(qkv) and reads_rows(output) and reads_rows(gate_up) and reads_rows(down)
+    return _kernels.LayerWeights(
+        weights.input_norm.data_ptr(),
+        qkv.packed,
+        address(weights.q_norm),
+        address(weights.k_norm),
+        output.packed,
+        weights.post_attention_norm.data_ptr(),
+        gate_up.packed,
+        down.packed,
+    )
 
 
 class CpuKernels(Kernels):
@@ -167,12 +90,13 @@ class CpuKernels(Kernels):
     """
 
     def __init__(self, isa: str | None = None) -> None:
-        super().__init__(torch.device("cpu"), tuple(_TYPE_CODES), takes_int8_kv=True)
+        super().__init__(torch.device("cpu"), tuple(TYPE_CODES), takes_int8_kv=True)
         self._cpp = _kernels.KernelSet(isa or _isa_of_environment())
         _kernels.keep_freed_memory()
         # Of the pool and the batch that were checked last, which keep the memory at these addresses alive.
         self._cpp_pool: _kernels.KvPool
         self._cpp_batch: _kernels.Batch
+        self._packed_layers: dict[int, _PackedLayer] = {}
 
     @property
     def isa(self) -> str:
@@ -198,7 +122,7 @@ class CpuKernels(Kernels):
     def _quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Table:
         bias = None if bias is None else bias.clone()
         shape = *weight.shape, weight.shape[1]
-        panels = quantized_panels_of(weight, are_paired=_are_paired(self._cpp, weight.dtype))
+        panels = quantized_panels_of(weight, are_paired=pairs_codes(self._cpp, weight.dtype))
         return CpuLinear(self._cpp, panels, bias, weight.dtype, shape, weight.format)
 
     def gated(self, linear: Linear) -> Linear:
@@ -208,7 +132,7 @@ class CpuKernels(Kernels):
 
     def attention_block(
         self,
-        weights: AttentionWeights,
+        weights: LayerWeights,
         x: Tensor,
         residual: Tensor | None,
         eps: float,
@@ -220,32 +144,19 @@ class CpuKernels(Kernels):
         scale: float,
     ) -> Tensor:
         qkv, output = weights.qkv, weights.output
-        if not (_reads_rows(qkv) and _reads_rows(output)):
+        if not (reads_rows(qkv) and reads_rows(output)):
             return super().attention_block(
                 weights, x, residual, eps, kv_pool, layer, batch, num_heads, cos_sin, scale
             )
-        norm, q_norm, k_norm = weights.input_norm, weights.q_norm, weights.k_norm
-        self._check_norm(x, residual, norm)
-        width, head_dim = self._check_kv(kv_pool, layer, batch, num_heads), head_dim_of(kv_pool)
-        self._check_rotation(head_dim, x.dtype, cos_sin, q_norm, k_norm)
+        self._check_attention(weights, x, residual, kv_pool, layer, batch, num_heads, cos_sin, scale)
         rows = x.shape[0]
-        self._check_scale(scale)
-        if kv_pool.dtype not in (x.dtype, torch.int8):
-            raise ValueError(f"kv_pool: expected {x.dtype} or int8, got {kv_pool.dtype}")
-        if (
-            rows != batch.positions.shape[0]
-            or not qkv.dtype == output.dtype == x.dtype
-            or (qkv.in_features, qkv.out_features) != (x.shape[1], width)
-            or output.in_features != num_heads * head_dim
-        ):
-            raise ValueError(f"x: does not fit the weights or the batch: {describe(x)}")
         out = x.new_empty((rows, output.out_features))
         self._cpp.attention_block(
             x.data_ptr(),
             x.stride(0),
-            _address(residual),
+            address(residual),
             rows,
-            norm.data_ptr(),
+            weights.input_norm.data_ptr(),
             eps,
             qkv.packed,
             output.packed,
@@ -253,25 +164,19 @@ class CpuKernels(Kernels):
             self._cpp_batch,
             layer,
             num_heads,
-            _address(cos_sin),
-            _address(q_norm),
-            _address(k_norm),
+            address(cos_sin),
+            address(weights.q_norm),
+            address(weights.k_norm),
             scale,
             out.data_ptr(),
         )
         return out
 
-    def mlp_block(self, weights: MlpWeights, x: Tensor, residual: Tensor, eps: float) -> Tensor:
-        norm, gate_up, down = weights.post_attention_norm, weights.gate_up, weights.down
-        if not (_reads_rows(gate_up) and _reads_rows(down)):
+    def mlp_block(self, weights: LayerWeights, x: Tensor, residual: Tensor, eps: float) -> Tensor:
+        gate_up, down = weights.gate_up, weights.down
+        if not (reads_rows(gate_up) and reads_rows(down)):
             return super().mlp_block(weights, x, residual, eps)
-        self._check_norm(x, residual, norm)
-        if (
-            not gate_up.dtype == down.dtype == x.dtype
-            or gate_up.in_features != x.shape[1]
-            or gate_up.out_features != down.in_features
-        ):
-            raise ValueError(f"x: does not fit the weights: {describe(x)}")
+        self._check_mlp(weights, x, residual)
         rows = x.shape[0]
         out = x.new_empty((rows, down.out_features))
         self._cpp.mlp_block(
@@ -279,7 +184,7 @@ class CpuKernels(Kernels):
             x.stride(0),
             residual.data_ptr(),
             rows,
-            norm.data_ptr(),
+            weights.post_attention_norm.data_ptr(),
             eps,
             gate_up.packed,
             down.packed,
@@ -287,13 +192,101 @@ class CpuKernels(Kernels):
         )
         return out
 
+    def decoder_layers(
+        self,
+        layers: Sequence[LayerWeights],
+        residual: Tensor,
+        delta: Tensor | None,
+        eps: float,
+        kv_pool: Tensor,
+        first: int,
+        batch: AttentionMetadata,
+        num_heads: int,
+        cos_sin: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        x, added_to = (residual, None) if delta is None else (delta, residual)
+        packed = []
+        for layer, weights in enumerate(layers, first):
+            matrices = weights.qkv, weights.output, weights.gate_up, weights.down
+            if not all(map(reads_rows, matrices)):
+                return super().decoder_layers(
+                    layers, residual, delta, eps, kv_pool, first, batch, num_heads, cos_sin, scale
+                )
+            norms = weights.input_norm, weights.q_norm, weights.k_norm, weights.post_attention_norm
+            parts = *matrices, *norms, cos_sin, kv_pool, x.dtype
+            known = self._packed_layers.get(layer)
+            # The first is checked in each call, with all that the layers have in common.
+            if layer == first or known is None or not all(map(is_, known.parts, parts)):
+                self._check_attention(weights, x, added_to, kv_pool, layer, batch, num_heads, cos_sin, scale)
+                self._check_mlp(weights, x, residual)
+                known = self._packed_layers[layer] = _PackedLayer(parts, _packed(weights))
+            packed.append(known.cpp)
+        out = x.new_empty(x.shape)
+        self._cpp.decoder_layers(
+            packed,
+            x.data_ptr(),
+            x.stride(0),
+            residual.data_ptr(),
+            delta is not None,
+            x.shape[0],
+            eps,
+            self._cpp_pool,
+            self._cpp_batch,
+            first,
+            num_heads,
+            address(cos_sin),
+            scale,
+            out.data_ptr(),
+        )
+        return out
+
+    def _check_attention(
+        self,
+        weights: LayerWeights,
+        x: Tensor,
+        residual: Tensor | None,
+        kv_pool: Tensor,
+        layer: int,
+        batch: AttentionMetadata,
+        num_heads: int,
+        cos_sin: Tensor | None,
+        scale: float,
+    ) -> None:
+        qkv, output = weights.qkv, weights.output
+        assert reads_rows(qkv) and reads_rows(output)
+        self._check_norm(x, residual, weights.input_norm)
+        width, head_dim = self._check_kv(kv_pool, layer, batch, num_heads), head_dim_of(kv_pool)
+        self._check_rotation(head_dim, x.dtype, cos_sin, weights.q_norm, weights.k_norm)
+        self._check_scale(scale)
+        if kv_pool.dtype not in (x.dtype, torch.int8):
+            raise ValueError(f"kv_pool: expected {x.dtype} or int8, got {kv_pool.dtype}")
+        if (
+            x.shape[0] != batch.positions.shape[0]
+            or not qkv.dtype == output.dtype == x.dtype
+            or (qkv.in_features, qkv.out_features) != (x.shape[1], width)
+            or output.in_features != num_heads * head_dim
+        ):
+            raise ValueError(f"x: does not fit the weights or the batch: {describe(x)}")
+
+    def _check_mlp(self, weights: LayerWeights, x: Tensor, residual: Tensor) -> None:
+        gate_up, down = weights.gate_up, weights.down
+        assert reads_rows(gate_up) and reads_rows(down)
+        self._check_norm(x, residual, weights.post_attention_norm)
+        if (
+            not gate_up.dtype == down.dtype == x.dtype
+            or gate_up.in_features != x.shape[1]
+            or gate_up.out_features != down.in_features
+        ):
+            raise ValueError(f"x: does not fit the weights: {describe(x)}")
+
     def _rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         rows, size = x.shape
         out = x.new_empty((rows, size))
         self._cpp.norm(
-            _TYPE_CODES[x.dtype],
+            TYPE_CODES[x.dtype],
             x.data_ptr(),
-            _address(residual),
+            address(residual),
             weight.data_ptr(),
             out.data_ptr(),
             rows,
@@ -307,7 +300,7 @@ class CpuKernels(Kernels):
         rows, columns = gate_up.shape
         out = gate_up.new_empty((rows, columns // 2))
         self._cpp.silu_and_mul(
-            _TYPE_CODES[gate_up.dtype],
+            TYPE_CODES[gate_up.dtype],
             gate_up.data_ptr(),
             out.data_ptr(),
             rows,
@@ -325,15 +318,15 @@ class CpuKernels(Kernels):
         eps: float,
     ) -> None:
         self._cpp.rotate_and_write_kv(
-            _TYPE_CODES[inputs.qkv.dtype],
+            TYPE_CODES[inputs.qkv.dtype],
             inputs.qkv.data_ptr(),
             self._cpp_pool,
             self._cpp_batch,
             inputs.layer,
             inputs.num_heads,
-            _address(cos_sin),
-            _address(q_norm),
-            _address(k_norm),
+            address(cos_sin),
+            address(q_norm),
+            address(k_norm),
             eps,
         )
 
@@ -341,7 +334,7 @@ class CpuKernels(Kernels):
         qkv, num_heads = inputs.qkv, inputs.num_heads
         out = qkv.new_empty((qkv.shape[0], num_heads * inputs.head_dim))
         self._cpp.attention(
-            _TYPE_CODES[qkv.dtype],
+            TYPE_CODES[qkv.dtype],
             qkv.data_ptr(),
             out.data_ptr(),
             self._cpp_pool,
@@ -377,7 +370,3 @@ class CpuKernels(Kernels):
             batch.positions.shape[0],
             batch.num_seqs,
         )
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()

@@ -48,7 +48,7 @@ class DecoderModel(ABC):
     ranks of ``shard.group`` make the same calls: a layer exchanges data twice, at last in its result.
 
     Attributes:
-        layers: weights of layers by index, of the model's own type: those that ``run_layer`` can run.
+        layers: weights of layers by index, of the model's own type: those that ``run_layers`` can run.
 
     Args:
         max_positions: that requests can have.
@@ -105,10 +105,10 @@ class DecoderModel(ABC):
         """``token_ids`` int64 ``[T]`` to the first layer's input, on the first stage."""
 
     @abstractmethod
-    def run_layer(
-        self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
+    def run_layers(
+        self, layers: range, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
     ) -> HiddenState:
-        """Run layer ``index`` of ``layers`` and write its KV of the batch's tokens. ``state`` is consumed.
+        """Run at least one of the layers and write its KV of the batch's tokens. ``state`` is consumed.
 
         ``kv_pool`` has the layers of ``shard`` and the rank's KV heads only.
         """

@@ -60,17 +60,22 @@ class LlamaModel(DecoderModel):
     def embed(self, token_ids: Tensor, batch: AttentionMetadata) -> HiddenState:
         return HiddenState(self._look_up(token_ids), None)
 
-    def run_layer(
-        self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
+    def run_layers(
+        self, layers: range, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
     ) -> HiddenState:
-        layer, kernels, eps, residual = self.layers[index], self.kernels, self.config.norm_eps, state.residual
-        x, added_to = (residual, None) if state.delta is None else (state.delta, residual)
-        here = index - self.shard.layers.start
-        x = kernels.attention_block(
-            layer, x, added_to, eps, kv_pool, here, batch, self._num_heads, self._cos_sin, self._scale
-        )
-        x = self._group.all_reduce(kernels.mlp_block(layer, self._group.all_reduce(x), residual, eps))
-        return HiddenState(residual, x)
+        kernels, eps, (residual, delta) = self.kernels, self.config.norm_eps, state
+        of_layer = batch, self._num_heads, self._cos_sin, self._scale
+        here = layers.start - self.shard.layers.start
+        if self._group.size == 1:
+            weights = [self.layers[index] for index in layers]
+            delta = kernels.decoder_layers(weights, residual, delta, eps, kv_pool, here, *of_layer)
+            return HiddenState(residual, delta)
+        for layer, index in enumerate(layers, here):
+            x, added_to = (residual, None) if delta is None else (delta, residual)
+            half = kernels.attention_block(self.layers[index], x, added_to, eps, kv_pool, layer, *of_layer)
+            whole = kernels.mlp_block(self.layers[index], self._group.all_reduce(half), residual, eps)
+            delta = self._group.all_reduce(whole)
+        return HiddenState(residual, delta)
 
     def logits(self, state: HiddenState, rows: Tensor) -> Tensor | None:
         assert self._norm is not None, "the last stage has the norm"

@@ -81,11 +81,16 @@ class OPTModel(DecoderModel):
             hidden = self._project_in(hidden)
         return HiddenState(hidden + F.embedding(batch.positions, self._positions), None)
 
-    def run_layer(
-        self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
+    def run_layers(
+        self, layers: range, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
     ) -> HiddenState:
-        layer, norm_first = self.layers[index], self.config.do_layer_norm_before
         hidden = state.residual
+        for index in layers:
+            hidden = self._run_layer(index, hidden, kv_pool, batch)
+        return HiddenState(hidden, None)
+
+    def _run_layer(self, index: int, hidden: Tensor, kv_pool: Tensor, batch: AttentionMetadata) -> Tensor:
+        layer, norm_first = self.layers[index], self.config.do_layer_norm_before
         x = layer.attention_norm(hidden) if norm_first else hidden
         hidden = hidden + self._attended(layer, x, index - self.shard.layers.start, kv_pool, batch)
         if not norm_first:
@@ -94,7 +99,7 @@ class OPTModel(DecoderModel):
         hidden = hidden + self._group.all_reduce(layer.fc2(F.relu(layer.fc1(x))))
         if not norm_first:
             hidden = layer.final_norm(hidden)
-        return HiddenState(hidden, None)
+        return hidden
 
     def _attended(
         self, layer: OPTLayer, x: Tensor, index: int, kv_pool: Tensor, batch: AttentionMetadata
