@@ -314,8 +314,8 @@ class KVCacheManager:
     def take_copies(self) -> BlockCopies:
         """The copies that begin with the next plan.
 
-        Restores for online requests begin first, then other restores, then what would be overwritten, then
-        other checkpoints (``Checkpointer``).
+        Restores for online requests begin first, then other restores, then tails in shared
+        blocks, then other checkpoints (``Checkpointer``).
         """
         max_background = min(self.max_copies, self.max_background_copies)
         self._store.ledger.begin_restores(self.max_copies, max_background)

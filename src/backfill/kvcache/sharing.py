@@ -193,7 +193,7 @@ class SharedLastBlocks(LastBlocks):
         """See ``LastBlocks``.
 
         An offline request leaves a slot free for the next online token. An online one that takes the last
-        free slot preempts the offline one, so that the slot after it can be copied beside this step.
+        free slot preempts the offline one, so that its tail can be copied beside this step.
         """
         block = self.blocks.get(request.request_id)
         if block is None or block.peer is None or not block.peer.num_refs:
