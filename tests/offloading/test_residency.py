@@ -136,8 +136,28 @@ def test_what_the_latest_prompts_needed_holds_for_a_while() -> None:
     patient = replace(online(), decodes=StepNeed(0.03, 0.008), compute_s=lambda scale: 0.016)
     assert policy.choose(replace(patient, prompts=StepNeed(0.012, 0.008), now_s=1000.0)).interval == 4
     assert policy.choose(replace(patient, prompts=StepNeed(0.5, 0.008), now_s=1006.0)).interval == 4
-    assert policy.choose(replace(patient, now_s=1015.9)).interval == 4
-    assert policy.choose(replace(patient, now_s=1016.0)).interval == 2
+    assert policy.choose(replace(patient, now_s=1009.9)).interval == 4
+    assert policy.choose(replace(patient, now_s=1010.0)).interval == 2
+
+
+def test_one_tight_prompt_is_forgotten_while_lax_ones_go_on() -> None:
+    policy = make_policy()
+    patient = replace(online(), decodes=StepNeed(0.03, 0.008), compute_s=lambda scale: 0.016)
+    lax = replace(patient, prompts=StepNeed(0.5, 0.008))
+    assert policy.choose(replace(patient, prompts=StepNeed(0.012, 0.008), now_s=1000.0)).interval == 4
+    chosen = [policy.choose(replace(lax, now_s=1000.0 + second)).interval for second in range(1, 13)]
+    assert chosen == 9 * [4] + 3 * [2]
+
+
+def test_the_lax_prompts_after_a_tight_one_hold_for_as_long() -> None:
+    policy = make_policy()
+    patient = replace(online(), decodes=StepNeed(0.03, 0.008), compute_s=lambda scale: 0.016)
+    medium = StepNeed(0.0155, 0.008)  # interval 3 is in time with a margin
+    policy.choose(replace(patient, prompts=StepNeed(0.012, 0.008), now_s=1000.0))
+    policy.choose(replace(patient, prompts=medium, now_s=1009.0))
+    assert policy.choose(replace(patient, now_s=1010.0)).interval == 3
+    assert policy.choose(replace(patient, now_s=1018.9)).interval == 3
+    assert policy.choose(replace(patient, now_s=1019.0)).interval == 2
 
 
 def test_a_phase_that_no_residency_serves_in_time_has_the_shortest_steps() -> None:

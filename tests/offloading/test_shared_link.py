@@ -101,6 +101,23 @@ def test_what_is_of_no_use_is_not_asked_for() -> None:
         assert wish.objective_s == (situation.decodes.limit_s if situation.num_online else None)
 
 
+def test_an_idle_moment_changes_no_wish() -> None:
+    class Obliging(Budget):
+        def ask(self, wish: LinkWish) -> LinkGrant:
+            """What was wished before: grants take a while."""
+            super().ask(wish)
+            return LinkGrant(self.wished[-2:][0].min_interval, FREE_S, False)
+
+    budget = Obliging()
+    choices = residencies(NUM_LAYERS, 2, 8, num_blocks=100, layer_bytes=20, block_bytes=1)
+    policy = SharedLinkPolicy(choices, NUM_LAYERS, budget, CONFIG)
+    policy.choose(offline(now_s=100.0))
+    assert policy.choose(offline(now_s=101.0)).interval == 2
+    assert policy.choose(offline(now_s=110.0, used_blocks=0)).interval == 2
+    assert policy.choose(offline(now_s=110.1)).interval == 2
+    assert {each.min_interval for each in budget.wished} == {2}
+
+
 def test_an_objective_is_told_again_when_it_has_changed() -> None:
     policy, budget = make()
     for limit_s in (0.0120, 0.0125, 0.0115, 0.0140, math.inf):

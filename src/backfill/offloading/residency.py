@@ -8,6 +8,7 @@ another one in every step, as far as residency has room for it.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -53,7 +54,8 @@ def residencies(
 class ResidencyConfig:
     """
     Attributes:
-        offline_hold_s: seconds without online requests before residency is chosen for offline work.
+        offline_hold_s: seconds without online requests before residency is chosen for offline work, and
+            for which what online prompts needed holds.
         least_stay_s: seconds that a residency lasts at least, unless online requests need another one.
         least_gain: by which share offline work must get faster for a change.
         online_margin: part of what a TPOT objective allows that a step may take in a residency newly chosen.
@@ -114,7 +116,7 @@ class ResidencyPolicy:
     - Objectives are kept if steps of the online requests' decodes and of their prompts take no longer than
       they may. A phase that no residency serves in time has the shortest steps that it can have. Where one is
       not kept, another residency is chosen at once, with a margin: only the drain of the KV delays it.
-      What prompts need holds for a while after them.
+      What prompts need holds for a while, each need from when it was last seen.
     - Otherwise a small gain changes nothing, nor does a gain soon after a change, or soon after the last
       online request.
 
@@ -132,8 +134,8 @@ class ResidencyPolicy:
         self._config = config or ResidencyConfig()
         self._changed_at_s = -math.inf
         self._online_at_s = -math.inf  # when online requests were last seen
-        self._prompts: StepNeed | None = None  # the tightest need of the latest prompts
-        self._prompts_at_s, self._are_prompts_over = -math.inf, True
+        # When, and what prompts needed, unless later ones needed as much: tightest first.
+        self._prompts: deque[tuple[float, StepNeed]] = deque()
 
     def choose(self, situation: Situation) -> Residency:
         """The residency to be reached, which is ``target`` from now on."""
@@ -153,27 +155,26 @@ class ResidencyPolicy:
 
     def _decide(self, situation: Situation) -> None:
         config, now_s = self._config, situation.now_s
-        best = self._fastest(self._with_tightest_prompts(situation), self._allowed)
-        if self.target not in self._in_time(situation, self._allowed, 1.0):
-            self._change(best, now_s)
-            return
+        tightest = self._with_tightest_prompts(situation)  # notes the need, whatever is decided
+        is_in_time = self.target in self._in_time(situation, self._allowed, 1.0)
         is_held = not situation.num_online and now_s < self._online_at_s + config.offline_hold_s
-        if is_held or now_s < self._changed_at_s + config.least_stay_s:
+        if is_in_time and (is_held or now_s < self._changed_at_s + config.least_stay_s):
             return
-        if self._rate(best, situation) > (1.0 + config.least_gain) * self._rate(self.target, situation):
+        best = self._fastest(tightest, self._allowed)
+        least_rate = (1.0 + config.least_gain) * self._rate(self.target, situation)
+        if not is_in_time or self._rate(best, situation) > least_rate:
             self._change(best, now_s)
 
     def _with_tightest_prompts(self, situation: Situation) -> Situation:
         """Others like the latest prompts may come soon, and would be late while the KV is drained."""
-        need, now_s = situation.prompts, situation.now_s
-        if need is None:
-            self._are_prompts_over = True
-        else:
-            if self._are_prompts_over or self._prompts is None or need.limit_s < self._prompts.limit_s:
-                self._prompts = need
-            self._prompts_at_s, self._are_prompts_over = now_s, False
-        is_held = now_s < self._prompts_at_s + self._config.offline_hold_s
-        return replace(situation, prompts=self._prompts) if is_held else situation
+        needs, need, now_s = self._prompts, situation.prompts, situation.now_s
+        while needs and now_s >= needs[0][0] + self._config.offline_hold_s:
+            needs.popleft()
+        if need is not None:
+            while needs and needs[-1][1].limit_s >= need.limit_s:
+                needs.pop()
+            needs.append((now_s, need))
+        return replace(situation, prompts=needs[0][1]) if needs else situation
 
     def _in_time(
         self, situation: Situation, choices: Sequence[Residency], margin: float
@@ -311,7 +312,7 @@ class SharedLinkPolicy(ResidencyPolicy):
     def _wish(self, situation: Situation) -> LinkWish:
         free = replace(situation, transfer_s=self._budget.free_transfer_s)
         objective_s = situation.decodes.limit_s if situation.num_online else math.inf
-        wanted = self._fastest(free, self.choices)
+        wanted = self._fastest(free, self.choices) if situation.used_blocks else self.target
         wish = LinkWish(
             wanted.interval, self.choices[-1].interval, None if objective_s == math.inf else objective_s
         )
