@@ -190,9 +190,9 @@ def test_a_line_that_runs_alone_may_take_long_and_one_that_is_to_may_not_come() 
     other = admission.reserve("a", OFFLINE, 1)
     assert is_refused(admission, "x")
     for _ in range(9):
-        clock.advance(1.9)
+        clock.advance(4.9)
         assert is_refused(admission) and is_refused(admission, "x")
-    clock.advance(2.0)
+    clock.advance(5.0)
     assert not (admission.is_offline_quarantined or is_refused(admission)), "its router has given it up"
     other.release()
 

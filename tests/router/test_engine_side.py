@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 
@@ -86,14 +87,21 @@ def test_routers_alone_have_a_request_run_alone() -> None:
     with in_process_server(Path(), tokenizer=make_tokenizer(), api_keys=keys) as server:
         running = server.state.admission.reserve("", ServiceClass.OFFLINE, 1)
 
-        def status_of(key: str, **headers: str) -> int:
+        def answer_to(key: str, **headers: str) -> httpx.Response:
             body = {"prompt": [3], "max_tokens": 1, "service_tier": "flex"}
             headers["authorization"] = f"Bearer {key}"
-            return server.http.post(COMPLETIONS, json=body, headers=headers).status_code
+            return server.http.post(COMPLETIONS, json=body, headers=headers)
+
+        def status_of(key: str, **headers: str) -> int:
+            return answer_to(key, **headers).status_code
 
         assert status_of("one", **{"x-backfill-alone": "1"}) == 200
+        assert status_of("secret", **{"x-backfill-alone": "1"}) == 200, "it has no name to come back with"
         alone = {"x-backfill-alone": "1", "x-request-id": "line"}
         assert status_of("secret", **alone) == 429 == status_of("one")
+        other = {**alone, "x-request-id": "other"}
+        codes = [answer_to("secret", **each).json()["error"]["code"] for each in (alone, other)]
+        assert codes == ["turn_kept", "resource_unavailable"]
         running.release()
         assert status_of("one") == 429
         assert status_of("secret", **alone) == 200 == status_of("one")

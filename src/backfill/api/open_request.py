@@ -177,9 +177,12 @@ def _prefix_keys(state: ServerState, request: GenerationRequest) -> list[list[in
 
 
 def _alone_of(request: Request, state: ServerState) -> str:
-    """The name of a request that is to be the only one of its class; empty for others."""
+    """The name of a request that is to be the only one of its class; empty for others.
+
+    A turn is kept by name, so one that brings none gets no turn.
+    """
     may_ask = state.api_keys is None or is_routed(request)
-    return request.state.response_id if may_ask and ALONE_HEADER in request.headers else ""
+    return request.state.request_id or "" if may_ask and ALONE_HEADER in request.headers else ""
 
 
 def _context_of(request: Request, owner_weight: float) -> RequestContext:

@@ -6,19 +6,20 @@ from dataclasses import dataclass
 
 from backfill.core.clock import Clock
 from backfill.core.request import ServiceClass
-from backfill.http.errors import RateLimited
+from backfill.http.errors import TURN_KEPT, RateLimited
 
-_HELD_S = 2  # for one that asks again each half of a second
+_RETRY_AFTER_S = 2
+_HELD_S = 5.0  # for one that asks again each half of a second, or when it is told to
 
 
 class LineAlone(RateLimited):
-    """A line runs alone, or is to."""
+    """A line runs alone, or is to. ``is_next``: it is the one that is refused, whose turn is kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_next: bool = False) -> None:
         super().__init__(
-            f"This server runs one offline request alone for now. Please retry in {_HELD_S} s.",
-            "resource_unavailable",
-            _HELD_S,
+            f"This server runs one offline request alone for now. Please retry in {_RETRY_AFTER_S} s.",
+            TURN_KEPT if is_next else "resource_unavailable",
+            _RETRY_AFTER_S,
             ServiceClass.OFFLINE,
             "line_alone",
         )
@@ -30,7 +31,7 @@ class Quarantine:
 
     Of several routers none sees what the others send, so only the server can say that nothing ran beside a
     line when its process died. Nothing waits here: what is refused has not run, so its loss counts for
-    nothing. A request that is no longer asked for has its turn for two seconds more.
+    nothing. A request that is no longer asked for has its turn for five seconds more.
     """
 
     _clock: Clock
@@ -63,5 +64,5 @@ class Quarantine:
         if num_open > 0:
             if not self._is_running:  # else it was lost on its way to who asks, and has not ended yet
                 self._until_s = self._clock.now_s() + _HELD_S
-            raise LineAlone
+            raise LineAlone(is_next=True)
         self._is_running, self._until_s = True, 0.0

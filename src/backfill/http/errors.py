@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Requests that the engine lost together with this one: tells a router that this one may be the cause.
 LOST_HEADER = "x-backfill-lost"
+# Code of a refusal: the request is to run alone, and others are refused until it does.
+TURN_KEPT = "turn_kept"
 MAX_RETRY_AFTER_S = 120  # with a longer time OpenAI's client gives up
 _LEAST_SIMILARITY = 0.8  # of a path to one that exists
 _METHODS = ("DELETE", "GET", "HEAD", "POST")
