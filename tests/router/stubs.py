@@ -60,6 +60,7 @@ class StubEngine:
     hangs: bool = False
     num_hanging: int = 0
     num_failing_looks: int = 0
+    is_offline_suspended: bool = False
     store: str = ""
     instance: int = 0
     port: int = 0
@@ -113,6 +114,7 @@ class StubEngine:
             phase="ready",
             models=self.models,
             digest=self.digest,
+            is_offline_suspended=self.is_offline_suspended,
             max_num_seqs=self.max_num_seqs,
             max_model_len=1000,
             kv_tokens=100_000,

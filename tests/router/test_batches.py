@@ -19,9 +19,12 @@ from backfill.jobs.feed import InputChanged
 from backfill.jobs.suspects import MAX_LONE_LOSSES
 from backfill.preparation import line_file
 from backfill.preparation.messages import LineSelection
+from backfill.protocol.replica_state import ReplicaState
 from backfill.router import line_runner
+from backfill.router.engine import Engine
 from backfill.router.line_reader import PlannedBytes, RoutedLine, RoutedLines, RoutedReader
 from backfill.router.line_runner import EngineRunner
+from backfill.router.looks import EngineLost
 from backfill.router.metrics import RouterMetrics
 from backfill.router.requests import peek
 from tests.api.batch_inputs import completion_line
@@ -176,7 +179,7 @@ async def test_a_line_with_which_an_engine_ends_is_given_up_where_it_asked_to_be
                 return await super()._complete(request)
             asked_alone.append("x-backfill-alone" in request.headers)
             if asked_alone.count(True) == 1 and asked_alone[-1]:
-                return web.json_response({}, status=429)
+                return web.json_response({"error": {"code": "turn_kept"}}, status=429)
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
@@ -187,6 +190,49 @@ async def test_a_line_with_which_an_engine_ends_is_given_up_where_it_asked_to_be
     assert batch["request_counts"]["failed"] == 1 and results[0]["error"]["code"] == "engine_error"
     # A loss is two deaths. Whether the first was beside another router's line nobody knows.
     assert asked_alone == [False] * 2 + [True] * (1 + 2 * MAX_LONE_LOSSES)
+
+
+async def test_a_line_that_is_to_be_alone_leaves_an_engine_that_keeps_it_no_turn(tmp_path: Path) -> None:
+    class Fragile(StubEngine):
+        """Is lost over the bad prompt; once it is to be alone, the first engine takes no lines."""
+
+        async def _complete(self, request: web.Request) -> web.StreamResponse:
+            if "x-backfill-alone" not in request.headers:
+                assert request.transport is not None
+                request.transport.abort()
+                return web.Response()
+            if not any(each.is_offline_suspended for each in engines if each is not self):
+                self.is_offline_suspended = True
+                return web.json_response({"error": {"code": "resource_unavailable"}}, status=429)
+            return await super()._complete(request)
+
+    engines = [Fragile(), Fragile()]
+    async with routing(engines, tmp_path) as router:
+        batch, _ = await ended(router, await create_batch(router, lines_of(1)))
+    assert batch["request_counts"]["completed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("load", "counts"),
+    [
+        ({"is_offline_quarantined": True}, False),
+        ({"is_offline_quarantined": True, "num_online": 1}, True),
+        ({}, True),  # an engine that knows of no turns
+    ],
+)
+async def test_what_ends_before_a_line_is_alone_was_not_beside_it(load: dict[str, Any], counts: bool) -> None:
+    state = ReplicaState(instance="1", phase="ready", models=("m",), digest="d", num_offline=2, **load)
+    engine = Engine("http://engine", state)
+    engine.note_load(state.num_online + state.num_offline)
+
+    def lose() -> None:
+        with engine.attempt(is_alone=True):
+            engine.note_load(state.num_online + state.num_offline)
+            raise ConnectionError
+
+    with pytest.raises(EngineLost) as lost:
+        lose()
+    assert lost.value.had_others is counts
 
 
 async def test_what_an_engine_refuses_fails_its_line_alone(tmp_path: Path) -> None:

@@ -410,19 +410,21 @@ class VirtualEngine:
             self._refuse(exchange, self.status)
         elif not self.is_ready or (not self.is_rock and world.occurs("refusals", 0.05)):
             self._refuse(exchange, 503)
-        elif (not self.is_rock and world.occurs("full queues", 0.1)) or not self._is_let_in(exchange):
+        elif not self.is_rock and world.occurs("full queues", 0.1):
             self._refuse(exchange, 429)
+        elif (refusal := self._refusal_of(exchange)) is not None:
+            self._send(exchange, Head(429), json.dumps({"error": {"code": refusal.code}}).encode(), None)
         else:
             self._in_flight[exchange] = None
             world.scheduler.after(world.source.uniform(*world.run_s), partial(self._run, exchange))
 
-    def _is_let_in(self, exchange: Exchange) -> bool:
+    def _refusal_of(self, exchange: Exchange) -> LineAlone | None:
         if exchange.is_offline:
             try:
                 self._quarantine.check(exchange.name if exchange.is_alone else "", self._num_offline)
-            except LineAlone:
-                return False
-        return True
+            except LineAlone as error:
+                return error
+        return None
 
     def _refuse(self, exchange: Exchange, status: int, **headers: str) -> None:
         self._send(exchange, Head(status, headers), b'{"error": {"message": "no"}}', None)

@@ -53,15 +53,23 @@ class Engine:
         """So many are in the engine. More than this router sent are of other routers and clients."""
         self.serves_others = num_choices > self.num_in_flight
         if self.serves_others:
+            # Others may be what an engine that knows of turns has yet to end: nothing runs beside it then.
+            spares_alone = self.state.is_offline_quarantined and not self.state.num_online
             for attempt in self.attempts:
-                attempt.had_others = True
+                attempt.had_others = attempt.had_others or not (attempt.is_alone and spares_alone)
 
     @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Send a request to the engine in the block. Raises: EngineLost as soon as the engine is lost."""
+    def attempt(self, *, is_alone: bool = False) -> Iterator[None]:
+        """Send a request to the engine in the block.
+
+        Args:
+            is_alone: it begins once all offline requests have ended, whatever was last seen of them.
+        Raises: EngineLost as soon as the engine is lost.
+        """
         task = asyncio.current_task()
         assert task is not None
-        attempt = _Attempt(task, had_others=bool(self.attempts) or self.serves_others)
+        serves_others = self.serves_others and (self.state.num_online > 0 or not is_alone)
+        attempt = _Attempt(task, is_alone, had_others=bool(self.attempts) or serves_others)
         if len(self.attempts) == 1:  # that one was alone until now
             for other in self.attempts:
                 other.had_others = True
@@ -83,5 +91,6 @@ class Engine:
 @dataclass(slots=True, eq=False)
 class _Attempt:
     task: asyncio.Task[object]
+    is_alone: bool
     had_others: bool
     is_lost: bool = False

@@ -153,15 +153,18 @@ class Engines:
         path: str,
         body: bytes,
         headers: Mapping[str, str] | list[tuple[str, str]],
+        *,
+        is_alone: bool = False,
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
         """The engine's answer, to be read in the block.
 
         Args:
             path: not quoted.
+            is_alone: the engine is to run no other offline request beside it.
         Raises: EngineLost; the engine gets no more then.
         """
         try:
-            with engine.attempt():
+            with engine.attempt(is_alone=is_alone):
                 async with self.session.request(
                     method,
                     engine.url + quote(path),

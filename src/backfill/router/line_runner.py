@@ -17,7 +17,7 @@ import msgspec
 
 from backfill.core.errors import StepFailed
 from backfill.engine.tasks import TaskWatch
-from backfill.http.errors import LOST_HEADER
+from backfill.http.errors import LOST_HEADER, TURN_KEPT
 from backfill.http.metrics import JobMetrics
 from backfill.http.middleware import ALONE_HEADER, OWNER_HEADER
 from backfill.http.streaming import WARNING_HEADER
@@ -56,6 +56,12 @@ class _Answer:
     body: dict[str, object]
     num_lost_too: int | None = None
     warning: str | None = None
+
+    @property
+    def keeps_turn(self) -> bool:
+        """The engine lets the line run once those that it has have ended, and refuses others until then."""
+        error = self.body.get("error")
+        return self.status == 429 and isinstance(error, dict) and error.get("code") == TURN_KEPT
 
 
 @dataclass(slots=True)
@@ -107,13 +113,13 @@ class EngineRunner:
         num_losses = 0
         while True:
             placement = await self._place(line, lost_on)
+            url = placement.replica.name
             try:
-                answer = await self._attempt(line, placement.replica.name)
-                while line.runs_alone and answer is not None and answer.status == 429:
-                    # The engine keeps its turn, and refuses others, until those that it has have ended.
+                answer = await self._attempt(line, url)
+                while answer is not None and answer.keeps_turn and self.engines.replicas.takes_lines(url):
                     self.metrics.retries["refused"] += 1
                     await asyncio.sleep(_REFUSED_S)
-                    answer = await self._attempt(line, placement.replica.name)
+                    answer = await self._attempt(line, url)
             finally:
                 placement.on_end()
                 self.on_change()
@@ -121,7 +127,7 @@ class EngineRunner:
                 continue
             if answer.num_lost_too is not None:
                 num_losses += 1
-                lost_on.add(placement.replica.name)
+                lost_on.add(url)
                 if num_losses == _SUSPICIOUS_LOSSES:
                     raise StepFailed(
                         "The engine was lost while it ran the line.",
@@ -130,9 +136,9 @@ class EngineRunner:
                     )
                 continue
             if answer.status in (401, 403) or 300 <= answer.status < 400:
-                self._note_fault(placement.replica.name, answer.status)
+                self._note_fault(url, answer.status)
                 continue
-            self._faults.pop(placement.replica.name, None)
+            self._faults.pop(url, None)
             if answer.status == 200:
                 return completed(line, answer.body, answer.warning)
             if answer.status in _REFUSALS:
@@ -198,7 +204,9 @@ class EngineRunner:
             headers[ALONE_HEADER] = "1"
         body = await apart(line.num_bytes, line.offline_body)
         try:
-            async with self.engines.request(engine, "POST", line.path, body, headers) as response:
+            async with self.engines.request(
+                engine, "POST", line.path, body, headers, is_alone=line.runs_alone
+            ) as response:
                 content = await response.read()
         except EngineLost as error:
             self.metrics.retries["lost" if error.was_reached else "unreachable"] += 1
