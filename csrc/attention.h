@@ -80,8 +80,10 @@ BACKFILL_INLINE DecodeSize decode_size(const AttentionArgs& args, const Totals& 
   const int64_t kv_heads = args.shape.num_kv_heads, items = threads * kItemsPerThread;
   const int64_t fitting = kMostChunkBytes / (2 * kChunk * args.shape.row_size * element_bytes);
   const bool are_few = totals.decode_seqs < items && totals.decode_keys < items * kMinSplit;
-  const int64_t heads = threads > 1 && are_few ? 1 : larger<int64_t>(1, smaller(fitting, kv_heads));
-  const int64_t share = totals.decode_keys * ceil_divide(kv_heads, heads) / items;
+  const int64_t parts =
+      threads > 1 && are_few ? kv_heads : ceil_divide(kv_heads, larger<int64_t>(1, fitting));
+  const int64_t heads = ceil_divide(kv_heads, parts);
+  const int64_t share = totals.decode_keys * parts / items;
   return {heads, threads == 1 ? larger<int64_t>(1, totals.decode_keys) : larger(kMinSplit, share)};
 }
 

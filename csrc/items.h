@@ -27,7 +27,8 @@ class ItemQueue {
     return i < count_ ? items_ + i : nullptr;
   }
 
-  // To be begun later: null too where another thread might then have none.
+  // To be begun later: null too where another thread might then have none. Decodes are last in the queue, so after a
+  // decode it is one.
   const Item* take_early() {
     return count_ - __atomic_load_n(&next_, __ATOMIC_RELAXED) < num_threads_ ? nullptr : take();
   }
@@ -61,7 +62,10 @@ class Reads {
 
   BACKFILL_INLINE void fetch() {
     for (due_ += lines_per_fetch_; due_ >= kUnit; due_ -= kUnit, line_ += kLine) {
-      if (line_ >= run_end_ && !next_run()) return;
+      if (line_ >= run_end_ && !next_run()) {
+        lines_per_fetch_ = due_ = 0;
+        return;
+      }
       __builtin_prefetch(line_, 0, 2);
     }
   }
@@ -98,7 +102,6 @@ class Reads {
       line_ = run_end_ - run_bytes_ + values_;
       values_follow_ = false;
     } else if (block_ == last_block_) {
-      lines_per_fetch_ = 0;
       return false;
     } else {
       line_ = pool_ + (int64_t)(*block_++ >> 1) * args_.shape.block_stride * (int64_t)sizeof(Kv);

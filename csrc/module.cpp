@@ -1,7 +1,7 @@
 // The Python module: a KernelSet is one ISA variant; its methods take addresses, sizes and strides, and what holds
 // them for many calls.
 //
-// Nothing is checked here: the launchers in backfill/kernels/cpu.py are the only callers and check all.
+// Nothing is checked here: backfill/kernels/cpu.py and cpu_linear.py are the only callers and check all.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from backfill.core.plan import (
     BlockCopies,
     Compute,
     CopyDirections,
+    Resume,
+    Safepoints,
     ScheduledSlice,
     StepOutcome,
     StepPlan,
@@ -202,3 +206,42 @@ def test_a_step_waits_for_blocking_slot_copies(
     assert run.tokens[FRONT] == undisturbed[FRONT]
     assert run.run(EMPTY).completed_slot_copies == ()
     run.run(replace(EMPTY, released=(FRONT, BACK)))
+
+
+@pytest.mark.parametrize("apart", [1, 2, 3, 4])
+def test_layers_run_in_one_call_up_to_a_safepoint(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, apart: int
+) -> None:
+    """A step that is asked to stop does so at the next one, and goes on to the same token."""
+    executor = create_torch_executor(two_tier_config(model_dir))
+    num_layers, run_layers = executor.info.num_layers, executor._model.run_layers
+    safepoints = [*range(0, num_layers, apart), num_layers]
+    blocks = tuple(pack_block_ref(index) for index in range(4))
+    whole = ScheduledSlice(FRONT, 0, len(PROMPTS[FRONT]), blocks, samples=True, preemptible=True)
+    request = AdmittedRequest(FRONT, PROMPTS[FRONT], SamplingParams(max_tokens=1, temperature=0.0))
+    calls: list[range] = []
+    step, asked = 0, -1
+
+    def running(layers: range, *arguments: Any) -> Any:
+        calls.append(layers)
+        if asked in layers:
+            executor.request_stop(step)
+        return run_layers(layers, *arguments)
+
+    monkeypatch.setattr(executor._model, "run_layers", running)
+    (expected,) = executor.run(StepPlan(step, Compute((whole,)), (request,))).sampled
+    assert calls == [range(num_layers)]
+    points = Safepoints(apart, suspends=True)
+    for asked in range(num_layers):
+        step += 1
+        calls.clear()
+        outcome = executor.run(
+            StepPlan(step, Compute((whole,), safepoints=points), (request,), released=(FRONT,))
+        )
+        stop = next(each for each in safepoints if each > asked)
+        assert calls == [range(*pair) for pair in pairwise(safepoints) if pair[1] <= stop]
+        if stop < num_layers:
+            assert (outcome.suspended, outcome.layers_done) == ((FRONT,), stop)
+            step += 1
+            outcome = executor.run(StepPlan(step, Resume((whole,), num_layers - stop, 0.0, points)))
+        assert outcome.sampled == (expected,)

@@ -1,4 +1,4 @@
-"""Halves of a decoder layer in one call of the CPU kernels: to the bit what their operators give."""
+"""Decoder layers, and their halves, in one call of the CPU kernels: to the bit what their operators give."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from backfill.core.block import KVLayout
 from backfill.kernels.base import AttentionMetadata, Kernels
-from backfill.kernels.cpu import CpuKernels, CpuLinear
+from backfill.kernels.cpu import CpuKernels
+from backfill.kernels.cpu_linear import CpuLinear
 from backfill.kernels.linears import ConcatenatedLinear, Linear
 from backfill.kernels.quantized import quantize
 from tests.kernels.batches import make_batch, make_pool
@@ -226,3 +227,19 @@ def test_mlp_block_refuses() -> None:
             kernels.mlp_block(changed, x, residual, EPS)
     with pytest.raises(ValueError, match=r"^residual:"):
         kernels.mlp_block(layer, x, residual[1:], EPS)
+
+
+@pytest.mark.parametrize("part", ["output", "down"])
+def test_decoder_layers_refuse_a_layer_whose_rows_have_another_width(part: str) -> None:
+    """Of any layer: its rows would be written beyond the result."""
+    kernels = CpuKernels()
+    layer = make_layer(kernels, torch.float32, 0, has_norms=False)
+    in_features = getattr(layer, part).in_features
+    wide = kernels.linear(random_rows(seeded("wide"), HIDDEN + 32, in_features, dtype=torch.float32))
+    changed = replace(layer, output=wide) if part == "output" else replace(layer, down=wide)
+    layers = [layer, changed]
+    x, residual = make_rows(torch.float32)
+    pool, batch = make_kv(torch.float32)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^x:"):
+            kernels.decoder_layers(layers, residual, x, EPS, pool, 0, batch, NUM_HEADS, None, SCALE)

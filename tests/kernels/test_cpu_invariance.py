@@ -13,7 +13,15 @@ from tests.kernels.batches import make_batch, unset_kv
 from tests.kernels.cpu import random_rows, seeded
 
 # Heads, key/value heads, head size, block size: shapes that AMX computes in tiles, and shapes that it cannot.
-GEOMETRIES = [(9, 3, 64, 16), (8, 2, 96, 16), (2, 2, 32, 32), (4, 1, 40, 16), (10, 1, 64, 16), (3, 1, 64, 8)]
+GEOMETRIES = [
+    (9, 3, 64, 16),
+    (8, 2, 96, 16),
+    (2, 2, 32, 32),
+    (4, 1, 40, 16),
+    (10, 1, 64, 16),
+    (3, 1, 64, 8),
+    (16, 8, 128, 16),
+]
 LENGTH = 700  # several chunks of keys, and a last one that is not full
 
 
@@ -93,7 +101,7 @@ def test_attention_does_not_depend_on_the_batch(
 
 
 @pytest.mark.parametrize(
-    "contexts", [[LENGTH] * 4, [LENGTH, 1, 127, 128, 129, 257, 384, 511, 600, 699, 16, 3]]
+    "contexts", [[LENGTH] * 6, [LENGTH, 1, 127, 128, 129, 257, 384, 511, 600, 699, 16, 3]]
 )
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_decodes_of_many_keys_share_items_and_threads(

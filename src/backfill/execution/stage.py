@@ -139,18 +139,17 @@ class Stage:
         if self._on_layer is not None:
             self._on_layer(layer)
 
-    def arm(self, layer: int, safepoints: Set[int]) -> None:
-        """Ask whether to stop while a layer is computed, if a safepoint follows."""
-        # Two layers: a group may know only what the one before the last has carried.
-        precedes = layer + 1 in safepoints or layer + 2 in safepoints
-        self._group.arm(self._is_stop_asked if precedes else None)
-
-    def next_pause(self, layer: int, ends: Set[int], safepoints: Set[int]) -> int:
-        """The next of ``ends``, or the next layer before which a safepoint asks for something."""
+    def layers_until(self, layer: int, pauses: Set[int]) -> range:
+        """Layers from ``layer`` to the next of ``pauses``, or that one alone where each is reported."""
         if self._on_layer is not None:
-            return layer + 1
-        armed = {point - before for point in safepoints for before in range(3)}
-        return min(each for each in ends | armed if each > layer)
+            return range(layer, layer + 1)
+        return range(layer, min(each for each in pauses if each > layer))
+
+    def arm(self, layers: range, safepoints: Set[int]) -> None:
+        """Ask whether to stop while layers are computed, if a safepoint follows."""
+        # One layer more: a group may know only what the one before the last has carried.
+        precedes = layers.stop in safepoints or layers.stop + 1 in safepoints
+        self._group.arm(self._is_stop_asked if precedes else None)
 
     @property
     def stop_agreed(self) -> bool:

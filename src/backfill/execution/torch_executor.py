@@ -327,13 +327,13 @@ class TorchExecutor:
             if layer == end:
                 break
             stage.begin_layer(layer)
+            takes_turns = streamer is not None or len(running.micro_batches) > 1
+            pauses = {layer + 1} if takes_turns else {last, end} | safepoints
+            layers = stage.layers_until(layer, pauses)
             if safepoints:
-                stage.arm(layer, safepoints if stop is None else frozenset())
-            layers = range(layer, layer + 1)
+                stage.arm(layers, safepoints if stop is None else frozenset())
             if streamer is not None:
                 streamer.before(layer)
-            elif len(running.micro_batches) == 1:  # else they take turns
-                layers = range(layer, stage.next_pause(layer, {last, end}, safepoints))
             for each in running.micro_batches:
                 with streams.of(each.stream):
                     each.run_layers(layers, model, self._kv_pool)

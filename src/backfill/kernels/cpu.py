@@ -216,10 +216,12 @@ class CpuKernels(Kernels):
             norms = weights.input_norm, weights.q_norm, weights.k_norm, weights.post_attention_norm
             parts = *matrices, *norms, cos_sin, kv_pool, x.dtype
             known = self._packed_layers.get(layer)
+            is_known = known is not None and all(map(is_, known.parts, parts))
             # The first is checked in each call, with all that the layers have in common.
-            if layer == first or known is None or not all(map(is_, known.parts, parts)):
+            if layer == first or not is_known:
                 self._check_attention(weights, x, added_to, kv_pool, layer, batch, num_heads, cos_sin, scale)
                 self._check_mlp(weights, x, residual)
+            if known is None or not is_known:
                 known = self._packed_layers[layer] = _PackedLayer(parts, _packed(weights))
             packed.append(known.cpp)
         out = x.new_empty(x.shape)
@@ -265,7 +267,7 @@ class CpuKernels(Kernels):
             x.shape[0] != batch.positions.shape[0]
             or not qkv.dtype == output.dtype == x.dtype
             or (qkv.in_features, qkv.out_features) != (x.shape[1], width)
-            or output.in_features != num_heads * head_dim
+            or (output.in_features, output.out_features) != (num_heads * head_dim, x.shape[1])
         ):
             raise ValueError(f"x: does not fit the weights or the batch: {describe(x)}")
 
@@ -275,7 +277,7 @@ class CpuKernels(Kernels):
         self._check_norm(x, residual, weights.post_attention_norm)
         if (
             not gate_up.dtype == down.dtype == x.dtype
-            or gate_up.in_features != x.shape[1]
+            or not gate_up.in_features == down.out_features == x.shape[1]
             or gate_up.out_features != down.in_features
         ):
             raise ValueError(f"x: does not fit the weights: {describe(x)}")

@@ -1,4 +1,4 @@
-"""What all models have: layers that run one by one, so that a step can stop between two, and both ends."""
+"""What all models have: layers that run in ranges, so that a step can stop between two, and both ends."""
 
 from __future__ import annotations
 
