@@ -45,6 +45,7 @@ class StubEngine:
         num_failing_looks: so many times it answers 503 instead.
         status: of the answers to all requests, if it is not 200.
         store: id of the store that it says it shares.
+        load: further fields of its state.
     """
 
     models: tuple[str, ...] = ("m",)
@@ -60,7 +61,7 @@ class StubEngine:
     hangs: bool = False
     num_hanging: int = 0
     num_failing_looks: int = 0
-    is_offline_suspended: bool = False
+    load: dict[str, Any] = field(default_factory=dict)
     store: str = ""
     instance: int = 0
     port: int = 0
@@ -114,13 +115,13 @@ class StubEngine:
             phase="ready",
             models=self.models,
             digest=self.digest,
-            is_offline_suspended=self.is_offline_suspended,
             max_num_seqs=self.max_num_seqs,
             max_model_len=1000,
             kv_tokens=100_000,
             ttft_slo_s=1.0,
             prefill_tokens_per_s=1e5,
             store=self.store,
+            **self.load,
         )
         return web.Response(body=msgspec.json.encode(state))
 

@@ -192,7 +192,10 @@ async def test_a_line_with_which_an_engine_ends_is_given_up_where_it_asked_to_be
     assert asked_alone == [False] * 2 + [True] * (1 + 2 * MAX_LONE_LOSSES)
 
 
-async def test_a_line_that_is_to_be_alone_leaves_an_engine_that_keeps_it_no_turn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reason", ["is_offline_suspended", "is_offline_quarantined"])
+async def test_a_line_that_is_to_be_alone_leaves_an_engine_that_keeps_it_no_turn(
+    tmp_path: Path, reason: str
+) -> None:
     class Fragile(StubEngine):
         """Is lost over the bad prompt; once it is to be alone, the first engine takes no lines."""
 
@@ -201,8 +204,8 @@ async def test_a_line_that_is_to_be_alone_leaves_an_engine_that_keeps_it_no_turn
                 assert request.transport is not None
                 request.transport.abort()
                 return web.Response()
-            if not any(each.is_offline_suspended for each in engines if each is not self):
-                self.is_offline_suspended = True
+            if not any(each.load for each in engines if each is not self):
+                self.load[reason] = True
                 return web.json_response({"error": {"code": "resource_unavailable"}}, status=429)
             return await super()._complete(request)
 
