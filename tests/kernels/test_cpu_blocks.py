@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backfill.core.block import KVLayout
-from backfill.kernels.base import AttentionMetadata, Kernels
+from backfill.kernels.base import AttentionMetadata, DecoderInputs, Kernels
 from backfill.kernels.cpu import CpuKernels
 from backfill.kernels.cpu_linear import CpuLinear
 from backfill.kernels.linears import ConcatenatedLinear, Linear
@@ -93,7 +93,7 @@ def test_attention_block(
 
     def run(block: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         pool, residual = first_pool.clone(), first_residual.clone() if has_residual else None
-        out = block(layer, x, residual, EPS, pool, 1, batch, NUM_HEADS, cos_sin, SCALE)
+        out = block(layer, x, residual, 1, DecoderInputs(pool, batch, NUM_HEADS, cos_sin, SCALE, EPS))
         return (out, pool) if residual is None else (out, pool, residual)
 
     expected = run(lambda *args: Kernels.attention_block(kernels, *args))
@@ -122,7 +122,9 @@ def test_decoder_layers(
     def run(decoder_layers: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         pool.copy_(first_pool)
         residual, delta = first_residual.clone(), x if has_delta else None
-        out = decoder_layers(layers, residual, delta, EPS, pool, 0, batch, NUM_HEADS, cos_sin, SCALE)
+        out = decoder_layers(
+            layers, residual, delta, 0, DecoderInputs(pool, batch, NUM_HEADS, cos_sin, SCALE, EPS)
+        )
         return out, pool.clone(), residual
 
     for _ in range(2):
@@ -172,7 +174,9 @@ def test_without_scratch_memory_a_block_raises_and_changes_nothing(
     before = residual.clone(), pool.clone()
     scratch_limit(0)
     with pytest.raises(MemoryError):
-        kernels.attention_block(layer, x, residual, EPS, pool, 0, batch, NUM_HEADS, None, SCALE)
+        kernels.attention_block(
+            layer, x, residual, 0, DecoderInputs(pool, batch, NUM_HEADS, None, SCALE, EPS)
+        )
     with pytest.raises(MemoryError):
         kernels.mlp_block(layer, x, residual, EPS)
     assert torch.equal(residual, before[0])
@@ -194,7 +198,9 @@ def test_attention_block_refuses(named: str, change: Callable[[Layer], Layer]) -
     x, residual = make_rows(torch.float32)
     pool, batch = make_kv(torch.float32)
     with pytest.raises(ValueError, match=f"^{named}:"):
-        kernels.attention_block(layer, x, residual, EPS, pool, 0, batch, NUM_HEADS, None, SCALE)
+        kernels.attention_block(
+            layer, x, residual, 0, DecoderInputs(pool, batch, NUM_HEADS, None, SCALE, EPS)
+        )
 
 
 def test_attention_block_refuses_other_rows_kv_and_scales() -> None:
@@ -204,7 +210,9 @@ def test_attention_block_refuses_other_rows_kv_and_scales() -> None:
     pool, batch = make_kv(torch.float32)
 
     def run(x: Tensor, residual: Tensor, pool: Tensor, scale: float) -> None:
-        kernels.attention_block(layer, x, residual, EPS, pool, 0, batch, NUM_HEADS, None, scale)
+        kernels.attention_block(
+            layer, x, residual, 0, DecoderInputs(pool, batch, NUM_HEADS, None, scale, EPS)
+        )
 
     with pytest.raises(ValueError, match=r"^x:"):
         run(x[1:], residual[1:], pool, SCALE)
@@ -242,4 +250,6 @@ def test_decoder_layers_refuse_a_layer_whose_rows_have_another_width(part: str) 
     pool, batch = make_kv(torch.float32)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^x:"):
-            kernels.decoder_layers(layers, residual, x, EPS, pool, 0, batch, NUM_HEADS, None, SCALE)
+            kernels.decoder_layers(
+                layers, residual, x, 0, DecoderInputs(pool, batch, NUM_HEADS, None, SCALE, EPS)
+            )

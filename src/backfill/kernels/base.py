@@ -58,6 +58,17 @@ class LayerWeights(Protocol):
     down: Linear
 
 
+class DecoderInputs(NamedTuple):
+    """What all decoder layers of a pass take; see ``Kernels.rotate_and_write_kv`` and ``attention``."""
+
+    kv_pool: Tensor
+    batch: AttentionMetadata
+    num_heads: int
+    cos_sin: Tensor | None
+    scale: float
+    eps: float  # of the norms
+
+
 class LayerInputs(NamedTuple):
     """What both operators on the KV of a layer take; see ``Kernels.rotate_and_write_kv``."""
 
@@ -188,18 +199,14 @@ class Kernels(ABC):
         weights: LayerWeights,
         x: Tensor,
         residual: Tensor | None,
-        eps: float,
-        kv_pool: Tensor,
         layer: int,
-        batch: AttentionMetadata,
-        num_heads: int,
-        cos_sin: Tensor | None,
-        scale: float,
+        inputs: DecoderInputs,
     ) -> Tensor:
         """The first half of a layer: ``add_rms_norm``, or ``rms_norm`` without a residual, to ``output``.
 
         ``[T, N] -> [T, N]``. In one call, so that a set of kernels may spare the way back between operators.
         """
+        kv_pool, batch, num_heads, cos_sin, scale, eps = inputs
         norm, q_norm, k_norm = weights.input_norm, weights.q_norm, weights.k_norm
         if residual is None:
             normed = self.rms_norm(x, norm, eps)
@@ -218,25 +225,18 @@ class Kernels(ABC):
         layers: Sequence[LayerWeights],
         residual: Tensor,
         delta: Tensor | None,
-        eps: float,
-        kv_pool: Tensor,
         first: int,
-        batch: AttentionMetadata,
-        num_heads: int,
-        cos_sin: Tensor | None,
-        scale: float,
+        inputs: DecoderInputs,
     ) -> Tensor:
-        """Both halves of each of ``layers``, at least one; the first has the KV of ``first`` in ``kv_pool``.
+        """Both halves of each of ``layers``, at least one; the first has the KV of ``first`` in the pool.
 
         Args: delta: not yet added to ``residual``, which is overwritten. Both are ``[T, N]``.
         Returns: the next delta.
         """
         for layer, weights in enumerate(layers, first):
             x, added_to = (residual, None) if delta is None else (delta, residual)
-            x = self.attention_block(
-                weights, x, added_to, eps, kv_pool, layer, batch, num_heads, cos_sin, scale
-            )
-            delta = self.mlp_block(weights, x, residual, eps)
+            x = self.attention_block(weights, x, added_to, layer, inputs)
+            delta = self.mlp_block(weights, x, residual, inputs.eps)
         assert delta is not None, "no layers"
         return delta
 

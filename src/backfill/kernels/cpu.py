@@ -18,6 +18,7 @@ from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.errors import ConfigError
 from backfill.kernels.base import (
     AttentionMetadata,
+    DecoderInputs,
     Kernels,
     LayerInputs,
     LayerWeights,
@@ -54,9 +55,11 @@ class _PackedLayer(NamedTuple):
 
     Attributes:
         parts: all that it was checked with, kept alive. Weights move, and it holds for these alone.
+        width: of the rows.
     """
 
     parts: tuple[object, ...]
+    width: int
     cpp: _kernels.LayerWeights
 
 
@@ -135,20 +138,13 @@ class CpuKernels(Kernels):
         weights: LayerWeights,
         x: Tensor,
         residual: Tensor | None,
-        eps: float,
-        kv_pool: Tensor,
         layer: int,
-        batch: AttentionMetadata,
-        num_heads: int,
-        cos_sin: Tensor | None,
-        scale: float,
+        inputs: DecoderInputs,
     ) -> Tensor:
         qkv, output = weights.qkv, weights.output
         if not (reads_rows(qkv) and reads_rows(output)):
-            return super().attention_block(
-                weights, x, residual, eps, kv_pool, layer, batch, num_heads, cos_sin, scale
-            )
-        self._check_attention(weights, x, residual, kv_pool, layer, batch, num_heads, cos_sin, scale)
+            return super().attention_block(weights, x, residual, layer, inputs)
+        self._check_attention(weights, x, residual, layer, inputs)
         rows = x.shape[0]
         out = x.new_empty((rows, output.out_features))
         self._cpp.attention_block(
@@ -157,17 +153,17 @@ class CpuKernels(Kernels):
             address(residual),
             rows,
             weights.input_norm.data_ptr(),
-            eps,
+            inputs.eps,
             qkv.packed,
             output.packed,
             self._cpp_pool,
             self._cpp_batch,
             layer,
-            num_heads,
-            address(cos_sin),
+            inputs.num_heads,
+            address(inputs.cos_sin),
             address(weights.q_norm),
             address(weights.k_norm),
-            scale,
+            inputs.scale,
             out.data_ptr(),
         )
         return out
@@ -197,32 +193,25 @@ class CpuKernels(Kernels):
         layers: Sequence[LayerWeights],
         residual: Tensor,
         delta: Tensor | None,
-        eps: float,
-        kv_pool: Tensor,
         first: int,
-        batch: AttentionMetadata,
-        num_heads: int,
-        cos_sin: Tensor | None,
-        scale: float,
+        inputs: DecoderInputs,
     ) -> Tensor:
         x, added_to = (residual, None) if delta is None else (delta, residual)
         packed = []
         for layer, weights in enumerate(layers, first):
             matrices = weights.qkv, weights.output, weights.gate_up, weights.down
             if not all(map(reads_rows, matrices)):
-                return super().decoder_layers(
-                    layers, residual, delta, eps, kv_pool, first, batch, num_heads, cos_sin, scale
-                )
+                return super().decoder_layers(layers, residual, delta, first, inputs)
             norms = weights.input_norm, weights.q_norm, weights.k_norm, weights.post_attention_norm
-            parts = *matrices, *norms, cos_sin, kv_pool, x.dtype
+            parts = *matrices, *norms, inputs.cos_sin, inputs.kv_pool, x.dtype
             known = self._packed_layers.get(layer)
-            is_known = known is not None and all(map(is_, known.parts, parts))
+            is_known = known is not None and known.width == x.shape[1] and all(map(is_, known.parts, parts))
             # The first is checked in each call, with all that the layers have in common.
             if layer == first or not is_known:
-                self._check_attention(weights, x, added_to, kv_pool, layer, batch, num_heads, cos_sin, scale)
+                self._check_attention(weights, x, added_to, layer, inputs)
                 self._check_mlp(weights, x, residual)
             if known is None or not is_known:
-                known = self._packed_layers[layer] = _PackedLayer(parts, _packed(weights))
+                known = self._packed_layers[layer] = _PackedLayer(parts, x.shape[1], _packed(weights))
             packed.append(known.cpp)
         out = x.new_empty(x.shape)
         self._cpp.decoder_layers(
@@ -232,29 +221,21 @@ class CpuKernels(Kernels):
             residual.data_ptr(),
             delta is not None,
             x.shape[0],
-            eps,
+            inputs.eps,
             self._cpp_pool,
             self._cpp_batch,
             first,
-            num_heads,
-            address(cos_sin),
-            scale,
+            inputs.num_heads,
+            address(inputs.cos_sin),
+            inputs.scale,
             out.data_ptr(),
         )
         return out
 
     def _check_attention(
-        self,
-        weights: LayerWeights,
-        x: Tensor,
-        residual: Tensor | None,
-        kv_pool: Tensor,
-        layer: int,
-        batch: AttentionMetadata,
-        num_heads: int,
-        cos_sin: Tensor | None,
-        scale: float,
+        self, weights: LayerWeights, x: Tensor, residual: Tensor | None, layer: int, inputs: DecoderInputs
     ) -> None:
+        kv_pool, batch, num_heads, cos_sin, scale, _ = inputs
         qkv, output = weights.qkv, weights.output
         assert reads_rows(qkv) and reads_rows(output)
         self._check_norm(x, residual, weights.input_norm)

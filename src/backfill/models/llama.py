@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backfill.kernels.base import AttentionMetadata
+from backfill.kernels.base import AttentionMetadata, DecoderInputs
 from backfill.kernels.linears import Linear
 from backfill.models.config import ModelConfig
 from backfill.models.decoder import DecoderModel, HiddenState
@@ -64,15 +64,14 @@ class LlamaModel(DecoderModel):
         self, layers: range, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
     ) -> HiddenState:
         kernels, eps, (residual, delta) = self.kernels, self.config.norm_eps, state
-        of_layer = batch, self._num_heads, self._cos_sin, self._scale
+        inputs = DecoderInputs(kv_pool, batch, self._num_heads, self._cos_sin, self._scale, eps)
         here = layers.start - self.shard.layers.start
         if self._group.size == 1:
             weights = [self.layers[index] for index in layers]
-            delta = kernels.decoder_layers(weights, residual, delta, eps, kv_pool, here, *of_layer)
-            return HiddenState(residual, delta)
+            return HiddenState(residual, kernels.decoder_layers(weights, residual, delta, here, inputs))
         for layer, index in enumerate(layers, here):
             x, added_to = (residual, None) if delta is None else (delta, residual)
-            half = kernels.attention_block(self.layers[index], x, added_to, eps, kv_pool, layer, *of_layer)
+            half = kernels.attention_block(self.layers[index], x, added_to, layer, inputs)
             whole = kernels.mlp_block(self.layers[index], self._group.all_reduce(half), residual, eps)
             delta = self._group.all_reduce(whole)
         return HiddenState(residual, delta)
