@@ -215,12 +215,17 @@ class KernelSet {
   }
 
   // Both halves of layers, the first of which is `first` in the pool. x: what is to be added to residual, or, without
-  // `adds`, the residual itself.
-  void decoder_layers(const std::vector<const LayerWeights*>& layers, uintptr_t x, int64_t x_stride,
-                      uintptr_t residual, bool adds, int64_t rows, float eps, const KvPool& pool,
-                      const Batch& batch, int64_t first, int64_t num_heads, uintptr_t cos_sin, float scale,
-                      uintptr_t out) const {
+  // `adds`, the residual itself. After every `layers_apart` layers it returns if the word at `stop` (0: none) is
+  // `stop_value`. Returns how many layers were computed.
+  int64_t decoder_layers(const std::vector<const LayerWeights*>& layers, uintptr_t x, int64_t x_stride,
+                         uintptr_t residual, bool adds, int64_t rows, float eps, const KvPool& pool,
+                         const Batch& batch, int64_t first, int64_t num_heads, uintptr_t cos_sin, float scale,
+                         uintptr_t out, uintptr_t stop, int64_t stop_value, int64_t layers_apart) const {
+    int64_t done = 0;
     for (const LayerWeights* each : layers) {
+      if (done > 0 && stop != 0 && done % layers_apart == 0 &&
+          __atomic_load_n(address<int64_t>(stop), __ATOMIC_ACQUIRE) == stop_value)
+        break;
       const int64_t size = each->down.width();
       const uintptr_t between = reinterpret_cast<uintptr_t>(rows_of(kHidden, each->down.type, rows, size));
       attention_block(x, x_stride, adds ? residual : 0, rows, each->input_norm, eps, each->qkv, each->output,
@@ -228,7 +233,9 @@ class KernelSet {
       mlp_block(between, size, residual, rows, each->post_attention_norm, eps, each->gate_up, each->down,
                 out);
       x = out, x_stride = size, adds = true;
+      ++done;
     }
+    return done;
   }
 
  private:

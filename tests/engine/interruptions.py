@@ -11,6 +11,7 @@ from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
 from backfill.core.request import Request, ServiceClass
 from backfill.engine.engine import Engine
+from backfill.kernels.stop_signal import StopSignal
 from tests.builders import linear_cost, make_profile, make_request
 
 OFFLINE_SHAPES = [(21, 9), (5, 12), (30, 6), (11, 10)]
@@ -28,6 +29,7 @@ class Interruptions:
         self._model = model
         self.num_layers: int = model.num_layers
         self.shard = model.shard
+        self.heeds_stops: bool = model.heeds_stops
         self.before_layer: Callable[[int], None] = lambda layer: None
         self.num_split_steps = 0
         self._has_embedded = False
@@ -37,12 +39,16 @@ class Interruptions:
         self._has_embedded = True
         return self._model.embed(*arguments)
 
-    def run_layers(self, layers: range, state: Any, *arguments: Any) -> Any:
+    def run_layers(
+        self, layers: range, state: Any, pool: Any, batch: Any, stop: StopSignal | None = None
+    ) -> tuple[Any, int]:
         self._has_embedded = False
-        for index in layers:
+        for done, index in enumerate(layers):
+            if stop is not None and done and done % stop.layers_apart == 0 and stop.is_set():
+                return state, done
             self.before_layer(index)
-            state = self._model.run_layers(range(index, index + 1), state, *arguments)
-        return state
+            state, _ = self._model.run_layers(range(index, index + 1), state, pool, batch)
+        return state, len(layers)
 
     def logits(self, *arguments: Any) -> Any:
         self.before_layer(self.num_layers)

@@ -28,6 +28,7 @@ from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.execution.create import create_torch_executor
 from backfill.execution.torch_executor import TorchExecutor
+from backfill.models.llama import LlamaModel
 from tests.execution.tiny import Gate, two_tier_config
 
 BOTH = CopyDirections.CHECKPOINT | CopyDirections.RESTORE
@@ -208,11 +209,16 @@ def test_a_step_waits_for_blocking_slot_copies(
     run.run(replace(EMPTY, released=(FRONT, BACK)))
 
 
+@pytest.mark.parametrize("heeds_stops", [True, False])
 @pytest.mark.parametrize("apart", [1, 2, 3, 4])
 def test_layers_run_in_one_call_up_to_a_safepoint(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, apart: int
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, apart: int, heeds_stops: bool
 ) -> None:
-    """A step that is asked to stop does so at the next one, and goes on to the same token."""
+    """A step that is asked to stop does so at the next one, and goes on to the same token.
+
+    Where the call itself heeds the stop, it passes safepoints.
+    """
+    monkeypatch.setattr(LlamaModel, "heeds_stops", heeds_stops)
     executor = create_torch_executor(two_tier_config(model_dir))
     num_layers, run_layers = executor.info.num_layers, executor._model.run_layers
     safepoints = [*range(0, num_layers, apart), num_layers]
@@ -223,9 +229,11 @@ def test_layers_run_in_one_call_up_to_a_safepoint(
     step, asked = 0, -1
 
     def running(layers: range, *arguments: Any) -> Any:
+        nonlocal asked
         calls.append(layers)
         if asked in layers:
             executor.request_stop(step)
+            asked = -1
         return run_layers(layers, *arguments)
 
     monkeypatch.setattr(executor._model, "run_layers", running)
@@ -235,11 +243,12 @@ def test_layers_run_in_one_call_up_to_a_safepoint(
     for asked in range(num_layers):
         step += 1
         calls.clear()
+        stop = next(each for each in safepoints if each > (0 if heeds_stops else asked))
         outcome = executor.run(
             StepPlan(step, Compute((whole,), safepoints=points), (request,), released=(FRONT,))
         )
-        stop = next(each for each in safepoints if each > asked)
-        assert calls == [range(*pair) for pair in pairwise(safepoints) if pair[1] <= stop]
+        up_to_safepoints = [range(*pair) for pair in pairwise(safepoints) if pair[1] <= stop]
+        assert calls == ([range(num_layers)] if heeds_stops else up_to_safepoints)
         if stop < num_layers:
             assert (outcome.suspended, outcome.layers_done) == ((FRONT,), stop)
             step += 1

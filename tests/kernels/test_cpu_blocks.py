@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from backfill.kernels.cpu import CpuKernels
 from backfill.kernels.cpu_linear import CpuLinear
 from backfill.kernels.linears import ConcatenatedLinear, Linear
 from backfill.kernels.quantized import quantize
+from backfill.kernels.stop_signal import StopSignal
 from tests.kernels.batches import make_batch, make_pool
 from tests.kernels.cpu import EPS, random_rows, seeded
 
@@ -119,12 +121,13 @@ def test_decoder_layers(
     cos_sin = random_rows(seeded("angles"), 128, HEAD_DIM, dtype=torch.float32)
     pool = first_pool.clone()
 
-    def run(decoder_layers: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    def run(decoder_layers: Callable[..., tuple[Tensor, int]]) -> tuple[Tensor, ...]:
         pool.copy_(first_pool)
         residual, delta = first_residual.clone(), x if has_delta else None
-        out = decoder_layers(
+        out, done = decoder_layers(
             layers, residual, delta, 0, DecoderInputs(pool, batch, NUM_HEADS, cos_sin, SCALE, EPS)
         )
+        assert done == len(layers)
         return out, pool.clone(), residual
 
     for _ in range(2):
@@ -137,6 +140,43 @@ def test_decoder_layers(
                 assert torch.equal(actual.view(-1).view(torch.uint8), each.view(-1).view(torch.uint8))
         layers[1].down = layers[1].down.placed([memory.clone() for memory in layers[1].down.memory])
         layers[1].input_norm = layers[1].input_norm * 2
+
+
+@pytest.mark.parametrize("way", [Kernels.decoder_layers, CpuKernels.decoder_layers])
+@pytest.mark.parametrize("layers_apart", [1, 2, 3, 4, 5])
+def test_layers_stop_where_a_word_says_so(way: Callable[..., tuple[Tensor, int]], layers_apart: int) -> None:
+    """A word that is written while they run: here by one of them, as part of its KV."""
+    kernels = CpuKernels()
+    first_delta, first_residual = make_rows(torch.float32)
+    first_pool, batch = make_kv(torch.float32)
+    first_pool = torch.cat((first_pool, first_pool), dim=1)
+    layer = make_layer(kernels, torch.float32, 0, has_norms=False)
+    layers = [layer, replace(layer, input_norm=layer.input_norm * 2)] * 2
+    block, slot = divmod(int(batch.slot_mapping[0]), BLOCK_SIZE)
+
+    def begin() -> tuple[Tensor, DecoderInputs]:
+        pool = first_pool.clone()
+        return first_residual.clone(), DecoderInputs(pool, batch, NUM_HEADS, None, SCALE, EPS)
+
+    expected_residual, whole = begin()
+    expected, done = way(kernels, layers, expected_residual, first_delta, 0, whole)
+    assert done == len(layers)
+    for writer in range(len(layers)):
+        residual, inputs = begin()
+        words = inputs.kv_pool[block, writer, 0, 0, slot].numpy().view(np.int64)[:1]
+        value = int(whole.kv_pool[block, writer, 0, 0, slot].numpy().view(np.int64)[0])
+        delta, done, calls = first_delta, 0, []
+        while done < len(layers):
+            stop = StopSignal(words, value, layers_apart)
+            delta, ran = way(kernels, layers[done:], residual, delta, done, inputs, stop)
+            calls.append(ran)
+            done += ran
+        seen = min(len(layers), -(-(writer + 1) // layers_apart) * layers_apart)
+        later = range(seen, len(layers), layers_apart)
+        assert calls == [seen, *(min(layers_apart, len(layers) - each) for each in later)]
+        assert torch.equal(delta, expected)
+        assert torch.equal(residual, expected_residual)
+        assert torch.equal(inputs.kv_pool, whole.kv_pool)
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])

@@ -106,7 +106,7 @@ def run_stage(
     results, logits = [], []
     for number, batch in enumerate(batches):
         state = model.embed(batch.token_ids, batch.attention) if states is None else states[number]
-        state = model.run_layers(shard.layers, state, pool, batch.attention)
+        state, _ = model.run_layers(shard.layers, state, pool, batch.attention)
         results.append(state)
         if shard.is_last:
             logits.append(model.logits(state, torch.arange(len(batch.token_ids))))

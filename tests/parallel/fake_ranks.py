@@ -50,7 +50,7 @@ class FakeRank:
         for scheduled in plan.slices:
             self._obey(scheduled.request_id)
         stopped = tuple(each.request_id for each in plan.slices if each.preemptible)
-        if not (stopped and self._context.state.stops.is_requested(plan.step)):
+        if not (stopped and self._context.state.stops.signal(plan.step).is_set()):
             stopped = ()
         return StepOutcome(
             tuple(

@@ -44,7 +44,7 @@ def test_a_stop_of_an_earlier_step_does_not_undo_a_later_one(state: SharedState)
     num_words = len(state.stops._words)
     state.stops.request(2 * num_words)
     state.stops.request(num_words)
-    assert [step for step in range(4 * num_words) if state.stops.is_requested(step)] == [2 * num_words]
+    assert [step for step in range(4 * num_words) if state.stops.signal(step).is_set()] == [2 * num_words]
 
 
 def test_the_places_of_ranks_are_told_those_first_that_wait_for_no_other(state: SharedState) -> None:

@@ -104,7 +104,7 @@ class DecodeGraphs:
     def _run(self, layer: int, state: HiddenState, size: int) -> HiddenState:
         """Run a layer, and copy what follows from it to where the next one finds it."""
         attention = self._batches[size].attention
-        after = self._model.run_layers(range(layer, layer + 1), state, self._kv_pool, attention)
+        after, _ = self._model.run_layers(range(layer, layer + 1), state, self._kv_pool, attention)
         residual, delta = self._residual[:size], None
         if after.residual.data_ptr() != residual.data_ptr():
             residual.copy_(after.residual)

@@ -14,6 +14,7 @@ from backfill.core.request import RequestId
 from backfill.execution.batch import FlatBatch
 from backfill.execution.decode_graphs import DecodeGraphs
 from backfill.execution.micro_batches import MicroBatchStreams
+from backfill.kernels.stop_signal import StopSignal
 from backfill.models.decoder import DecoderModel, HiddenState
 
 BatchOf: TypeAlias = Callable[[Sequence[ScheduledSlice]], FlatBatch]
@@ -35,12 +36,14 @@ class MicroBatch:
     stream: int
     graphs: DecodeGraphs | None = None
 
-    def run_layers(self, layers: range, model: DecoderModel, kv_pool: Tensor) -> None:
+    def run_layers(self, layers: range, model: DecoderModel, kv_pool: Tensor, stop: StopSignal | None) -> int:
+        """Returns how many were run. See ``DecoderModel.run_layers``."""
         if self.graphs is None:
-            self.state = model.run_layers(layers, self.state, kv_pool, self.batch.attention)
-        else:
-            for layer in layers:
-                self.state = self.graphs.run_layer(layer, self.batch)
+            self.state, done = model.run_layers(layers, self.state, kv_pool, self.batch.attention, stop)
+            return done
+        for layer in layers:
+            self.state = self.graphs.run_layer(layer, self.batch)
+        return len(layers)
 
 
 @dataclass(slots=True)

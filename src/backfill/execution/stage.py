@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from contextlib import suppress
-from functools import partial
 from typing import Protocol
+
+import numpy as np
 
 from backfill.core.plan import Safepoints, StepPlan
 from backfill.execution.collectives import Handover, PeerFailed, RankLinks, SoleSafepointGroup, StageLink
+from backfill.kernels.stop_signal import StopSignal
 from backfill.models.shard import ModelShard
 
 
@@ -18,20 +20,21 @@ class StopRequests(Protocol):
     def request(self, step: int) -> None:
         """Stop the step at its next safepoint. One that has ended does not notice."""
 
-    def is_requested(self, step: int) -> bool: ...
+    def signal(self, step: int) -> StopSignal:
+        """Set once the step is to stop."""
 
 
 class StopRequest:
     """See ``StopRequests``: of one step at a time."""
 
     def __init__(self) -> None:
-        self._step = -1
+        self._step = np.full(1, -1, dtype=np.int64)
 
     def request(self, step: int) -> None:
-        self._step = max(self._step, step)  # a late call for an earlier step must not undo it
+        self._step[0] = max(self._step[0], step)  # a late call for an earlier step must not undo it
 
-    def is_requested(self, step: int) -> bool:
-        return self._step == step
+    def signal(self, step: int) -> StopSignal:
+        return StopSignal(self._step, step)
 
 
 class Stage:
@@ -69,7 +72,7 @@ class Stage:
         self._stops = stops
         self._on_layer = on_layer
         self._number = 0  # of steps begun; the same on all ranks
-        self._is_stop_asked = partial(stops.is_requested, self.step)
+        self._signal = stops.signal(self.step)
         self._incoming: StageLink | None = None  # from which the step's message is still to come
         self._outgoing: StageLink | None = None  # to which it is still to go
 
@@ -87,7 +90,7 @@ class Stage:
         self.step = plan.step
         self._number += 1
         self._incoming, self._outgoing = (links.previous, links.following) if plan.slices else (None, None)
-        self._is_stop_asked = partial(self._stops.is_requested, plan.step)
+        self._signal = self._stops.signal(plan.step)
         self._group.begin_step()
 
     def fail_step(self) -> None:
@@ -146,10 +149,14 @@ class Stage:
         return range(layer, min(each for each in pauses if each > layer))
 
     def arm(self, layers: range, safepoints: Set[int]) -> None:
-        """Ask whether to stop while layers are computed, if a safepoint follows."""
+        """Ask whether to stop while layers are computed, if one of the safepoints follows."""
         # One layer more: a group may know only what the one before the last has carried.
-        precedes = layers.stop in safepoints or layers.stop + 1 in safepoints
-        self._group.arm(self._is_stop_asked if precedes else None)
+        is_none_reached = safepoints.isdisjoint(range(layers.start + 1, layers.stop + 2))
+        self._group.arm(None if is_none_reached else self._signal.is_set)
+
+    def stop_signal(self, points: Safepoints | None) -> StopSignal | None:
+        """For layers that are run from a safepoint, or from the beginning of a pass."""
+        return None if points is None else self._signal._replace(layers_apart=points.layers_apart)
 
     @property
     def stop_agreed(self) -> bool:

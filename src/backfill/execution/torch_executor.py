@@ -327,19 +327,21 @@ class TorchExecutor:
             if layer == end:
                 break
             stage.begin_layer(layer)
+            left = safepoints if stop is None else frozenset()
             takes_turns = streamer is not None or len(running.micro_batches) > 1
-            pauses = {layer + 1} if takes_turns else {last, end} | safepoints
+            heeds_stop = model.heeds_stops and not takes_turns
+            pauses = {layer + 1} if takes_turns else {last, end} if heeds_stop else {last, end} | left
             layers = stage.layers_until(layer, pauses)
-            if safepoints:
-                stage.arm(layers, safepoints if stop is None else frozenset())
+            stage.arm(layers, left)
+            signal = stage.stop_signal(plan.safepoints) if left and heeds_stop else None
             if streamer is not None:
                 streamer.before(layer)
             for each in running.micro_batches:
                 with streams.of(each.stream):
-                    each.run_layers(layers, model, self._kv_pool)
+                    done = each.run_layers(layers, model, self._kv_pool, signal)
             if streamer is not None:
                 streamer.after(layer)
-            running.layers_done = layers.stop
+            running.layers_done += done
         return stop
 
     def _take_out(self, running: LayerPass, plan: StepPlan) -> Stop:
@@ -394,7 +396,5 @@ class TorchExecutor:
         return build_batch(slices, self._tokens_of(slices), self.info.block_size, self._kv_pool.device)
 
     def _tokens_of(self, slices: Sequence[ScheduledSlice]) -> list[NDArray[np.int64]]:
-        return [
-            self._states[scheduled.request_id].tokens(scheduled.start, scheduled.start + scheduled.num_tokens)
-            for scheduled in slices
-        ]
+        states = self._states
+        return [states[each.request_id].tokens(each.start, each.start + each.num_tokens) for each in slices]

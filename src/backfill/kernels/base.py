@@ -18,6 +18,7 @@ from torch import Tensor
 from backfill.core.block import KV_SCALE_BYTES
 from backfill.kernels.linears import GatedLinear, Linear, Table
 from backfill.kernels.quantized import QuantizedWeight
+from backfill.kernels.stop_signal import StopSignal
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,18 +228,25 @@ class Kernels(ABC):
         delta: Tensor | None,
         first: int,
         inputs: DecoderInputs,
-    ) -> Tensor:
+        stop: StopSignal | None = None,
+    ) -> tuple[Tensor, int]:
         """Both halves of each of ``layers``, at least one; the first has the KV of ``first`` in the pool.
 
-        Args: delta: not yet added to ``residual``, which is overwritten. Both are ``[T, N]``.
-        Returns: the next delta.
+        Args:
+            delta: not yet added to ``residual``, which is overwritten. Both are ``[T, N]``.
+            stop: ends the call early.
+        Returns: the next delta, and how many layers were computed.
         """
-        for layer, weights in enumerate(layers, first):
+        done = 0
+        for weights in layers:
+            if stop is not None and done and done % stop.layers_apart == 0 and stop.is_set():
+                break
             x, added_to = (residual, None) if delta is None else (delta, residual)
-            x = self.attention_block(weights, x, added_to, layer, inputs)
+            x = self.attention_block(weights, x, added_to, first + done, inputs)
             delta = self.mlp_block(weights, x, residual, inputs.eps)
+            done += 1
         assert delta is not None, "no layers"
-        return delta
+        return delta, done
 
     @abstractmethod
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Table: ...

@@ -35,6 +35,7 @@ from backfill.kernels.panels import (
     quantized_panels_of,
 )
 from backfill.kernels.quantized import QuantizedWeight
+from backfill.kernels.stop_signal import StopSignal
 
 
 def available_isas() -> list[str]:
@@ -195,13 +196,14 @@ class CpuKernels(Kernels):
         delta: Tensor | None,
         first: int,
         inputs: DecoderInputs,
-    ) -> Tensor:
+        stop: StopSignal | None = None,
+    ) -> tuple[Tensor, int]:
         x, added_to = (residual, None) if delta is None else (delta, residual)
         packed = []
         for layer, weights in enumerate(layers, first):
             matrices = weights.qkv, weights.output, weights.gate_up, weights.down
             if not all(map(reads_rows, matrices)):
-                return super().decoder_layers(layers, residual, delta, first, inputs)
+                return super().decoder_layers(layers, residual, delta, first, inputs, stop)
             norms = weights.input_norm, weights.q_norm, weights.k_norm, weights.post_attention_norm
             parts = *matrices, *norms, inputs.cos_sin, inputs.kv_pool, x.dtype
             known = self._packed_layers.get(layer)
@@ -214,7 +216,7 @@ class CpuKernels(Kernels):
                 known = self._packed_layers[layer] = _PackedLayer(parts, x.shape[1], _packed(weights))
             packed.append(known.cpp)
         out = x.new_empty(x.shape)
-        self._cpp.decoder_layers(
+        done = self._cpp.decoder_layers(
             packed,
             x.data_ptr(),
             x.stride(0),
@@ -229,8 +231,9 @@ class CpuKernels(Kernels):
             address(inputs.cos_sin),
             inputs.scale,
             out.data_ptr(),
+            *((0, 0, 1) if stop is None else (stop.word.ctypes.data, stop.value, stop.layers_apart)),
         )
-        return out
+        return out, int(done)
 
     def _check_attention(
         self, weights: LayerWeights, x: Tensor, residual: Tensor | None, layer: int, inputs: DecoderInputs

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from backfill.kernels.base import AttentionMetadata, Kernels
 from backfill.kernels.linears import Linear, Table
+from backfill.kernels.stop_signal import StopSignal
 from backfill.models.config import ModelConfig
 from backfill.models.movable import MovableWeights
 from backfill.models.shard import ModelShard
@@ -104,13 +105,29 @@ class DecoderModel(ABC):
     def embed(self, token_ids: Tensor, batch: AttentionMetadata) -> HiddenState:
         """``token_ids`` int64 ``[T]`` to the first layer's input, on the first stage."""
 
+    @property
+    def heeds_stops(self) -> bool:
+        """Whether ``run_layers`` takes a stop.
+
+        Not where the device computes behind the host, which is layers ahead when it looks.
+        """
+        return False
+
     @abstractmethod
     def run_layers(
-        self, layers: range, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
-    ) -> HiddenState:
-        """Run at least one of the layers and write its KV of the batch's tokens. ``state`` is consumed.
+        self,
+        layers: range,
+        state: HiddenState,
+        kv_pool: Tensor,
+        batch: AttentionMetadata,
+        stop: StopSignal | None = None,
+    ) -> tuple[HiddenState, int]:
+        """Run the layers, at least one, and write their KV of the batch's tokens. ``state`` is consumed.
 
-        ``kv_pool`` has the layers of ``shard`` and the rank's KV heads only.
+        Args:
+            kv_pool: the layers of ``shard`` and the rank's KV heads only.
+            stop: ends the call early. None unless ``heeds_stops``.
+        Returns: the state, and how many layers were run.
         """
 
     @abstractmethod

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backfill.kernels.base import AttentionMetadata, DecoderInputs
 from backfill.kernels.linears import Linear
+from backfill.kernels.stop_signal import StopSignal
 from backfill.models.config import ModelConfig
 from backfill.models.decoder import DecoderModel, HiddenState
 from backfill.models.frequencies import inverse_frequencies
@@ -60,21 +61,31 @@ class LlamaModel(DecoderModel):
     def embed(self, token_ids: Tensor, batch: AttentionMetadata) -> HiddenState:
         return HiddenState(self._look_up(token_ids), None)
 
+    @property
+    def heeds_stops(self) -> bool:
+        return self._group.size == 1 and self._device.type == "cpu"
+
     def run_layers(
-        self, layers: range, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
-    ) -> HiddenState:
+        self,
+        layers: range,
+        state: HiddenState,
+        kv_pool: Tensor,
+        batch: AttentionMetadata,
+        stop: StopSignal | None = None,
+    ) -> tuple[HiddenState, int]:
         kernels, eps, (residual, delta) = self.kernels, self.config.norm_eps, state
         inputs = DecoderInputs(kv_pool, batch, self._num_heads, self._cos_sin, self._scale, eps)
         here = layers.start - self.shard.layers.start
         if self._group.size == 1:
             weights = [self.layers[index] for index in layers]
-            return HiddenState(residual, kernels.decoder_layers(weights, residual, delta, here, inputs))
+            delta, done = kernels.decoder_layers(weights, residual, delta, here, inputs, stop)
+            return HiddenState(residual, delta), done
         for layer, index in enumerate(layers, here):
             x, added_to = (residual, None) if delta is None else (delta, residual)
             half = kernels.attention_block(self.layers[index], x, added_to, layer, inputs)
             whole = kernels.mlp_block(self.layers[index], self._group.all_reduce(half), residual, eps)
             delta = self._group.all_reduce(whole)
-        return HiddenState(residual, delta)
+        return HiddenState(residual, delta), len(layers)
 
     def logits(self, state: HiddenState, rows: Tensor) -> Tensor | None:
         assert self._norm is not None, "the last stage has the norm"

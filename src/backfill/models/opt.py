@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backfill.kernels.base import AttentionMetadata
 from backfill.kernels.linears import Linear
+from backfill.kernels.stop_signal import StopSignal
 from backfill.models.config import OPT_POSITION_OFFSET
 from backfill.models.decoder import DecoderModel, HiddenState
 from backfill.models.movable import MovableWeights
@@ -82,12 +83,18 @@ class OPTModel(DecoderModel):
         return HiddenState(hidden + F.embedding(batch.positions, self._positions), None)
 
     def run_layers(
-        self, layers: range, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
-    ) -> HiddenState:
+        self,
+        layers: range,
+        state: HiddenState,
+        kv_pool: Tensor,
+        batch: AttentionMetadata,
+        stop: StopSignal | None = None,
+    ) -> tuple[HiddenState, int]:
+        assert stop is None, "see heeds_stops"
         hidden = state.residual
         for index in layers:
             hidden = self._run_layer(index, hidden, kv_pool, batch)
-        return HiddenState(hidden, None)
+        return HiddenState(hidden, None), len(layers)
 
     def _run_layer(self, index: int, hidden: Tensor, kv_pool: Tensor, batch: AttentionMetadata) -> Tensor:
         layer, norm_first = self.layers[index], self.config.do_layer_norm_before

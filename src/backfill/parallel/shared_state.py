@@ -8,7 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
+
 from backfill.core.errors import BackfillError
+from backfill.kernels.stop_signal import StopSignal
 from backfill.parallel.shared_memory import create_memory, map_memory
 
 _NUM_STOP_WORDS = 64  # more than the steps that are ever in flight
@@ -94,8 +97,10 @@ class StopWords:
         # Steps count from 0 and a new word is 0. A late call for an earlier step must not undo it.
         self._words[word] = max(self._words[word], step + 1)
 
-    def is_requested(self, step: int) -> bool:
-        return bool(self._words[step % len(self._words)] == step + 1)
+    def signal(self, step: int) -> StopSignal:
+        """See ``StopRequests``."""
+        word = step % len(self._words)
+        return StopSignal(np.frombuffer(self._words[word : word + 1], np.int64), step + 1)
 
 
 class RankProgress:
