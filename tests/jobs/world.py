@@ -48,6 +48,7 @@ from backfill.jobs.threads import JobThreads
 from backfill.preparation.line_file import is_marked
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
+from backfill.router import line_runner
 from backfill.router.line_reader import RoutedReader
 from tests.jobs.doubles import ready, submit
 from tests.jobs.routed_engines import TIMEOUT_S, RoutedEngines
@@ -59,6 +60,7 @@ _EPOCH_S = 1_700_000_000.0
 _DAY_S = 86400.0
 _LINE_S = 0.4  # in an engine, at most
 _PERIODS_PER_LEASE = 5
+_TURN_S = 0.01  # for which a router waits at first for a line's turn to be alone: less than a line may take
 _LONGEST_HANG_S = 5.0
 _CLIENT_S = 6.0  # that a client waits for an answer
 _RUNS = "status IN ('in_progress', 'cancelling')"
@@ -692,6 +694,7 @@ class World(EngineWorld):
             mock.patch("uuid.uuid4", side_effect=lambda: uuid.UUID(int=ids.getrandbits(128), version=4)),
             mock.patch("os.fsync"),
             mock.patch.object(storage, "open_database", self._open_database),
+            mock.patch.object(line_runner, "_TURN_S", _TURN_S),
             mock.patch.object(database_results, "write_all", self._write_all),
             mock.patch.object(results, "write_all", self._write_all),
         ):

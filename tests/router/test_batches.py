@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import signal
 import sqlite3
 from collections.abc import AsyncIterator
@@ -23,7 +24,7 @@ from backfill.protocol.replica_state import ReplicaState
 from backfill.router import line_runner
 from backfill.router.engine import Engine
 from backfill.router.line_reader import PlannedBytes, RoutedLine, RoutedLines, RoutedReader
-from backfill.router.line_runner import EngineRunner
+from backfill.router.line_runner import EngineRunner, _Pause
 from backfill.router.looks import EngineLost
 from backfill.router.metrics import RouterMetrics
 from backfill.router.requests import peek
@@ -215,6 +216,37 @@ async def test_a_line_that_is_to_be_alone_leaves_an_engine_that_keeps_it_no_turn
     assert batch["request_counts"]["completed"] == 1
 
 
+@pytest.mark.parametrize("num_engines", [1, 2])
+async def test_a_line_whose_turn_to_be_alone_does_not_come_gives_it_up_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_engines: int
+) -> None:
+    turn_s = 0.3
+    monkeypatch.setattr(line_runner, "_TURN_S", turn_s)
+    monkeypatch.setattr(line_runner, "_REFUSED_S", 0.01)
+    asked: list[tuple[StubEngine, float]] = []
+
+    class Busy(StubEngine):
+        """Is lost over what is not alone. Lets it begin once it has asked another, or none for a while."""
+
+        async def _complete(self, request: web.Request) -> web.StreamResponse:
+            if "x-backfill-alone" not in request.headers:
+                assert request.transport is not None
+                request.transport.abort()
+                return web.Response()
+            now_s = asyncio.get_running_loop().time()
+            before, before_s = asked[-1] if asked else (self, now_s)
+            asked.append((self, now_s))
+            if before is not self or (num_engines == 1 and now_s - before_s >= turn_s):
+                return await super()._complete(request)
+            return web.json_response({"error": {"code": "turn_kept"}}, status=429)
+
+    async with routing([Busy() for _ in range(num_engines)], tmp_path) as router:
+        batch, _ = await ended(router, await create_batch(router, lines_of(1)))
+    assert batch["request_counts"]["completed"] == 1
+    assert len({engine for engine, _ in asked}) == num_engines
+    assert asked[-1][1] - asked[0][1] >= turn_s, "it waits for its turn"
+
+
 @pytest.mark.parametrize(
     ("load", "counts"),
     [
@@ -281,7 +313,8 @@ async def test_an_engine_that_loses_every_line_is_not_held_against_lines(tmp_pat
         assert engines[0].seen
 
 
-async def test_a_line_that_waits_for_another_engine_holds_up_no_other_line() -> None:
+@pytest.mark.parametrize("why", ["it was lost on this one", "its turn at this one did not come"])
+async def test_a_line_that_waits_for_another_engine_holds_up_no_other_line(why: str) -> None:
     engines = [StubEngine(max_num_seqs=2), StubEngine(max_num_seqs=2)]
     async with routing(engines) as router:
         runner = EngineRunner(router.engines, RouterMetrics(router.engines, WallClock()))
@@ -290,9 +323,11 @@ async def test_a_line_that_waits_for_another_engine_holds_up_no_other_line() -> 
         request, held = peek(line.body, {}), 0
         while router.engines.replicas.place_line(request, lost_on) is not None:
             held += 1
-        waits = asyncio.create_task(runner._place(line, lost_on))
+        missed = {engines[0].url: _Pause(60.0, math.inf)}
+        places = (lost_on, {}) if "lost" in why else (set(), missed)
+        waits = asyncio.create_task(runner._place(line, *places))
         await asyncio.sleep(0.01)
-        placed = await asyncio.wait_for(runner._place(line, set()), TIMEOUT_S)
+        placed = await asyncio.wait_for(runner._place(line, set(), {}), TIMEOUT_S)
         assert held and placed.replica.name == engines[0].url and not waits.done()
         waits.cancel()
 

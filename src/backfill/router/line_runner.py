@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -43,6 +43,9 @@ _REFUSALS = frozenset({400, 404, 413, 415, 422})
 _REFUSED_S = 0.5  # before an engine that refused a line is tried again
 # Before one that does not know the router's key, or sends it elsewhere; longer each time.
 _FAULT_S, _LONGEST_FAULT_S = 30.0, 600.0
+# A line that is to run alone waits so long for its turn at an engine, then leaves that to others for as long.
+# Both double each time, so that the line runs at last, and others wait for no more than half of the time.
+_TURN_S = 60.0
 # From this loss on, a line is said to be lost: one may be the engine's fault, two look like the line's.
 _SUSPICIOUS_LOSSES = 2
 _STORE_PERIOD_S = 1.0  # of the store's figures
@@ -65,8 +68,8 @@ class _Answer:
 
 
 @dataclass(slots=True)
-class _Fault:
-    """Of an engine that answers no line, ``until_s`` on the loop's clock."""
+class _Pause:
+    """Of an engine that gets no lines, or not this one, ``until_s`` on the loop's clock."""
 
     seconds: float
     until_s: float
@@ -80,7 +83,7 @@ class EngineRunner:
     metrics: RouterMetrics
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _faults: dict[str, _Fault] = field(default_factory=dict, init=False)
+    _faults: dict[str, _Pause] = field(default_factory=dict, init=False)
 
     @property
     def capacity(self) -> int:
@@ -95,9 +98,9 @@ class EngineRunner:
     @property
     def _besides(self) -> set[str]:
         """Engines that get no lines: those that lease them themselves, and those at fault."""
-        now_s = asyncio.get_running_loop().time()
-        at_fault = {url for url, fault in self._faults.items() if now_s < fault.until_s}
-        return at_fault.union(each.url for each in self.engines.all if self.engines.shares_store(each))
+        return _paused(self._faults).union(
+            each.url for each in self.engines.all if self.engines.shares_store(each)
+        )
 
     def on_change(self) -> None:
         """What is up, or its headroom for lines, may have changed."""
@@ -110,16 +113,13 @@ class EngineRunner:
         """
         assert isinstance(line, RoutedLine)
         lost_on: set[str] = set()
+        missed: dict[str, _Pause] = {}
         num_losses = 0
         while True:
-            placement = await self._place(line, lost_on)
+            placement = await self._place(line, lost_on, missed)
             url = placement.replica.name
             try:
-                answer = await self._attempt(line, url)
-                while answer is not None and answer.keeps_turn and self.engines.replicas.takes_lines(url):
-                    self.metrics.retries["refused"] += 1
-                    await asyncio.sleep(_REFUSED_S)
-                    answer = await self._attempt(line, url)
+                answer = await self._attempt_in_turn(line, url, missed)
             finally:
                 placement.on_end()
                 self.on_change()
@@ -148,24 +148,29 @@ class EngineRunner:
             self.metrics.retries["refused"] += 1
             await asyncio.sleep(_REFUSED_S)
 
-    async def _place(self, line: RoutedLine, lost_on: Set[str]) -> Placement:
+    async def _place(self, line: RoutedLine, lost_on: Set[str], missed: Mapping[str, _Pause]) -> Placement:
         """Wait for an engine with headroom; lines that wait get theirs in turn.
 
-        ``lost_on`` are engines that lost the line: they get it only where no other takes lines. While it
-        waits for another one it does not hold up those that any engine may have.
+        ``lost_on`` are engines that lost the line: they get it only where no other takes lines. Where its
+        turn was ``missed``, they do not get it for a while. While it waits for another one it does not hold
+        up those that any engine may have.
         """
         request = await apart(line.num_bytes, peek, line.body, {}, line.owner)
         async with self._turn:
-            while (placement := self._placement(request, lost_on)) is None and not lost_on:
+            while (placement := self._placement(request, lost_on, missed)) is None:
+                if lost_on or missed:
+                    break
                 await self._change()
         while placement is None:
             await self._change()
-            placement = self._placement(request, lost_on)
+            placement = self._placement(request, lost_on, missed)
         return placement
 
-    def _placement(self, request: RoutedRequest, lost_on: Set[str]) -> Placement | None:
+    def _placement(
+        self, request: RoutedRequest, lost_on: Set[str], missed: Mapping[str, _Pause]
+    ) -> Placement | None:
         """None where no engine that may have the line has headroom."""
-        replicas, besides = self.engines.replicas, self._besides
+        replicas, besides = self.engines.replicas, self._besides | _paused(missed)
         others = [each for each in self.engines.all if each.is_up and each.url not in besides | lost_on]
         if any(replicas.takes_lines(each.url) for each in others):
             besides |= lost_on
@@ -184,8 +189,29 @@ class EngineRunner:
         if before is not None and now_s < before.until_s:
             return  # lines that were there already
         seconds = _FAULT_S if before is None else min(2 * before.seconds, _LONGEST_FAULT_S)
-        self._faults[url] = _Fault(seconds, now_s + seconds)
+        self._faults[url] = _Pause(seconds, now_s + seconds)
         logger.error("%s gets no lines for %.0f s: it answers them with status %d", url, seconds, status)
+
+    async def _attempt_in_turn(self, line: RoutedLine, url: str, missed: dict[str, _Pause]) -> _Answer | None:
+        """Again while the engine keeps the line its turn, up to a bound. What is refused is not lost."""
+        loop = asyncio.get_running_loop()
+        seconds = 2 * missed[url].seconds if url in missed else _TURN_S
+        ends_at_s = loop.time() + seconds
+        answer = await self._attempt(line, url)
+        while answer is not None and answer.keeps_turn and self.engines.replicas.takes_lines(url):
+            now_s = loop.time()
+            if now_s >= ends_at_s:
+                missed[url] = _Pause(seconds, now_s + seconds)
+                logger.warning(
+                    "%s has not ended what it has for %.0f s: a line that is to run alone asks again later",
+                    url,
+                    seconds,
+                )
+                break
+            self.metrics.retries["refused"] += 1
+            await asyncio.sleep(_REFUSED_S)
+            answer = await self._attempt(line, url)
+        return answer
 
     async def _attempt(self, line: RoutedLine, url: str) -> _Answer | None:
         """None where the engine was not reached."""
@@ -262,6 +288,11 @@ async def start_jobs(
     metrics.registry.register(job_metrics)
     tasks.start(watch_store(), "batch-figures")
     return jobs
+
+
+def _paused(pauses: Mapping[str, _Pause]) -> set[str]:
+    now_s = asyncio.get_running_loop().time()
+    return {url for url, pause in pauses.items() if now_s < pause.until_s}
 
 
 def _json_of(content: bytes) -> dict[str, object]:
