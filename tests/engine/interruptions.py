@@ -13,6 +13,7 @@ from backfill.core.request import Request, ServiceClass
 from backfill.engine.engine import Engine
 from backfill.kernels.stop_signal import StopSignal
 from tests.builders import linear_cost, make_profile, make_request
+from tests.integrity import check_scheduler
 
 OFFLINE_SHAPES = [(21, 9), (5, 12), (30, 6), (11, 10)]
 ONLINE_SHAPES = [(13, 5), (4, 7), (9, 4)]
@@ -121,7 +122,7 @@ def run_disturbed(engine: Engine, executor: Any, arrivals: dict[tuple[int, int],
     before_layers(executor, arrive)
     for _ in range(60):
         engine.step()
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
     before_layers(executor, None)
     for number, request in enumerate(online):
         if number not in arrived:
@@ -134,7 +135,7 @@ def drain(engine: Engine, executor: Any) -> None:
     """Serve all, after which no rank of the executor may keep anything."""
     while engine.has_unfinished:
         engine.step()
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
     engine.step()
     assert engine.scheduler.kv.counts.referenced == 0
     for rank in getattr(executor, "ranks", [executor]):

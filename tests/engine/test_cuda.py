@@ -18,6 +18,7 @@ from backfill.core.sampling import SamplingParams
 from backfill.engine.engine import Engine
 from backfill.execution.create import create_torch_executor
 from tests.builders import make_profile
+from tests.integrity import check_scheduler
 from tests.models.tiny import CONFIGS, save_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -68,7 +69,7 @@ def tokens_on(
         assert engine.add(request) is None
     while engine.has_unfinished:
         collect(engine, tokens)
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
     executor.close()
     assert [len(each) for each in tokens.values()] == [num for _, num in LENGTHS]
     num_preemptions = sum(each.num_preemptions for each in engine.scheduler.counters.values())

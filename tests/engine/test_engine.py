@@ -27,6 +27,7 @@ from backfill.engine.messages import (
 )
 from backfill.execution.simulated_executor import hashed_token
 from tests.builders import ScriptedExecutor, make_info, make_profile, make_request
+from tests.integrity import check_scheduler
 
 
 def make_engine(**info: int) -> tuple[Engine, ScriptedExecutor]:
@@ -45,7 +46,7 @@ def run_to_end(engine: Engine) -> list[TokenOutput]:
     outputs = []
     while engine.has_unfinished:
         outputs += engine.step()
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
     return outputs
 
 
@@ -124,7 +125,7 @@ def test_requests_that_have_sent_nothing_survive_a_failed_step_once(
         engine.add(make_request(request_id=name, max_tokens=3, service_class=service_class))
     executor.fail_at_step = 0
     assert engine.step() == []
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     outputs = run_to_end(engine)
     for name in ("a", "b"):
         mine = [output.token_id for output in outputs if output.request_id == name]

@@ -22,6 +22,7 @@ from backfill.execution.executor import PipelinedExecutor
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.execution.simulated_pipeline import SimulatedPipeline
 from tests.builders import linear_cost, make_info, make_profile, make_request
+from tests.integrity import check_kv
 
 TPOT_S = 0.1
 # Of whole steps: 20 ms, and 0.2 ms for each token.
@@ -107,7 +108,7 @@ class Run:
                 continue
             self.step()
         assert not self.engine.has_unfinished
-        self.engine.scheduler.kv.check_integrity()
+        check_kv(self.engine.scheduler.kv)
         return self
 
     def step(self) -> None:

@@ -21,6 +21,7 @@ from backfill.execution.create import create_torch_executor
 from backfill.execution.executor import Executor
 from tests.builders import make_profile, make_request
 from tests.execution.tiny import BLOCK_BYTES, two_tier_config
+from tests.integrity import check_scheduler
 from tests.models.tiny import save_tiny_model
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
 
@@ -84,7 +85,7 @@ def scored(
             if output.prompt_logprobs is not None:
                 assert output.request_id not in scores, "with the first token alone"
                 scores[output.request_id] = output.prompt_logprobs
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
         if not engine.has_unfinished:
             break
     assert not engine.scheduler.prompt_scores

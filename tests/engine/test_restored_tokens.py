@@ -28,6 +28,7 @@ from backfill.execution.create import create_torch_executor
 from backfill.execution.pool_pair import CompletedCopies
 from backfill.execution.torch_executor import TorchExecutor
 from tests.builders import make_profile, make_request
+from tests.integrity import check_scheduler
 from tests.models.tiny import save_tiny_model
 
 NUM_LAYERS = 3
@@ -132,7 +133,7 @@ def serve_on(
             executor.request_stop(num_steps)  # plans are numbered from 0, one a step
         engine.step()
         num_stopped += engine.stats().step.stopped
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
         num_steps += 1
     return [*offline, *online], num_stopped
 
@@ -307,7 +308,7 @@ def crowd_on(engine: Engine, executor: TorchExecutor, stops_every: int = 0) -> l
             executor.request_stop(num_steps)
         engine.step()
         wait_for_a_copy(executor)
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
         num_steps += 1
     return [*offline, *online]
 

@@ -37,6 +37,7 @@ from tests.engine.interruptions import (
     tokens_of,
     undisturbed,
 )
+from tests.integrity import check_scheduler
 from tests.models.tiny import save_tiny_model
 from tests.shared import examples
 
@@ -199,7 +200,7 @@ def test_a_suspended_request_can_be_aborted(
     stop_the_second_step(executor, engine)
     survivor = offline_requests(engine)[1]
     engine.abort([RequestId(f"offline-{index}") for index in (0, 2, 3)])
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     drain(engine, executor)
     assert survivor.output_token_ids == expected["offline-1"]
 
@@ -208,7 +209,7 @@ def test_when_all_suspended_requests_are_aborted_nothing_is_kept(executor: Torch
     engine = make_engine(executor)
     online = stop_the_second_step(executor, engine)
     engine.abort([RequestId(f"offline-{index}") for index in range(4)])
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     drain(engine, executor)
     assert online.finish_reason is FinishReason.LENGTH
 

@@ -35,6 +35,7 @@ from tests.engine.interruptions import (
     undisturbed,
 )
 from tests.engine.schemas import random_schema
+from tests.integrity import check_scheduler
 
 PERSON = {
     "type": "object",
@@ -76,7 +77,7 @@ class Run:
             self.num_steps += 1
             for output in self.engine.step():
                 self.outputs.setdefault(output.request_id, []).append(output)
-            self.engine.scheduler.check_integrity()
+            check_scheduler(self.engine.scheduler)
         self.engine.step()
         return [
             self.tokenizer.decode(

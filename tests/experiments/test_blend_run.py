@@ -24,6 +24,7 @@ from experiments.blendserve.mix import MixSpec
 from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
 from experiments.blendserve.pool import HARDWARE, PoolLoop, run_pool, step_tokens
 from tests.experiments.small_sources import small_sources
+from tests.integrity import check_scheduler
 
 MIX = MixSpec("burstgpt", 0.9, 0.35, 60, 1)
 ORDERS: tuple[OrderName, ...] = ("fcfs", "random", "dfs", "batchllm", "blend")
@@ -71,7 +72,7 @@ def test_every_request_runs_to_its_end(order: OrderName) -> None:
         computed == num_prompt_tokens + sum(made.outputs) - len(made.outputs) - counters.num_prefix_hit_tokens
     )
     assert not running.engine.has_unfinished
-    running.engine.scheduler.check_integrity()
+    check_scheduler(running.engine.scheduler)
 
 
 def test_progress_is_that_of_the_longest_output_where_it_outlasts_the_others() -> None:

@@ -19,6 +19,7 @@ from backfill.kvcache.copies import Copy
 from backfill.kvcache.create import create_checkpoint_policy
 from backfill.kvcache.manager import KVCacheManager
 from tests.builders import make_request
+from tests.integrity import check_kv
 
 Rows = NDArray[np.int64]  # [tokens, 3]: token id, position, hash of the namespace and all tokens so far
 
@@ -120,7 +121,7 @@ class CacheModel:
     def check(self) -> None:
         """The manager's own account, every request's computed tokens, and all content in both tiers."""
         cache = self.cache
-        cache.check_integrity()
+        check_kv(cache)
         counts = cache.counts
         total = counts.empty + counts.cached + counts.cached_with_copy + counts.protected + counts.referenced
         assert total == cache.num_blocks + cache.resizing.num_draining

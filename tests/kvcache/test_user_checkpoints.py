@@ -19,6 +19,7 @@ from backfill.kvcache.checkpointing import PoolView, UserCheckpoints
 from backfill.kvcache.content import Evictable
 from backfill.kvcache.manager import KVCacheManager
 from tests.builders import linear_cost, make_info, make_request
+from tests.integrity import check_scheduler
 
 DOCUMENT = (Path(__file__).parent.parent.parent / "docs" / "kv-cache.md").read_text()
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
@@ -81,7 +82,7 @@ def served(checkpointing: str) -> Engine:
     engine.add(request)
     while engine.has_work:
         engine.step()
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
     assert len(request.output_token_ids) == 20
     return engine
 

@@ -25,6 +25,7 @@ from backfill.parallel.executor import ParallelExecutor
 from backfill.parallel.rank import RankContext
 from tests.builders import make_request
 from tests.engine.interruptions import all_requests, stopping_engine, tokens_of, undisturbed
+from tests.integrity import check_scheduler
 from tests.models.tiny import save_tiny_model
 from tests.parallel.processes import wait_ended
 from tests.parallel.test_rank_tokens import tokens
@@ -104,7 +105,7 @@ def test_tokens_of_processes_whose_steps_are_stopped_at_random(
             engine.add(request)
         while engine.has_unfinished:
             engine.step()
-            engine.scheduler.check_integrity()
+            check_scheduler(engine.scheduler)
             num_stopped += engine.stats().step.stopped
     finally:
         ended.set()

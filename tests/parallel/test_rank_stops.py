@@ -29,6 +29,7 @@ from tests.engine.interruptions import (
     tokens_of,
     undisturbed,
 )
+from tests.integrity import check_scheduler
 from tests.models.tiny import save_tiny_model
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
 from tests.shared import examples
@@ -131,7 +132,7 @@ def test_a_step_that_fails_on_one_rank_fails_on_those_that_need_it_and_the_next_
     before_layers(ranks, fail)
     while engine.has_unfinished:
         engine.step()
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
         errors.append(ranks.errors)
     before_layers(ranks, None)
     kinds = [type(error) for error in errors[0]]

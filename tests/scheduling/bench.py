@@ -26,6 +26,7 @@ from backfill.scheduling.policy import Policy, Snapshot
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import Scheduler
 from tests.builders import ScriptedExecutor, linear_cost, make_info, make_request
+from tests.integrity import check_scheduler
 
 BLOCK_SIZE = 4
 SLO_100_MS = SLO(ttft_s=1.0, tpot_s=0.1)
@@ -87,7 +88,7 @@ class Bench:
         plan = self.scheduler.plan_step(self.clock.now_s())
         self.clock.advance(plan.predicted_s)
         self.scheduler.commit(plan, self.executor.run(plan), self.clock.now_s())
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         return plan
 
 

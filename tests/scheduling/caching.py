@@ -12,6 +12,7 @@ from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import Request, ServiceClass
 from backfill.costs.model import CostModel
 from tests.builders import TwoTierExecutor, linear_cost, make_info, make_request
+from tests.integrity import check_scheduler
 from tests.scheduling.bench import scheduler_of
 
 BLOCK_SIZE = 16
@@ -69,7 +70,7 @@ class CachingBench:
         self.clock.advance(plan.predicted_s or 1e-3)
         self.scheduler.commit(plan, self.executor.run(plan), self.clock.now_s())
         if plan.step % self._checks_every == 0:
-            self.scheduler.check_integrity()
+            check_scheduler(self.scheduler)
         return plan
 
     def finish(self, *requests: Request) -> None:

@@ -17,6 +17,7 @@ from backfill.scheduling.builder import StepBuilder
 from backfill.scheduling.policies.bros import INITIAL_BATCH_SIZE, BrosPolicy, Residuals
 from backfill.scheduling.prediction import StepPredictor
 from tests.builders import ScriptedExecutor, linear_cost, make_info, make_request
+from tests.integrity import check_scheduler
 from tests.scheduling.bench import Bench, bros_policy, offline, policy_workloads, scheduler_of, sizes
 from tests.shared import examples
 
@@ -225,7 +226,7 @@ def test_a_step_takes_as_long_as_what_it_restores() -> None:
             copies = plan.copies
             outcome = replace(executor.run(plan), completed_copies=copies.restore)
             scheduler.commit(plan, outcome, clock.now_s())
-            scheduler.check_integrity()
+            check_scheduler(scheduler)
 
         job = offline(32, 9, request_id="job")
         scheduler.add(job)

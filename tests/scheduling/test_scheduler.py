@@ -5,6 +5,7 @@ import pytest
 from backfill.core.request import FinishReason, Request, RequestId, RequestStatus, ServiceClass
 from backfill.scheduling.policies.baselines import PriorityPolicy
 from tests.builders import make_request
+from tests.integrity import check_scheduler
 from tests.scheduling.bench import Bench, sizes
 
 
@@ -120,6 +121,6 @@ def test_finishing_a_request_in_any_state_frees_it_once() -> None:
     for request_id in ("running", "waiting"):
         assert scheduler.finish(RequestId(request_id), FinishReason.ABORT) is not None
         assert scheduler.finish(RequestId(request_id), FinishReason.ABORT) is None
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
     assert scheduler.kv.counts.referenced == 0
     assert bench.step().released == ("running",)

@@ -18,6 +18,7 @@ from backfill.core.request import FinishReason, Request, RequestStatus, ServiceC
 from backfill.core.slo import SLO
 from backfill.engine.engine import Engine
 from tests.builders import linear_cost, make_profile, make_request
+from tests.integrity import check_scheduler
 from tests.scheduling.caching import Unforgiving
 from tests.scheduling.test_two_tier_schedules import BLOCK_SIZE, Setting
 from tests.shared import examples
@@ -77,7 +78,7 @@ class Soak:
             if self.clock.now_s() < virtual_s:
                 self._load()
             self.engine.step()
-            self.engine.scheduler.check_integrity()
+            check_scheduler(self.engine.scheduler)
             assert self.engine.has_work or not self.engine.has_unfinished, (
                 "it stopped with unfinished requests"
             )

@@ -23,6 +23,7 @@ from backfill.core.slo import SLO
 from backfill.execution.simulated_executor import hashed_token
 from backfill.scheduling.in_flight import StepsInFlight
 from tests.builders import InFlightExecutor, linear_cost, make_request
+from tests.integrity import check_scheduler
 from tests.scheduling.bench import scheduler_of
 from tests.scheduling.test_two_tier_schedules import (
     MAX_STEPS,
@@ -92,12 +93,12 @@ class Flight:
         assert self.scheduler.finish(request.request_id, FinishReason.ABORT) is request
         is_in_flight = request.request_id in self.scheduler.in_flight.slices
         assert (request.status is RequestStatus.FINISHED) is not is_in_flight
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
 
     def submit(self) -> bool:
         """Returns: whether there was something to do beside the steps in flight."""
         plan = self.scheduler.plan_step(self.clock.now_s())
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         if self.in_flight and plan.does_nothing:
             return False
         self.num_beside += bool(self.in_flight)
@@ -126,7 +127,7 @@ class Flight:
             assert names == {sampled.request_id for sampled in outcome.sampled} - dropped
         over = _names(plan) - self.scheduler.in_flight.slices.keys()
         assert aborted.isdisjoint({each.request_id for each in self.unfinished} & over)
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
 
     def step(self) -> None:
         """As an engine's: as many steps are in flight as may be."""

@@ -23,6 +23,7 @@ from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import Scheduler
 from backfill.scheduling.suspension import Suspension
 from tests.builders import linear_cost, make_request
+from tests.integrity import check_scheduler
 from tests.scheduling.bench import offline
 
 NUM_LAYERS = 10
@@ -195,7 +196,7 @@ def test_a_suspended_decode_goes_on_though_an_online_prompt_is_there_at_all_time
         now_s += plan.predicted_s
         sampled = tuple(SampledToken(each.request_id, 7) for each in plan.slices)
         scheduler.commit(plan, StepOutcome(sampled), now_s)
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         if "job" in {each.request_id for each in plan.slices}:
             longest_s, ended_at_s = max(longest_s, now_s - ended_at_s), now_s
     assert dropped == ["job"], "what was suspended of it"
@@ -269,7 +270,7 @@ def commit_all(scheduler: Scheduler, plan: StepPlan) -> None:
     """All slices to their ends."""
     tokens = tuple(SampledToken(each.request_id, 7) for each in plan.slices if each.samples)
     scheduler.commit(plan, StepOutcome(tokens), 0.0)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_what_a_pipeline_resumes_is_not_computed_beside_it() -> None:

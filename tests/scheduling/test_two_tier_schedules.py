@@ -34,6 +34,7 @@ from backfill.execution.simulated_executor import hashed_token
 from backfill.kvcache.manager import KVCacheManager
 from backfill.offloading.residency import ResidencyPolicy
 from tests.builders import TwoTierExecutor, linear_cost, make_info, make_profile, make_request
+from tests.integrity import check_kv, check_scheduler
 from tests.scheduling.bench import scheduler_of
 from tests.scheduling.caching import Unforgiving
 from tests.shared import examples
@@ -132,7 +133,7 @@ class Run:
         assert 0 <= begun <= max(0, self.scheduler.kv.max_copies - before)
         self.clock.advance(plan.predicted_s or 0.001)
         self.scheduler.commit(plan, self.executor.run(plan), self.clock.now_s())
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         self.plans.append(plan)
         return plan
 
@@ -146,7 +147,7 @@ class Run:
                     self.scheduler.add(arrival.request)
                 elif arrival.aborted_at_step == len(self.plans):
                     self.scheduler.finish(arrival.request.request_id, FinishReason.ABORT)
-                    self.scheduler.check_integrity()
+                    check_scheduler(self.scheduler)
             plan = self.step()
             assert not (plan.does_nothing and self.scheduler.has_unfinished), (
                 "it stopped with unfinished requests"
@@ -157,7 +158,7 @@ class Run:
 
 
 def assert_whole(kv: KVCacheManager) -> None:
-    kv.check_integrity()
+    check_kv(kv)
     assert kv.counts.referenced == 0
     assert kv.num_copies_in_flight == 0
     assert not kv._tables, "nothing is kept of finished requests but content"
@@ -327,7 +328,7 @@ def test_failing_steps_cost_only_requests_with_tokens_or_a_second_failure(
             failed |= lost
         else:
             num_sent.update(output.request_id for output in outputs)
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
         clock.advance(rng.uniform(0.0, 0.01))
         num_steps += 1
         assert num_steps < MAX_STEPS, "it hangs"

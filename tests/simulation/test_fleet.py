@@ -23,6 +23,7 @@ from backfill.simulation.fleet_traffic import answer_token
 from backfill.simulation.study import run_study
 from tests.builders import linear_cost, make_info
 from tests.cli.running import run_cli_here
+from tests.integrity import check_scheduler
 
 STUDY = FleetStudy(
     hardware="a100-80g-llama-3-8b",
@@ -102,7 +103,7 @@ def fleet_result(router: str, **changes: object) -> FleetResult:
     fleet = replace(STUDY, **changes).fleet(router, 1)  # type: ignore[arg-type]
     result = fleet.run()
     for replica in fleet.replicas:
-        replica.engine.scheduler.check_integrity()
+        check_scheduler(replica.engine.scheduler)
     return result
 
 

@@ -165,20 +165,6 @@ class CopyLedger:
         self._device.update(device)
         self._host.update(host)
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every pin has its copy."""
-        pins: dict[Block, int] = {}
-        queued = [*self._online.items(), *self._offline.items()]
-        pairs = [*((device, host) for device, (host, _) in queued), *self._in_flight.values()]
-        for block in [each for pair in pairs for each in pair]:
-            pins[block] = pins.get(block, 0) + 1
-        for _, block in self._pinned_until_plan:
-            pins[block] = pins.get(block, 0) + 1
-        guests = [block.peer for block in self._device.blocks if block.peer is not None]
-        for block in [*self._device.blocks, *guests, *self._host.blocks]:
-            assert block.num_copies == pins.pop(block, 0), f"block {block.index} is pinned without a copy"
-        assert not pins, "a block that is in no pool is pinned"
-
 
 def _copy(device: Block, host: Block, slots: Slots | None) -> Copy:
     if slots is None:

@@ -219,18 +219,6 @@ class FreeEnds:
             return None
         return _Rank(block.state, content.num_device_tokens)
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless each block that may be entered is found where it is looked for."""
-        for last in (*self._running.values(), *self._preempted.values()):
-            rank, queued_as = self._rank_of(last), last.queued_as
-            if rank is not None and last.content not in self._changed:
-                assert queued_as is not None and queued_as.group == rank.group, f"{last} is not queued"
-                assert queued_as.num_slots <= rank.num_slots, f"{last} is queued as a fuller block"
-            if queued_as is not None:
-                assert (*_order(last), last) in self._queues[queued_as.group], f"{last} is not in its queue"
-        wanting = [last for lasts in self._wanting.values() for last in lasts]
-        assert set(wanting) == set(self._preempted.values()) and len(wanting) == len(self._preempted)
-
 
 def _order(last: _LastBlock) -> tuple[int, int]:
     """The smaller, the sooner it is entered: by slots in use, then by age."""

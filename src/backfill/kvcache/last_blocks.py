@@ -125,9 +125,6 @@ class LastBlocks:
     def end_copies(self) -> None:
         """Copies have completed."""
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless both ends of each shared block agree."""
-
     def _may_return(self, tail: Content) -> bool:
         """A request may have its tail again: all of it is here, and it can go on writing the block."""
         return tail.is_writable

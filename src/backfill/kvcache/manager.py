@@ -17,7 +17,6 @@ from backfill.kvcache.checkpointing import CheckpointPolicy, NoCheckpoints
 from backfill.kvcache.content import BlockKey, Content, Evictable, KeyChain, Match
 from backfill.kvcache.copies import Copy
 from backfill.kvcache.counts import BlockCounts
-from backfill.kvcache.integrity import check_integrity
 from backfill.kvcache.last_blocks import LastBlocks
 from backfill.kvcache.resizing import Resizing
 from backfill.kvcache.sharing import SharedLastBlocks
@@ -389,7 +388,3 @@ class KVCacheManager:
         counters = self.counters[request.service_class]
         counters.num_prefix_hit_tokens += num_device
         counters.num_host_prefix_hit_tokens += num_host
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless references, contents and copies are counted right in both pools."""
-        check_integrity(self._store, self.sharing, self._tables)

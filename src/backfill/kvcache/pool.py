@@ -328,28 +328,3 @@ class BlockPool:
             else:
                 content.device = None
             on_evicted(content)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every block is in the right queue and counted once."""
-        counts, pinned = [0] * len(BlockState), [0] * len(BlockState)
-        for index, block in enumerate(self.blocks):
-            assert block.index == index, f"{self.tier}: {block} is at {index}"
-            counts[block.state] += 1
-            pinned[block.state] += block.is_pinned
-            assert block.state is self._state_of(block), f"{self.tier}: {block} is misplaced"
-            assert block.is_pinned is not self.may_use(block)
-            assert block.num_refs >= block.num_online_refs >= 0 and block.num_copies >= 0
-            assert not block.is_guest
-            assert block.is_valid or block.num_copies, f"{self.tier}: no copy fills block {block.index}"
-            if block.content is not None:
-                residency = block.content.host if self._is_host else block.content.device
-                assert residency is block, f"{self.tier}: {block.index} is not where its content is"
-        assert counts == self.counts, f"{self.tier}: {counts} blocks, {self.counts} counted"
-        assert pinned == self.num_pinned, f"{self.tier}: {pinned} pinned, {self.num_pinned} counted"
-        queues = {
-            _EMPTY: list(self._empty),
-            **{state: self._cached[state] for state in range(_UNNEEDED, _COPYING)},
-        }
-        for state, blocks in queues.items():
-            assert len(blocks) == counts[state] and all(block.state == state for block in blocks)
-        assert counts[_ABSENT] <= len(self.blocks) - self.num_blocks

@@ -310,26 +310,6 @@ class SharedLastBlocks(LastBlocks):
             del self.blocks[owner.request_id]
             self._free_ends.update(owner.request_id)
 
-    def check_integrity(self) -> None:
-        self._free_ends.check_integrity()
-        shared = [block for block in self._store.device.blocks if block.peer is not None]
-        owners = set[Block]()
-        for block in shared:
-            peer = block.peer
-            assert peer is not None and peer.peer is block and peer.is_guest and peer.index == block.index
-            assert is_reversed(peer.ref) is not is_reversed(block.ref), "both fill it from one end"
-            assert block.num_slots > 0 and peer.num_slots > 0, "an end without slots"
-            assert block.num_slots + peer.num_slots <= self._block_size, f"the ends of {block.index} overlap"
-            assert block.num_refs == 1 and block.content is None, "the pool knows the wrong end"
-            assert peer.num_refs or peer.content is not None or peer.num_copies, "a guest of no use"
-            if peer.num_refs:
-                assert peer.num_refs == 1 and peer.content is None and not peer.num_copies
-            elif peer.content is not None:
-                assert peer.content.device is peer
-                assert peer.content.num_device_tokens == peer.num_slots
-            owners.update(end for end in (block, peer) if end.num_refs)
-        assert owners == set(self._owners) == set(self.blocks.values()), "ends without requests"
-
 
 def _is_saved(content: Content) -> bool:
     """All of it is in host memory too."""

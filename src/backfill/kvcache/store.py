@@ -246,14 +246,3 @@ class ContentStore:
         del self.by_key[key]
         if self._is_shared and content.service_class is ServiceClass.ONLINE:
             self._protection.remember(key, content.released_at_s)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless contents, blocks and copies agree."""
-        self.device.check_integrity()
-        self.host.check_integrity()
-        self.ledger.check_integrity()
-        for key, content in self.by_key.items():
-            assert content.key == key and (content.device or content.host), "content resides nowhere"
-        for block in (*self.device.blocks, *self.host.blocks):
-            key_of = None if block.content is None else block.content.key
-            assert key_of is None or self.by_key.get(key_of) is block.content, "content cannot be found"

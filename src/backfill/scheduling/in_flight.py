@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, starmap
@@ -267,14 +267,6 @@ class StepsInFlight:
             first, num_layers = step.layers_done, work.num_layers
         last = first + num_layers
         return [max(0, min(last, each.stop) - max(first, each.start)) / num_layers for each in stages]
-
-    def check_integrity(self, unfinished: Collection[RequestId]) -> None:
-        """Raise AssertionError unless the steps and their requests agree."""
-        last = {each.request_id: each for each in self.all_slices}
-        assert last == self.slices, "slices in flight are counted wrong"
-        assert all(name in unfinished for name in last), "a request in flight has ended"
-        assert all(name in last for name in (*self.ending, *self.open, *self.lost)), "who is in no step waits"
-        assert self.open.isdisjoint((*self.ending, *self.lost)), "who is to end, or failed, goes on"
 
 
 def _after(request: Request, scheduled: ScheduledSlice, ends_at_s: float) -> Request:

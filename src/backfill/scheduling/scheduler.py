@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.core.plan import Resume, SampledToken, StepOutcome, StepPlan
-from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId, RequestStatus, ServiceClass
+from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
 from backfill.kvcache.manager import KVCacheManager
 from backfill.offloading.residency import ResidencyPolicy
@@ -228,34 +228,6 @@ class Scheduler:
         request.was_retried = True
         self._planner.release(request.request_id)
         self._preemption.preempt_without_kv(request)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if blocks, queues and requests disagree."""
-        kv, requests = self.kv, self.requests
-        kv.check_integrity()
-        self.in_flight.check_integrity(requests.by_id)
-        for request_id, scheduled in self.in_flight.slices.items():
-            assert request_id in requests.running, f"{request_id} is in flight and does not run"
-            blocks = scheduled.blocks  # its table may have grown since
-            assert kv.table(request_id)[: len(blocks)] == blocks, f"{request_id}: its step has others"
-            num_computed = scheduled.start
-            if request_id in self.in_flight.open:
-                num_computed += scheduled.num_tokens
-            is_to_end = request_id in (*self.in_flight.ending, *self.in_flight.lost)
-            assert is_to_end or requests.by_id[request_id].num_computed_tokens == num_computed
-        num_waiting = sum(map(len, requests.waiting.values()))
-        assert len(requests.running) + len(requests.restoring) + num_waiting == len(requests.by_id)
-        num_online = sum(each.service_class is ServiceClass.ONLINE for each in requests.by_id.values())
-        assert num_online == requests.num_online, f"{num_online} online, {requests.num_online} counted"
-        for request_id, request in requests.by_id.items():
-            held = kv.counts.held(request_id)
-            is_running, is_restoring = request_id in requests.running, request_id in requests.restoring
-            expected = [request.status is each for each in (RequestStatus.RUNNING, RequestStatus.RESTORING)]
-            assert [is_running, is_restoring] == expected, f"{request_id} is misplaced"
-            assert is_running or is_restoring or held == 0, f"{request_id} waits and holds {held} blocks"
-            assert 0 <= request.num_computed_tokens <= request.num_tokens
-            if is_running or is_restoring:
-                assert kv.blocks_for(request.num_computed_tokens) <= held, f"{request_id} lacks blocks"
 
     def _commit_computed(self, plan: StepPlan, stopped: Collection[RequestId]) -> None:
         """Count the tokens that the plan's slices computed, except those of stopped slices."""
