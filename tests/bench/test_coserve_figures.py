@@ -179,8 +179,8 @@ def test_arrivals_cover_warm_up_and_measurement() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"duration": 0.0}, "`duration` must be a number above 0, got 0"),
-        ({"rate": math.inf}, "`rate` must be a number above 0, got inf"),
+        ({"duration": 0.0}, "`duration` must be above 0, got 0"),
+        ({"rate": math.inf}, "`rate` must be finite and above 0, got inf"),
         ({"ttft_slo": -1.0}, "`ttft_slo` must be"),
         ({"tpot_slo": math.nan}, "`tpot_slo` must be"),
         ({"warmup": -1.0}, "`warmup` must be"),

@@ -46,12 +46,9 @@ pytestmark = pytest.mark.anyio
             ("--engines", "http://host", "--engine-api-key", "secret", "--host", "0.0.0.0"),
             "--engine-api-key needs --api-key or --api-key-file where the router listens on 0.0.0.0",
         ),
-        (("--engines", "http://host", "--engine-timeout", "inf"), "--engine-timeout must be a finite number"),
-        (
-            ("--engines", "http://host", "--poll-interval", "0"),
-            "--poll-interval must be a finite number abov",
-        ),
-        (("--engines", "http://host", "--retry-timeout", "-1"), "--retry-timeout must be a finite number"),
+        (("--engines", "http://host", "--engine-timeout", "inf"), "--engine-timeout must be finite"),
+        (("--engines", "http://host", "--poll-interval", "0"), "--poll-interval must be above 0"),
+        (("--engines", "http://host", "--retry-timeout", "-1"), "--retry-timeout must be at least 0"),
         (
             ("--engines", "http://host", "--batch-database-url", "mysql://a/b"),
             "--batch-database-url must be a URL of SQLite or PostgreSQL, got one of mysql",

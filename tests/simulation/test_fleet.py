@@ -146,10 +146,10 @@ def test_the_prefixes_of_one_engine_are_found_and_no_more_elsewhere(comparison: 
     ("changes", "message"),
     [
         ({"routers": "best"}, "`routers`: there is no 'best'"),
-        ({"replicas": 0}, "`replicas` must be 1 to 256"),
+        ({"replicas": 0}, "`replicas` must be between 1 and 256"),
         ({"tensor_parallel_size": 8, "hardware": "a100-80g-opt-13b"}, "cannot be put on several devices"),
-        ({"turns": 1.5}, "`turns` must be 0 to 1"),
-        ({"zipf": -1.0}, "`zipf` must be a number of at least 0"),
+        ({"turns": 1.5}, "`turns` must be between 0 and 1"),
+        ({"zipf": -1.0}, "`zipf` must be at least 0"),
         ({"rate": 0.0}, "`rate` must be above 0"),
         ({"speed": 0.0}, "`speed` must be above 0"),
         ({"online_only": True, "offline": Path("a.csv")}, "`offline` is of no use with `online_only`"),

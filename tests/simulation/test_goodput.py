@@ -172,7 +172,7 @@ def test_simulate_goodput_prints_tables_and_ends_with_json(tmp_path: Path) -> No
         (["--workloads", ","], "--workloads names none; there are conversation"),
         (["--num-requests", "0"], "--num-requests must be above 0, got 0"),
         (["--policies", "lifo"], "--policies: there is no 'lifo'; there are online-only"),
-        (["--jobs", "0"], "--jobs must be 1 to 64, got 0"),
+        (["--jobs", "0"], "--jobs must be between 1 and 64, got 0"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:

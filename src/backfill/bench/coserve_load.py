@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -10,9 +9,8 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from backfill.bench.record import BenchRequest
-from backfill.core.config import at_least
 from backfill.core.errors import ConfigError
-from backfill.core.options import check_types
+from backfill.core.options import bounded, check_types
 from backfill.workloads.arrivals import burstiness_of_cv, gamma_arrivals
 
 OfflineMode = Literal["none", "flex", "priority", "batch"]
@@ -71,21 +69,21 @@ class CoserveLoad:
         seed: seed of arrivals, lengths and prompts; each round takes the next one.
     """
 
-    duration: float = 120.0
-    warmup: float = 10.0
-    rate: float = 0.7
+    duration: float = bounded(120.0, above=0)
+    warmup: float = bounded(10.0, least=0)
+    rate: float = bounded(0.7, above=0)
     cv: float = 1.0
     input_len: str = "256"
     output_len: str = "64"
     offline_mode: OfflineMode = "flex"
     offline_input_len: str = "256:512"
     offline_output_len: str = "32:128"
-    offline_concurrency: int = 128
-    offline_lines: int = 2000
-    ttft_slo: float = 1.0
-    tpot_slo: float = 0.15
-    drain_timeout: float = 120.0
-    seed: int = 0
+    offline_concurrency: int = bounded(128, least=1)
+    offline_lines: int = bounded(2000, least=1)
+    ttft_slo: float = bounded(1.0, above=0)
+    tpot_slo: float = bounded(0.15, above=0)
+    drain_timeout: float = bounded(120.0, least=0)
+    seed: int = bounded(0, least=0, below=1 << 31)
 
     @property
     def end_s(self) -> float:
@@ -99,16 +97,8 @@ class CoserveLoad:
     def validate(self) -> None:
         """Raises: ConfigError."""
         check_types(self)
-        for field in ("duration", "rate", "ttft_slo", "tpot_slo"):
-            _check_finite(field, getattr(self, field), is_zero_allowed=False)
-        for field in ("warmup", "drain_timeout"):
-            _check_finite(field, getattr(self, field), is_zero_allowed=True)
-        at_least("offline_concurrency", self.offline_concurrency, 1)
-        at_least("offline_lines", self.offline_lines, 1)
         for length in get_args(LengthField):
             self.lengths(length)
-        if not 0 <= self.seed < 1 << 31:
-            raise ConfigError(f"`seed` must be at least 0 and below 2**31, got {self.seed}.")
         burstiness_of_cv(self.cv)
         if not any(request.due_at_s >= self.warmup for request in self.online_requests()):
             raise ConfigError(
@@ -180,9 +170,3 @@ class CoserveLoad:
             "offline_concurrency": self.offline_concurrency,
             "seed": self.seed,
         }
-
-
-def _check_finite(field: str, value: float, *, is_zero_allowed: bool) -> None:
-    if not (math.isfinite(value) and (value > 0 or (is_zero_allowed and value == 0))):
-        bound = "of at least 0" if is_zero_allowed else "above 0"
-        raise ConfigError(f"must be a number {bound}, got {value:g}.", field=field)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backfill.core.clock import WallClock
-from backfill.core.config import EngineConfig, at_least
+from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
-from backfill.core.options import check_types
+from backfill.core.options import bounded, check_types
 from backfill.core.request import Request, RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.engine.engine import Engine
@@ -33,18 +33,16 @@ class ThroughputOptions:
         seed: seed of the random prompts.
     """
 
-    num_prompts: int = 64
-    input_len: int = 256
-    output_len: int = 128
-    stream_len: int = 256
-    first_token_samples: int = 5
+    num_prompts: int = bounded(64, least=1)
+    input_len: int = bounded(256, least=1)
+    output_len: int = bounded(128, least=1)
+    stream_len: int = bounded(256, least=1)
+    first_token_samples: int = bounded(5, least=1)
     seed: int = 0
 
     def validate(self) -> None:
         """Raises: ConfigError for the first field out of range."""
         check_types(self)
-        for field in ("num_prompts", "input_len", "output_len", "stream_len", "first_token_samples"):
-            at_least(field, getattr(self, field), 1)
 
 
 def measure(config: EngineConfig, load: ThroughputOptions) -> dict[str, float | list[float]]:

@@ -28,9 +28,9 @@ from backfill.cli.interrupts import interruptible
 from backfill.cli.live import live_progress, note
 from backfill.cli.own_server import OwnServer, ServerFailed, own_server, server_environment
 from backfill.cli.startup import check_folder, check_plot, run_in_loop
-from backfill.core.config import PolicyName, at_least
+from backfill.core.config import PolicyName
 from backfill.core.errors import ConfigError
-from backfill.core.options import check_types
+from backfill.core.options import bounded, check_types
 from backfill.models.resolve import DEFAULT_MODEL
 from backfill.simulation.tables import print_figures
 
@@ -71,7 +71,7 @@ class ServerOptions:
     label: str = "server"
     model: str | None = None
     server_option: tuple[str, ...] = ()
-    rounds: int = 1
+    rounds: int = bounded(1, least=1)
     start_timeout: float = 600.0
     log_dir: Path | None = None
     insecure: bool = False
@@ -79,7 +79,6 @@ class ServerOptions:
     def validate(self) -> None:
         """Raises: ConfigError."""
         check_types(self)
-        at_least("rounds", self.rounds, 1)
         if not self.start_timeout > 0:
             raise ConfigError(f"`start_timeout` must be above 0, got {self.start_timeout:g}.")
         if self.base_url is not None:

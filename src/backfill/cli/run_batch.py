@@ -21,9 +21,9 @@ from backfill.cli.command import LIMITS_SECTION, MODEL_SECTION, VARIABLES, comma
 from backfill.cli.interrupts import LOADING, SIGNALS, interruptible, take_from_loop
 from backfill.cli.live import alongside
 from backfill.cli.startup import check_engine, configure_logging, find_folder, run_in_loop, served_model
-from backfill.core.config import EngineConfig, at_least
+from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
-from backfill.core.options import check_types
+from backfill.core.options import bounded, check_types
 from backfill.engine.options import ModelOptions
 from backfill.jobs.config import OrderOptions
 from backfill.protocol.options import RequestOptions, read_template
@@ -58,13 +58,12 @@ class RunBatchOptions(OrderOptions):
     output_file: Path
     error_file: Path | None = None
     json: bool = False
-    shards: int = 1
+    shards: int = bounded(1, least=1)
     shard: int | None = None
 
     def validate(self) -> None:
         """Raises: ConfigError for the first field out of range."""
         check_types(self)
-        at_least("shards", self.shards, 1)
         if self.shard is None:
             if self.shards > 1:
                 raise ConfigError(f"is needed with `shards`: from 0 to {self.shards - 1}.", field="shard")

@@ -18,14 +18,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from backfill.cli.command import command
 from backfill.cli.interrupts import interruptible
 from backfill.cli.startup import NEEDS_MATPLOTLIB, can_plot, check_folder, check_plot
-from backfill.core.config import at_least
-from backfill.core.errors import ConfigError
 from backfill.core.measured_on import writing
-from backfill.core.options import check_types, options_of
+from backfill.core.options import bounded, check_types, options_of
 from backfill.simulation.processes import Progress as RunsDone
 from backfill.simulation.study import FIRST_REPORTED_SEED, Run, Study, run_study
 
-_MOST_JOBS = 64
 _INTERVAL_S = 0.5
 
 
@@ -41,19 +38,15 @@ class StudyOptions:
         json: end with one JSON object on a line.
     """
 
-    seeds: int = 1
-    first_seed: int = FIRST_REPORTED_SEED
-    jobs: int = 1
+    seeds: int = bounded(1, least=1)
+    first_seed: int = bounded(FIRST_REPORTED_SEED, least=0)
+    jobs: int = bounded(1, least=1, most=64)
     plot: Path | None = None
     json: bool = False
 
     def validate(self) -> None:
         """Raises: ConfigError."""
         check_types(self)
-        at_least("seeds", self.seeds, 1)
-        at_least("first_seed", self.first_seed, 0)
-        if not 1 <= self.jobs <= _MOST_JOBS:
-            raise ConfigError(f"`jobs` must be 1 to {_MOST_JOBS}, got {self.jobs}.")
 
 
 def command_of(kind: type[Study[Any]], prefix: str) -> App:

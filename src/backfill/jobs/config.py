@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backfill.blending.requests import OrderName
 from backfill.core.config import GIB
 from backfill.core.errors import ConfigError
-from backfill.core.options import check_types, internal, secret
+from backfill.core.options import bounded, check_types, internal, secret
 
 HOUR_S = 3600
 
@@ -59,16 +58,16 @@ class JobsConfig(OrderOptions):
     batch_api: bool = True
     batch_database_url: str | None = secret(None)
     batch_file_store: str | None = None
-    batch_lease_timeout: float = 30.0
-    batch_max_lines: int = 50_000
-    batch_max_bytes: int = 200_000_000
-    batch_max_storage_gib: float | None = None
-    batch_max_owner_gib: float | None = None
-    batch_min_free_gib: float = 1.0
-    batch_max_uploads: int = 64
-    batch_max_open: int = 100
-    batch_max_queued_lines: int = 1_000_000
-    batch_retention_hours: float = 30 * 24
+    batch_lease_timeout: float = bounded(30.0, least=1, most=HOUR_S)
+    batch_max_lines: int = bounded(50_000, least=1)
+    batch_max_bytes: int = bounded(200_000_000, least=1)
+    batch_max_storage_gib: float | None = bounded(None, above=0)
+    batch_max_owner_gib: float | None = bounded(None, above=0)
+    batch_min_free_gib: float = bounded(1.0, least=0)
+    batch_max_uploads: int = bounded(64, least=1)
+    batch_max_open: int = bounded(100, least=1)
+    batch_max_queued_lines: int = bounded(1_000_000, least=1)
+    batch_retention_hours: float = bounded(30 * 24, above=0)
     max_file_bytes: int = internal(512_000_000)
     max_line_bytes: int = internal(4 << 20)
     max_in_flight: int | None = internal(None)
@@ -106,27 +105,5 @@ class JobsConfig(OrderOptions):
     def validate(self) -> None:
         """Raises: ConfigError for the first field out of range."""
         check_types(self)
-        for field, unit in (
-            ("batch_max_lines", 1),
-            ("batch_max_bytes", 1),
-            ("batch_max_uploads", 1),
-            ("batch_max_open", 1),
-            ("batch_max_queued_lines", 1),
-            ("batch_max_storage_gib", GIB),
-            ("batch_max_owner_gib", GIB),
-            ("batch_retention_hours", HOUR_S),
-        ):
-            limit = getattr(self, field)
-            if limit is not None and not 1 <= limit * unit < math.inf:
-                raise ConfigError(f"must be above 0, got {limit:g}.", field=field)
-        if not 1 <= self.batch_lease_timeout <= HOUR_S:
-            raise ConfigError(
-                f"must be 1 to {HOUR_S} seconds, got {self.batch_lease_timeout:g}.",
-                field="batch_lease_timeout",
-            )
         if self.batch_file_store is not None and not self.batch_file_store.strip():
             raise ConfigError("must be a folder or s3://BUCKET/PREFIX.", field="batch_file_store")
-        if not 0 <= self.batch_min_free_gib < math.inf:
-            raise ConfigError(
-                f"must be 0 or more, got {self.batch_min_free_gib:g}.", field="batch_min_free_gib"
-            )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from backfill.core.errors import ConfigError
-from backfill.core.options import check_types, internal, secret
+from backfill.core.options import bounded, check_types, internal, secret
 from backfill.http.keys import is_sendable
 from backfill.router.policy import PolicyName
 
@@ -41,9 +40,9 @@ class RouterConfig:
     policy: PolicyName = "slo"
     engine_api_key: str | None = secret(None)
     admin_key: str | None = secret(None)
-    poll_interval: float = 0.25
-    engine_timeout: float = 10.0
-    retry_timeout: float = 30.0
+    poll_interval: float = bounded(0.25, above=0)
+    engine_timeout: float = bounded(10.0, above=0)
+    retry_timeout: float = bounded(30.0, least=0)
     join_timeout: float | None = internal(None)
 
     def validate(self) -> None:
@@ -58,13 +57,6 @@ class RouterConfig:
         for field in ("engine_api_key", "admin_key"):
             if not is_sendable(getattr(self, field) or "-"):
                 raise ConfigError("must be printable ASCII without spaces.", field=field)
-        for field in ("poll_interval", "engine_timeout"):
-            if not (math.isfinite(seconds := getattr(self, field)) and seconds > 0):
-                raise ConfigError(f"must be a finite number above 0, got {seconds:g}.", field=field)
-        if not 0 <= self.retry_timeout < math.inf:
-            raise ConfigError(
-                f"must be a finite number of at least 0, got {self.retry_timeout:g}.", field="retry_timeout"
-            )
 
     def check_door(self, server: ServerConfig) -> None:
         """Raises: ConfigError where anybody on the network could use the engines' key."""
@@ -97,17 +89,12 @@ class ReplicaOptions:
         is_replica: it is one of several, which another process has started.
     """
 
-    data_parallel_size: int = 1
+    data_parallel_size: int = bounded(1, least=1, most=MAX_REPLICAS)
     is_replica: bool = internal(False)
 
     def validate(self) -> None:
         """Raises: ConfigError for a field out of range."""
         check_types(self)
-        if not 1 <= self.data_parallel_size <= MAX_REPLICAS:
-            raise ConfigError(
-                f"must be between 1 and {MAX_REPLICAS}, got {self.data_parallel_size}.",
-                field="data_parallel_size",
-            )
 
 
 def engine_url(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from rich.console import Console
 
-from backfill.core.config import SchedulerConfig, at_least
+from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ConfigError
+from backfill.core.options import bounded
 from backfill.core.slo import SLO
 from backfill.costs.hardware import HardwareProfile, load_device
 from backfill.costs.parallel import parallel_hardware
@@ -34,7 +34,6 @@ from backfill.simulation.study import (
     Run,
     Study,
     check_names,
-    check_positive,
     names_of,
 )
 from backfill.simulation.tables import print_rows
@@ -93,22 +92,22 @@ class FleetStudy(Study[Comparison]):
         tpot_slo: seconds between two tokens.
     """
 
-    replicas: int = 4
+    replicas: int = bounded(4, least=1, most=_MOST_REPLICAS)
     routers: str = "slo,least-loaded,round-robin"
     hardware: str = "a100-80g-llama-3-70b"
     tensor_parallel_size: int = 4
-    kv_tokens: int | None = None
+    kv_tokens: int | None = bounded(None, least=64 * BLOCK_SIZE)
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 1024
     online: Path | None = None
     offline: Path | None = None
     online_only: bool = False
-    rate: float | None = None
-    duration: float = 300.0
-    speed: float = 1.0
-    applications: int = 64
-    zipf: float = 1.1
-    turns: float = 0.6
+    rate: float | None = bounded(None, above=0)
+    duration: float = bounded(300.0, above=0)
+    speed: float = bounded(1.0, above=0)
+    applications: int = bounded(64, above=0)
+    zipf: float = bounded(1.1, least=0)
+    turns: float = bounded(0.6, least=0, most=1)
     ttft_slo: float = 3.0
     tpot_slo: float = 0.2
 
@@ -125,19 +124,8 @@ class FleetStudy(Study[Comparison]):
         """Raises: ConfigError."""
         super().validate()
         check_names("routers", names_of(self.routers), ROUTERS)
-        check_positive(duration=self.duration, speed=self.speed, applications=self.applications)
-        if self.rate is not None:
-            check_positive(rate=self.rate)
-        if self.kv_tokens is not None:
-            at_least("kv_tokens", self.kv_tokens, 64 * BLOCK_SIZE)
         if self.online_only and self.offline is not None:
             raise ConfigError("is of no use with `online_only`.", field="offline")
-        if not 1 <= self.replicas <= _MOST_REPLICAS:
-            raise ConfigError(f"must be 1 to {_MOST_REPLICAS}, got {self.replicas}.", field="replicas")
-        if not (0.0 <= self.zipf < math.inf):
-            raise ConfigError(f"must be a number of at least 0, got {self.zipf:g}.", field="zipf")
-        if not 0.0 <= self.turns <= 1.0:
-            raise ConfigError(f"must be 0 to 1, got {self.turns:g}.", field="turns")
         self.scheduler().validate()
         self.replica_hardware()
 

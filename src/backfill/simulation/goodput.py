@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from backfill.core.errors import ConfigError
-from backfill.core.options import internal
+from backfill.core.options import bounded, internal
 from backfill.core.slo import SLO
 from backfill.costs.hardware import HardwareProfile, load_hardware_profile
 from backfill.simulation.goodput_figures import (
@@ -108,8 +108,8 @@ class Goodput(Study[Pair]):
     workloads: str = ",".join(WORKLOADS)
     loads: str = ",".join(f"{load:g}" for load in LOADS)
     cvs: str = ",".join(f"{cv:g}" for cv in CVS)
-    num_requests: int = 1000
-    slowness: float = 1.0
+    num_requests: int = bounded(1000, above=0)
+    slowness: float = bounded(1.0, above=0)
     policies: str = ",".join(POLICIES)
     num_for_capacity: int = internal(2000)
 
@@ -121,7 +121,6 @@ class Goodput(Study[Pair]):
         super().validate()
         check_names("workloads", names_of(self.workloads), WORKLOADS)
         check_names("policies", self.all_policies, VARIANTS)
-        check_positive(num_requests=self.num_requests, slowness=self.slowness)
         for field in ("loads", "cvs"):
             for value in numbers_of(field, getattr(self, field)):
                 check_positive(**{field: value})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from backfill.core.config import SchedulerConfig, at_least
-from backfill.core.errors import ConfigError
+from backfill.core.config import SchedulerConfig
+from backfill.core.options import bounded
 from backfill.costs.hardware import HardwareProfile, load_device
 from backfill.costs.parallel import parallel_hardware
 from backfill.costs.profile import CostProfile
@@ -57,14 +56,14 @@ class TraceStudy(PolicyStudy):
     policies: str = "online-only,priority,slo"
     ttft_slo: float | None = None
     tpot_slo: float | None = None
-    rate: float | None = None
-    duration: float | None = None
+    rate: float | None = bounded(None, above=0)
+    duration: float | None = bounded(None, above=0)
     max_num_batched_tokens: int = SchedulerConfig().max_num_batched_tokens
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    kv_tokens: int | None = None
-    kv_bytes_per_token: int | None = None
-    max_model_len: int | None = None
+    tensor_parallel_size: int = bounded(1, least=1)
+    pipeline_parallel_size: int = bounded(1, least=1)
+    kv_tokens: int | None = bounded(None, least=BLOCK_SIZE)
+    kv_bytes_per_token: int | None = bounded(None, least=1)
+    max_model_len: int | None = bounded(None, least=2)
 
     scenario: ClassVar[str] = "simulate-run"
     groups: ClassVar[dict[str, str]] = {
@@ -83,18 +82,6 @@ class TraceStudy(PolicyStudy):
         """Raises: ConfigError."""
         super().validate()
         self._scheduler().validate()
-        for field, value in (("rate", self.rate), ("duration", self.duration)):
-            if value is not None and not 0.0 < value < math.inf:
-                raise ConfigError(f"must be a number above 0, got {value:g}.", field=field)
-        for field, count, least in (
-            ("tensor_parallel_size", self.tensor_parallel_size, 1),
-            ("pipeline_parallel_size", self.pipeline_parallel_size, 1),
-            ("kv_tokens", self.kv_tokens, BLOCK_SIZE),
-            ("kv_bytes_per_token", self.kv_bytes_per_token, 1),
-            ("max_model_len", self.max_model_len, 2),
-        ):
-            if count is not None:
-                at_least(field, count, least)
 
     def scenario_of(self, seed: int) -> Scenario:
         hardware, measured = self._device()
