@@ -197,6 +197,18 @@ def test_a_line_that_runs_alone_may_take_long_and_one_that_is_to_may_not_come() 
     other.release()
 
 
+def test_a_line_that_is_to_be_alone_waits_for_the_lines_of_the_server_too() -> None:
+    num_lines = 2
+    admission = Admission({OFFLINE: 9}, VirtualClock(), num_lines=lambda: num_lines)
+    assert is_refused(admission, "x") and admission.is_offline_quarantined
+    num_lines = 0
+    alone = admission.reserve("a", OFFLINE, 1, alone="x")
+    assert admission.is_offline_quarantined
+    alone.release()
+    num_lines = 1  # they go on
+    assert not (admission.is_offline_quarantined or is_refused(admission)) and is_refused(admission, "y")
+
+
 def test_a_line_that_has_too_many_choices_leaves_no_quarantine() -> None:
     admission, _ = make_admission(offline=2)
     with pytest.raises(RequestError):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import msgspec
 import pytest
 
+from backfill.api import state as state_module
 from backfill.api.replica_state import StateReporter, model_digest
 from backfill.core.errors import EngineDead, StepFailed
 from backfill.core.request import ServiceClass
@@ -15,6 +20,7 @@ from backfill.http.errors import error_response
 from backfill.protocol.replica_state import ReplicaState, parse_state
 from backfill.router.replica import Replica
 from tests.api.in_process import in_process_server
+from tests.api.servers import wait_until
 from tests.api.test_fields import make_tokenizer
 from tests.router.stubs import COMPLETIONS
 
@@ -105,6 +111,48 @@ def test_routers_alone_have_a_request_run_alone() -> None:
         running.release()
         assert status_of("one") == 429
         assert status_of("secret", **alone) == 200 == status_of("one")
+
+
+class Batches:
+    """Of the server. ``capacity``: lines that may be in the engine; ``num_held``: how often it was 0."""
+
+    def __init__(self) -> None:
+        self.feeder = SimpleNamespace(num_running=1)
+        self.capacity = 9
+        self.num_held = 0
+
+    def feed(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_held += 1
+
+    def engine_ready(self, service: object, max_num_seqs: int) -> None:
+        self.capacity = max_num_seqs
+
+
+def test_the_servers_own_lines_wait_for_a_request_that_is_to_run_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(state_module, "_HELD_LOOK_S", 0.01)
+    with (
+        in_process_server(Path(), tokenizer=make_tokenizer(), is_open=False) as server,
+        ThreadPoolExecutor(1) as client,
+    ):
+        jobs = Batches()
+        server.state.jobs = cast(Any, jobs)
+        body = {"prompt": [3], "max_tokens": 1, "service_tier": "flex"}
+        headers = {"x-backfill-alone": "1", "x-request-id": "line"}
+        ask = partial(server.http.post, COMPLETIONS, json=body, headers=headers)
+        assert ask().json()["error"]["code"] == "turn_kept", "a line is in the engine"
+        assert jobs.capacity == 0
+        jobs.feeder.num_running = 0
+        asked = client.submit(ask)
+        wait_until(lambda: server.engine.num_running == 1, "its run")
+        num_held = jobs.num_held
+        wait_until(lambda: jobs.num_held > num_held + 2, "looks")
+        assert jobs.capacity == 0, "it runs"
+        server.engine.may_end.set()
+        assert asked.result().status_code == 200
+        wait_until(lambda: jobs.capacity > 0, "lines")
 
 
 def test_an_answer_says_that_the_engine_lost_the_request() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from backfill.api.quarantine import Quarantine
@@ -45,11 +45,17 @@ class Admission:
 
     Args:
         limits: maximum number of choices of each class at once.
+        num_lines: lines of the server's own batches in the engine.
     """
 
-    def __init__(self, limits: Mapping[ServiceClass, int], clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        limits: Mapping[ServiceClass, int],
+        clock: Clock | None = None,
+        num_lines: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.is_offline_suspended = False
-        self._limits = limits
+        self._limits, self._num_lines = limits, num_lines
         self._open = {which: EvenParts() for which in limits}
         clock = clock or WallClock()
         self._quarantine = Quarantine(clock)
@@ -67,7 +73,7 @@ class Admission:
 
     @property
     def is_offline_quarantined(self) -> bool:
-        """One offline request is alone, or is to be: others are refused."""
+        """One offline request is alone, or is to be: others are refused, and no line may begin."""
         return self._quarantine.is_on(self._open[ServiceClass.OFFLINE].total)
 
     def check_capacity(self, owner: str) -> None:
@@ -103,7 +109,7 @@ class Admission:
             raise RequestError(message, param="n")
         parts = self._open[which]
         if which is ServiceClass.OFFLINE and num_held == 0:
-            self._quarantine.check(alone, parts.total)
+            self._quarantine.check(alone, parts.total, self._num_lines())
         num_excess = parts.num_excess(owner, num_choices, limit, num_released=num_held)
         if num_choices > num_held and num_excess > 0:
             raise self._overloaded(which, num_excess)

@@ -89,7 +89,11 @@ async def open_request(state: ServerState, endpoint: GenerationEndpoint, request
             service_class, num_choices = peek(body.raw, request.headers.get(TIER_HEADER))
             slot.resize(num_choices)
             alone = _alone_of(request, state)
-            reservation = state.admission.reserve(owner, service_class, num_choices, alone=alone)
+            try:
+                reservation = state.admission.reserve(owner, service_class, num_choices, alone=alone)
+            finally:
+                if alone:
+                    state.feed_jobs()  # lines wait until it has run, or has its turn no more
             held.callback(reservation.release)
             if service_class is ServiceClass.OFFLINE:
                 body.mark_offline()

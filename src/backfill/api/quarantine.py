@@ -47,11 +47,13 @@ class Quarantine:
         """
         return num_open > 0 if self._is_running else self._clock.now_s() < self._until_s
 
-    def check(self, name: str, num_open: int) -> None:
+    def check(self, name: str, num_open: int, num_lines: int = 0) -> None:
         """Whether an offline request may begin now; if so, it does.
 
         Args:
             name: of one that is to be alone; empty for others.
+            num_open: as for ``is_on``.
+            num_lines: lines of the server's own batches in the engine. While ``is_on`` no more may begin.
         Raises: LineAlone.
         """
         is_on = self.is_on(num_open)
@@ -61,7 +63,7 @@ class Quarantine:
         if not name:
             return
         self._name = name
-        if num_open > 0:
+        if num_open + num_lines > 0:
             if not self._is_running:  # else it was lost on its way to who asks, and has not ended yet
                 self._until_s = self._clock.now_s() + _HELD_S
             raise LineAlone(is_next=True)

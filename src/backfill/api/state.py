@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -32,6 +33,7 @@ from backfill.protocol.service import CompletionService
 
 # Preparing a body of this size takes about 3 ms, mostly for tokenizing; more would delay other streams.
 _INLINE_BODY_BYTES = 4 << 10
+_HELD_LOOK_S = 0.5  # at whether lines may begin again
 
 
 class Phase(Enum):
@@ -63,6 +65,7 @@ class ServerState:
     admission: Admission = field(init=False)
     limiter: OwnerLimiter = field(init=False)
     bodies: BodyBudget = field(init=False)
+    _feeding: asyncio.TimerHandle | None = field(default=None, init=False)  # while lines are held back
 
     def __post_init__(self) -> None:
         config = self.server_config
@@ -70,7 +73,9 @@ class ServerState:
             ServiceClass.ONLINE: self.engine_config.scheduler.max_num_seqs + config.max_queued_requests,
             ServiceClass.OFFLINE: config.max_queued_offline_requests,
         }
-        self.admission = Admission(limits)
+        self.admission = Admission(
+            limits, num_lines=lambda: 0 if self.jobs is None else self.jobs.feeder.num_running
+        )
         self.limiter = OwnerLimiter(self._limits_of, self.clock)
         self.bodies = BodyBudget(config.max_inflight_body_bytes, config.max_body_bytes)
 
@@ -155,8 +160,17 @@ class ServerState:
         self.feed_jobs()
 
     def feed_jobs(self) -> None:
-        """Let batches use the engine if it is ready for them; ``JobManager.engine_lost`` ends that."""
+        """Let batches use the engine if it is ready for them; ``JobManager.engine_lost`` ends that.
+
+        While an offline request is alone, or is to be, no line begins.
+        """
+        if self._feeding is not None:
+            self._feeding.cancel()
+            self._feeding = None
         if self.jobs is None or self.service is None or self.phase is not Phase.READY:
             return
-        if not self.admission.is_offline_suspended:
+        if self.admission.is_offline_quarantined:
+            self.jobs.feed(0)
+            self._feeding = asyncio.get_running_loop().call_later(_HELD_LOOK_S, self.feed_jobs)
+        elif not self.admission.is_offline_suspended:
             self.jobs.engine_ready(self.service, self.engine_config.scheduler.max_num_seqs)
