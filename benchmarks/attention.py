@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from backfill.kernels.base import AttentionMetadata
 from backfill.kernels.cpu import CpuKernels, available_isas
+from backfill.kernels.inputs import AttentionMetadata
 from backfill.kernels.reference import quantized_rows
 
 

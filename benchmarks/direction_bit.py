@@ -22,8 +22,8 @@ import torch
 from attention import make_batch
 from machine_limits import processor_name
 
-from backfill.kernels.base import AttentionMetadata
 from backfill.kernels.cpu import CpuKernels, available_isas
+from backfill.kernels.inputs import AttentionMetadata
 
 BATCHES, CONTEXTS, BLOCK_SIZES = (1, 16, 64), (128, 512, 2048), (16, 32)
 REVERSED = {"forward": 0.0, "forward again": 0.0, "half reversed": 0.5, "reversed": 1.0}

@@ -99,6 +99,19 @@ struct LinearArgs {
   bool is_gated;  // panels of gates and of ups in turn: silu(gate) * up is half as wide
 };
 
+// Of each row: size logits, and how its token is drawn.
+struct SampleArgs {
+  const void* logits;
+  int64_t* out;
+  int64_t rows, size;
+  int64_t stride;            // elements between rows of logits
+  const float* temperature;  // 0: the most likely token
+  const int64_t* top_k;      // size: all
+  const double* top_p;       // 1: all
+  const float* min_p;        // 0: all
+  const double* uniform;     // in [0, 1)
+};
+
 enum ElementType { kBfloat16 = 0, kFloat32 = 1 };
 
 // Indexed by ElementType, of rows and weights; kernels that use KV then by whether KV is int8, else of the type.
@@ -109,6 +122,7 @@ struct KernelTable {
   void (*attention[2][2])(const AttentionArgs&);
   void (*linear[2])(const LinearArgs&);
   void (*quantized_linear[2])(const LinearArgs&, const QuantizedFormat&);
+  void (*sample[2])(const SampleArgs&);
   bool sums_integers;  // quantized_linear does, see linear_integers.h
   bool pairs_codes;    // of weights of bf16 rows, see quantized_tiles.h
 };

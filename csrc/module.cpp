@@ -160,6 +160,14 @@ class KernelSet {
     isa_.table->silu_and_mul[type]({address<void>(gate_up), address<void>(out), rows, size, stride});
   }
 
+  void sample(int type, uintptr_t logits, uintptr_t out, int64_t rows, int64_t size, int64_t stride,
+              uintptr_t temperature, uintptr_t top_k, uintptr_t top_p, uintptr_t min_p,
+              uintptr_t uniform) const {
+    isa_.table->sample[type]({address<void>(logits), address<int64_t>(out), rows, size, stride,
+                              address<float>(temperature), address<int64_t>(top_k), address<double>(top_p),
+                              address<float>(min_p), address<double>(uniform)});
+  }
+
   void rotate_and_write_kv(int type, uintptr_t qkv, const KvPool& pool, const Batch& batch, int64_t layer,
                            int64_t num_heads, uintptr_t cos_sin, uintptr_t q_norm, uintptr_t k_norm,
                            float eps) const {
@@ -358,6 +366,7 @@ NB_MODULE(_kernels, m) {
       .def("linear", &KernelSet::linear, nogil)
       .def("norm", &KernelSet::norm, nogil)
       .def("silu_and_mul", &KernelSet::silu_and_mul, nogil)
+      .def("sample", &KernelSet::sample, nogil)
       .def("rotate_and_write_kv", &KernelSet::rotate_and_write_kv, nogil)
       .def("attention", &KernelSet::attention, nogil)
       .def("attention_block", &KernelSet::attention_block, nogil)

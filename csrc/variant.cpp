@@ -6,6 +6,7 @@
 #include "quantized_tiles.h"
 #include "rotary.h"
 #include "rowwise.h"
+#include "sampling.h"
 
 namespace backfill::BACKFILL_VARIANT {
 
@@ -26,6 +27,7 @@ const KernelTable table = {
     {vector_linear<bf16>, vector_linear<float>},
     {unpacked_linear<bf16>, unpacked_linear<float>},
 #endif
+    {sample<bf16>, sample<float>},
     kSumsIntegers,
     kPairsCodes,
 };

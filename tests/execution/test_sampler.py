@@ -11,12 +11,26 @@ from hypothesis import strategies as st
 from backfill.core.plan import AdmittedRequest
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.execution.sampler import RequestState, Sampler, _invert_cdf, uniform_at
+from backfill.execution.sampler import RequestState, Sampler, uniform_at
 from backfill.execution.shaping import add_biases, exclude, penalise
+from backfill.kernels.base import Kernels
+from backfill.kernels.cpu import CpuKernels
+from backfill.kernels.reference import ReferenceKernels
+from backfill.kernels.sampling import _invert_cdf
 from tests.shared import examples
 
 VOCAB = 3000  # more than the sampler's candidates, so that whole rows are sorted too
 END = 2
+KERNELS: list[Kernels] = []
+
+
+@pytest.fixture(scope="module", autouse=True, params=[ReferenceKernels, CpuKernels])
+def kernels(request: pytest.FixtureRequest) -> None:
+    KERNELS[:] = [request.param()]
+
+
+def make_sampler() -> Sampler:
+    return Sampler(KERNELS[0], [END])
 
 
 def make_state(
@@ -34,7 +48,7 @@ def make_logits(num_rows: int = 1, seed: int = 0, scale: float = 3.0) -> torch.T
 
 
 def sample_ids(logits: torch.Tensor, *states: RequestState) -> list[int]:
-    return [token_id for token_id, _ in Sampler([END]).sample(logits, states)]
+    return [token_id for token_id, _ in make_sampler().sample(logits, states)]
 
 
 def kept_tokens(logits: torch.Tensor, num_draws: int = 400, **sampling: Any) -> set[int]:
@@ -59,7 +73,7 @@ def test_greedy_takes_the_first_of_equals(vocab: int) -> None:
 
 @pytest.mark.parametrize("vocab", [7, 3000, 49152])
 def test_no_rows_give_no_tokens(vocab: int) -> None:
-    assert Sampler([END]).sample(torch.empty(0, vocab), []) == []
+    assert make_sampler().sample(torch.empty(0, vocab), []) == []
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -266,8 +280,8 @@ def test_rows_are_shaped_by_their_own_request_alone(rows: list[dict[str, Any]], 
         shape(together, states)
     exclude(together, states, [END])
     assert together.tolist() == [shaped(row, state) for row, state in zip(logits, states, strict=True)]
-    sampled = Sampler([END]).sample(logits.clone(), states)
-    alone = [Sampler([END]).sample(logits[i : i + 1].clone(), [states[i]])[0] for i in range(len(rows))]
+    sampled = make_sampler().sample(logits.clone(), states)
+    alone = [make_sampler().sample(logits[i : i + 1].clone(), [states[i]])[0] for i in range(len(rows))]
     assert sampled == alone
 
 
@@ -275,7 +289,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     logits = make_logits()
     expected = logits[0].log_softmax(-1)
     state = make_state(temperature=0.1, top_k=5, logit_bias={77: 100.0}, logprobs=3)
-    ((token_id, logprobs),) = Sampler([END]).sample(logits.clone(), [state])
+    ((token_id, logprobs),) = make_sampler().sample(logits.clone(), [state])
     assert logprobs is not None
     assert token_id == 77
     assert logprobs.logprob == pytest.approx(float(expected[77]))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from backfill.core.block import KVLayout, pack_block_ref
-from backfill.kernels.base import AttentionMetadata
+from backfill.kernels.inputs import AttentionMetadata
 from backfill.kernels.reference import quantized_rows
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from backfill.core.block import KVLayout
-from backfill.kernels.base import AttentionMetadata, Kernels
+from backfill.kernels.base import Kernels
 from backfill.kernels.cpu import CpuKernels
+from backfill.kernels.inputs import AttentionMetadata
 from tests.kernels.batches import make_batch, make_pool
 from tests.kernels.cpu import EPS, seeded
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from backfill.core.block import KVLayout
 from backfill.core.errors import ConfigError
-from backfill.kernels.base import AttentionMetadata
 from backfill.kernels.cpu import CpuKernels, available_isas
+from backfill.kernels.inputs import AttentionMetadata
 from backfill.kernels.isa import ISA_VARIABLE
 from tests.kernels.batches import make_batch, make_pool, slot_of, unset_kv
 from tests.kernels.cpu import EPS, REFERENCE, assert_close, random_rows, seeded

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from backfill.core.block import KVLayout
-from backfill.kernels.base import AttentionMetadata, DecoderInputs, Kernels
+from backfill.kernels.base import Kernels
 from backfill.kernels.cpu import CpuKernels
 from backfill.kernels.cpu_linear import CpuLinear
+from backfill.kernels.inputs import AttentionMetadata, DecoderInputs
 from backfill.kernels.linears import ConcatenatedLinear, Linear
 from backfill.kernels.quantized import quantize
 from backfill.kernels.stop_signal import StopSignal

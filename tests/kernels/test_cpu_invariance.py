@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from backfill.core.block import KVLayout
-from backfill.kernels.base import AttentionMetadata
 from backfill.kernels.cpu import CpuKernels
+from backfill.kernels.inputs import AttentionMetadata
 from tests.kernels.batches import make_batch, unset_kv
 from tests.kernels.cpu import random_rows, seeded
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.block import KVLayout, pack_block_ref
-from backfill.kernels.base import AttentionMetadata
 from backfill.kernels.cpu import CpuKernels
+from backfill.kernels.inputs import AttentionMetadata
 from tests.kernels.batches import make_pool
 from tests.kernels.cpu import random_rows, seeded
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from backfill.kernels.base import AttentionMetadata
 from backfill.kernels.cpu import CpuKernels, available_isas
+from backfill.kernels.inputs import AttentionMetadata
 from backfill.kernels.reference import quantized_rows
 
 HEAD_DIMS = [8, 16, 24, 40, 64, 128]

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from backfill.kernels.base import AttentionMetadata
+from backfill.kernels.inputs import AttentionMetadata
 from backfill.kernels.reference import ReferenceKernels
 from backfill.kernels.triton_ops import TritonKernels
 from tests.kernels.batches import make_batch

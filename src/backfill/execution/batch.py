@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backfill.core.plan import ScheduledSlice
-from backfill.kernels.base import AttentionMetadata
+from backfill.kernels.inputs import AttentionMetadata
 
 # Bytes, of arrays in one memory: Triton compiles a kernel anew for a pointer that is aligned to less.
 _ALIGNMENT = 16

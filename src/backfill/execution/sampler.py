@@ -15,10 +15,9 @@ from backfill.core.plan import AdmittedRequest, TokenLogprobs
 from backfill.core.sampling import SamplingParams
 from backfill.execution.grammar_masks import OutputGrammar
 from backfill.execution.shaping import add_biases, exclude, penalise
+from backfill.kernels.base import Kernels
+from backfill.kernels.sampling import RowSampling
 
-_MOST_LIKELY_PART = 512
-_NUM_CANDIDATES = 1024  # top-p and min-p rarely keep more; rows that do are sorted whole
-_MAX_ROWS_DRAWN = 32  # in one call: bounds the memory of a draw, which copies its rows
 _MASK_64 = (1 << 64) - 1
 
 
@@ -33,7 +32,6 @@ class RequestState:
         "_tokens",
         "allowed_token_ids",
         "grammar",
-        "is_plain_greedy",
         "num_prompt_tokens",
         "num_scored_rows",
         "num_tokens",
@@ -52,7 +50,6 @@ class RequestState:
         self._tokens[: self.num_tokens] = admitted.prompt_token_ids
         allowed = sampling.allowed_token_ids
         self.allowed_token_ids = None if allowed is None else np.array(allowed, dtype=np.int64)
-        self.is_plain_greedy = sampling.is_greedy and not sampling.shapes_logits and sampling.logprobs is None
 
     @property
     def num_output_tokens(self) -> int:
@@ -97,6 +94,12 @@ class ForbiddenTokens:
         else:
             logits[self.rows] = logits[self.rows].masked_fill_(self.tokens, -math.inf)
 
+    def of(self, rows: Sequence[int]) -> ForbiddenTokens:
+        """Of these rows of the logits alone, by their places among them."""
+        places = {row: place for place, row in enumerate(rows)}
+        kept = [index for index, row in enumerate(self.rows) if row in places]
+        return ForbiddenTokens([places[self.rows[index]] for index in kept], self.tokens[kept])
+
     def restore_empty(self, logits: Tensor) -> None:
         """In rows that have no possible token, make all that are allowed equally likely."""
         for index, row in enumerate(self.rows):
@@ -110,7 +113,8 @@ class Sampler:
     ``end_token_ids`` are suppressed, with a request's own stop tokens, before its ``min_tokens``.
     """
 
-    def __init__(self, end_token_ids: Sequence[int]) -> None:
+    def __init__(self, kernels: Kernels, end_token_ids: Sequence[int]) -> None:
+        self._kernels = kernels
         self._end_token_ids = tuple(end_token_ids)
 
     def sample(
@@ -119,156 +123,62 @@ class Sampler:
         """One (token id, log probabilities if asked for) for each row of ``logits [N, vocab]``."""
         if forbidden is not None:
             forbidden.exclude(logits)
-        if all(state.is_plain_greedy for state in states):
-            return [(token_id, None) for token_id in _most_likely(logits)]
-        logits = logits.float()
         logged = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
-        raw_logprobs = dict(zip(logged, logits[logged].log_softmax(-1), strict=True)) if logged else {}
-        add_biases(logits, states)
-        penalise(logits, states)
-        exclude(logits, states, self._end_token_ids)
-        if forbidden is not None and any(states[row].sampling.shapes_logits for row in forbidden.rows):
-            forbidden.exclude(logits)  # a shaped row of which nothing was left has an end token
-            forbidden.restore_empty(logits)
-        token_ids = _most_likely(logits)
-        drawn = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
-        for start in range(0, len(drawn), _MAX_ROWS_DRAWN):
-            rows = drawn[start : start + _MAX_ROWS_DRAWN]
-            for row, token_id in zip(rows, _draw(logits, rows, states), strict=True):
-                token_ids[row] = token_id
-        return [
-            (
-                token_id,
-                _token_logprobs(raw_logprobs[row], token_id, states[row]) if row in raw_logprobs else None,
-            )
-            for row, token_id in enumerate(token_ids)
-        ]
+        raw_logprobs = _floats(logits, logged).log_softmax(-1) if logged else None
+        shaped = [row for row, state in enumerate(states) if state.sampling.shapes_logits]
+        if shaped:
+            token_ids = dict(zip(shaped, self._of_shaped(logits, states, shaped, forbidden), strict=True))
+            plain = [row for row in range(len(states)) if row not in token_ids]
+            how = row_sampling([states[row] for row in plain])
+            token_ids.update(zip(plain, self._kernels.sample(logits[plain], how), strict=True))
+        else:
+            token_ids = dict(enumerate(self._kernels.sample(logits, row_sampling(states))))
+        if raw_logprobs is None:
+            return [(token_ids[row], None) for row in range(len(states))]
+        counts = [states[row].sampling.logprobs or 0 for row in logged]
+        found = _token_logprobs(raw_logprobs, [token_ids[row] for row in logged], counts)
+        logprobs = dict(zip(logged, found, strict=True))
+        return [(token_ids[row], logprobs.get(row)) for row in range(len(states))]
+
+    def _of_shaped(
+        self,
+        logits: Tensor,
+        states: Sequence[RequestState],
+        rows: Sequence[int],
+        forbidden: ForbiddenTokens | None,
+    ) -> list[int]:
+        """Tokens of rows whose requests change their logits; ``logits`` stays as it is."""
+        shaped, states = _floats(logits, rows), [states[row] for row in rows]
+        add_biases(shaped, states)
+        penalise(shaped, states)
+        exclude(shaped, states, self._end_token_ids)
+        if forbidden is not None and (forbidden := forbidden.of(rows)).rows:
+            forbidden.exclude(shaped)  # a row of which nothing was left has an end token
+            forbidden.restore_empty(shaped)
+        return self._kernels.sample(shaped, row_sampling(states))
 
 
-def _most_likely(logits: Tensor) -> list[int]:
-    """The first most likely token of each row.
-
-    If the vocabulary divides into parts, the maximum of each part is found first: torch vectorises ``amax``,
-    but not the search for an index (64 rows of 49,152: 0.8 ms; 1.5 ms with ``max`` alone).
-    """
-    part = math.gcd(logits.shape[-1], _MOST_LIKELY_PART)
-    # Without rows, reshape cannot infer the number of parts.
-    if part < _MOST_LIKELY_PART // 4 or not len(logits):
-        return logits.max(-1).indices.tolist()
-    parts = logits.reshape(len(logits), -1, part)
-    best = parts.amax(-1).max(-1).indices
-    within = parts[torch.arange(len(best), device=logits.device), best].max(-1).indices
-    token_ids: list[int] = (best * part + within).tolist()
-    return token_ids
+def _floats(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """A copy of the rows, ascending, in float32."""
+    if len(rows) == len(logits):
+        return logits.to(torch.float32, copy=True)
+    return logits[list(rows)].float()
 
 
-def _draw(logits: Tensor, rows: Sequence[int], states: Sequence[RequestState]) -> list[int]:
-    """Draw one token for each of ``rows``, with its own temperature, filters and random number."""
-    params = [states[row].sampling for row in rows]
-    is_filtered = [p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params]
-    temperature = torch.tensor([p.temperature for p in params], device=logits.device)
-    uniform = torch.tensor(
-        [uniform_at(states[row].sampling.seed or 0, states[row].num_output_tokens) for row in rows],
-        dtype=torch.float64,
-        device=logits.device,
+def row_sampling(states: Sequence[RequestState]) -> RowSampling:
+    """How the next token of each request is drawn."""
+    params = [state.sampling for state in states]
+    uniform = [
+        0.0 if state.sampling.is_greedy else uniform_at(state.sampling.seed or 0, state.num_output_tokens)
+        for state in states
+    ]
+    return RowSampling(
+        np.array([0.0 if each.is_greedy else each.temperature for each in params], np.float32),
+        np.array([each.top_k for each in params], np.int64),
+        np.array([each.top_p for each in params], np.float64),
+        np.array([each.min_p for each in params], np.float32),
+        np.array(uniform, np.float64),
     )
-    probs = (logits[list(rows)] / temperature[:, None]).softmax(-1)
-    token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    whole = [i for i, filtered in enumerate(is_filtered) if not filtered]
-    filtered = [i for i, filtered in enumerate(is_filtered) if filtered]
-    if whole:
-        token_ids[whole] = _invert_cdf(probs[whole], uniform[whole])
-    if filtered:
-        token_ids[filtered] = _draw_filtered(
-            probs[filtered],
-            uniform[filtered],
-            top_k=torch.tensor([params[i].top_k or probs.shape[1] for i in filtered], device=logits.device),
-            top_p=torch.tensor([params[i].top_p for i in filtered], device=logits.device),
-            min_p=torch.tensor([params[i].min_p for i in filtered], device=logits.device),
-        )
-    return token_ids.tolist()
-
-
-def _draw_filtered(
-    probs: Tensor,
-    uniform: Tensor,
-    *,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    num_candidates: int = _NUM_CANDIDATES,
-) -> Tensor:
-    """Draw from the tokens of each row of ``probs [N, vocab]`` that pass top-k, top-p and min-p.
-
-    Only the most likely candidates are examined; a row that they do not settle is examined whole. Whether a
-    row is settled depends on that row alone.
-    """
-    vocab_size = probs.shape[1]
-    ranked, ids = probs.topk(min(num_candidates, vocab_size), dim=-1)
-    kept, is_settled = _filter_ranked(ranked, vocab_size, top_k, top_p, min_p)
-    chosen = _invert_cdf(torch.where(kept, ranked, 0.0), uniform)
-    token_ids = ids.gather(1, chosen[:, None])[:, 0]
-    if not bool(is_settled.all()):
-        rest = ~is_settled
-        token_ids[rest] = _draw_filtered(
-            probs[rest],
-            uniform[rest],
-            top_k=top_k[rest],
-            top_p=top_p[rest],
-            min_p=min_p[rest],
-            num_candidates=vocab_size,
-        )
-    return token_ids
-
-
-def _filter_ranked(
-    ranked: Tensor, vocab_size: int, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Which of the candidates ``ranked [N, C]``, most likely first, pass the filters.
-
-    Returns (kept ``[N, C]``, settled ``[N]``): in a settled row no token beyond its candidates passes. Top-p
-    is a share of the probability mass that passes top-k.
-    """
-    ranks = torch.arange(ranked.shape[1], device=ranked.device)
-    in_top_k = ranks < top_k[:, None]
-    cumulative = torch.where(in_top_k, ranked, 0.0).double().cumsum(-1)
-    k_is_inside = top_k <= ranked.shape[1]
-    mass = torch.where(k_is_inside, cumulative[:, -1], 1.0)  # 1.0 is exact where top-k is off
-    before = cumulative - ranked
-    kept = in_top_k & (before < (top_p.double() * mass)[:, None]) & (ranked >= min_p[:, None] * ranked[:, :1])
-    kept[:, 0] = True
-    is_settled = k_is_inside | ((top_k >= vocab_size) & ~kept[:, -1])
-    return kept, is_settled
-
-
-def _invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """For each row of ``weights [N, C]`` (>= 0, any sum) the index on which its ``uniform`` in [0, 1) falls.
-
-    An index of weight 0 is never returned. Of many weights the part is found first, by the parts' sums: on a
-    GPU few threads share a row's running sum.
-    """
-    part = math.gcd(weights.shape[1], _MOST_LIKELY_PART)
-    if part < _MOST_LIKELY_PART // 4 or part == weights.shape[1]:
-        return _first_above(weights.double().cumsum(-1), uniform)[0]
-    parts = weights.reshape(len(weights), -1, part)
-    index, left = _first_above(parts.sum(-1, dtype=torch.float64).cumsum(-1), uniform)
-    rows = torch.arange(len(weights), device=weights.device)
-    cdf = parts[rows, index].double().cumsum(-1)
-    within, _ = _first_above(cdf, (left / cdf[:, -1]).clamp_(max=1.0))
-    return index * part + within
-
-
-def _first_above(cdf: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of running sums ``cdf [N, C]`` the first index above the share ``uniform`` of the last one.
-
-    Returns: also how far the share lies above the sum before.
-    """
-    total = cdf[:, -1:].contiguous()
-    # Strictly below the total, so that the index found has a positive weight.
-    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    index = torch.searchsorted(cdf, target.contiguous(), right=True).clamp_(max=cdf.shape[1] - 1)
-    before = torch.where(index > 0, cdf.gather(1, (index - 1).clamp_(min=0)), 0.0)
-    return index[:, 0], (target - before)[:, 0]
 
 
 def uniform_at(seed: int, index: int) -> float:
@@ -288,11 +198,13 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def _token_logprobs(logprobs: Tensor, token_id: int, state: RequestState) -> TokenLogprobs:
-    """The entries of ``logprobs [vocab]`` that the request asked for."""
-    num_logprobs = state.sampling.logprobs
-    assert num_logprobs is not None
-    values, ids = logprobs.topk(num_logprobs)
-    possible = values > -math.inf  # a grammar may allow fewer
-    top = zip(ids[possible].tolist(), values[possible].tolist(), strict=True)
-    return TokenLogprobs(logprob=float(logprobs[token_id]), top=tuple(top))
+def _token_logprobs(logprobs: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Of each row of ``logprobs [N, vocab]``: its token's, and so many of the most likely ones'."""
+    own = logprobs.gather(1, torch.tensor(token_ids, device=logprobs.device)[:, None])[:, 0].tolist()
+    values, ids = (each.tolist() for each in logprobs.topk(max(counts)))
+    best = [list(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
+    return [
+        # A grammar may allow fewer.
+        TokenLogprobs(logprob, tuple(pair for pair in pairs[:count] if pair[1] > -math.inf))
+        for logprob, pairs, count in zip(own, best, counts, strict=True)
+    ]

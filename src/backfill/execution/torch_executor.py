@@ -98,7 +98,7 @@ class TorchExecutor:
         self._num_blocks = info.num_blocks
         self._memory_error: Exception | None = None
         self._streams = streams
-        self._sampler = Sampler(info.end_token_ids)
+        self._sampler = Sampler(model.kernels, info.end_token_ids)
         self._states: dict[RequestId, RequestState] = {}
         self._sampled: Sequence[tuple[RequestId, int]] = ()  # in the last step, and not yet in the states
         self._suspended: dict[int, LayerPass] = {}  # by the plan's step; several may be in flight

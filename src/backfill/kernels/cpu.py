@@ -10,22 +10,16 @@ from collections.abc import Sequence
 from operator import is_
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 # After torch: the number of threads is that of the OpenMP runtime that torch brings.
 from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.errors import ConfigError
-from backfill.kernels.base import (
-    AttentionMetadata,
-    DecoderInputs,
-    Kernels,
-    LayerInputs,
-    LayerWeights,
-    describe,
-    head_dim_of,
-)
+from backfill.kernels.base import Kernels, describe
 from backfill.kernels.cpu_linear import TYPE_CODES, CpuLinear, address, pairs_codes, reads_rows
+from backfill.kernels.inputs import AttentionMetadata, DecoderInputs, LayerInputs, LayerWeights, head_dim_of
 from backfill.kernels.isa import ISA_VARIABLE
 from backfill.kernels.linears import Linear, Table
 from backfill.kernels.panels import (
@@ -35,6 +29,7 @@ from backfill.kernels.panels import (
     quantized_panels_of,
 )
 from backfill.kernels.quantized import QuantizedWeight
+from backfill.kernels.sampling import RowSampling
 from backfill.kernels.stop_signal import StopSignal
 
 
@@ -265,6 +260,25 @@ class CpuKernels(Kernels):
             or gate_up.out_features != down.in_features
         ):
             raise ValueError(f"x: does not fit the weights: {describe(x)}")
+
+    def _sample(self, logits: Tensor, how: RowSampling) -> list[int]:
+        num_rows, vocab_size = logits.shape
+        token_ids = np.empty(num_rows, np.int64)
+        top_k = np.where((how.top_k > 0) & (how.top_k < vocab_size), how.top_k, vocab_size)
+        self._cpp.sample(
+            TYPE_CODES[logits.dtype],
+            logits.data_ptr(),
+            token_ids.ctypes.data,
+            num_rows,
+            vocab_size,
+            logits.stride(0),
+            how.temperature.ctypes.data,
+            top_k.ctypes.data,
+            how.top_p.ctypes.data,
+            how.min_p.ctypes.data,
+            how.uniform.ctypes.data,
+        )
+        return token_ids.tolist()
 
     def _rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         rows, size = x.shape

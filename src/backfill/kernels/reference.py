@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backfill.core.block import KV_SCALE_BYTES
-from backfill.kernels.base import Kernels, LayerInputs, as_bytes
+from backfill.kernels.base import Kernels, as_bytes
+from backfill.kernels.inputs import LayerInputs
 from backfill.kernels.linears import Table
 from backfill.kernels.slots import SlotRange, check_packed
 

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from backfill.kernels.base import AttentionMetadata, Kernels
+from backfill.kernels.base import Kernels
+from backfill.kernels.inputs import AttentionMetadata
 from backfill.kernels.linears import Linear, Table
 from backfill.kernels.stop_signal import StopSignal
 from backfill.models.config import ModelConfig

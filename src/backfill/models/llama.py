@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backfill.kernels.base import AttentionMetadata, DecoderInputs
+from backfill.kernels.inputs import AttentionMetadata, DecoderInputs
 from backfill.kernels.linears import Linear
 from backfill.kernels.stop_signal import StopSignal
 from backfill.models.config import ModelConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from backfill.kernels.base import AttentionMetadata
+from backfill.kernels.inputs import AttentionMetadata
 from backfill.kernels.linears import Linear
 from backfill.kernels.stop_signal import StopSignal
 from backfill.models.config import OPT_POSITION_OFFSET

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backfill.kernels.base import LayerInputs
+from backfill.kernels.inputs import LayerInputs
 
 # Smallest tile side tl.dot accepts for 16-bit operands.
 MIN_DOT = 16

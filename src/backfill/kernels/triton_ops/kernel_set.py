@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backfill.kernels.base import Kernels, LayerInputs
+from backfill.kernels.base import Kernels
+from backfill.kernels.inputs import LayerInputs
 from backfill.kernels.linears import Table
 from backfill.kernels.reference import ReferenceLinear
 from backfill.kernels.triton_ops import rotary, rowwise

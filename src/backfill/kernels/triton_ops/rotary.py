@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backfill.kernels.base import LayerInputs
+from backfill.kernels.inputs import LayerInputs
 
 
 @triton.jit
