@@ -244,7 +244,7 @@ def _checked_strings(name: str, strings: Sequence[str]) -> tuple[str, ...] | Non
 
 
 def _checked_tokens(name: str, token_ids: Sequence[int]) -> tuple[int, ...]:
-    if not _is_list(token_ids) or not _are_integers(token_ids):
+    if not _is_list(token_ids) or not are_integers(token_ids):
         raise _wrong(name, "a list of token ids", token_ids)
     return tuple(map(int, token_ids))
 
@@ -258,7 +258,7 @@ def _check_vocabulary(name: str, token_ids: Collection[int], vocab_size: int) ->
 
 
 def _checked_biases(biases: Mapping[int, float]) -> dict[int, float]:
-    if not isinstance(biases, Mapping) or not _are_integers(biases):
+    if not isinstance(biases, Mapping) or not are_integers(biases):
         raise _wrong("logit_bias", "a dict of numbers by token id", biases)
     checked: dict[int, float] = {}
     for token_id, bias in biases.items():
@@ -270,7 +270,8 @@ def _checked_biases(biases: Mapping[int, float]) -> dict[int, float]:
     return checked
 
 
-def _are_integers(values: Iterable[object]) -> bool:
+def are_integers(values: Iterable[object]) -> bool:
+    """Whether all are whole numbers, numpy's too."""
     return all(isinstance(value, Integral) and not isinstance(value, bool) for value in values)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar, cast
 
 from backfill.core.errors import InvalidRequest
+from backfill.core.sampling import are_integers
 from backfill.generation.message_parser import MessageParsing
 from backfill.llm.options import in_library_terms
 
@@ -118,11 +118,11 @@ def _parse_prompt(prompt: Any) -> PromptInput | None:
             case {"prompt": str() as text, **others} if others.keys() <= {"cache_salt"}:
                 return PromptInput(text=text, cache_salt=others.get("cache_salt"))
             case {"prompt_token_ids": ids, **others} if others.keys() <= {"cache_salt"}:
-                if _is_list(ids) and _are_integers(ids):
+                if _is_list(ids) and are_integers(ids):
                     token_ids = [int(token_id) for token_id in ids]
                     return PromptInput(token_ids=token_ids, cache_salt=others.get("cache_salt"))
         return None
-    if _is_list(prompt) and _are_integers(prompt):
+    if _is_list(prompt) and are_integers(prompt):
         return PromptInput(token_ids=[int(token_id) for token_id in prompt])
     return None
 
@@ -150,8 +150,4 @@ def _is_list(value: object) -> bool:
 
 
 def _are_token_ids(values: Any) -> bool:
-    return _is_list(values) and len(values) > 0 and _are_integers(values)
-
-
-def _are_integers(values: Any) -> bool:
-    return all(isinstance(value, Integral) and not isinstance(value, bool) for value in values)
+    return _is_list(values) and len(values) > 0 and are_integers(values)
