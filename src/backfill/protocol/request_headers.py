@@ -44,6 +44,16 @@ class Objective:
         return f"{seconds * (1000 if self.unit == 'ms' else 1):g} {self.unit}"
 
 
+def is_flex(tier: bytes, header: str | None) -> bool:
+    """Whether a request that was not parsed is offline.
+
+    Args:
+        tier: its body's ``service_tier`` as JSON, which goes before the header; empty for none.
+        header: ``TIER_HEADER``.
+    """
+    return header == "flex" if tier in (b"", b"null") else tier == b'"flex"'
+
+
 def tier_of(text: str) -> ServiceTier:
     """The tier that ``TIER_HEADER`` names. Raises: RequestError."""
     tiers: tuple[ServiceTier, ...] = get_args(ServiceTier)

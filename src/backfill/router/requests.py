@@ -10,12 +10,11 @@ import msgspec
 
 from backfill.core.prefixes import BYTES_PER_TOKEN, text_keys
 from backfill.http.bodies import SMALL_BODY_BYTES
-from backfill.protocol.request_headers import SLO_HEADERS, TIER_HEADER
+from backfill.protocol.request_headers import SLO_HEADERS, TIER_HEADER, is_flex
 from backfill.router.policy import RoutedRequest
 
 Result = TypeVar("Result")
 
-_FLEX = b'"flex"'
 _TTFT_HEADER = SLO_HEADERS["ttft"]
 _BYTES_PER_TOKEN_ID = 6  # in JSON, with its comma
 
@@ -63,13 +62,8 @@ def peek(raw: bytes, headers: Mapping[str, str], owner: str = "") -> RoutedReque
         text_keys(prompt, salt),
         _ttft_s(fields, headers),
         streams=bytes(fields.stream) == b"true",
-        is_offline=_is_offline(fields, headers),
+        is_offline=is_flex(bytes(fields.service_tier), headers.get(TIER_HEADER)),
     )
-
-
-def _is_offline(fields: _Fields, headers: Mapping[str, str]) -> bool:
-    tier = bytes(fields.service_tier)
-    return headers.get(TIER_HEADER) == "flex" if tier in (b"", b"null") else tier == _FLEX
 
 
 def _ttft_s(fields: _Fields, headers: Mapping[str, str]) -> float | None:
