@@ -49,7 +49,7 @@ class InstantRunner:
     def release(self) -> None:
         self._gate.set()
 
-    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+    async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
         self.held.add(line.custom_id)
         await asyncio.sleep(0)
         await self._gate.wait()

@@ -98,7 +98,7 @@ class Engine:
         self.num_failures = 0
         self._stepping: asyncio.Task[None] | None = None
 
-    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+    async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
         end = self.in_flight[line.number] = asyncio.get_running_loop().create_future()
         self.most_in_flight[-1] = max(self.most_in_flight[-1], len(self.in_flight))
         if self._stepping is None:

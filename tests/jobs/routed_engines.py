@@ -62,7 +62,9 @@ class RoutedEngines:
         world = self._server.world
         world.source.choice(list(world.engines.values())).die(away_s)
 
-    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+    async def run(
+        self, line: BatchLine, count: TokenCount | None = None, *, is_alone: bool = False
+    ) -> LineResult:
         assert self._runner is not None, "no lines come before there is capacity"
         self._server.world.note_run(self._server, line)
-        return await self._runner.run(line, count)
+        return await self._runner.run(line, count, is_alone=is_alone)

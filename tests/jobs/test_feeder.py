@@ -208,7 +208,7 @@ async def test_a_batch_that_leaves_takes_its_lines_along_and_no_others() -> None
 
 async def test_the_source_learns_what_has_ended_and_how_long_it_was() -> None:
     class Answers(Engine):
-        async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+        async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
             result = await super().run(line, count)
             if line.number == 3:
                 return unanswered(line, "internal_error")
@@ -225,7 +225,7 @@ async def test_the_source_learns_what_has_ended_and_how_long_it_was() -> None:
 
 async def test_a_result_that_cannot_be_encoded_fails_its_line_alone() -> None:
     class Answers(Engine):
-        async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+        async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
             result = await super().run(line, count)
             return replace(result, response={"text": "\ud83d"}) if line.number == 3 else result
 
@@ -247,7 +247,7 @@ async def test_the_source_learns_how_far_running_lines_are(
     counts: dict[int, TokenCount | None] = {}
 
     class Counting(Engine):
-        async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+        async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
             counts[line.number] = count
             return await super().run(line, count)
 

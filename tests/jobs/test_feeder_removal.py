@@ -48,7 +48,7 @@ async def test_places_of_a_removed_batch_go_to_others() -> None:
 class HalfBegins(Engine):
     """Lines of even numbers get a token, the others none before they end."""
 
-    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+    async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
         if count is not None:
             count.num_tokens = 1 - line.number % 2
         return await super().run(line, count)
@@ -216,7 +216,7 @@ async def test_a_line_that_was_lost_counts_from_nothing_again(monkeypatch: pytes
     counts: list[TokenCount] = []
 
     class Counting(Engine):
-        async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+        async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
             assert count is not None
             counts.append(count)
             return await super().run(line, count)
@@ -245,7 +245,7 @@ async def test_a_lost_line_runs_again_without_what_waiting_lines_needed_of_it() 
             super().__init__(fatal={0}, survives=True)
             self.told: list[int | None] = []
 
-        async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+        async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
             assert line.generation is not None
             self.told.append(line.generation.request.num_reused_tokens)
             return await super().run(line, count)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backfill.core.errors import EngineDead
+from backfill.core.errors import EngineDead, StepFailed
 from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import LineResult, completed
 from backfill.jobs.suspects import (
@@ -148,7 +148,7 @@ async def test_a_line_of_several_choices_is_to_blame_where_they_are_alone(
 
         num_deaths = 0
 
-        async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+        async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
             if self.num_deaths > MAX_LONE_LOSSES:
                 return completed(line, {})
             self.num_deaths += 1
@@ -164,11 +164,49 @@ async def test_a_line_of_several_choices_is_to_blame_where_they_are_alone(
     assert len(sink.failed()) == num_failed
 
 
+@pytest.mark.parametrize(
+    ("capacity", "num_losses"), [(1, 1), (8, 1), (15, 1), (16, 2), (64, 2), (127, 2), (128, 3)]
+)
+async def test_a_line_is_said_to_run_alone_once_its_losses_leave_no_room_beside_it(
+    capacity: int, num_losses: int
+) -> None:
+    class Beside:
+        """Loses the first line until it is to be alone. ``found`` has each time what runs beside it."""
+
+        def __init__(self) -> None:
+            self.running: set[int] = set()
+            self.found: list[set[int]] = []
+
+        async def run(self, line: BatchLine, count: TokenCount, *, is_alone: bool) -> LineResult:
+            self.running.add(line.number)
+            try:
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                if line.number > 0:
+                    assert not is_alone, "it was never lost"
+                    return completed(line, {})
+                self.found.append(self.running - {0})
+                if not is_alone:
+                    raise StepFailed("failed", num_lost=9, num_others=8)
+                return completed(line, {})
+            finally:
+                self.running.discard(line.number)
+
+    runner, sink = Beside(), Sink()
+    feeder, feed = Feeder(runner, NoThreads("results", 1)), feed_of(lines_up_to(300), 300, sink)
+    feeder.add(feed)
+    feeder.set_capacity(capacity)
+    await asyncio.wait_for(feed.finished, TIMEOUT_S)
+    assert len(runner.found) == num_losses + 1 and not runner.found[-1]
+    assert capacity == 1 or all(runner.found[:-1]), "others run beside it before"
+    assert len(sink.results) == 300 and not sink.failed()
+
+
 async def test_a_line_that_never_reached_an_engine_is_not_to_blame() -> None:
     class Absent:
         num_runs = 0
 
-        async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+        async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
             self.num_runs += 1
             raise EngineDead("not running")
 

@@ -308,7 +308,7 @@ class DyingEngine(InstantRunner):
         self._fatal = fatal
         self.num_deaths = 0
 
-    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+    async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
         if line.custom_id in self._fatal:
             self.num_deaths += 1
             asyncio.get_running_loop().call_soon(ready, self._manager[0])
@@ -359,7 +359,7 @@ async def test_observers_get_every_line_and_snapshots_count_the_rest(start: Star
 class Counting(InstantRunner):
     """Lines have seven tokens as long as they run."""
 
-    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+    async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
         assert count is not None
         count.num_tokens = 7
         return await super().run(line, count)

@@ -32,7 +32,7 @@ class TwoSecondsALine(InstantRunner):
         super().__init__()
         self.clock = clock
 
-    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+    async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
         result = await super().run(line, count)
         self.clock.advance(2.0)
         return result

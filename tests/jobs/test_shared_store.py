@@ -204,7 +204,7 @@ class Dying(InstantRunner):
         super().__init__()
         self._line = line
 
-    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+    async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
         if line.custom_id == self._line:
             raise EngineDead("killed", num_lost=4, num_others=3)
         return await super().run(line, count)
@@ -217,7 +217,7 @@ class Alone(InstantRunner):
         super().__init__()
         self.beside: dict[str, set[str]] = {}
 
-    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+    async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
         self.beside[line.custom_id] = set(self.held)
         return await super().run(line, count)
 
@@ -559,7 +559,7 @@ def jobs_of(fleet: Fleet, owner: str) -> list[OpenBatch]:
 
 
 class DyingRunner(InstantRunner):
-    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+    async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
         self.runs[line.custom_id] += 1
         raise StepFailed("", num_lost=1, num_others=0)
 
@@ -644,7 +644,7 @@ from pathlib import Path
 from tests.jobs.doubles import InstantRunner, make_manager, ready
 
 class SlowRunner(InstantRunner):
-    async def run(self, line, count=None):
+    async def run(self, line, count=None, **_):
         await asyncio.sleep(0.002)
         return await super().run(line, count)
 

@@ -48,7 +48,7 @@ from sqlalchemy import Engine, event
 from tests.jobs.doubles import InstantRunner, make_manager, ready
 
 class SlowRunner(InstantRunner):
-    async def run(self, line, count=None):
+    async def run(self, line, count=None, **_):
         await asyncio.sleep(0.3)
         return await super().run(line, count)
 

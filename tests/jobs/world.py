@@ -174,7 +174,7 @@ class SimulatedEngine:
         self._server.manager.engine_lost()
         self._server.process.loop.call_later(away_s, self.start)
 
-    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+    async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
         world, loop = self._server.world, self._server.process.loop
         if not self.is_up:
             raise EngineDead("The engine is not running.")

@@ -38,8 +38,8 @@ _DRAIN_POLL_S = 0.05
 
 
 class LineRunner(Protocol):
-    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
-        """Run a line and count its tokens as they come.
+    async def run(self, line: BatchLine, count: TokenCount, *, is_alone: bool) -> LineResult:
+        """Run a line and count its tokens as they come. ``is_alone``: no other is to run beside it.
 
         Raises: RequestLost, whose ``num_lost`` is 0 where the line never reached an engine.
         """
@@ -268,9 +268,9 @@ class Feeder:
                 for run in other.running.values():
                     run.ran_with_others = True
         num_losses = feed.suspects.of(line.number).num
-        line.runs_alone = num_losses > 0 and self._max_in_flight_with(num_losses) == 1
+        is_alone = num_losses > 0 and self._max_in_flight_with(num_losses) == 1
         count = TokenCount()
-        task = self._tasks.start(self._run(feed, line, count), "feeder-line")
+        task = self._tasks.start(self._run(feed, line, count, is_alone=is_alone), "feeder-line")
         feed.running[line.number] = RunningLine(line, task, ran_with_others, count)
         self.num_running += 1
         if self._reports_progress and self._reporting is None:
@@ -313,10 +313,10 @@ class Feeder:
         for feed in self._feeds:
             feed.report_progress()
 
-    async def _run(self, feed: Feed, line: BatchLine, count: TokenCount) -> None:
+    async def _run(self, feed: Feed, line: BatchLine, count: TokenCount, *, is_alone: bool) -> None:
         result, goes_on = None, False
         try:
-            result = await self._runner.run(line, count)
+            result = await self._runner.run(line, count, is_alone=is_alone)
             result.encode("")  # here, as what cannot be encoded would fail the lines that are written with it
         except RequestLost as error:
             if error.num_lost > 0:

@@ -81,7 +81,9 @@ class ServiceRunner:
 
     service: Callable[[], CompletionService | None]  # None while no engine is ready
 
-    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+    async def run(
+        self, line: BatchLine, count: TokenCount | None = None, *, is_alone: bool = False
+    ) -> LineResult:
         """Raises: RequestLost."""
         if line.refusal is not None:
             return refused(line, line.refusal)

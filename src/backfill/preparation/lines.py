@@ -52,7 +52,6 @@ class BatchLine(msgspec.Struct, kw_only=True):
         request_id: as the line's result names it.
         generation, refusal: the prepared body, or what the online API would answer where it refuses it; both
             None if only names were read or the body could not be prepared.
-        runs_alone: it was lost before, and no other line is to run beside it.
     """
 
     number: int
@@ -61,7 +60,6 @@ class BatchLine(msgspec.Struct, kw_only=True):
     request_id: str = ""
     generation: Generation | None = None
     refusal: ErrorAnswer | None = None
-    runs_alone: bool = False
 
 
 def as_taken(generation: Generation, num_reused_tokens: int) -> Generation:

@@ -106,7 +106,9 @@ class EngineRunner:
         """What is up, or its headroom for lines, may have changed."""
         self._changed.set()
 
-    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+    async def run(
+        self, line: BatchLine, count: TokenCount | None = None, *, is_alone: bool = False
+    ) -> LineResult:
         """Raises: StepFailed where two engines were lost over the line; one alone may lose whatever it gets.
 
         Where there is one engine, StepFailed is raised if it was lost twice.
@@ -119,7 +121,7 @@ class EngineRunner:
             placement = await self._place(line, lost_on, missed)
             url = placement.replica.name
             try:
-                answer = await self._attempt_in_turn(line, url, missed)
+                answer = await self._attempt_in_turn(line, url, missed, is_alone)
             finally:
                 placement.on_end()
                 self.on_change()
@@ -192,12 +194,14 @@ class EngineRunner:
         self._faults[url] = _Pause(seconds, now_s + seconds)
         logger.error("%s gets no lines for %.0f s: it answers them with status %d", url, seconds, status)
 
-    async def _attempt_in_turn(self, line: RoutedLine, url: str, missed: dict[str, _Pause]) -> _Answer | None:
+    async def _attempt_in_turn(
+        self, line: RoutedLine, url: str, missed: dict[str, _Pause], is_alone: bool
+    ) -> _Answer | None:
         """Again while the engine keeps the line its turn, up to a bound. What is refused is not lost."""
         loop = asyncio.get_running_loop()
         seconds = 2 * missed[url].seconds if url in missed else _TURN_S
         ends_at_s = loop.time() + seconds
-        answer = await self._attempt(line, url)
+        answer = await self._attempt(line, url, is_alone)
         while answer is not None and answer.keeps_turn and self.engines.replicas.takes_lines(url):
             now_s = loop.time()
             if now_s >= ends_at_s:
@@ -210,10 +214,10 @@ class EngineRunner:
                 break
             self.metrics.retries["refused"] += 1
             await asyncio.sleep(_REFUSED_S)
-            answer = await self._attempt(line, url)
+            answer = await self._attempt(line, url, is_alone)
         return answer
 
-    async def _attempt(self, line: RoutedLine, url: str) -> _Answer | None:
+    async def _attempt(self, line: RoutedLine, url: str, is_alone: bool) -> _Answer | None:
         """None where the engine was not reached."""
         engine = self.engines.get(url)
         if engine is None:  # it has left
@@ -226,12 +230,12 @@ class EngineRunner:
         }
         if line.owner:
             headers[OWNER_HEADER] = line.owner
-        if line.runs_alone:
+        if is_alone:
             headers[ALONE_HEADER] = "1"
         body = await apart(line.num_bytes, line.offline_body)
         try:
             async with self.engines.request(
-                engine, "POST", line.path, body, headers, is_alone=line.runs_alone
+                engine, "POST", line.path, body, headers, is_alone=is_alone
             ) as response:
                 content = await response.read()
         except EngineLost as error:
@@ -239,7 +243,7 @@ class EngineRunner:
             if not error.was_reached:
                 return None
             # An engine that has ended cannot say what other routers had sent it.
-            return _Answer(503, {}, int(error.had_others or not line.runs_alone))
+            return _Answer(503, {}, int(error.had_others or not is_alone))
         lost = response.headers.get(LOST_HEADER)
         if lost is not None:
             self.metrics.retries["lost"] += 1
