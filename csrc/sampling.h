@@ -157,7 +157,8 @@ inline int64_t drawn(const float* weights, int64_t size, double uniform) {
     double reached = before;
     for (int64_t i = start; before + of_part > target && i < end; i++) {
       reached += weights[i];
-      if (reached > target) return i;
+      // The part before may have ended below the share by its doubles, and above it by its floats.
+      if (reached > target && weights[i] > 0.0f) return i;
     }
     before += of_part, last = start;
   }

@@ -298,6 +298,17 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     assert [v for _, v in logprobs.top] == pytest.approx(values.tolist())
 
 
+def test_logprobs_of_a_row_depend_on_no_other_row() -> None:
+    """Which of equals are named too: logits in bfloat16 have many."""
+    for seed in range(20):
+        logits = make_logits(seed=seed).bfloat16()
+        for count in (1, 2, 5):
+            state, other = (make_state(temperature=0.0, logprobs=each) for each in (count, 20))
+            alone = make_sampler().sample(logits.clone(), [state])
+            beside = make_sampler().sample(logits.repeat(3, 1), [other, state, state])
+            assert beside[1:] == alone * 2
+
+
 def test_bfloat16_logits_sample_too() -> None:
     logits = make_logits(2).bfloat16()
     ids = sample_ids(logits, make_state(temperature=0.0), make_state(top_p=0.5))

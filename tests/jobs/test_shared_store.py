@@ -270,6 +270,24 @@ async def test_a_batch_whose_engine_stays_away_goes_to_another_server(fleet: Fle
     assert batch.id not in first._jobs
 
 
+async def test_a_server_that_is_held_keeps_its_batches_and_claims_no_other(fleet: Fleet) -> None:
+    """For longer than a lease, with an engine that serves: another server's would not be better."""
+    runner = InstantRunner()
+    first = await fleet.add(runner, lease_s=0.5)
+    batch = await submit(first, input_of(60))
+    await hold_after(first, runner, batch, 6)
+    first.hold()
+    waiting = await submit(await fleet.add(has_engine=False), input_of(5))
+    running = first.feeder.num_running
+    await asyncio.sleep(1.5)
+    assert first.feeder.num_running == running > 0
+    assert {job.batch.id for job in first._jobs.values()} == {batch.id}
+    runner.release()
+    first.engine_ready(first._service, 8)
+    for each, num_lines in ((batch, 60), (waiting, 5)):
+        await check_completed(first, await ended(first, each.id), num_lines)
+
+
 async def test_a_window_ends_without_any_engine(fleet: Fleet) -> None:
     front = await fleet.add(has_engine=False)
     batch = await submit(front, input_of(20), window_s=0)

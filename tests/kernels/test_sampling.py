@@ -153,6 +153,18 @@ def test_rows_are_drawn_alone(kernels: Kernels) -> None:
     assert [[each] for each in together] == alone
 
 
+def test_no_share_draws_what_has_no_weight(kernels: Kernels) -> None:
+    """Not where the sums of two parts meet, whose rounding differs from that of the walk inside them."""
+    for seed in range(5):
+        row = torch.randn(2048, generator=torch.Generator().manual_seed(seed)) * 2
+        row[512:528] = float("-inf")
+        weights = kept_weights(row.double().numpy(), sampling())
+        share = weights[:512].sum() / weights.sum()
+        how = sampling(4001, uniform=share * (1.0 + np.linspace(-3e-7, 3e-7, 4001)))
+        token_ids = np.array(kernels.sample(row.expand(4001, -1), how))
+        assert not ((token_ids >= 512) & (token_ids < 528)).any()
+
+
 @pytest.mark.parametrize("how", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_that_is_no_distribution_gives_some_token(value: float, how: dict[str, Any]) -> None:

@@ -170,7 +170,7 @@ class ServerState:
         if self.jobs is None or self.service is None or self.phase is not Phase.READY:
             return
         if self.admission.is_offline_quarantined:
-            self.jobs.feed(0)
+            self.jobs.hold()
             self._feeding = asyncio.get_running_loop().call_later(_HELD_LOOK_S, self.feed_jobs)
         elif not self.admission.is_offline_suspended:
             self.jobs.engine_ready(self.service, self.engine_config.scheduler.max_num_seqs)

@@ -201,10 +201,12 @@ def _mix(z: int) -> int:
 def _token_logprobs(logprobs: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
     """Of each row of ``logprobs [N, vocab]``: its token's, and so many of the most likely ones'."""
     own = logprobs.gather(1, torch.tensor(token_ids, device=logprobs.device)[:, None])[:, 0].tolist()
-    values, ids = (each.tolist() for each in logprobs.topk(max(counts)))
-    best = [list(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
-    return [
-        # A grammar may allow fewer.
-        TokenLogprobs(logprob, tuple(pair for pair in pairs[:count] if pair[1] > -math.inf))
-        for logprob, pairs, count in zip(own, best, counts, strict=True)
-    ]
+    found: dict[int, TokenLogprobs] = {}
+    for count in set(counts):  # which of equals are named depends on the count
+        rows = [row for row, each in enumerate(counts) if each == count]
+        values, ids = (each.tolist() for each in logprobs[rows].topk(count))
+        for row, of_row in zip(rows, zip(ids, values, strict=True), strict=True):
+            pairs = zip(*of_row, strict=True)
+            top = tuple(pair for pair in pairs if pair[1] > -math.inf)  # a grammar may allow fewer
+            found[row] = TokenLogprobs(own[row], top)
+    return [found[row] for row in range(len(counts))]

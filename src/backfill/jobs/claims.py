@@ -38,6 +38,7 @@ class BatchClaims:
         jobs: the batches, and lines of them, that this server runs, by name.
         begin: runs a batch that was claimed.
         capacity: lines that may be in flight at once; 0 while no engine is ready.
+        is_held: none begins for a while though one is: nothing more is claimed.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class BatchClaims:
         *,
         begin: Callable[[Claim], object],
         capacity: Callable[[], int],
+        is_held: Callable[[], bool],
         model_names: Collection[str],
     ) -> None:
         self._storage = storage
@@ -55,6 +57,7 @@ class BatchClaims:
         self._jobs = jobs
         self._begin = begin
         self._capacity = capacity
+        self._is_held = is_held
         self._model_names = list(model_names)
         self._lease_s = storage.config.batch_lease_timeout
         self._period_s = min(_LONGEST_PERIOD_S, self._lease_s / _RENEWALS_PER_LEASE)
@@ -176,6 +179,8 @@ class BatchClaims:
 
     def _max_lines(self) -> int:
         """Lines that this server may have."""
+        if self._is_held():
+            return 0
         if any(job.batch.status is BatchStatus.VALIDATING for job in self._jobs.values()):
             return 0  # it may fill the server: how many lines it has is not known yet
         ahead = _LINES_AHEAD if self._num_servers == 1 else _LINES_AHEAD_BESIDE_OTHERS

@@ -102,6 +102,7 @@ class JobManager:
         self._jobs: dict[str, OpenBatch] = {}
         self.outlook = Outlook(self._jobs, self.feeder, self._clock)
         self._capacity = 0
+        self._is_held = False
         self._claims: BatchClaims | None = None  # None where this server runs all batches
         self._claiming: asyncio.Task[None] | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -143,6 +144,7 @@ class JobManager:
                     self._jobs,
                     begin=lambda claim: self._begin(claim.batch, claim.lease, claim.now_s),
                     capacity=lambda: self._capacity,
+                    is_held=lambda: self._is_held,
                     model_names=self._model_names,
                 )
                 self._claiming = self._tasks.start(self._claims.run(), "batch-claims")
@@ -223,6 +225,11 @@ class JobManager:
         if not self._is_paused and capacity != self._capacity:
             self._set_capacity(capacity)
             self._wake_claims()
+
+    def hold(self) -> None:
+        """No line starts until ``engine_ready``. Those that run go on, and batches stay with this server."""
+        self._is_held = True
+        self.feeder.set_capacity(0)
 
     def engine_lost(self) -> None:
         self._service = None
@@ -370,7 +377,7 @@ class JobManager:
             self._claims.wake()
 
     def _set_capacity(self, capacity: int) -> None:
-        self._capacity = capacity
+        self._capacity, self._is_held = capacity, False
         self.feeder.set_capacity(capacity)
 
     async def _num_queued_lines(self, owner: str) -> int:

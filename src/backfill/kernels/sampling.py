@@ -76,11 +76,12 @@ def _draw(logits: Tensor, how: RowSampling, rows: NDArray[np.int64]) -> Tensor:
     token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     vocab_size = probs.shape[1]
     top_k = torch.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
-    is_filtered = (top_k < vocab_size) | (top_p < 1.0) | (min_p > 0.0)
-    whole, filtered = ((is_filtered == each).nonzero()[:, 0] for each in (False, True))
-    if len(whole):
+    has_top_k = (how.top_k > 0) & (how.top_k < vocab_size)
+    is_filtered = (has_top_k | (how.top_p < 1.0) | (how.min_p > 0.0))[rows]
+    whole, filtered = np.flatnonzero(~is_filtered).tolist(), np.flatnonzero(is_filtered).tolist()
+    if whole:
         token_ids[whole] = _invert_cdf(probs[whole], uniform[whole])
-    if len(filtered):
+    if filtered:
         token_ids[filtered] = _draw_filtered(
             probs[filtered],
             uniform[filtered],

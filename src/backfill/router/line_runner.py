@@ -44,7 +44,7 @@ _REFUSED_S = 0.5  # before an engine that refused a line is tried again
 # Before one that does not know the router's key, or sends it elsewhere; longer each time.
 _FAULT_S, _LONGEST_FAULT_S = 30.0, 600.0
 # A line that is to run alone waits so long for its turn at an engine, then leaves that to others for as long.
-# Both double each time, so that the line runs at last, and others wait for no more than half of the time.
+# Both double each time, so that the line runs at last, and others wait for half of the time for it.
 _TURN_S = 60.0
 # From this loss on, a line is said to be lost: one may be the engine's fault, two look like the line's.
 _SUSPICIOUS_LOSSES = 2
