@@ -222,7 +222,9 @@ def test_echo_with_logprobs_scores_the_prompt(client: OpenAI, server: RunningSer
     first, *others = logprobs.token_logprobs
     assert first is None and all(each <= 0 for each in others)
     assert logprobs.top_logprobs is not None and logprobs.top_logprobs[0] is None
-    assert all(len(top) in (1, 2) for top in logprobs.top_logprobs[1:])
+    assert all(len(top) in (1, 2, 3) for top in logprobs.top_logprobs[1:])
+    scored = zip(logprobs.tokens[1:], others, logprobs.top_logprobs[1:], strict=True)
+    assert all(top[token] >= own for token, own, top in scored), "the token itself too"
     # The prompt alone, which is cached by now; and as a stream.
     only = client.completions.create(**asked, max_tokens=0)
     (alone,) = only.choices
@@ -255,7 +257,7 @@ def test_prompt_logprobs_have_vllms_shape(client: OpenAI, server: RunningServer)
     echoed = client.completions.create(model=MODEL, prompt="The sun", max_tokens=0, echo=True, logprobs=0)
     assert echoed.choices[0].logprobs is not None
     assert echoed.choices[0].logprobs.token_logprobs == [None, entries[str(ids[1])]["logprob"]]
-    assert echoed.choices[0].logprobs.top_logprobs == [None, {}]
+    assert echoed.choices[0].logprobs.top_logprobs == [None, {" sun": entries[str(ids[1])]["logprob"]}]
     chat = client.chat.completions.create(
         model=MODEL, messages=QUESTION, max_tokens=1, extra_body={"prompt_logprobs": 0}
     )

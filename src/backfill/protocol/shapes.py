@@ -111,7 +111,7 @@ class CompletionShape(ResponseShape):
         return {
             "tokens": [self._tokenizer.token_text(token_id)],
             "token_logprobs": [logprobs.logprob],
-            "top_logprobs": [self._top(logprobs.top)],
+            "top_logprobs": [self._top(token_id, logprobs, len(logprobs.top))],
             "text_offset": [num_chars],
         }
 
@@ -126,15 +126,22 @@ class CompletionShape(ResponseShape):
         return {
             "tokens": [self._tokenizer.token_text(token_id) for token_id in token_ids],
             "token_logprobs": [None, *(each.logprob for each in logprobs)],
-            "top_logprobs": [None, *(self._top(each.top[:num_top]) for each in logprobs)],
+            "top_logprobs": [
+                None,
+                *(
+                    self._top(token_id, each, num_top)
+                    for token_id, each in zip(token_ids[1:], logprobs, strict=True)
+                ),
+            ],
             "text_offset": [
                 max(0, end - num - num_added) for end, num in zip(accumulate(lens), lens, strict=True)
             ],
         }
 
-    def _top(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """By text; of several tokens with one text, the most likely one."""
-        return {self._tokenizer.token_text(token_id): logprob for token_id, logprob in reversed(top)}
+    def _top(self, token_id: int, logprobs: TokenLogprobs, num_top: int) -> dict[str, float]:
+        """By text, the token itself too; of several tokens with one text, the most likely one."""
+        pairs = [*logprobs.top[:num_top], (token_id, logprobs.logprob)]
+        return {self._tokenizer.token_text(each): logprob for each, logprob in reversed(pairs)}
 
 
 def whole_message(message: MessageDelta) -> Json:
