@@ -114,15 +114,15 @@ def test_routers_alone_have_a_request_run_alone() -> None:
 
 
 class Batches:
-    """Of the server. ``capacity``: lines that may be in the engine; ``num_held``: how often it was 0."""
+    """Of the server. ``capacity``: lines that may be in the engine; ``num_held``: how often held."""
 
     def __init__(self) -> None:
         self.feeder = SimpleNamespace(num_running=1)
         self.capacity = 9
         self.num_held = 0
 
-    def feed(self, capacity: int) -> None:
-        self.capacity = capacity
+    def hold(self) -> None:
+        self.capacity = 0
         self.num_held += 1
 
     def engine_ready(self, service: object, max_num_seqs: int) -> None:

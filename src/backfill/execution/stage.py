@@ -151,8 +151,8 @@ class Stage:
     def arm(self, layers: range, safepoints: Set[int]) -> None:
         """Ask whether to stop while layers are computed, if one of the safepoints follows."""
         # One layer more: a group may know only what the one before the last has carried.
-        is_none_reached = safepoints.isdisjoint(range(layers.start + 1, layers.stop + 2))
-        self._group.arm(None if is_none_reached else self._signal.is_set)
+        reaches_one = not safepoints.isdisjoint(range(layers.start + 1, layers.stop + 2))
+        self._group.arm(self._signal.is_set if reaches_one else None)
 
     def stop_signal(self, points: Safepoints | None) -> StopSignal | None:
         """For layers that are run from a safepoint, or from the beginning of a pass."""
