@@ -37,8 +37,8 @@ class BatchClaims:
     Args:
         jobs: the batches, and lines of them, that this server runs, by name.
         begin: runs a batch that was claimed.
-        capacity: lines that may be in flight at once; 0 while no engine is ready.
-        is_held: none begins for a while though one is: nothing more is claimed.
+        is_ready: there is an engine.
+        capacity: lines that may be in flight at once.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class BatchClaims:
         jobs: Mapping[str, OpenBatch],
         *,
         begin: Callable[[Claim], object],
+        is_ready: Callable[[], bool],
         capacity: Callable[[], int],
-        is_held: Callable[[], bool],
         model_names: Collection[str],
     ) -> None:
         self._storage = storage
         self._leases = leases
         self._jobs = jobs
         self._begin = begin
+        self._is_ready = is_ready
         self._capacity = capacity
-        self._is_held = is_held
         self._model_names = list(model_names)
         self._lease_s = storage.config.batch_lease_timeout
         self._period_s = min(_LONGEST_PERIOD_S, self._lease_s / _RENEWALS_PER_LEASE)
@@ -124,7 +124,7 @@ class BatchClaims:
     async def _renew(self) -> None:
         held = {job.lease: job for job in self._jobs.values() if job.lease is not None}
         renewal = await self._storage.threads.leases.run(
-            self._leases.renew, list(held), is_ready=self._capacity() > 0
+            self._leases.renew, list(held), is_ready=self._is_ready()
         )
         self._renewed_at_s = self._clock.now_s()
         self._num_servers = renewal.num_servers
@@ -137,7 +137,7 @@ class BatchClaims:
 
     async def _leave_without_engine(self) -> None:
         """Release what runs once no engine was ready for the time of a lease: another server may have one."""
-        if self._capacity() > 0:
+        if self._is_ready():
             self._had_engine_at_s = self._clock.now_s()
         if self._clock.now_s() - self._had_engine_at_s < self._lease_s:
             return
@@ -179,8 +179,6 @@ class BatchClaims:
 
     def _max_lines(self) -> int:
         """Lines that this server may have."""
-        if self._is_held():
-            return 0
         if any(job.batch.status is BatchStatus.VALIDATING for job in self._jobs.values()):
             return 0  # it may fill the server: how many lines it has is not known yet
         ahead = _LINES_AHEAD if self._num_servers == 1 else _LINES_AHEAD_BESIDE_OTHERS

@@ -79,7 +79,7 @@ class Feeder:
         self._feeds: list[Feed] = []
         self._reads: dict[str, Feed] = {}  # by owner: the feed that reads
         self._turns = itertools.count()
-        self._capacity = 0
+        self.capacity = 0  # lines that may be in flight
         self.num_running = 0  # lines with the runner
         self.num_durable = 0  # results that this loop knows of; the thread that writes them counts sooner
         self._num_lost = 0  # lines since the engine died; 0 while it lives
@@ -104,7 +104,7 @@ class Feeder:
 
     def set_capacity(self, capacity: int) -> None:
         """At 0 no line starts; lines that run go on."""
-        self._capacity = capacity
+        self.capacity = capacity
         if capacity > 0 and self._num_lost > 0:
             logger.warning(
                 "the engine died with %d lines in flight; they run again, at first %d at once",
@@ -194,14 +194,14 @@ class Feeder:
             await asyncio.gather(feed.saver, return_exceptions=True)
 
     def _fill(self) -> None:
-        most = self._capacity
+        most = self.capacity
         if self._may_have_suspects:
             running = [feed.suspects.of(number).num for feed in self._feeds for number in feed.running]
             waiting = [feed.num_losses_next for feed in self._feeds]
             most = self._max_in_flight_with(max(running, default=0))
             self._may_have_suspects = max(running + waiting, default=0) > 0
         num_started = 0
-        while self._order.num_in_flight < self._capacity:
+        while self._order.num_in_flight < self.capacity:
             if num_started == _TURN_LINES:
                 self._fill_soon()
                 return
@@ -258,7 +258,7 @@ class Feeder:
         feed = self._order.next(lambda feed: feed.has_read_lines or feed.owner not in self._reads)
         if feed is None:
             return None
-        share = math.ceil(self._capacity * self._order.share_of(feed.owner))
+        share = math.ceil(self.capacity * self._order.share_of(feed.owner))
         return feed if self._order.num_in_flight_of(feed.owner) < share else None
 
     def _start(self, feed: Feed, line: BatchLine) -> None:
@@ -300,7 +300,7 @@ class Feeder:
 
     def _max_in_flight_with(self, num_losses: int) -> int:
         """Lines that may be in flight, one with ``num_losses`` among them."""
-        most: int = self._capacity // _SHRINK_FACTOR**num_losses
+        most: int = self.capacity // _SHRINK_FACTOR**num_losses
         return max(1, most)
 
     def _report_soon(self) -> None:

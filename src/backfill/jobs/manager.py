@@ -101,12 +101,10 @@ class JobManager:
         )
         self._jobs: dict[str, OpenBatch] = {}
         self.outlook = Outlook(self._jobs, self.feeder, self._clock)
-        self._capacity = 0
-        self._is_held = False
         self._claims: BatchClaims | None = None  # None where this server runs all batches
         self._claiming: asyncio.Task[None] | None = None
         self._sweeper: asyncio.Task[None] | None = None
-        self._is_open = self._is_paused = False
+        self._is_open = self._is_paused = self._is_ready = False
         self._stop_by_s: float | None = None  # once it is pausing
         self._storage: JobStorage
         self._driver: BatchDriver
@@ -143,8 +141,8 @@ class JobManager:
                     self._storage.store.leases,
                     self._jobs,
                     begin=lambda claim: self._begin(claim.batch, claim.lease, claim.now_s),
-                    capacity=lambda: self._capacity,
-                    is_held=lambda: self._is_held,
+                    is_ready=lambda: self._is_ready,
+                    capacity=lambda: self.feeder.capacity,
                     model_names=self._model_names,
                 )
                 self._claiming = self._tasks.start(self._claims.run(), "batch-claims")
@@ -156,13 +154,10 @@ class JobManager:
 
     async def _open_storage(self) -> JobStorage:
         if self._results is None:
-            return await JobStorage.open(self.config, self._threads, self._wall_s, self._clock)
+            return await JobStorage.open(self.config, self._threads, lambda: int(self._wall()), self._clock)
         return await self._threads.database.run(
-            JobStorage.in_memory, self.config, self._threads, self._wall_s, self._results
+            JobStorage.in_memory, self.config, self._threads, lambda: int(self._wall()), self._results
         )
-
-    def _wall_s(self) -> int:
-        return int(self._wall())
 
     async def drain(self, timeout_s: float) -> int:
         """Begin no more lines, and wait so long for those that have begun. Returns: as ``Feeder.drain``."""
@@ -201,11 +196,10 @@ class JobManager:
         await self._threads.wait_idle(self._stop_timeout_s())
         closing = asyncio.ensure_future(self._threads.database.run(self._storage.store.close))
         await asyncio.wait([closing], timeout=self._stop_timeout_s())
-        num_left = self._threads.close()
-        if num_left == 0:
-            self._lock.release()
-        else:
+        if num_left := self._threads.close():
             logger.error("stopped while the disk or the database did not answer %d calls", num_left)
+        else:
+            self._lock.release()
 
     def _stop_timeout_s(self) -> float:
         """Seconds left of ``STOP_TIMEOUT_S``, from the first call on."""
@@ -222,13 +216,12 @@ class JobManager:
 
     def feed(self, capacity: int) -> None:
         """Let so many lines be with the runner at once; with 0 no line starts. For a runner of one's own."""
-        if not self._is_paused and capacity != self._capacity:
+        if not self._is_paused and capacity != self.feeder.capacity:
             self._set_capacity(capacity)
             self._wake_claims()
 
     def hold(self) -> None:
         """No line starts until ``engine_ready``. Those that run go on, and batches stay with this server."""
-        self._is_held = True
         self.feeder.set_capacity(0)
 
     def engine_lost(self) -> None:
@@ -377,7 +370,7 @@ class JobManager:
             self._claims.wake()
 
     def _set_capacity(self, capacity: int) -> None:
-        self._capacity, self._is_held = capacity, False
+        self._is_ready = capacity > 0
         self.feeder.set_capacity(capacity)
 
     async def _num_queued_lines(self, owner: str) -> int:
