@@ -195,8 +195,7 @@ BACKFILL_INLINE Plan empty_plan(const AttentionArgs& args, const Totals& totals,
     const SharedRun& run = args.sharing.runs[i];
     items += ceil_divide(run.last - run.first, sharers_per_item(args, run, threads));
   }
-  const int64_t heads = args.shape.num_kv_heads, group = args.num_heads / heads;
-  const int64_t item_bytes = round_up(items * heads * (int64_t)sizeof(Item), 64);
+  const int64_t item_bytes = round_up(items * args.shape.num_kv_heads * (int64_t)sizeof(Item), 64);
   const int64_t split_bytes = round_up(splits * (int64_t)sizeof(Split), 64);
   const int64_t partial_floats = parts * args.num_heads * partial_size(args.shape.head_dim);
   const int64_t shared_floats =

@@ -83,7 +83,7 @@ BACKFILL_INLINE uint32_t pack_group(const T* x, int64_t rows, float most, uint32
     Ints codes = (Ints)multiply_add(magic, values[v], inverse) - (Ints)magic;
     total += (Words)codes;
     if (has_high) {
-      const Ints more = (codes > 127 | codes < -127) & (codes + kHigh / 2) >> 7;
+      const Ints more = ((codes > 127) | (codes < -127)) & (codes + kHigh / 2) >> 7;
       codes -= more * kHigh;
       store_bytes(more, high + v * kLanes / 4, 1);
     }
