@@ -1,4 +1,4 @@
-"""Drawing tokens: the CPU's kernel over plain torch, by what requests ask for.
+"""Drawing tokens and their log probabilities: the CPU's kernels over plain torch, by what requests ask for.
 
     python benchmarks/sampling.py
     python benchmarks/sampling.py --scale 1 --vocab 151936
@@ -25,6 +25,7 @@ from backfill.core.sampling import SamplingParams
 from backfill.execution.sampler import RequestState, row_sampling
 from backfill.kernels.cpu import CpuKernels
 from backfill.kernels.sampling import sample_rows
+from backfill.kernels.scoring import score_rows
 
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -62,15 +63,40 @@ def main() -> None:
     options = parser.parse_args()
     restart_in_engine_environment()
     kernels, generator = CpuKernels(), torch.Generator().manual_seed(0)
+    print(f"instruction set: {kernels.isa}")
     for num_rows in options.rows:
         logits = torch.randn(num_rows, options.vocab, generator=generator).mul_(options.scale).bfloat16()
         for name, case in CASES.items():
             how = row_sampling(states_of(num_rows, case))
-            ours = seconds(partial(kernels.sample, logits, how), options.rounds)
-            torchs = seconds(partial(sample_rows, logits.float(), how), options.rounds)
-            print(f"{num_rows} rows, {name}: {ours * 1e3:.2f} ms, torch {torchs * 1e3:.2f}")
-            print(json.dumps({"benchmark": "sampling", "isa": kernels.isa, "rows": num_rows, "case": name,
-                              "scale": options.scale, "seconds": ours, "torch_seconds": torchs}))  # fmt: skip
+            report(
+                name,
+                options,
+                num_rows,
+                partial(kernels.sample, logits, how),
+                partial(sample_rows, logits.float(), how),
+            )
+        for num_top in (0, 5, 20):
+            asked = logits, [7] * num_rows, [num_top] * num_rows
+            report(
+                f"logprobs {num_top}",
+                options,
+                num_rows,
+                partial(kernels.score, *asked),
+                partial(score_rows, *asked),
+            )
+
+
+def report(
+    name: str,
+    options: argparse.Namespace,
+    num_rows: int,
+    ours: Callable[[], object],
+    torchs: Callable[[], object],
+) -> None:
+    ours_s, torch_s = seconds(ours, options.rounds), seconds(torchs, options.rounds)
+    print(f"{num_rows} rows, {name}: {ours_s * 1e3:.2f} ms, torch {torch_s * 1e3:.2f}")
+    print(json.dumps({"benchmark": "sampling", "rows": num_rows, "case": name, "scale": options.scale,
+                      "seconds": ours_s, "torch_seconds": torch_s}))  # fmt: skip
 
 
 if __name__ == "__main__":

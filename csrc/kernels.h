@@ -112,6 +112,19 @@ struct SampleArgs {
   const double* uniform;     // in [0, 1)
 };
 
+struct ScoreArgs {
+  const void* logits;
+  int64_t rows, size;
+  int64_t stride;         // elements between rows of logits
+  const int64_t* tokens;  // of each row
+  int64_t most_top;       // columns of top_tokens and top_logprobs
+  int64_t* num_top;       // of each row, at most most_top; becomes how many are possible
+  double* logprobs;
+  int64_t* ranks;
+  int64_t* top_tokens;
+  double* top_logprobs;
+};
+
 enum ElementType { kBfloat16 = 0, kFloat32 = 1 };
 
 // Indexed by ElementType, of rows and weights; kernels that use KV then by whether KV is int8, else of the type.
@@ -123,6 +136,7 @@ struct KernelTable {
   void (*linear[2])(const LinearArgs&);
   void (*quantized_linear[2])(const LinearArgs&, const QuantizedFormat&);
   void (*sample[2])(const SampleArgs&);
+  void (*score[2])(const ScoreArgs&);
   bool sums_integers;  // quantized_linear does, see linear_integers.h
   bool pairs_codes;    // of weights of bf16 rows, see quantized_tiles.h
 };

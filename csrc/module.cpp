@@ -168,6 +168,14 @@ class KernelSet {
                               address<float>(min_p), address<double>(uniform)});
   }
 
+  void score(int type, uintptr_t logits, int64_t rows, int64_t size, int64_t stride, uintptr_t tokens,
+             int64_t most_top, uintptr_t num_top, uintptr_t logprobs, uintptr_t ranks, uintptr_t top_tokens,
+             uintptr_t top_logprobs) const {
+    isa_.table->score[type]({address<void>(logits), rows, size, stride, address<int64_t>(tokens), most_top,
+                             address<int64_t>(num_top), address<double>(logprobs), address<int64_t>(ranks),
+                             address<int64_t>(top_tokens), address<double>(top_logprobs)});
+  }
+
   void rotate_and_write_kv(int type, uintptr_t qkv, const KvPool& pool, const Batch& batch, int64_t layer,
                            int64_t num_heads, uintptr_t cos_sin, uintptr_t q_norm, uintptr_t k_norm,
                            float eps) const {
@@ -367,6 +375,7 @@ NB_MODULE(_kernels, m) {
       .def("norm", &KernelSet::norm, nogil)
       .def("silu_and_mul", &KernelSet::silu_and_mul, nogil)
       .def("sample", &KernelSet::sample, nogil)
+      .def("score", &KernelSet::score, nogil)
       .def("rotate_and_write_kv", &KernelSet::rotate_and_write_kv, nogil)
       .def("attention", &KernelSet::attention, nogil)
       .def("attention_block", &KernelSet::attention_block, nogil)

@@ -7,6 +7,7 @@
 #include "rotary.h"
 #include "rowwise.h"
 #include "sampling.h"
+#include "scoring.h"
 
 namespace backfill::BACKFILL_VARIANT {
 
@@ -28,6 +29,7 @@ const KernelTable table = {
     {unpacked_linear<bf16>, unpacked_linear<float>},
 #endif
     {sample<bf16>, sample<float>},
+    {score<bf16>, score<float>},
     kSumsIntegers,
     kPairsCodes,
 };

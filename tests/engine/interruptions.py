@@ -30,6 +30,7 @@ class Interruptions:
         self._model = model
         self.num_layers: int = model.num_layers
         self.shard = model.shard
+        self.kernels = model.kernels
         self.heeds_stops: bool = model.heeds_stops
         self.before_layer: Callable[[int], None] = lambda layer: None
         self.num_split_steps = 0

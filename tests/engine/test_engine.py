@@ -263,7 +263,7 @@ def test_messages_are_equal_after_encoding_and_decoding() -> None:
     ]
     for command in commands:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=ToEngine) == command
-    logprobs = TokenLogprobs(-0.5, ((7, -0.5), (8, -1.5)))
+    logprobs = TokenLogprobs(-0.5, 1, ((7, -0.5), (8, -1.5)))
     engine, executor = make_engine()
     reports: list[FromEngine] = [
         Ready(executor.info, SLO(1.0, 0.1)),

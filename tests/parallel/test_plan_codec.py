@@ -177,7 +177,7 @@ def test_outcomes(slices: tuple[ScheduledSlice, ...], outcome: StepOutcome, data
         stopped = data.draw(st.sampled_from(sampling))
         sampling.remove(stopped)
         outcome = replace(outcome, discarded=(stopped,))
-    logprobs = st.none() | st.builds(TokenLogprobs, st.just(-0.5), st.just(((7, -0.5),)))
+    logprobs = st.none() | st.builds(TokenLogprobs, st.just(-0.5), st.just(1), st.just(((7, -0.5),)))
     tokens = tuple(SampledToken(each, data.draw(NUMBERS), data.draw(logprobs)) for each in sampling)
     outcome = replace(outcome, sampled=tokens)
     report = msgspec.msgpack.decode(msgspec.msgpack.encode(step_done(plan.step, outcome)), type=StepDone)

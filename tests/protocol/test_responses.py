@@ -36,7 +36,7 @@ TOKENIZER = cast(Tokenizer, LetterTokenizer())
 def whole(shape: ChatShape | CompletionShape, text: str, *, with_logprobs: bool) -> dict[str, object]:
     response = Response(GENERATION, shape)
     for letter in text:
-        logprobs = TokenLogprobs(-0.5, ((ord(letter), -0.5), (0, -2.25))) if with_logprobs else None
+        logprobs = TokenLogprobs(-0.5, 1, ((ord(letter), -0.5), (0, -2.25))) if with_logprobs else None
         response.add(0, TextDelta(letter, ord(letter), logprobs, FinishReason.STOP))
     body = json.loads(bytes(EncodedBody(response.whole())))
     (choice,) = body["choices"]
@@ -63,7 +63,7 @@ def test_a_whole_completion_body_has_the_logprobs_of_every_token() -> None:
 
 def test_a_completion_names_the_token_that_was_drawn_beside_the_likely_ones() -> None:
     for top in ((), ((ord("x"), -0.1), (ord("y"), -2.5))):
-        found = CompletionShape(TOKENIZER).logprobs(ord("a"), TokenLogprobs(-7.5, top), 0)
+        found = CompletionShape(TOKENIZER).logprobs(ord("a"), TokenLogprobs(-7.5, 9, top), 0)
         assert found["top_logprobs"] == [{**{chr(token): value for token, value in top}, "a": -7.5}]
 
 
@@ -112,7 +112,7 @@ def test_the_best_outputs_are_those_whose_tokens_are_most_likely_in_the_mean() -
     outputs += [[("d", -2.0)], [("e", -4.0)], [("f", -1.5), ("f", -1.5), ("f", -1.5)]]
     for index, output in enumerate(outputs):
         for text, logprob in output:
-            response.add(index, TextDelta(text, 97, TokenLogprobs(logprob, ()), FinishReason.STOP))
+            response.add(index, TextDelta(text, 97, TokenLogprobs(logprob, 1, ()), FinishReason.STOP))
     body = response.whole()
     assert [(each["index"], each["text"]) for each in body["choices"]] == list(
         enumerate(["bb", "a", "fff", "d"])

@@ -220,13 +220,13 @@ def max_in_flight(max_steps: int, plans: Iterable[StepPlan]) -> int:
 class TokenLogprobs:
     """Natural-log probabilities at one position, from the logits before any shaping.
 
-    ``top`` holds (token id, log probability) pairs, most likely first. ``rank`` of the token is 1 for the
-    most likely one; None where it was not counted.
+    ``rank`` of the token is 1 for the most likely one. ``top`` holds (token id, log probability) pairs, most
+    likely first.
     """
 
     logprob: float
+    rank: int
     top: tuple[tuple[int, float], ...]
-    rank: int | None = None
 
 
 class PromptLogprobs(NamedTuple):

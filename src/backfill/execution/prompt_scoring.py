@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from backfill.core.plan import PromptLogprobs, TokenLogprobs
 from backfill.core.request import RequestId
@@ -58,18 +57,5 @@ def _logprobs_of(
         index = torch.tensor(rows[group], dtype=torch.int64, device=of.state.residual.device)
         logits = model.logits(of.state, index)
         if logits is not None:
-            groups.append(_logprobs(logits, targets[group], num_top[group]))
+            groups.append(model.kernels.score(logits, targets[group], num_top[group]))
     return (each for group in groups for each in group)
-
-
-def _logprobs(logits: Tensor, targets: list[int], num_top: list[int]) -> list[TokenLogprobs]:
-    """For each row of ``logits [N, vocab]`` that of its target, and of so many most likely tokens."""
-    logprobs = logits.float().log_softmax(-1)
-    of_targets = logprobs.gather(1, torch.tensor(targets, device=logits.device)[:, None])
-    ranks = (logprobs > of_targets).sum(-1) + 1
-    values, ids = logprobs.topk(max(num_top), dim=-1) if max(num_top) != 1 else logprobs.max(-1, keepdim=True)
-    columns = (of_targets[:, 0], ranks, ids, values)
-    return [
-        TokenLogprobs(logprob, tuple(zip(ids[:num], values[:num], strict=True)), rank)
-        for logprob, rank, ids, values, num in zip(*(each.tolist() for each in columns), num_top, strict=True)
-    ]

@@ -123,8 +123,6 @@ class Sampler:
         """One (token id, log probabilities if asked for) for each row of ``logits [N, vocab]``."""
         if forbidden is not None:
             forbidden.exclude(logits)
-        logged = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
-        raw_logprobs = _floats(logits, logged).log_softmax(-1) if logged else None
         shaped = [row for row, state in enumerate(states) if state.sampling.shapes_logits]
         if shaped:
             token_ids = dict(zip(shaped, self._of_shaped(logits, states, shaped, forbidden), strict=True))
@@ -133,11 +131,13 @@ class Sampler:
             token_ids.update(zip(plain, self._kernels.sample(logits[plain], how), strict=True))
         else:
             token_ids = dict(enumerate(self._kernels.sample(logits, row_sampling(states))))
-        if raw_logprobs is None:
-            return [(token_ids[row], None) for row in range(len(states))]
-        counts = [states[row].sampling.logprobs or 0 for row in logged]
-        found = _token_logprobs(raw_logprobs, [token_ids[row] for row in logged], counts)
-        logprobs = dict(zip(logged, found, strict=True))
+        logged = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
+        logprobs: dict[int, TokenLogprobs] = {}
+        if logged:
+            counts = [states[row].sampling.logprobs or 0 for row in logged]
+            of_logged = logits if len(logged) == len(logits) else logits[logged]
+            scored = self._kernels.score(of_logged, [token_ids[row] for row in logged], counts)
+            logprobs.update(zip(logged, scored, strict=True))
         return [(token_ids[row], logprobs.get(row)) for row in range(len(states))]
 
     def _of_shaped(
@@ -196,17 +196,3 @@ def _mix(z: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return z ^ (z >> 31)
-
-
-def _token_logprobs(logprobs: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Of each row of ``logprobs [N, vocab]``: its token's, and so many of the most likely ones'."""
-    own = logprobs.gather(1, torch.tensor(token_ids, device=logprobs.device)[:, None])[:, 0].tolist()
-    found: dict[int, TokenLogprobs] = {}
-    for count in set(counts):  # which of equals are named depends on the count
-        rows = [row for row, each in enumerate(counts) if each == count]
-        values, ids = (each.tolist() for each in logprobs[rows].topk(count))
-        for row, of_row in zip(rows, zip(ids, values, strict=True), strict=True):
-            pairs = zip(*of_row, strict=True)
-            top = tuple(pair for pair in pairs if pair[1] > -math.inf)  # a grammar may allow fewer
-            found[row] = TokenLogprobs(own[row], top)
-    return [found[row] for row in range(len(counts))]

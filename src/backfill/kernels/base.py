@@ -7,16 +7,19 @@ sequences, H query heads, G key/value heads, D head size, L layers, B block size
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from backfill.core.plan import TokenLogprobs
 from backfill.kernels.inputs import AttentionMetadata, DecoderInputs, LayerInputs, LayerWeights, head_dim_of
 from backfill.kernels.linears import GatedLinear, Linear, Table
 from backfill.kernels.quantized import QuantizedWeight
 from backfill.kernels.sampling import RowSampling, sample_rows
+from backfill.kernels.scoring import score_rows
 from backfill.kernels.stop_signal import StopSignal
 
 
@@ -186,14 +189,31 @@ class Kernels(ABC):
 
     def sample(self, logits: Tensor, how: RowSampling) -> list[int]:
         """A token for each row of ``logits [N, vocab]``, which depends on its row alone."""
-        takes = logits.device == self._device and logits.dtype in (*self._dtypes, torch.float32)
-        if logits.dim() != 2 or logits.stride(1) != 1 or not takes:
-            raise ValueError(f"logits: expected {self._kind} or float32 [N, vocab], got {describe(logits)}")
+        self._check_logits(logits)
         how.check(len(logits))
         return self._sample(logits, how)
 
     def _sample(self, logits: Tensor, how: RowSampling) -> list[int]:
         return sample_rows(logits, how)
+
+    def score(self, logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+        """Log probabilities of a token of each row of ``logits [N, vocab]`` and of so many most likely ones.
+
+        Impossible tokens are not among these. What is found of a row depends on the row alone.
+        """
+        self._check_logits(logits)
+        for name, values, end in (("token_ids", token_ids, logits.shape[1]), ("num_top", num_top, math.inf)):
+            if len(values) != len(logits) or not all(0 <= each < end for each in values):
+                raise ValueError(f"{name}: expected {len(logits)} in [0, {end}), got {list(values)}")
+        return self._score(logits, token_ids, num_top) if len(logits) else []
+
+    def _score(self, logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+        return score_rows(logits, token_ids, num_top)
+
+    def _check_logits(self, logits: Tensor) -> None:
+        takes = logits.device == self._device and logits.dtype in (*self._dtypes, torch.float32)
+        if logits.dim() != 2 or logits.stride(1) != 1 or not takes:
+            raise ValueError(f"logits: expected {self._kind} or float32 [N, vocab], got {describe(logits)}")
 
     @abstractmethod
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Table: ...

@@ -17,6 +17,7 @@ from torch import Tensor
 # After torch: the number of threads is that of the OpenMP runtime that torch brings.
 from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.errors import ConfigError
+from backfill.core.plan import TokenLogprobs
 from backfill.kernels.base import Kernels, describe
 from backfill.kernels.cpu_linear import TYPE_CODES, CpuLinear, address, pairs_codes, reads_rows
 from backfill.kernels.inputs import AttentionMetadata, DecoderInputs, LayerInputs, LayerWeights, head_dim_of
@@ -279,6 +280,32 @@ class CpuKernels(Kernels):
             how.uniform.ctypes.data,
         )
         return token_ids.tolist()
+
+    def _score(self, logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+        num_rows, vocab_size = logits.shape
+        most_top = min(max(num_top), vocab_size)
+        tokens, counts = np.array(token_ids, np.int64), np.minimum(num_top, most_top, dtype=np.int64)
+        logprobs, ranks = np.empty(num_rows), np.empty(num_rows, np.int64)
+        top_tokens, top_logprobs = np.empty((num_rows, most_top), np.int64), np.empty((num_rows, most_top))
+        self._cpp.score(
+            TYPE_CODES[logits.dtype],
+            logits.data_ptr(),
+            num_rows,
+            vocab_size,
+            logits.stride(0),
+            tokens.ctypes.data,
+            most_top,
+            counts.ctypes.data,
+            logprobs.ctypes.data,
+            ranks.ctypes.data,
+            top_tokens.ctypes.data,
+            top_logprobs.ctypes.data,
+        )
+        columns = (each.tolist() for each in (logprobs, ranks, counts, top_tokens, top_logprobs))
+        return [
+            TokenLogprobs(logprob, rank, tuple(zip(ids[:num], values[:num], strict=True)))
+            for logprob, rank, num, ids, values in zip(*columns, strict=True)
+        ]
 
     def _rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         rows, size = x.shape

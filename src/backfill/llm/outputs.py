@@ -11,12 +11,11 @@ class Logprob:
     """Natural-log probability of one token, from the logits before any shaping.
 
     Attributes:
-        rank: 1 for the most likely token; None for a sampled token outside the most likely ones returned.
-            Known of every prompt token.
+        rank: 1 for the most likely token.
     """
 
     logprob: float
-    rank: int | None
+    rank: int
     decoded_token: str
 
 

@@ -300,7 +300,7 @@ class OutputsSoFar:
 
 def _logprobs_by_token(token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
     """Log probabilities by token id: the sampled token, then the most likely ones."""
-    ranks: dict[int, int | None] = {other: rank for rank, (other, _) in enumerate(logprobs.top, start=1)}
+    ranks = {other: rank for rank, (other, _) in enumerate(logprobs.top, start=1)}
     entries = [(token_id, logprobs.logprob), *logprobs.top]
     ranks.setdefault(token_id, logprobs.rank)
-    return {each: Logprob(logprob, ranks.get(each), tokenizer.token_text(each)) for each, logprob in entries}
+    return {each: Logprob(logprob, ranks[each], tokenizer.token_text(each)) for each, logprob in entries}
