@@ -79,7 +79,7 @@ class SamplingParams:
     max_tokens: int | None = bounded(16, least=1)
     min_tokens: int = bounded(0, least=0, most=_INT32_MAX)
     temperature: float = bounded(1.0, least=0, most=2)
-    top_k: int = bounded(0, least=0, most=_INT32_MAX)
+    top_k: int = bounded(0, least=-1, most=_INT32_MAX)
     top_p: float = bounded(1.0, above=0, most=1)
     min_p: float = bounded(0.0, least=0, most=1)
     repetition_penalty: float = bounded(1.0, above=0, most=100)
