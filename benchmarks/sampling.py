@@ -63,40 +63,21 @@ def main() -> None:
     options = parser.parse_args()
     restart_in_engine_environment()
     kernels, generator = CpuKernels(), torch.Generator().manual_seed(0)
-    print(f"instruction set: {kernels.isa}")
     for num_rows in options.rows:
         logits = torch.randn(num_rows, options.vocab, generator=generator).mul_(options.scale).bfloat16()
+        cases: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {}
         for name, case in CASES.items():
             how = row_sampling(states_of(num_rows, case))
-            report(
-                name,
-                options,
-                num_rows,
-                partial(kernels.sample, logits, how),
-                partial(sample_rows, logits.float(), how),
-            )
+            cases[name] = partial(kernels.sample, logits, how), partial(sample_rows, logits.float(), how)
         for num_top in (0, 5, 20):
-            asked = logits, [7] * num_rows, [num_top] * num_rows
-            report(
-                f"logprobs {num_top}",
-                options,
-                num_rows,
-                partial(kernels.score, *asked),
-                partial(score_rows, *asked),
-            )
-
-
-def report(
-    name: str,
-    options: argparse.Namespace,
-    num_rows: int,
-    ours: Callable[[], object],
-    torchs: Callable[[], object],
-) -> None:
-    ours_s, torch_s = seconds(ours, options.rounds), seconds(torchs, options.rounds)
-    print(f"{num_rows} rows, {name}: {ours_s * 1e3:.2f} ms, torch {torch_s * 1e3:.2f}")
-    print(json.dumps({"benchmark": "sampling", "rows": num_rows, "case": name, "scale": options.scale,
-                      "seconds": ours_s, "torch_seconds": torch_s}))  # fmt: skip
+            asked = [7] * num_rows, [num_top] * num_rows
+            name = f"log probabilities, {num_top} most likely"
+            cases[name] = partial(kernels.score, logits, *asked), partial(score_rows, logits.float(), *asked)
+        for name, (of_ours, of_torch) in cases.items():
+            ours, torchs = seconds(of_ours, options.rounds), seconds(of_torch, options.rounds)
+            print(f"{num_rows} rows, {name}: {ours * 1e3:.2f} ms, torch {torchs * 1e3:.2f}")
+            print(json.dumps({"benchmark": "sampling", "isa": kernels.isa, "rows": num_rows, "case": name,
+                              "scale": options.scale, "seconds": ours, "torch_seconds": torchs}))  # fmt: skip
 
 
 if __name__ == "__main__":

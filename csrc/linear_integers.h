@@ -105,14 +105,14 @@ struct GroupSums {
     sums = Sums{};
   }
 
-  // GCC would multiply all words of a group, keep the products in memory, and then sum them.
+  // Else GCC 12 multiplies all words of a group, keeps the products in memory, and then sums them.
   BACKFILL_INLINE void add(Words bytes, uint32_t row) {
     const Words codes = row - Words{};
     if constexpr (Bits == 4)
       sums += multiply_bytes(bytes, codes);
     else
       sums += sums_of_pairs(multiply_bytes(magnitudes_of(bytes), with_signs_of(bytes, codes)));
-    asm volatile("" : "+v"(sums));
+    asm("" : "+v"(sums));
   }
 
   BACKFILL_INLINE Ints end() const { return (Bits == 4 ? sums_of_pairs((Shorts)sums) : (Ints)sums) + before; }

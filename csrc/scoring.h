@@ -12,11 +12,11 @@ namespace backfill::BACKFILL_VARIANT {
 
 struct RowSums {
   double mass = 0.0;    // sum of e^(x - largest)
-  int64_t greater = 0;  // elements that are greater than one of them
+  int64_t greater = 0;  // elements above `own`
 };
 
 template <class T>
-RowSums row_sums(const T* x, int64_t size, float largest, float than) {
+RowSums row_sums(const T* x, int64_t size, float largest, float own) {
   RowSums found;
   for (int64_t start = 0; start < size; start += kPart) {
     Floats mass[kChains] = {};
@@ -24,7 +24,7 @@ RowSums row_sums(const T* x, int64_t size, float largest, float than) {
     const int64_t end = smaller(size, start + kPart);
     const auto add = [&](Floats values, int chain) __attribute__((always_inline)) {
       mass[chain] += exp2<6>((values - largest) * kLog2e);
-      greater[chain] -= values > than;
+      greater[chain] -= values > own;
     };
     int64_t i = start;
     for (; i + kStride <= end; i += kStride)

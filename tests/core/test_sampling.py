@@ -25,7 +25,7 @@ from backfill.models.generation_config import GenerationDefaults
         ("temperature", -0.1, "between 0 and 2"),
         ("temperature", float("nan"), "between 0 and 2"),
         ("temperature", None, "a number"),
-        ("top_k", -2, "between 0"),
+        ("top_k", -2, "between -1"),
         ("top_p", 0.0, "above 0 and at most 1"),
         ("top_p", 1.1, "above 0 and at most 1"),
         ("min_p", 1.5, "between 0 and 1"),

@@ -293,6 +293,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     assert logprobs is not None
     assert token_id == 77
     assert logprobs.logprob == pytest.approx(float(expected[77]))
+    assert logprobs.rank == 1 + int((logits[0] > logits[0, 77]).sum()) > 3
     values, ids = expected.topk(3)
     assert [i for i, _ in logprobs.top] == ids.tolist()
     assert [v for _, v in logprobs.top] == pytest.approx(values.tolist())

@@ -81,14 +81,38 @@ def test_rows_are_scored_alone(kernels: Kernels) -> None:
     assert [[each] for each in together] == alone
 
 
+@pytest.mark.parametrize(
+    "row", [[0.0, 1e-8, 2e-8, 0.0] + [0.0] * 5000, [3e38, -3e38, 0.0, 1.0]], ids=["near", "far apart"]
+)
+def test_ranks_are_of_logits_and_not_of_rounded_logarithms(kernels: Kernels, row: list[float]) -> None:
+    for token_id in range(4):
+        (found,) = kernels.score(torch.tensor([row]), [token_id], [3])
+        assert found.rank == 1 + sum(each > row[token_id] for each in row)
+        assert [row[each] for each, _ in found.top] == sorted(row, reverse=True)[:3]
+
+
+def test_nothing_beside_a_row_is_read(kernels: Kernels) -> None:
+    for size in (1, 7, 31, 100, 513):
+        wide = torch.full((3, size + 64), 1e30)
+        wide[:, :size] = torch.randn(3, size, generator=torch.Generator().manual_seed(size))
+        logits = wide[:, :size]
+        assert kernels.score(logits, [0] * 3, [5] * 3) == kernels.score(logits.clone(), [0] * 3, [5] * 3)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_that_is_no_distribution_names_tokens_of_the_row(value: float) -> None:
     """A broken model must not make the process read or write beyond the row."""
     logits = torch.full((3, 100), value)
-    logits[1, 50:] = 0.0
+    logits[1, 50:] = torch.arange(50.0)
     for isa in available_isas():
-        for each in CpuKernels(isa).score(logits, [0, 60, 99], [20, 3, 0]):
-            assert all(0 <= token_id < 100 for token_id, _ in each.top)
+        for found, count in zip(
+            CpuKernels(isa).score(logits, [0, 60, 99], [20, 3, 0]), [20, 3, 0], strict=True
+        ):
+            ids = [token_id for token_id, _ in found.top]
+            assert len(set(ids)) == len(ids) <= count
+            assert all(0 <= token_id < 100 for token_id in ids)
+        if value != float("inf"):
+            assert [each for each, _ in CpuKernels(isa).score(logits[1:2], [0], [2])[0].top] == [99, 98]
 
 
 def test_no_rows(kernels: Kernels) -> None:

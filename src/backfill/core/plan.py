@@ -220,8 +220,8 @@ def max_in_flight(max_steps: int, plans: Iterable[StepPlan]) -> int:
 class TokenLogprobs:
     """Natural-log probabilities at one position, from the logits before any shaping.
 
-    ``rank`` of the token is 1 for the most likely one. ``top`` holds (token id, log probability) pairs, most
-    likely first.
+    ``rank`` is 1 plus the number of tokens that are more likely. ``top`` holds (token id, log probability)
+    pairs, most likely first.
     """
 
     logprob: float

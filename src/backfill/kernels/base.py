@@ -199,7 +199,8 @@ class Kernels(ABC):
     def score(self, logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
         """Log probabilities of a token of each row of ``logits [N, vocab]`` and of so many most likely ones.
 
-        Impossible tokens are not among these. What is found of a row depends on the row alone.
+        Impossible tokens are not among these. What is found of a row depends on the row alone, but for which
+        of equals are named on a GPU. Of a row with NaN or infinity nothing is said.
         """
         self._check_logits(logits)
         for name, values, end in (("token_ids", token_ids, logits.shape[1]), ("num_top", num_top, math.inf)):

@@ -11,7 +11,8 @@ class Logprob:
     """Natural-log probability of one token, from the logits before any shaping.
 
     Attributes:
-        rank: 1 for the most likely token.
+        rank: of the most likely tokens returned their place, of any other 1 plus the number of tokens that
+            are more likely.
     """
 
     logprob: float
