@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from backfill.costs.correction import BiasCorrection, ErrorQuantile
-from backfill.costs.fit import TimedStep, fit_cost_model, fit_error, nnls
+from backfill.costs.fit import TimedStep, fit_beside, fit_cost_model, fit_error, knots_within, nnls
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel, PiecewiseLinear
+from backfill.costs.profiler import FULL, QUICK, Capacity
 
 ROW_KNOTS = (1, 16, 64, 256, 1024)
 SAMPLED_KNOTS = (1, 16, 64)
@@ -246,3 +247,43 @@ def test_a_disturbance_is_forgotten_within_half_a_minute_of_steps() -> None:
             errors.observe(ratio)
             errors.adapt(float(kept), 0.99)
     assert errors.ratio < 1.05
+
+
+def test_what_is_expected_bounds_what_few_steps_of_a_busy_machine_say() -> None:
+    """Alone, their noise goes into terms that they cannot tell: a prompt of 512 tokens would take minutes."""
+    truth = CostModel(
+        PiecewiseLinear((1.0, 16.0, 512.0), (0.008, 0.02, 0.45)),
+        PiecewiseLinear((0.0, 1.0, 32.0), (0.0, 0.0015, 0.01)),
+        request_s=0.0,
+        prefill_pair_s=0.9e-6,
+        prefill_context_s=1e-7,
+        decode_context_s=1.5e-6,
+    )
+    expected = CostModel(  # each term off by a factor of its own
+        PiecewiseLinear((1.0, 8192.0), (0.01, 10.0)),
+        PiecewiseLinear((0.0, 64.0), (0.0, 0.05)),
+        request_s=0.0,
+        prefill_pair_s=0.3e-6,
+        prefill_context_s=0.3e-6,
+        decode_context_s=0.6e-6,
+    )
+    capacity = Capacity(46_592, 16, 8192, 64, 2048)
+    grid = [StepLoad.of(shape) for shape in FULL.shapes(capacity)]
+    prompt, decodes = StepLoad.of([(0, 512, True)]), StepLoad.of([(1000, 1, True)] * 32)
+    ratios: dict[str, list[float]] = {"alone": [], "beside": []}
+    for seed in range(40):
+        rng = random.Random(seed)
+        steps = [
+            TimedStep(load, truth.step_time_s(load) * (2.0 * rng.paretovariate(1.0) - 1.0))
+            for load in map(StepLoad.of, QUICK.listed[:6])
+        ]
+        alone = fit_cost_model(
+            steps, knots_within(QUICK.row_knots, 128), knots_within(QUICK.sampled_knots, 32)
+        )
+        slower = sorted(step.seconds / expected.step_time_s(step.load) for step in steps)[3]
+        beside = fit_beside(expected.slowed(slower), steps, grid)
+        for name, cost in {"alone": alone, "beside": beside}.items():
+            ratios[name] += [cost.step_time_s(load) / truth.step_time_s(load) for load in (prompt, decodes)]
+    assert max(ratios["beside"]) < 40
+    assert max(ratios["alone"]) > 100
+    assert np.median(ratios["beside"]) < np.median(ratios["alone"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,17 @@ Array = NDArray[np.float64]
 
 _SHORTEST_S = 1e-9
 _QUANTILES = np.linspace(0.0, 1.0, 41)
+_LEAST_S = 1e-6  # no step takes less
+# Knots of a model that another one completes: one for each power of two, as for the strata, so each interval
+# has steps.
+_ROW_KNOTS = tuple(1 << power for power in range(15))
+_SAMPLED_KNOTS = (1, 8, 32, 128)
+_CONTEXT_UNIT = 64
+# Weight of a stratum without timed steps; one with them weighs 1. All strata share attention's terms.
+_UNTIMED_WEIGHT = 0.1
+
+# Bits of a load's tokens, sampled rows and context; the same for loads of similar sizes.
+StratumKey: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +72,36 @@ def fit_cost_model(
     )
 
 
+def fit_beside(cost: CostModel, steps: Sequence[TimedStep], grid: Iterable[StepLoad]) -> CostModel:
+    """A model of these steps; ``cost`` counts a little at loads of the grid that are unlike all of them."""
+    known = {stratum_of(step.load) for step in steps}
+    # A coarse profile of few steps may predict nothing at all for the smallest loads: that says nothing.
+    others = [load for load in grid if stratum_of(load) not in known and cost.step_time_s(load) > _LEAST_S]
+    all_steps = [*steps, *(TimedStep(load, predicted_s(cost, load)) for load in others)]
+    keys = [stratum_of(load) for load in others]
+    counts = Counter(keys)  # the loads of each stratum have the same total weight
+    return fit_cost_model(
+        all_steps,
+        knots_within(_ROW_KNOTS, max(step.load.num_tokens for step in all_steps)),
+        knots_within(_SAMPLED_KNOTS, max(step.load.num_sampled for step in all_steps)),
+        weights=[1.0] * len(steps) + [_UNTIMED_WEIGHT / counts[key] for key in keys],
+    )
+
+
+def stratum_of(load: StepLoad) -> StratumKey:
+    context = load.prefill_context_tokens + load.decode_context_tokens
+    return (
+        load.num_tokens.bit_length(),
+        load.num_sampled.bit_length(),
+        (context // _CONTEXT_UNIT).bit_length(),
+    )
+
+
+def predicted_s(cost: CostModel, load: StepLoad) -> float:
+    """Above 0, so that ratios to it exist."""
+    return max(cost.step_time_s(load), _LEAST_S)
+
+
 def knots_within(knots: Sequence[int], largest: int) -> list[int]:
     """The knots up to the largest value timed; that value is added if there are fewer than two."""
     kept = [knot for knot in knots if knot <= largest]
@@ -71,7 +114,7 @@ def fit_error(model: CostModel, steps: Sequence[TimedStep]) -> FitError:
 
 
 def cross_validated_error(
-    steps: Sequence[TimedStep], row_knots: Sequence[int], sampled_knots: Sequence[int], num_folds: int = 5
+    steps: Sequence[TimedStep], fit: Callable[[Sequence[TimedStep]], CostModel], num_folds: int = 5
 ) -> FitError:
     """The error on steps held out: each of ``num_folds`` parts is predicted by a model of the other parts."""
     ratios: list[float] = []
@@ -79,7 +122,7 @@ def cross_validated_error(
         held_out = steps[fold::num_folds]
         others = [step for index, step in enumerate(steps) if index % num_folds != fold] or steps
         if held_out:
-            model = fit_cost_model(others, row_knots, sampled_knots)
+            model = fit(others)
             ratios += [_measured_over_predicted(model, step) for step in held_out]
     return _error_of(ratios)
 

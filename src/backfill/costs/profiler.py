@@ -18,7 +18,15 @@ from backfill.core.plan import AdmittedRequest, BlockCopies, Compute, ScheduledS
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.costs.copy_profiler import EMPTY_PLAN, CopyProfiler, RunsPlans
-from backfill.costs.fit import TimedStep, cross_validated_error, fit_cost_model, fit_error, knots_within
+from backfill.costs.fit import (
+    TimedStep,
+    cross_validated_error,
+    fit_beside,
+    fit_cost_model,
+    fit_error,
+    knots_within,
+    predicted_s,
+)
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.costs.profile import CopySpeed, CostProfile, Quality
@@ -183,9 +191,14 @@ def profile_executor(
     key: MeasuredOn,
     num_layers: int,
     on_step: Callable[[int, int], None] = lambda _done, _total: None,
+    expected: CostModel | None = None,
 ) -> CostProfile:
-    """Run the grid's steps and fit the cost model. ``on_step`` gets the steps run or left out, and all steps.
+    """Run the grid's steps and fit the cost model.
 
+    Args:
+        on_step: gets the steps run or left out, and all steps.
+        expected: what is expected of such a model, up to a factor: where the few steps of a busy machine say
+            nothing, it decides, and not their noise.
     Raises: ConfigError if not even a step of one token is within the capacity.
     """
     fitted_on, held_out = grid.shapes(capacity), grid.held_out(capacity)
@@ -207,8 +220,15 @@ def profile_executor(
     )
     row_knots = knots_within(grid.row_knots, max(step.load.num_tokens for step in steps))
     sampled_knots = knots_within(grid.sampled_knots, max(step.load.num_sampled for step in steps))
-    cost = fit_cost_model(steps, row_knots, sampled_knots)
-    error = fit_error(cost, unseen) if unseen else cross_validated_error(steps, row_knots, sampled_knots)
+
+    def fit(steps: Sequence[TimedStep]) -> CostModel:
+        if expected is None:
+            return fit_cost_model(steps, row_knots, sampled_knots)
+        ratio = statistics.median(step.seconds / predicted_s(expected, step.load) for step in steps)
+        return fit_beside(expected.slowed(ratio), steps, map(StepLoad.of, FULL.shapes(capacity)))
+
+    cost = fit(steps)
+    error = fit_error(cost, unseen) if unseen else cross_validated_error(steps, fit)
     slices = [each for shape in fitted_on if shape in times for each in shape]
     return CostProfile(
         key=key,

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 from backfill.core.clock import Clock
 from backfill.core.plan import StepPlan
-from backfill.costs.fit import TimedStep, fit_cost_model, fit_error, knots_within
+from backfill.costs.fit import StratumKey, TimedStep, fit_beside, fit_error, predicted_s, stratum_of
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CostProfile, FitError
-
-# Knots of the refined functions: one for each power of two, as for the strata, so each interval has samples.
-_ROW_KNOTS = tuple(1 << power for power in range(15))
-_SAMPLED_KNOTS = (1, 8, 32, 128)
 
 _MAX_STRATA = 128
 _SAMPLES_PER_STRATUM = 9
 _HOLD_OUT_EVERY = 3
 # The median of fewer samples depends too much on chance.
 _LEAST_SAMPLES = 3
-_CONTEXT_UNIT = 64
 
 _LEAST_NEW_STEPS = 32
 _LEAST_HELD_OUT = 8
@@ -36,13 +30,10 @@ _FIRST_INTERVAL_S, _MOST_INTERVAL_S = 15.0, 60.0
 _LEAST_GAIN = 0.05
 # Least change of the error's median or P95, and least relative change of the known tokens, for a new profile.
 _LEAST_MOVE, _LEAST_GROWTH = 0.02, 0.1
-_LEAST_S = 1e-6  # no step takes less
 _LOWEST_SCALE, _HIGHEST_SCALE = 0.5, 2.0
 # A step of more rows than were served takes at most so many times as long for each of them: products do not
 # become less efficient, but for a part of a tile.
 _MOST_PER_ROW = 1.25
-# Weight of a stratum without served steps; one with them weighs 1. All strata share attention's terms.
-_UNSERVED_WEIGHT = 0.1
 # Part of a step's time beyond which it counts as disturbed by what a hypervisor took of the mean processor.
 _MOST_STOLEN = 0.025
 # Disturbed steps of a stratum that are left out in a row.
@@ -63,10 +54,6 @@ class ServedStep:
     timed: TimedStep
     prompt_end: int = 0
     chunk_tokens: int = 0
-
-
-# Bits of a load's tokens, sampled rows and context; the same for loads of similar sizes.
-StratumKey: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(slots=True)
@@ -120,7 +107,7 @@ class StepSample:
         """By stratum with enough steps, the step with the median ratio of measured to predicted time."""
 
         def ratio(step: ServedStep) -> float:
-            return step.timed.seconds / _predicted_s(cost, step.timed.load)
+            return step.timed.seconds / predicted_s(cost, step.timed.load)
 
         return {
             key: sorted(stratum.fitted, key=ratio)[len(stratum.fitted) // 2]
@@ -227,9 +214,9 @@ class ProfileRefiner:
 
     def _fit(self, cost: CostModel, typical: dict[StratumKey, ServedStep]) -> CostModel:
         served = [step.timed for step in typical.values()]
-        ratio = statistics.median(step.seconds / _predicted_s(cost, step.load) for step in served)
+        ratio = statistics.median(step.seconds / predicted_s(cost, step.load) for step in served)
         scale = min(max(ratio, _LOWEST_SCALE), _HIGHEST_SCALE)
-        return _fitted_to(cost.slowed(scale), served, self._grid)
+        return fit_beside(cost.slowed(scale), served, self._grid)
 
 
 def corrected(profile: CostProfile, timed: Sequence[TimedStep], grid: Iterable[StepLoad]) -> CostProfile:
@@ -243,31 +230,17 @@ def corrected(profile: CostProfile, timed: Sequence[TimedStep], grid: Iterable[S
         timed: of several sizes; none where none fits.
         grid: loads at which the profile's model, scaled, counts where no steps were timed.
     """
-    ratios = [step.seconds / _predicted_s(profile.cost, step.load) for step in timed]
+    ratios = [step.seconds / predicted_s(profile.cost, step.load) for step in timed]
     if not ratios or statistics.median(ratios) * _MOST_TOO_SLOW >= 1.0:
         return profile
     ratio = statistics.median(ratios)
-    cost = _bounded(_fitted_to(profile.cost.slowed(ratio), timed, grid), timed)
+    cost = _bounded(fit_beside(profile.cost.slowed(ratio), timed, grid), timed)
     return replace(
         profile,
         quality="coarse",
         cost=cost,
         error=fit_error(cost, timed),
         provenance=f"{profile.provenance} {len(timed)} steps timed at a start took {ratio:.2f} of that.",
-    )
-
-
-def _fitted_to(cost: CostModel, steps: Sequence[TimedStep], grid: Iterable[StepLoad]) -> CostModel:
-    """A model of these steps; ``cost`` counts a little at loads of the grid that are unlike all of them."""
-    known = {stratum_of(step.load) for step in steps}
-    # A coarse profile of few steps may predict nothing at all for the smallest loads: that says nothing.
-    others = [load for load in grid if stratum_of(load) not in known and cost.step_time_s(load) > _LEAST_S]
-    all_steps = [*steps, *(TimedStep(load, _predicted_s(cost, load)) for load in others)]
-    return fit_cost_model(
-        all_steps,
-        knots_within(_ROW_KNOTS, max(step.load.num_tokens for step in all_steps)),
-        knots_within(_SAMPLED_KNOTS, max(step.load.num_sampled for step in all_steps)),
-        weights=[1.0] * len(steps) + _unserved_weights(others),
     )
 
 
@@ -296,22 +269,6 @@ def _bounded_beyond(seconds: PiecewiseLinear, known: int) -> PiecewiseLinear:
     )
 
 
-def stratum_of(load: StepLoad) -> StratumKey:
-    context = load.prefill_context_tokens + load.decode_context_tokens
-    return (
-        load.num_tokens.bit_length(),
-        load.num_sampled.bit_length(),
-        (context // _CONTEXT_UNIT).bit_length(),
-    )
-
-
-def _unserved_weights(loads: Sequence[StepLoad]) -> list[float]:
-    """One weight per load; the loads of each stratum have the same total weight."""
-    keys = [stratum_of(load) for load in loads]
-    counts = Counter(keys)
-    return [_UNSERVED_WEIGHT / counts[key] for key in keys]
-
-
 def _total_error(error: FitError) -> float:
     return error.median + error.p95
 
@@ -325,8 +282,3 @@ def _is_unchanged(new: CostProfile, old: CostProfile) -> bool:
         and moved <= _LEAST_MOVE
         and all(abs(now - before) <= _LEAST_GROWTH * before for now, before in known)
     )
-
-
-def _predicted_s(cost: CostModel, load: StepLoad) -> float:
-    """Above 0, so that ratios to it exist."""
-    return max(cost.step_time_s(load), _LEAST_S)

@@ -22,6 +22,7 @@ from backfill.core.errors import ConfigError
 from backfill.core.measured_on import MeasuredFile, MeasuredOn
 from backfill.costs.fit import TimedStep
 from backfill.costs.load import StepLoad
+from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CostProfile
 from backfill.costs.profiler import FULL, QUICK, Capacity, Grid, StepTimer, profile_executor
 from backfill.costs.refine import ProfileRefiner, corrected
@@ -38,6 +39,8 @@ _Measured = TypeVar("_Measured", bound=MeasuredFile)
 # By which a start checks a saved profile, and the seconds that it may take.
 _CHECK = replace(QUICK, listed=QUICK.listed[:7])
 _CHECK_S = 0.3
+# FLOPs and bytes a second of a device that was not measured: two cores with AVX2, an A100.
+_CPU_RATES, _GPU_RATES = (150e9, 20e9), (312e12, 2.039e12)
 _LOCK_TIMEOUT_S = 10.0  # a save takes milliseconds; a start may wait for it
 
 
@@ -125,6 +128,25 @@ def measure_profile(
         key=profile_key(config, executor),
         num_layers=executor.info.num_layers,
         on_step=on_step,
+        expected=None if grid.budget_s is None else _expected_cost(config, executor.info),
+    )
+
+
+def _expected_cost(config: EngineConfig, info: ExecutorInfo) -> CostModel:
+    """Of steps whose FLOPs and bytes take all of their time. What counts is how its terms compare."""
+    model = ModelConfig.from_folder(config.model_dir)
+    flops, bytes_per_s = _CPU_RATES if info.device == "cpu" else _GPU_RATES
+    row_s, weights_s = 2 * model.num_parameters / flops, 2 * model.num_parameters / bytes_per_s
+    sampled_s = 2 * model.vocab_size * model.hidden_size / flops
+    pair_s = 4 * model.num_layers * model.num_heads * model.head_dim / flops
+    num_tokens, num_sampled = float(FULL.row_knots[-1]), float(FULL.sampled_knots[-1])
+    return CostModel(
+        rows_s=PiecewiseLinear((1.0, num_tokens), (weights_s + row_s, weights_s + num_tokens * row_s)),
+        sampled_s=PiecewiseLinear((0.0, num_sampled), (0.0, num_sampled * sampled_s)),
+        request_s=0.0,
+        prefill_pair_s=pair_s,
+        prefill_context_s=pair_s,
+        decode_context_s=max(pair_s, model.kv_bytes_per_token(2) / bytes_per_s),
     )
 
 

@@ -139,9 +139,11 @@ class CompletionShape(ResponseShape):
         }
 
     def _top(self, token_id: int, logprobs: TokenLogprobs, num_top: int) -> dict[str, float]:
-        """By text, the token itself too; of several tokens with one text, the most likely one."""
-        pairs = [*logprobs.top[:num_top], (token_id, logprobs.logprob)]
-        return {self._tokenizer.token_text(each): logprob for each, logprob in reversed(pairs)}
+        """By text, most likely first, then the token itself; of tokens with one text, the most likely one."""
+        found: dict[str, float] = {}
+        for each, logprob in [*logprobs.top[:num_top], (token_id, logprobs.logprob)]:
+            found.setdefault(self._tokenizer.token_text(each), logprob)
+        return found
 
 
 def whole_message(message: MessageDelta) -> Json:
