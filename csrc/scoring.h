@@ -49,8 +49,7 @@ int64_t find_largest(const T* x, int64_t size, int64_t count, int64_t* indices, 
     const int64_t end = smaller(size, start + kStride);
     if (end - start == kStride) {
       Floats largest = load(x + start);
-      for (int chain = 1; chain < kChains; chain++)
-        largest = max(largest, load(x + start + chain * kLanes));
+      for (int chain = 1; chain < kChains; chain++) largest = max(largest, load(x + start + chain * kLanes));
       if (!(max_of(largest) > least)) continue;
     }
     for (int64_t i = start; i < end; i++) {
