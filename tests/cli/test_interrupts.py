@@ -56,7 +56,7 @@ def run_batch_options(model: Path) -> tuple[str, ...]:
         (SCRIPT, "simulate", "command numpy", signal.SIGINT),
         (SCRIPT, "bench coserve", "command aiohttp", signal.SIGINT),
         (MODULE, "profile", "command backfill.costs.profiler", signal.SIGINT),
-        (SCRIPT, "pull", "command filelock", signal.SIGINT),
+        (SCRIPT, "pull", "command gguf", signal.SIGINT),
     ],
 )
 def test_an_interrupt_while_a_command_loads_is_one_line(

@@ -112,6 +112,34 @@ def test_a_folder_without_a_tokenizer_is_refused_before_an_engine_is_launched(
     assert_refused(run_cli_here("serve", str(model), *options), "model has no tokenizer.json")
 
 
+@pytest.mark.parametrize(
+    ("index", "part"),
+    [
+        (None, "model holds no weights: neither model.safetensors nor model.safetensors.index.json"),
+        (
+            {"a": "model-1.safetensors"},
+            "model-1.safetensors does not exist, but model.safetensors.index.json",
+        ),
+    ],
+)
+def test_a_folder_without_weights_is_refused_before_an_engine_is_launched(
+    small_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    index: dict[str, str] | None,
+    part: str,
+) -> None:
+    monkeypatch.setattr(EngineClient, "launch", lambda _: pytest.fail("launched"))
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(small_model / name, model)
+    if index is not None:
+        (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    options = ("--port", "0", "--data-dir", str(tmp_path))
+    assert_refused(run_cli_here("serve", str(model), *options), part)
+
+
 def test_a_size_that_does_not_divide_the_model_is_refused_with_those_that_do(
     small_model: Path, tmp_path: Path
 ) -> None:

@@ -160,7 +160,10 @@ def test_rope_frequencies_equal_transformers(
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization bitsandbytes"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            r"quantization bitsandbytes .*; supported: awq .*, gptq \(4 and 8 bits\), .*, float weights",
+        ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type dynamic"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type longrope"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),

@@ -158,14 +158,57 @@ def test_a_truncated_file_of_the_cache_names_the_folder_to_delete(
     assert len(index.commands) == 2
 
 
-def test_damage_that_is_found_in_a_weight_names_the_folder_to_delete(index: FakeIndex) -> None:
-    folder = resolve_model("tiny")
-    with (folder / "model.gguf").open("r+b") as file:
+def overwrite_the_end(path: Path) -> None:
+    """With values that are not finite numbers, at the same time of modification."""
+    stat = path.stat()
+    with path.open("r+b") as file:
         file.seek(-512, os.SEEK_END)
         file.write(b"\xff" * 512)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_damage_that_is_found_in_a_weight_names_the_folder_to_delete(index: FakeIndex) -> None:
+    folder = resolve_model("tiny")
+    overwrite_the_end(folder / "model.gguf")
     with pytest.raises(CorruptModel, match="holds values that are not finite numbers") as error:
         create_torch_executor(EngineConfig(model_dir=str(folder), kv_gib=0.01))
     assert str(error.value).endswith(f"delete {folder}: the model is then fetched again.")
+
+
+def test_damage_of_a_file_that_the_user_named_is_told_of_this_file(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "my.gguf")
+    folder = resolve_model(str(source))
+    overwrite_the_end(source)
+    with pytest.raises(CorruptModel) as error:
+        create_torch_executor(EngineConfig(model_dir=str(folder), kv_gib=0.01))
+    found = str(error.value)
+    assert found.startswith(f"{source} is damaged: tensor ")
+    assert found.endswith(" holds values that are not finite numbers")
+    truncate(source)
+    with pytest.raises(CorruptModel) as error:
+        open_checkpoint(folder, dtype=torch.float32)
+    assert str(error.value).startswith(f"{source} is damaged or truncated: ")
+    assert "delete" not in str(error.value)
+
+
+def test_a_damaged_description_of_the_users_file_is_made_again(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "my.gguf")
+    folder = resolve_model(str(source))
+    truncate(folder / "config.json")
+    with pytest.raises(CorruptModel) as error:
+        ModelConfig.from_folder(folder)
+    assert str(error.value).endswith(f"delete {folder}: its files are then made again.")
+
+
+@pytest.mark.parametrize("change", [truncate, lambda path: path.write_bytes(b"GGUF" + bytes(100))])
+def test_a_file_that_is_refused_leaves_nothing_in_the_cache(
+    change: Callable[[Path], object], tmp_path: Path, cache: Path
+) -> None:
+    source = write_tiny(tmp_path / "my.gguf")
+    change(source)
+    with pytest.raises((CorruptModel, UnsupportedModel), match=r"my\.gguf"):
+        resolve_model(str(source))
+    assert not cache.exists()
 
 
 def test_a_damaged_snapshot_of_the_hub_goes_with_the_files_that_it_links_to(tmp_path: Path) -> None:
@@ -288,13 +331,14 @@ def test_other_names(tmp_path: Path) -> None:
         "/no/such",
         "a/b/c",
         "",
-        "x.gguf",
-        "some/x.gguf",
         "~nobody-of-that-name/x",
         "x" * 9999,
         "a\0",
     ):
         with pytest.raises(ModelNotFound, match=r"smollm2-135m-instruct.*org/name"):
+            resolve_model(name)
+    for name in ("x.gguf", "some/x.gguf", "/no/such/X.GGUF"):
+        with pytest.raises(ModelNotFound, match=f"^there is no file {name}$"):
             resolve_model(name)
     (tmp_path / "weights.bin").write_bytes(bytes(10))
     with pytest.raises(UnsupportedModel, match="not a GGUF file"):

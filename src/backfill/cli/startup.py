@@ -62,9 +62,11 @@ def check_engine(config: EngineConfig) -> None:
     from backfill.execution.machine import check_threads
     from backfill.models.config import ModelConfig
     from backfill.models.placement import check_parallel
-    from backfill.models.resolve import check_tokenizer
+    from backfill.models.resolve import check_tokenizer, check_weights
 
     check_tokenizer(Path(config.model_dir))
+    if config.executor != "ray":  # whose nodes read them
+        check_weights(Path(config.model_dir), config.load_format)
     model = ModelConfig.from_folder(config.model_dir)
     check_parallel(model, config.tensor_parallel_size, config.pipeline_parallel_size)
     check_threads(config)

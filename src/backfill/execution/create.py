@@ -78,7 +78,7 @@ def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None 
     if stage.shard.is_first and stage.shard.group.rank == 0:
         _log_choices(target, kernels)
     streams = MicroBatchStreams(device, config.num_micro_batches)
-    with told_what_to_delete(config.model_dir):
+    with told_what_to_delete(config.model_dir, reads_weights=True):
         model = build_model(
             model_config,
             checkpoint,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,12 +9,13 @@ import torch
 from torch import Tensor
 
 from backfill.core.config import LoadFormat, Quantization
-from backfill.core.errors import CorruptModel, ModelNotFound
+from backfill.core.errors import CorruptModel
 from backfill.kernels.quantized import INPUT_MULTIPLE, QuantizedWeight, quantize, rounded_format
 from backfill.models.fields import Fields
 from backfill.models.quantization import stored_quantization
 from backfill.models.quantized_checkpoint import QuantizedCheckpoint
 from backfill.models.resolve import told_what_to_delete
+from backfill.models.weight_files import find_weights
 from backfill.models.weights import Checkpoint, DummyCheckpoint, Part, SafetensorsCheckpoint
 
 _CPU = torch.device("cpu")
@@ -44,15 +44,10 @@ def open_checkpoint(
         CorruptModel: a file is damaged, or the index does not match the files.
     """
     checkpoint: Checkpoint
-    gguf = Path(folder) / "model.gguf"
-    with told_what_to_delete(folder):
+    with told_what_to_delete(folder, reads_weights=True):
         if load_format == "dummy":
             checkpoint = DummyCheckpoint(dtype=dtype, seed=seed, device=device)
-        elif load_format == "auto" and os.path.lexists(gguf) and not _has_safetensors(Path(folder)):
-            if not gguf.is_file():
-                raise ModelNotFound(
-                    f"{gguf} is a link to {os.path.realpath(gguf)}, which is not there any more"
-                )
+        elif find_weights(Path(folder), load_format).suffix == ".gguf":
             from backfill.models.gguf.checkpoint import GgufCheckpoint
 
             checkpoint = GgufCheckpoint(Path(folder), dtype=dtype, keeps_codes=quantization == "auto")
@@ -106,7 +101,3 @@ class RoundedCheckpoint(Checkpoint):
             raise CorruptModel(
                 f"tensor {name} cannot be rounded to int{self._bits}: it has {error}"
             ) from None
-
-
-def _has_safetensors(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))

@@ -74,19 +74,28 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
-        """Parse ``folder/config.json``, transformers 4 or 5 style.
+        """Parse ``folder/config.json``.
 
         Raises:
             ModelNotFound: there is no config.json.
-            CorruptModel: it is not JSON, or a value has the wrong type, sign or divisibility.
-            UnsupportedModel: an architecture, activation, rope kind or quantization that is not implemented.
+            CorruptModel: it is not JSON; or as ``from_fields``.
+            UnsupportedModel: as ``from_fields``.
         """
         with told_what_to_delete(folder):
-            fields = Fields.from_file(Path(folder) / "config.json")
-            architecture = _supported_architecture(fields)
-            is_opt = architecture == "OPTForCausalLM"
-            config = _opt_config(fields) if is_opt else _llama_config(fields, architecture)
-            _check_heads(fields.path, config)
+            return cls.from_fields(Fields.from_file(Path(folder) / "config.json"))
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> ModelConfig:
+        """Parse the contents of a ``config.json``, transformers 4 or 5 style.
+
+        Raises:
+            CorruptModel: a value has the wrong type, sign or divisibility.
+            UnsupportedModel: an architecture, activation, rope kind or quantization that is not implemented.
+        """
+        architecture = _supported_architecture(fields)
+        is_opt = architecture == "OPTForCausalLM"
+        config = _opt_config(fields) if is_opt else _llama_config(fields, architecture)
+        _check_heads(fields.path, config)
         return config
 
     @property

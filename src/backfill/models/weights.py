@@ -7,11 +7,9 @@ so that loading needs little more memory than one copy of the weights.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from backfill.core.errors import CorruptModel, UnsupportedModel
 from backfill.kernels.quantized import QuantizedWeight
+from backfill.models.quantization import SUPPORTED_METHODS
+from backfill.models.weight_files import find_weights, is_index, shards_of
 
 _CPU = torch.device("cpu")
 _DUMMY_STD = 0.02
@@ -110,7 +110,8 @@ class SafetensorsCheckpoint(Checkpoint):
         if tensor.dtype not in _FLOATS:
             path = self._path_of[self._stored_name(name)]
             raise UnsupportedModel(
-                f"{path}: tensor {name} is {tensor.dtype}; only float weights are supported"
+                f"{path}: tensor {name} is {tensor.dtype}, which is not supported; supported: bfloat16, "
+                f"float16, float32, float64; with a quantization_config in config.json {SUPPORTED_METHODS}"
             )
         return tensor.to(self.dtype).contiguous()
 
@@ -137,28 +138,20 @@ class SafetensorsCheckpoint(Checkpoint):
         return bare if name not in self._path_of and bare in self._path_of else name
 
     def _locate(self, folder: Path) -> Mapping[str, Path]:
-        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-        self._where = index if index.is_file() else single
-        if index.is_file():
-            path_of = {name: folder / file for name, file in _read_index(index).items()}
-            stored = {path: set(self._open(path).keys()) for path in sorted(set(path_of.values()))}
-            for name, path in path_of.items():
-                if name not in stored[path]:
-                    raise CorruptModel(f"{path}: tensor {name} is missing, but {index.name} places it there")
-            return path_of
-        if single.is_file():
-            return dict.fromkeys(self._open(single).keys(), single)
-        if any(folder.glob("pytorch_model*.bin")):
-            raise UnsupportedModel(
-                f"{folder} holds only pytorch_model.bin: convert it to safetensors "
-                "(transformers: model.save_pretrained(folder))"
-            )
-        raise ModelNotFound(f"{folder} holds no weights: neither {single.name} nor {index.name}")
+        self._where = find_weights(folder, "safetensors")
+        if not is_index(self._where):
+            return dict.fromkeys(self._open(self._where).keys(), self._where)
+        path_of = shards_of(self._where)
+        stored = {path: set(self._open(path).keys()) for path in sorted(set(path_of.values()))}
+        for name, path in path_of.items():
+            if name not in stored[path]:
+                raise CorruptModel(
+                    f"{path}: tensor {name} is missing, but {self._where.name} places it there"
+                )
+        return path_of
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:
-            if not path.is_file():
-                raise CorruptModel(f"{path} does not exist, but {self._where.name} lists it")
             try:
                 self._files[path] = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError, ValueError) as error:
@@ -221,16 +214,3 @@ def _within(part: Part, shape: Sequence[int], start: int, size: int) -> Tensor:
     width = math.prod(shape[part.dim + 1 :])
     index = torch.arange(start, start + size).div_(width, rounding_mode="floor").remainder_(shape[part.dim])
     return (index >= part.start) & (index < part.stop)
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name to file name. Raises: CorruptModel, also where a file lies outside the folder."""
-    weight_map = None
-    with suppress(ValueError, AttributeError, OSError):
-        weight_map = json.loads(path.read_text(encoding="utf-8")).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CorruptModel(f"{path} is not a safetensors index")
-    for file in weight_map.values():
-        if Path(file).name != file:
-            raise CorruptModel(f"{path} names a file outside its folder: {file}")
-    return weight_map

@@ -16,6 +16,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from backfill.models.checkpoint import open_checkpoint
+from backfill.models.gguf import describe_gguf, write_folder
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -61,6 +62,12 @@ def make_model(config: Any) -> torch.nn.Module:
         for parameter in model.parameters():
             parameter.copy_((parameter + 0.2 * torch.randn_like(parameter)).bfloat16())
     return model
+
+
+def folder_of_gguf(source: Path, folder: Path) -> Path:
+    """``folder``, made of the model in ``source``."""
+    write_folder(source, folder, describe_gguf(source))
+    return folder
 
 
 def transformers_model(folder: Path) -> Any:

@@ -87,3 +87,13 @@ def test_other_files(tmp_path: Path) -> None:
     path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 1, 0, 0))
     with pytest.raises(UnsupportedModel, match="version 1"):
         GgufFile(path)
+
+
+def test_an_unknown_type_is_refused_with_those_that_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    of_float = tensor_header("t", 1)
+    path.write_bytes(header(num_tensors=1) + of_float[:-12] + struct.pack("<IQ", 999, 0) + bytes(64))
+    with pytest.raises(
+        UnsupportedModel, match=r"tensor 't' has unknown type 999; supported: F32, F16, .*Q4_K"
+    ):
+        GgufFile(path)

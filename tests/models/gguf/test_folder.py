@@ -14,10 +14,10 @@ from backfill.core.errors import CorruptModel, ModelError, ModelNotFound, Unsupp
 from backfill.kernels.quantized import QuantizedWeight
 from backfill.models.checkpoint import open_checkpoint
 from backfill.models.config import ModelConfig
-from backfill.models.gguf import folder_of_gguf
 from backfill.models.weights import Part, SafetensorsCheckpoint
 from tests.models.gguf.builders import (
     SIZES,
+    folder_of_gguf,
     make_model,
     stored_tensors,
     transformers_model,
@@ -133,7 +133,7 @@ def test_refuses_what_it_cannot_convert(extra: dict[str, Any], named: str, tmp_p
         ({"llama.feed_forward_length": 97}, r"ffn_gate.weight has shape \[96, 64\], expected \[97, 64\]"),
         ({"llama.context_length": None}, "llama.context_length is missing"),
         ({"llama.context_length": "long"}, "llama.context_length must be int"),
-        ({"llama.attention.head_count_kv": 0}, "num_key_value_heads"),
+        ({"llama.attention.head_count_kv": 0}, r"m\.gguf: num_key_value_heads"),
         ({"llama.block_count": 4_000_000_000}, "block_count is 4000000000, but there are 11 tensors"),
         ({"tokenizer.ggml.bos_token_id": 9999}, "bos_token_id 9999 is outside"),
         ({"tokenizer.ggml.merges": ["zz qq"]}, "tokenizer's parts do not fit"),
@@ -169,8 +169,13 @@ def test_a_type_without_a_dequantiser_is_named(name: str, tmp_path: Path) -> Non
     config = LlamaConfig(**SIZES)
     tensors = stored_tensors(make_model(config))
     tensors[name] = np.ones(8 if name not in tensors else len(tensors[name]), np.int32)
-    with pytest.raises(UnsupportedModel, match=f"{name} is of type I32, not supported"):
-        folder_of_gguf(write_gguf(tmp_path / "m.gguf", "llama", config, tensors), tmp_path / "out")
+    source = write_gguf(tmp_path / "m.gguf", "llama", config, tensors)
+    with pytest.raises(UnsupportedModel) as error:
+        folder_of_gguf(source, tmp_path / "out")
+    refused, _, supported = str(error.value).partition("; supported: ")
+    assert refused == f"{source}: tensor {name} is of type I32, not supported"
+    assert {"F32", "BF16", "Q4_1", "Q8_0", "Q4_K", "MXFP4"} <= set(supported.split(", "))
+    assert not {"I32", "Q8_1"} & set(supported.split(", "))
 
 
 def test_random_damage_never_escapes_as_another_error(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ def random_tensor(kind: Quant) -> GgufTensor:
     for start in HALVES[kind]:
         values = random.normal(0, 0.1, len(blocks)).astype(np.float16)
         blocks[:, start : start + 2] = values.view(np.uint8).reshape(-1, 2)
-    return GgufTensor("t", (ROWS, COLUMNS), kind, blocks.reshape(ROWS, -1))
+    return GgufTensor(Path("m.gguf"), "t", (ROWS, COLUMNS), kind, blocks.reshape(ROWS, -1))
 
 
 @pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
@@ -46,7 +48,7 @@ def test_values_are_those_of_gguf(kind: Quant) -> None:
 def test_scales_that_are_no_numbers_are_refused() -> None:
     tensor = random_tensor(Quant.Q4_1)
     tensor.rows[2, 20:22] = np.array([np.inf], np.float16).view(np.uint8)
-    with pytest.raises(CorruptModel, match="tensor t holds values that are not finite"):
+    with pytest.raises(CorruptModel, match=r"^m\.gguf is damaged: tensor t holds values that are not finite"):
         quantized(tensor, slice(0, ROWS), slice(0, COLUMNS), torch.float32)
 
 

@@ -8,8 +8,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from backfill.models.generation_config import GenerationDefaults
-from backfill.models.gguf import folder_of_gguf
-from tests.models.gguf.builders import CORPUS, SPECIALS, make_vocabulary, write_tiny
+from tests.models.gguf.builders import CORPUS, SPECIALS, folder_of_gguf, make_vocabulary, write_tiny
 
 TEXTS = [*CORPUS, "", " ", "  two  spaces\n\n\t", "I've 3.14159 it's DON'T", "e\u0301 \u212b", "\x00\ufffd"]
 

@@ -16,16 +16,16 @@ from torch import Tensor
 from backfill.core.errors import CorruptModel
 from backfill.kernels.quantized import INPUT_MULTIPLE, QuantizedFormat, QuantizedWeight
 from backfill.models.gguf.file import GgufFile, GgufTensor
-from backfill.models.gguf.folder import WEIGHTS_FILE
 from backfill.models.gguf.quantized import packed_format, quantized
 from backfill.models.gguf.tensors import PlannedTensor, planned_tensors
+from backfill.models.weight_files import GGUF_FILE
 from backfill.models.weights import Checkpoint, Part
 
 _DEQUANTIZED_AT_ONCE = 1 << 22  # weights
 
 
 class GgufCheckpoint(Checkpoint):
-    """Tensors of ``model.gguf`` in a folder that ``folder_of_gguf`` made. The file stays mapped.
+    """Tensors of ``model.gguf`` in a folder that ``write_folder`` made. The file stays mapped.
 
     Args:
         keeps_codes: matrices of types that have a ``packed_format`` are given as they are stored.
@@ -35,14 +35,14 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, folder: Path, *, dtype: torch.dtype, keeps_codes: bool) -> None:
         self.dtype = dtype
         self._keeps_codes = keeps_codes
-        self._path = folder / WEIGHTS_FILE
+        self._path = (folder / GGUF_FILE).resolve()  # errors name the user's file, not a link to it
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         self._tensors = {each.name: each for each in planned_tensors(GgufFile(self._path), config)}
 
     @property
     def digest(self) -> str:
         stat = self._path.stat()
-        parts = str(self._path.resolve()), stat.st_size, stat.st_mtime_ns, self.dtype, self._keeps_codes
+        parts = str(self._path), stat.st_size, stat.st_mtime_ns, self.dtype, self._keeps_codes
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @property
@@ -85,7 +85,7 @@ class GgufCheckpoint(Checkpoint):
         """Rows ``[start, stop)`` in ``dtype``. Raises: CorruptModel for infinities and NaN."""
         values = tensor.source.dequantized(start, stop, tensor.row_order)
         if not np.isfinite(values).all():
-            raise CorruptModel(f"tensor {tensor.source.name} holds values that are not finite numbers")
+            raise tensor.source.damaged("holds values that are not finite numbers")
         return torch.from_numpy(np.array(values, dtype=np.float32)).to(self.dtype)
 
     def _format_of(self, tensor: GgufTensor) -> QuantizedFormat | None:

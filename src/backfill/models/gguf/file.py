@@ -10,6 +10,7 @@ import math
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, overload
@@ -35,6 +36,7 @@ _MIN_TENSOR_BYTES = _MIN_STRING_BYTES + 4 + 4 + 8  # number of dimensions, type,
 class GgufTensor:
     """A tensor as stored; ``rows``, a view of the file, is uint8 ``[product of shape[:-1], row bytes]``."""
 
+    path: Path
     name: str
     shape: tuple[int, ...]  # slowest dimension first, as in torch
     kind: GGMLQuantizationType
@@ -52,10 +54,14 @@ class GgufTensor:
             values: npt.NDArray[Any] = dequantize(np.ascontiguousarray(rows), self.kind)
         except NotImplementedError:
             raise UnsupportedModel(
-                f"tensor {self.name} is of type {self.kind.name}, not supported; supported are floats and "
-                "the quantized types that the gguf package dequantizes"
+                f"{self.path}: tensor {self.name} is of type {self.kind.name}, not supported; "
+                f"supported: {_readable_types()}"
             ) from None
         return values.reshape(stop - start, self.shape[-1])
+
+    def damaged(self, how: str) -> CorruptModel:
+        """The error, for the caller to raise."""
+        return CorruptModel(f"{self.path} is damaged: tensor {self.name} {how}")
 
 
 class GgufFile:
@@ -230,7 +236,7 @@ def _read_tensors(cursor: _Cursor, count: int, fields: Mapping[str, Any]) -> Ite
                 f"{num_rows * row_bytes} bytes, but the file holds {num_left} from where it begins"
             )
         raw = np.frombuffer(cursor.data, np.uint8, num_rows * row_bytes, base + offset)
-        yield GgufTensor(name, shape, kind, raw.reshape(num_rows, row_bytes))
+        yield GgufTensor(cursor.path, name, shape, kind, raw.reshape(num_rows, row_bytes))
 
 
 def _read_tensor_header(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
@@ -249,4 +255,16 @@ def _tensor_type(path: Path, name: str, code: int) -> GGMLQuantizationType:
     try:
         return GGMLQuantizationType(code)
     except ValueError:
-        raise UnsupportedModel(f"{path}: tensor {name[:60]!r} has unknown type {code}") from None
+        raise UnsupportedModel(
+            f"{path}: tensor {name[:60]!r} has unknown type {code}; supported: {_readable_types()}"
+        ) from None
+
+
+def _readable_types() -> str:
+    """Names of the types that the ``gguf`` package dequantizes; it has no public list of them."""
+    names = []
+    for kind, (_, block_bytes) in GGML_QUANT_SIZES.items():
+        with suppress(NotImplementedError):
+            dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+            names.append(kind.name)
+    return ", ".join(names)

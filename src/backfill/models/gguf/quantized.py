@@ -15,7 +15,6 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import Q4_K
 from torch import Tensor
 
-from backfill.core.errors import CorruptModel
 from backfill.kernels.quantized import QuantizedFormat, QuantizedWeight
 from backfill.models.gguf.file import GgufTensor
 
@@ -137,7 +136,7 @@ def quantized(
     num_rows = len(blocks)
     found = parts(np.ascontiguousarray(blocks).reshape(-1, num_bytes))
     if not all(np.isfinite(each).all() for each in found[1:] if each is not None):
-        raise CorruptModel(f"tensor {tensor.name} holds values that are not finite numbers")
+        raise tensor.damaged("holds values that are not finite numbers")
 
     def of_rows(values: Values) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values).reshape(num_rows, -1))

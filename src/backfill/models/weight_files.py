@@ -1,0 +1,65 @@
+"""Which files of a folder hold a model's weights; the HTTP process, which has no torch, looks too."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
+
+if TYPE_CHECKING:
+    from backfill.core.config import LoadFormat
+
+GGUF_FILE = "model.gguf"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def find_weights(folder: Path, load_format: LoadFormat = "auto") -> Path:
+    """The file that holds the weights, or the index of those that do: safetensors before GGUF.
+
+    Args:
+        load_format: safetensors: nothing else will do.
+    Raises:
+        ModelNotFound: the folder holds no weights.
+        UnsupportedModel: it holds only another format.
+    """
+    for name in (_INDEX, _SINGLE):
+        if (folder / name).is_file():
+            return folder / name
+    gguf = folder / GGUF_FILE
+    if load_format == "auto" and os.path.lexists(gguf):
+        if not gguf.is_file():
+            raise ModelNotFound(f"{gguf} is a link to {os.path.realpath(gguf)}, which is not there any more")
+        return gguf
+    if any(folder.glob("pytorch_model*.bin")):
+        raise UnsupportedModel(
+            f"{folder} holds only pytorch_model.bin: convert it to safetensors "
+            "(transformers: model.save_pretrained(folder))"
+        )
+    raise ModelNotFound(f"{folder} holds no weights: neither {_SINGLE} nor {_INDEX}")
+
+
+def is_index(path: Path) -> bool:
+    """Of what ``find_weights`` gives."""
+    return path.name == _INDEX
+
+
+def shards_of(index: Path) -> dict[str, Path]:
+    """The file of each tensor that an index lists.
+
+    Raises: CorruptModel, also where a file is missing or lies outside the folder.
+    """
+    weight_map = None
+    with suppress(ValueError, AttributeError, OSError):
+        weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CorruptModel(f"{index} is not a safetensors index")
+    for file in sorted(set(weight_map.values())):
+        if Path(file).name != file:
+            raise CorruptModel(f"{index} names a file outside its folder: {file}")
+        if not (index.parent / file).is_file():
+            raise CorruptModel(f"{index.parent / file} does not exist, but {index.name} lists it")
+    return {name: index.parent / file for name, file in weight_map.items()}
