@@ -140,6 +140,30 @@ def test_a_folder_without_weights_is_refused_before_an_engine_is_launched(
     assert_refused(run_cli_here("serve", str(model), *options), part)
 
 
+@pytest.mark.parametrize(
+    ("version", "part"),
+    [("2.13.0+cpu", "torch that is installed, 2.13.0+cpu, has no CUDA"), ("2.13.0", "no driver of a GPU")],
+)
+def test_cuda_that_cannot_be_there_is_refused_before_an_engine_is_launched(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, part: str
+) -> None:
+    monkeypatch.setattr(EngineClient, "launch", lambda _: pytest.fail("launched"))
+    monkeypatch.setattr("importlib.metadata.version", lambda _: version)
+    monkeypatch.setattr("backfill.execution.machine._may_have_driver", lambda: False)
+    options = ("--device", "cuda", "--port", "0", "--data-dir", str(tmp_path))
+    assert_refused(run_cli_here("serve", str(small_model), *options), part)
+
+
+def test_the_engine_has_the_last_word_on_cuda(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.13.0")
+    monkeypatch.setattr("backfill.execution.machine._GPU_DEVICES", ("/dev/null",))
+    options = ("--device", "cuda", "--port", "0", "--data-dir", str(tmp_path))
+    result = run_cli_here("serve", str(small_model), *options)
+    assert_refused(result, "--device cuda: torch finds no CUDA device here")
+
+
 def test_a_size_that_does_not_divide_the_model_is_refused_with_those_that_do(
     small_model: Path, tmp_path: Path
 ) -> None:

@@ -59,11 +59,12 @@ def check_engine(config: EngineConfig) -> None:
     Raises: ConfigError, ModelError.
     """
     from backfill.engine.options import check_profile
-    from backfill.execution.machine import check_threads
+    from backfill.execution.machine import check_device, check_threads
     from backfill.models.config import ModelConfig
     from backfill.models.placement import check_parallel
     from backfill.models.resolve import check_tokenizer, check_weights
 
+    check_device(config)
     check_tokenizer(Path(config.model_dir))
     if config.executor != "ray":  # whose nodes read them
         check_weights(Path(config.model_dir), config.load_format)

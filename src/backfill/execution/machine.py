@@ -11,6 +11,7 @@ from pathlib import Path
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
 
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")  # NVIDIA, WSL, AMD
 _CGROUP = Path("/sys/fs/cgroup")
 # Between two looks at what has never been stolen: one takes 45 us with 2 processors, and longer with more.
 _RARELY_S = 10.0
@@ -62,6 +63,37 @@ def check_threads(config: EngineConfig) -> None:
     most = max(os.cpu_count() or 1, config.num_ranks)
     if config.threads is not None and config.threads > most:
         raise ConfigError(f"must be at most {most} here, got {config.threads}.", field="threads")
+
+
+def check_device(config: EngineConfig) -> None:
+    """Raises: ConfigError for ``device`` cuda where there can be none. Whether there is one, torch finds out.
+
+    With ``executor`` ray it is another machine's.
+    """
+    if config.device != "cuda" or config.executor == "ray":
+        return
+    import importlib.metadata  # takes as long as all else that is asked before an engine starts
+
+    version = importlib.metadata.version("torch")
+    if version.endswith("+cpu"):
+        raise ConfigError(
+            f"cuda: the torch that is installed, {version}, has no CUDA; use cpu.", field="device"
+        )
+    if not _may_have_driver():
+        raise ConfigError("cuda: there is no driver of a GPU here; use cpu.", field="device")
+
+
+def _may_have_driver() -> bool:
+    """Whether torch might find a GPU; it looks for a driver in more places, so files of devices will do."""
+    if any(Path(path).exists() for path in _GPU_DEVICES):
+        return True
+    import ctypes
+
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def threads_of_rank(config: EngineConfig) -> int:
