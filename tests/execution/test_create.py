@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Quant
 
 from backfill.core.clock import VirtualClock
-from backfill.core.config import GIB, SchedulerConfig
+from backfill.core.config import GIB, EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.core.plan import Compute, CopyDirections, StepPlan, WaitForCopies
 from backfill.core.request import FinishReason
@@ -24,6 +25,7 @@ from backfill.models.config import ModelConfig
 from backfill.models.shard import whole_model
 from tests.builders import make_request
 from tests.execution.tiny import BLOCK_BYTES, dummy_config, two_tier_config
+from tests.models.gguf.builders import folder_of_gguf, write_tiny
 
 
 def test_end_tokens_outside_the_vocabulary_fail_no_step(tmp_path: Path) -> None:
@@ -104,6 +106,27 @@ def test_kv_of_8_bits_takes_codes_and_scales_in_both_pools(
     assert info.num_blocks == 24 * 8 * 4 // (8 + 4)
     assert info.num_host_blocks == 12 * 8 * 4 // (8 + 4)
     assert "KV in int8" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stored", "options", "types"),
+    [
+        (Quant.Q8_0, {}, "computed in bfloat16; weights in Q8_0; "),
+        (Quant.Q8_0, {"dtype": "float32"}, "computed in float32 (`dtype`); weights in Q8_0; "),
+        (Quant.Q8_0, {"quantization": "none"}, "bfloat16 (the model is stored in Q8_0); "),
+        (Quant.F16, {}, "bfloat16 (the model is stored in float16); "),
+        (Quant.F16, {"quantization": "int8"}, "computed in bfloat16; weights in int8; "),
+        (Quant.BF16, {}, "bfloat16 (as the model is stored); "),
+    ],
+)
+def test_the_log_says_what_a_gguf_file_is_stored_and_computed_in(
+    stored: Quant, options: dict[str, Any], types: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folder_of_gguf(write_tiny(tmp_path / "m.gguf", quant=stored), tmp_path / "model")
+    with caplog.at_level("INFO"):
+        create_torch_executor(EngineConfig(model_dir=str(folder), device="cpu", kv_gib=0.01, **options))
+    (line,) = (each for each in caplog.messages if each.startswith("kernels: "))
+    assert line.partition("; ")[2].startswith(types)
 
 
 def test_kv_of_8_bits_is_refused_on_cuda(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,20 +224,23 @@ def _choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch
 
 def _log_choices(target: Target, kernels: Kernels) -> None:
     """One line: what computes the model here, and why."""
-    name, stored = target.dtype_name, target.placement.config.dtype
+    checkpoint, name = target.checkpoint, target.dtype_name
+    stored = checkpoint.file_types or target.placement.config.dtype
     if target.config.dtype != "auto":
-        reason = "`dtype`"
+        types = f"{name} (`dtype`)"
+    elif checkpoint.stored_in:
+        types = name
     elif name == stored:
-        reason = "as the model is stored"
+        types = f"{name} (as the model is stored)"
     else:
-        reason = f"the model is stored in {stored}"
+        types = f"{name} (the model is stored in {stored})"
+    if checkpoint.stored_in:
+        types = f"computed in {types}; weights in {checkpoint.stored_in}"
+    kv = f"; KV in {target.kv_codes}" if target.kv_codes else ""
     threads = ""
     if target.device.type == "cpu":
         threads = f"; {torch.get_num_threads()} threads on {available_processors()} processors"
-    stored_in = target.checkpoint.stored_in
-    codes = f", weights in {stored_in}" if stored_in else ""
-    codes += f", KV in {target.kv_codes}" if target.kv_codes else ""
-    logger.info("kernels: %s; %s (%s)%s%s", kernels.description, name, reason, codes, threads)
+    logger.info("kernels: %s; %s%s%s", kernels.description, types, kv, threads)
 
 
 def _log_offloading(interval: int, memory: MemoryPlan) -> None:

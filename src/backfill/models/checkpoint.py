@@ -84,6 +84,10 @@ class RoundedCheckpoint(Checkpoint):
     def stored_in(self) -> str:
         return f"int{self._bits}"
 
+    @property
+    def file_types(self) -> str:
+        return self._source.file_types
+
     def _mean_width(self, of_layers: bool) -> float:
         return rounded_format(self._bits if of_layers else _TABLE_BITS).bytes_per_weight
 

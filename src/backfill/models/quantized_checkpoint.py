@@ -123,7 +123,11 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
 
     @property
     def stored_in(self) -> str:
-        return f"{self._stored.method}-int{self._stored.bits}" if self._keeps_codes else ""
+        return self.file_types if self._keeps_codes else ""
+
+    @property
+    def file_types(self) -> str:
+        return f"{self._stored.method}-int{self._stored.bits}"
 
     def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
         if not self._has_codes(name):

@@ -54,6 +54,11 @@ class Checkpoint(ABC):
         return ""
 
     @property
+    def file_types(self) -> str:
+        """Names of the types of matrices in the file; empty where it is ``config.json`` that names one."""
+        return ""
+
+    @property
     def layer_width(self) -> float:
         """Bytes of a weight in the matrices of layers, on average."""
         return self._mean_width(of_layers=True)

@@ -227,9 +227,11 @@ def test_a_file_without_codes_names_no_format(tmp_path: Path) -> None:
     folder = folder_of_gguf(write_tiny(tmp_path / "m.gguf"), tmp_path / "out")
     checkpoint = open_checkpoint(folder, dtype=torch.bfloat16, quantization="auto")
     assert (checkpoint.stored_in, checkpoint.layer_width, checkpoint.table_width) == ("", 2, 2)
+    assert checkpoint.file_types == "float32"
     packed = folder_of_gguf(write_tiny(tmp_path / "p.gguf", quant=Quant.Q8_0), tmp_path / "packed")
     checkpoint = open_checkpoint(packed, dtype=torch.bfloat16, quantization="auto")
     assert (checkpoint.stored_in, checkpoint.layer_width) == ("Q8_0", 8.5 / 8)
+    assert open_checkpoint(packed, dtype=torch.bfloat16, quantization="none").file_types == "Q8_0"
 
 
 def test_the_file_may_be_gone(tmp_path: Path) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from backfill.core.errors import CorruptModel
@@ -22,6 +22,7 @@ from backfill.models.weight_files import GGUF_FILE
 from backfill.models.weights import Checkpoint, Part
 
 _DEQUANTIZED_AT_ONCE = 1 << 22  # weights
+_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
 class GgufCheckpoint(Checkpoint):
@@ -47,8 +48,11 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def stored_in(self) -> str:
-        matrices = (each.source for each in self._tensors.values() if len(each.source.shape) == 2)
-        return " ".join(sorted({each.kind.name for each in matrices if self._format_of(each) is not None}))
+        return _names(each.kind for each in self._matrices() if self._format_of(each) is not None)
+
+    @property
+    def file_types(self) -> str:
+        return _names(each.kind for each in self._matrices())
 
     def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
         tensor = self._planned(name, shape)
@@ -88,6 +92,9 @@ class GgufCheckpoint(Checkpoint):
             raise tensor.source.damaged("holds values that are not finite numbers")
         return torch.from_numpy(np.array(values, dtype=np.float32)).to(self.dtype)
 
+    def _matrices(self) -> Iterator[GgufTensor]:
+        return (each.source for each in self._tensors.values() if len(each.source.shape) == 2)
+
     def _format_of(self, tensor: GgufTensor) -> QuantizedFormat | None:
         return packed_format(tensor.kind) if self._keeps_codes else None
 
@@ -110,3 +117,7 @@ class GgufCheckpoint(Checkpoint):
                 f"{self._path}: tensor {name} has shape {list(tensor.source.shape)}, expected {list(shape)}"
             )
         return tensor
+
+
+def _names(kinds: Iterable[GGMLQuantizationType]) -> str:
+    return " ".join(sorted({_FLOATS.get(kind.name, kind.name) for kind in kinds}))
