@@ -15,15 +15,12 @@ import json
 import os
 import random
 import re
-import tempfile
 import urllib.error
 import urllib.request
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from served import check_no_prefix_hits, get, served
-from startup import cache_root
+from served import cache_without_profiles, check_no_prefix_hits, get, served
 
 OUTPUT_TOKENS = 4
 IMPOSSIBLE = 0.2
@@ -37,19 +34,17 @@ def main() -> None:
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     counts: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as cache:
-        (Path(cache) / "models").symlink_to(cache_root() / "models")
-        with served(environment={"BACKFILL_CACHE_ROOT": cache}) as port:
-            for number in range(arguments.prompts):
-                num_tokens = round(arguments.longest ** rng.uniform(0.3, 1.0))
-                ask_about(port, num_tokens, rng, counts)
-                if (number + 1) % 20 == 0:
-                    print(f"{number + 1} prompts: {dict(counts)}", flush=True)
-            check_no_prefix_hits(port)
-            error = {
-                quantile: sample(port, "cost_profile_error_ratio", f'quantile="{quantile}"')
-                for quantile in ("0.5", "0.95")
-            }
+    with cache_without_profiles() as cache, served(environment={"BACKFILL_CACHE_ROOT": cache}) as port:
+        for number in range(arguments.prompts):
+            num_tokens = round(arguments.longest ** rng.uniform(0.3, 1.0))
+            ask_about(port, num_tokens, rng, counts)
+            if (number + 1) % 20 == 0:
+                print(f"{number + 1} prompts: {dict(counts)}", flush=True)
+        check_no_prefix_hits(port)
+        error = {
+            quantile: sample(port, "cost_profile_error_ratio", f'quantile="{quantile}"')
+            for quantile in ("0.5", "0.95")
+        }
     load = os.getloadavg()[0]
     print(json.dumps({"benchmark": "objectives", **counts, "error": error, "load_average": load}))
 

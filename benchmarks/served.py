@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from backfill.cli.own_server import server_environment
+from backfill.models.resolve import resolve_model
 
 HTTP_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 60.0
@@ -47,20 +48,34 @@ def served(
             wait_until_ready(server, port, start_timeout_s)
             yield port
         except BaseException:
-            print(f"the end of the server's log:\n{end_of(log)}", file=sys.stderr, flush=True)
+            show_end_of(log)
             raise
         finally:
             stop(server)
 
 
+@contextlib.contextmanager
+def cache_without_profiles() -> Iterator[str]:
+    """A cache folder of its own, with the user's models; the default one is fetched if it is not there."""
+    models = resolve_model().parent.absolute()
+    with tempfile.TemporaryDirectory() as cache:
+        (Path(cache) / "models").symlink_to(models)
+        yield cache
+
+
 def wait_until_ready(server: subprocess.Popen[bytes], port: int, timeout_s: float) -> None:
     deadline_at_s = time.monotonic() + timeout_s
     while not is_ready(port):
-        if server.poll() is not None:
-            raise SystemExit(f"backfill serve ended with {server.returncode}")
+        check_lives(server)
         if time.monotonic() >= deadline_at_s:
             raise SystemExit(f"backfill serve was not ready within {timeout_s:g} s")
         time.sleep(0.05)
+
+
+def check_lives(server: subprocess.Popen[bytes]) -> None:
+    """Raises: SystemExit when the server has ended."""
+    if server.poll() is not None:
+        raise SystemExit(f"backfill serve ended with {server.returncode}")
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
@@ -71,6 +86,10 @@ def stop(server: subprocess.Popen[bytes]) -> None:
         print(f"the server did not end within {_STOP_TIMEOUT_S:g} s of SIGTERM; killed", file=sys.stderr)
         server.kill()
         server.wait()
+
+
+def show_end_of(log: Path) -> None:
+    print(f"the end of the server's log:\n{end_of(log)}", file=sys.stderr, flush=True)
 
 
 def end_of(log: Path) -> str:

@@ -24,7 +24,15 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from served import check_no_prefix_hits, free_port, get
+from served import (
+    cache_without_profiles,
+    check_lives,
+    check_no_prefix_hits,
+    free_port,
+    get,
+    show_end_of,
+    stop,
+)
 
 PROMPT_TOKENS = 1500
 CHAT = {"messages": [{"role": "user", "content": "What is gravity?"}], "max_tokens": 8}
@@ -37,8 +45,7 @@ def main() -> None:
     arguments = parser.parse_args()
     runs = []
     for number in range(arguments.runs):
-        with tempfile.TemporaryDirectory() as cache:
-            (Path(cache) / "models").symlink_to(cache_root() / "models")
+        with cache_without_profiles() as cache:
             first = measure(cache, fills=False)
             second = measure(cache, fills=not arguments.no_fill and number == arguments.runs - 1)
         runs.append({**{f"{key}_first": value for key, value in first.items()}, **second})
@@ -51,23 +58,28 @@ def main() -> None:
 
 
 def measure(cache: str, *, fills: bool) -> dict[str, float]:
-    """Start a server whose profiles are in ``cache``, and send it a chat."""
+    """Start a server whose profiles are in ``cache``, and send it a chat.
+
+    Raises: SystemExit when the server ends; the end of its log is shown.
+    """
     port = free_port()
-    with tempfile.TemporaryDirectory() as data_dir:
-        options = ["--port", str(port), "--kv-gib", "1", "--data-dir", data_dir]
-        started_at_s = time.perf_counter()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "backfill", "serve", *options],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "BACKFILL_CACHE_ROOT": cache},
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "stderr"
+        options = ["--port", str(port), "--kv-gib", "1", "--data-dir", f"{folder}/data"]
+        with log.open("wb") as stderr:
+            started_at_s = time.perf_counter()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "backfill", "serve", *options],
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                env={**os.environ, "BACKFILL_CACHE_ROOT": cache},
+            )
         try:
-            wait_for(port, "/health")
+            wait_for(process, port, "/health")
             ready_s = time.perf_counter() - started_at_s
             post(port, "/v1/chat/completions", CHAT)
             first_answer_s = time.perf_counter() - started_at_s
-            while "backfill:preparation_up 1.0" not in wait_for(port, "/metrics"):
+            while "backfill:preparation_up 1.0" not in wait_for(process, port, "/metrics"):
                 time.sleep(0.2)
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             pids = [str(process.pid), *children]
@@ -79,22 +91,21 @@ def measure(cache: str, *, fills: bool) -> dict[str, float]:
             if fills:
                 figures["kv_use_frac"] = fill_kv_pool(port)
                 figures["peak_memory_gib"] = sum(map(peak_bytes, pids)) / 2**30
+        except BaseException:
+            show_end_of(log)
+            raise
         finally:
-            process.terminate()
-            process.wait()
+            stop(process)
     return figures
 
 
-def cache_root() -> Path:
-    return Path(os.environ.get("BACKFILL_CACHE_ROOT") or "~/.cache/backfill").expanduser()
-
-
-def wait_for(port: int, path: str) -> str:
-    """The body of a GET of ``path``, as soon as the server answers."""
+def wait_for(server: subprocess.Popen[bytes], port: int, path: str) -> str:
+    """The body of a GET of ``path``, as soon as the server answers. Raises: SystemExit when it has ended."""
     while True:
         try:
             return get(port, path)
         except (OSError, http.client.HTTPException):  # URLError is an OSError
+            check_lives(server)
             time.sleep(0.02)
 
 
