@@ -14,7 +14,8 @@ from fastapi import Request
 
 from backfill.http.bodies import SMALL_BODY_BYTES, BodyBudget, json_body
 from backfill.http.downloads import DownloadResponse, parse_range
-from backfill.http.errors import OfflineUnavailable, Unavailable, error_response
+from backfill.http.error_responses import error_response
+from backfill.http.errors import OfflineUnavailable, Unavailable
 from backfill.http.server import default_max_connections, raise_open_files_limit
 from backfill.http.streaming import WholeResponse
 from backfill.jobs.blobs import CHUNK_BYTES, Download, StoredFile

@@ -16,7 +16,7 @@ from backfill.api import state as state_module
 from backfill.api.replica_state import StateReporter, model_digest
 from backfill.core.errors import EngineDead, StepFailed
 from backfill.core.request import ServiceClass
-from backfill.http.errors import error_response
+from backfill.http.error_responses import error_response
 from backfill.protocol.replica_state import ReplicaState, parse_state
 from backfill.router.replica import Replica
 from tests.api.in_process import in_process_server

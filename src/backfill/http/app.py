@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from backfill import __version__
 from backfill.http.batches import build_batches_router
 from backfill.http.config import ServerConfig
-from backfill.http.errors import install_error_handlers
+from backfill.http.error_responses import install_error_handlers
 from backfill.http.files import HasJobs, build_files_router
 from backfill.http.keys import ApiKeys
 from backfill.http.metrics import exposed

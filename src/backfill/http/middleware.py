@@ -15,7 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from backfill.core.clock import Clock
 from backfill.http.connection import ClientStalls
-from backfill.http.errors import InvalidApiKey, error_response, response_id_of
+from backfill.http.error_responses import error_response, response_id_of
+from backfill.http.errors import InvalidApiKey
 from backfill.http.keys import ROUTER_OWNER, ApiKeys, sent_key
 from backfill.http.page import PAGE_PATHS
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from backfill.core.errors import BackfillError
-from backfill.http.errors import error_response, response_id_of
+from backfill.http.error_responses import error_response, response_id_of
 from backfill.protocol.encoding import EncodedBody
 from backfill.protocol.responses import error_of
 from backfill.protocol.shapes import Json
