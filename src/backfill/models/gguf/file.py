@@ -27,7 +27,8 @@ V = TypeVar("V")
 _MAX_DIMS = 4
 _DEFAULT_ALIGNMENT = 32  # bytes
 # Least bytes of each in a header: an empty key or name, and the smallest fields after it.
-_MIN_STRING_BYTES = 8
+_SIZE = struct.Struct("<Q")  # of a string in bytes
+_MIN_STRING_BYTES = _SIZE.size
 _MIN_FIELD_BYTES = _MIN_STRING_BYTES + 4 + 1  # type, value
 _MIN_TENSOR_BYTES = _MIN_STRING_BYTES + 4 + 4 + 8  # number of dimensions, type, offset
 
@@ -165,13 +166,28 @@ class _Cursor:
 
     def text(self) -> str:
         """The next string. Raises: CorruptModel beyond the end or for bytes that are not UTF-8."""
-        size = self.number("Q")
-        self.check_count("bytes of a string", size, 1)
-        start = self.take(size)
-        try:
-            return self.data[start : start + size].decode()
-        except UnicodeDecodeError:
-            raise CorruptModel(f"{self.path} is damaged: a string at byte {start} is not UTF-8") from None
+        return self._texts(1)[0]
+
+    def _texts(self, count: int) -> list[str]:
+        """The next strings. One loop: a vocabulary and its merges have a hundred thousand."""
+        data, end, start = self.data, len(self.data), self.offset
+        texts = []
+        for _ in range(count):
+            self.offset = start
+            if end - start < _SIZE.size:
+                self.take(_SIZE.size)  # raises
+            (size,) = _SIZE.unpack_from(data, start)
+            start += _SIZE.size
+            if size > end - start:
+                self.offset = start
+                self.check_count("bytes of a string", size, 1)  # raises
+            try:
+                texts.append(data[start : start + size].decode())
+            except UnicodeDecodeError:
+                raise CorruptModel(f"{self.path} is damaged: a string at byte {start} is not UTF-8") from None
+            start += size
+        self.offset = start
+        return texts
 
     def value(self, kind: int) -> Any:
         """The next metadata value, of a ``GGUFValueType``. Raises: CorruptModel."""
@@ -184,7 +200,7 @@ class _Cursor:
     def _array(self, kind: int, length: int) -> list[Any]:
         if kind == GGUFValueType.STRING:
             self.check_count("strings of an array", length, _MIN_STRING_BYTES)
-            return [self.text() for _ in range(length)]
+            return self._texts(length)
         # One read for all scalars: a vocabulary has several hundred thousand.
         dtype = np.dtype("<" + self._code(kind))
         self.check_count("values of an array", length, dtype.itemsize)
