@@ -30,6 +30,13 @@ def test_help_needs_no_heavy_module() -> None:
     assert not HEAVY & set(done.stdout.split())
 
 
+def test_an_engine_is_started_before_the_libraries_of_the_server_are_loaded() -> None:
+    code = "import sys, backfill.cli.serve, backfill.engine.client; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    needed = {"msgspec"}  # what the engine's messages are of
+    assert not (HEAVY - needed | {"backfill.scheduling.scheduler"}) & set(done.stdout.split())
+
+
 def test_the_version_is_printed() -> None:
     assert run_cli_here("--version").stdout.startswith("backfill 0.")
 

@@ -142,7 +142,7 @@ def test_a_real_executor_is_measured_where_nothing_is_saved_and_not_where_it_is(
         pytest.fail("it was measured although it is saved")
 
     monkeypatch.setattr(execution_profile, "measure_profile", fail)
-    # It may be corrected rightly: other programs may have slowed what was timed above, and not what is timed now.
+    # It may rightly be corrected: other programs may have slowed what was timed above alone.
     monkeypatch.setattr(execution_profile, "corrected", lambda saved, timed, grid: saved)
     assert load_or_measure_profile(config, executor) == profile
 

@@ -7,6 +7,11 @@ import gc
 import sys
 
 
+def pause_collection() -> None:
+    """Put garbage collection off until ``freeze_heap``: what is loaded stays (torch's import: 0.1 s)."""
+    gc.disable()
+
+
 def freeze_heap() -> None:
     """Exclude all present objects from garbage collection. Call once, after everything is loaded.
 
@@ -14,6 +19,7 @@ def freeze_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def trim_heap() -> None:

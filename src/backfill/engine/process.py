@@ -8,15 +8,15 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import BackfillError, ExecutorDead
-from backfill.core.heap import freeze_heap
+from backfill.core.heap import freeze_heap, pause_collection
 from backfill.core.request import Request, RequestId
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
-from backfill.engine.engine import Engine
 from backfill.engine.hang import hang_timeout_s, heartbeat_s
 from backfill.engine.messages import (
     AbortRequests,
@@ -34,6 +34,9 @@ from backfill.ipc.channel import Channel, open_channel
 from backfill.ipc.log_lines import log_format
 from backfill.scheduling.objectives import DEFAULT_HEADROOM, DEFAULT_SLO
 
+if TYPE_CHECKING:  # the client, which starts the process, need not load it
+    from backfill.engine.engine import Engine
+
 logger = logging.getLogger(__name__)
 
 _MAX_FAILED_STEPS = 5
@@ -43,13 +46,14 @@ _MANY_BLOCKS = 100_000  # of a KV cache that is prepared for more than a second
 DUMP_SIGNAL = signal.SIGUSR1
 
 EngineChannel = Channel[ToEngine, FromEngine]
-EngineLoader = Callable[[EngineConfig], Engine]
+EngineLoader = Callable[[EngineConfig], "Engine"]
 
 
 def load_engine(config: EngineConfig) -> Engine:
     """An engine that runs the configuration's model with torch. Raises: BackfillError."""
     from backfill.bus.member import BusMember, OffloadedModel
     from backfill.bus.throttle import open_bus
+    from backfill.engine.engine import Engine
     from backfill.engine.interval_choice import create_record_check, with_chosen_interval
     from backfill.execution.profile import create_refiner, load_or_measure_profile
     from backfill.execution.torch_executor import TorchExecutor
@@ -100,6 +104,7 @@ def run_engine_process(
     """Entry point of the child process. Ends on ``Stop``, or with its parent."""
     logging.basicConfig(level=log_level, format=log_format("engine"))
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
+    pause_collection()
     with open_channel("backfill-engine", ToEngine, commands_url, reports_url) as channel:
         _serve(config, channel, load)
 

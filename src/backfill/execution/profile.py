@@ -38,7 +38,7 @@ _Measured = TypeVar("_Measured", bound=MeasuredFile)
 
 # By which a start checks a saved profile, and the seconds that it may take.
 _CHECK = replace(QUICK, listed=QUICK.listed[:7])
-_CHECK_S = 0.3
+_CHECK_S = 0.15
 # FLOPs and bytes a second of a device that was not measured: two cores with AVX2, an A100.
 _CPU_RATES, _GPU_RATES = (150e9, 20e9), (312e12, 2.039e12)
 _LOCK_TIMEOUT_S = 10.0  # a save takes milliseconds; a start may wait for it
