@@ -13,7 +13,7 @@
 
 namespace backfill::BACKFILL_VARIANT {
 
-constexpr float kMostOfMean = 4.0f;
+constexpr float kMostOfMean = 8.0f;
 constexpr int kHigh = 128;
 constexpr float kLeastRounded = 1e-30f;  // a group of less is zero
 

@@ -66,7 +66,7 @@ def rounded_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """By csrc/row_codes.h: codes of ``x [T, in]``, and the scale of each group."""
     words = x.float().unflatten(1, (-1, group // 4, 4))
     of_words = words.abs().amax(-1)
-    most = 4.0 * x.float().square().mean(1)[:, None, None].sqrt()
+    most = 8.0 * x.float().square().mean(1)[:, None, None].sqrt()
     magnitude = of_words.amax(-1)
     rest = torch.where(of_words > most, 0.0, of_words).amax(-1)
     has_high = magnitude > most[..., 0]
@@ -179,7 +179,7 @@ def test_a_few_great_inputs_do_not_make_the_others_coarse(kernels: CpuKernels, b
     generator = seeded("great inputs")
     weight = quantize(random_rows(generator, 64, 768, dtype=torch.float32), bits)
     x = random_rows(generator, 40, 768, dtype=torch.float32)
-    x[:, ::96] = 50.0  # in every row
+    x[:, ::192] = 50.0  # in every row
     x[torch.arange(40), torch.arange(40) * 17] = 100.0  # each row has another
     exact = x.double() @ weight.dequantized().double().T
     error = (kernels.linear(weight)(x).double() - exact).square().mean() / exact.square().mean()
