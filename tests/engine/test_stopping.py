@@ -27,8 +27,11 @@ class StoppedExecutor:
         self.stopped.append(step)
 
 
-def stop_after(work: Compute | Resume) -> list[int]:
-    """The steps that an online prompt stops which arrives when nothing may be spent on stops yet."""
+def stop_after(work: Compute | Resume, owner: str = "") -> list[int]:
+    """The steps that an online prompt stops which arrives when nothing may be spent on stops yet.
+
+    An owner "flood" gives way with requests of that name.
+    """
     config = SchedulerConfig()
     scheduler = Scheduler(
         config,
@@ -38,9 +41,12 @@ def stop_after(work: Compute | Resume) -> list[int]:
         num_layers=NUM_LAYERS,
     )
     executor = StoppedExecutor(make_info(num_layers=NUM_LAYERS))
+    scheduler._planner.giving.yielding = {RequestId("flood"): "flood"}
     stopper = StepStopper(scheduler, executor)  # type: ignore[arg-type]
-    step = SubmittedStep(StepPlan(0, work), "offline", 0.0, 0.0, 0.0, is_alone=True)
-    stopper.maybe_stop([step], [make_request(prompt_tokens=8)], 0.0)
+    plan = StepPlan(0, work)
+    stopper.prepare(plan)
+    step = SubmittedStep(plan, "offline", 0.0, 0.0, 0.0, is_alone=True)
+    stopper.maybe_stop([step], [make_request(prompt_tokens=8, owner=owner)], 0.0)
     return executor.stopped
 
 
@@ -66,3 +72,14 @@ def test_which_steps_stop_before_anything_may_be_spent_on_stops(
     work: Compute | Resume, stopped: list[int]
 ) -> None:
     assert stop_after(work) == stopped
+
+
+FLOOD = ScheduledSlice(RequestId("flood"), 0, 100, (), False, True)
+
+
+@pytest.mark.parametrize(("owner", "stopped"), [("chat", [0]), ("flood", [])])
+@pytest.mark.parametrize("slices", [(FLOOD,), (ONLINE, FLOOD), (OFFLINE, FLOOD)])
+def test_a_step_of_an_owner_that_gives_way_stops_for_others_whatever_that_costs(
+    slices: tuple[ScheduledSlice, ...], owner: str, stopped: list[int]
+) -> None:
+    assert stop_after(Compute(slices, 0.7, SAFEPOINTS), owner) == stopped

@@ -5,10 +5,10 @@ import math
 import pytest
 
 from backfill.core.config import SchedulerConfig
-from backfill.core.request import Request, RequestStatus
+from backfill.core.plan import ScheduledSlice
+from backfill.core.request import Request, RequestId, RequestStatus
 from backfill.core.slo import SLO
 from backfill.kvcache.create import create_kv_cache
-from backfill.scheduling.batch import Batch
 from backfill.scheduling.policies.conserve import MARGIN
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import Scheduler
@@ -123,10 +123,11 @@ def test_only_steps_of_offline_requests_alone_have_safepoints_and_they_discard()
     scheduler.add(offline(20, 9, request_id="job"))
     points = scheduler.plan_step(0.0).safepoints
     assert points is not None and not points.suspends, "what is stopped is discarded"
-    suspension, batch = scheduler._suspension, Batch(8, 100, None)
-    batch.add(offline(4, request_id="other"), 4)
-    assert suspension.safepoints(batch, 0.1) is not None
-    batch.add(make_request(4, 8), 4)
-    assert suspension.safepoints(batch, 0.1) is None
+    suspension = scheduler._suspension
+    slices = [ScheduledSlice(RequestId("other"), 0, 4, (), True, preemptible=True)]
+    assert suspension.safepoints(slices, 0.1) is not None
+    slices.append(ScheduledSlice(RequestId("chat"), 0, 4, (), True))
+    assert suspension.safepoints(slices, 0.1) is None
     suspension.stops_online_steps = True
-    assert suspension.safepoints(batch, 0.1) is not None, "as under slo"
+    assert suspension.safepoints(slices, 0.1) is not None, "as under slo"
+    assert suspension.safepoints(slices[1:], 0.1) is None, "nothing could stop"

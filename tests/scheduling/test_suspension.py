@@ -16,7 +16,6 @@ from backfill.core.plan import (
 from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId
 from backfill.core.slo import SLO
 from backfill.kvcache.create import create_kv_cache
-from backfill.scheduling.batch import Batch
 from backfill.scheduling.policies.slo import SloPolicy
 from backfill.scheduling.policy import BatchBuilder, Policy, R, RequestView, Snapshot, serve
 from backfill.scheduling.prediction import StepPredictor
@@ -228,12 +227,11 @@ def test_no_step_is_suspended_beyond_the_memory_for_two() -> None:
         NUM_LAYERS,
         on_discarded=lambda *_: None,
     )
-    batch = Batch(8, 64)
-    batch.members[RequestId("next")] = (offline(), 8)
+    slices = [ScheduledSlice(RequestId("next"), 0, 8, (), True, preemptible=True)]
     stopped_slices(suspension, 64)
-    assert suspension.safepoints(batch, 1.0) is not None
+    assert suspension.safepoints(slices, 1.0) is not None
     stopped_slices(suspension, 65)
-    assert suspension.safepoints(batch, 1.0) is None
+    assert suspension.safepoints(slices, 1.0) is None
 
 
 def suspended_decodes(policy: PausingPolicy) -> tuple[Scheduler, list[Request], tuple[RequestId, ...]]:

@@ -32,7 +32,8 @@ class ScheduledSlice(NamedTuple):
         blocks: the request's block table, with slots for at least ``start + num_tokens`` tokens. It may grow
             afterwards.
         samples: the last token's logits yield the next output token.
-        preemptible: the slice may be stopped at a safepoint; true for offline requests.
+        preemptible: the slice may be stopped at a safepoint; true for offline requests, and for those of an
+            owner that gives way to others.
     """
 
     request_id: RequestId

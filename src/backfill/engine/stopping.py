@@ -53,10 +53,11 @@ class StepStopper:
         """The plan is about to be submitted. Not called when a request arrives: that is in another thread."""
         if plan.safepoints is None:
             return
-        predictor = self._scheduler.predictor
-        assert predictor is not None
-        alone = StepLoad.of_slices(each for each in plan.slices if not each.preemptible)
-        self._budget.earn(predictor.time_scale * (plan.predicted_s - predictor.cost.step_time_s(alone)))
+        if self._yielding_owner(plan) is None:
+            predictor = self._scheduler.predictor
+            assert predictor is not None
+            alone = StepLoad.of_slices(each for each in plan.slices if not each.preemptible)
+            self._budget.earn(predictor.time_scale * (plan.predicted_s - predictor.cost.step_time_s(alone)))
         requests = self._scheduler.requests
         held = (*requests.running.values(), *requests.restoring.values())
         online = [each for each in held if each.priority_level is PriorityLevel.ONLINE]
@@ -79,16 +80,19 @@ class StepStopper:
             return
         predictor = self._scheduler.predictor
         assert predictor is not None
-        prompts = [
-            ArrivedPrompt(each.num_pending_tokens, each.next_token_by_s)
-            for each in arrived
-            if each.service_class is ServiceClass.ONLINE
-        ]
+        online = [each for each in arrived if each.service_class is ServiceClass.ONLINE]
         cost, scale = predictor.cost, predictor.time_scale
         for submitted, points, overlap in stoppable:
-            step = self._running_step(submitted, points, overlap)
+            yielding_owner = self._yielding_owner(submitted.plan)
+            prompts = [
+                ArrivedPrompt(each.num_pending_tokens, each.next_token_by_s)
+                for each in online
+                if each.owner != yielding_owner
+            ]
+            step = self._running_step(submitted, points, overlap, yields=yielding_owner is not None)
             if should_stop(step, prompts, self._online_load, now_s, cost, scale, self._budget):
-                self._budget.spend(step.stop_costs_s(now_s))
+                if not step.yields:
+                    self._budget.spend(step.stop_costs_s(now_s))
                 submitted.stop_asked_at_s = now_s
                 self._scheduler.in_flight.stop(submitted.plan.step)
                 cast(StoppableExecutor, self._executor).request_stop(submitted.plan.step)
@@ -101,7 +105,14 @@ class StepStopper:
             return None
         return stopped_at_s - asked_at_s
 
-    def _running_step(self, submitted: SubmittedStep, points: Safepoints, overlap: float) -> RunningStep:
+    def _yielding_owner(self, plan: StepPlan) -> str | None:
+        """Whose online slices of the step may be stopped for other owners' requests; None for nobody's."""
+        yielding = self._scheduler.yielding
+        return next((yielding[each.request_id] for each in plan.slices if each.request_id in yielding), None)
+
+    def _running_step(
+        self, submitted: SubmittedStep, points: Safepoints, overlap: float, *, yields: bool
+    ) -> RunningStep:
         predictor, plan = self._scheduler.predictor, submitted.plan
         assert predictor is not None
         cost = predictor.cost
@@ -124,4 +135,5 @@ class StepStopper:
             stop_s=scale * points.layers_apart * plan.predicted_s / num_layers,
             suspends=points.suspends,
             overlap=overlap,
+            yields=yields,
         )

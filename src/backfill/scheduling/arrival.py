@@ -29,6 +29,7 @@ class RunningStep:
         offline_s: the same with its offline ones.
         stop_s: longest time to its next safepoint.
         suspends: stopped slices are suspended; otherwise they are discarded.
+        yields: it counts as offline what an owner has that gives way to those who arrived.
         overlap: the part of the arrival's step that runs beside this one, in stages that this one has left.
     """
 
@@ -39,6 +40,7 @@ class RunningStep:
     stop_s: float
     suspends: bool
     overlap: float = 0.0
+    yields: bool = False
 
     def ends_in_s(self, now_s: float) -> float:
         return max(0.0, self.predicted_s - (now_s - self.started_at_s))
@@ -127,7 +129,8 @@ def should_stop(
     """Whether to stop the running step for the prompts that arrived during it.
 
     Where stopped slices are suspended: whenever the stop saves enough of the prompts' wait, and of the time
-    to their deadlines if it costs offline work. Where they are discarded: only as in the paper, when a prompt
+    to their deadlines if it costs offline work, but not if it costs an owner that gives way.
+    Where they are discarded: only as in the paper, when a prompt
     would miss its TTFT objective if the step ran to its end, and would not if it stopped. A prompt that would
     be late either way does not cost offline work as well (Niyama's relegation). The estimate computes all
     prompts together in the next step, the queued ones too, beside the online decodes: they go with or before
@@ -158,6 +161,8 @@ def should_stop(
         gain_s, costs_s = at_end_s - stopped_s, step.stop_costs_s(now_s)
         if gain_s <= _MIN_GAIN * step.stop_s:
             return False
+        if step.yields:
+            return True
         slack_s = min(prompt.ttft_deadline_at_s for prompt in arrived) - now_s
         if budget.allows(costs_s) and (costs_s == 0.0 or gain_s >= _MIN_GAIN_SHARE * slack_s):
             return True

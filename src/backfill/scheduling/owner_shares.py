@@ -16,6 +16,8 @@ from backfill.scheduling.policy import R, RequestView, Snapshot, split
 
 Q = TypeVar("Q", bound=RequestView)
 
+_FLOOD_SHARE = 0.8  # of the online requests
+
 
 class OwnerShares:
     """Tokens over weight that each owner was served; the one with the fewest is next.
@@ -121,11 +123,6 @@ def yielding_owners(view: Snapshot[RequestView]) -> Collection[str]:
     return {owner for owner in view.late_owners if view.served.get(owner, 0.0) > least}
 
 
-def is_least_served(view: Snapshot[RequestView], request: RequestView) -> bool:
-    """Of several owners that compete, its owner was served the least."""
-    return view.served.get(request.owner, math.inf) <= min(view.served.values(), default=-math.inf)
-
-
 def relegating(view: Snapshot[R], owners: Collection[str]) -> Snapshot[R]:
     """The same with online requests of these owners among the relegated ones, but for those that wait."""
     if not owners:
@@ -148,7 +145,42 @@ def relegating(view: Snapshot[R], owners: Collection[str]) -> Snapshot[R]:
     )
 
 
+def flooding_owner(num_of_owner: Mapping[str, int]) -> str | None:
+    """Who has nearly all of these requests, also beside one more of another owner; None if nobody has."""
+    owner = max(num_of_owner, key=num_of_owner.__getitem__, default=None)
+    if owner is None or num_of_owner[owner] <= _FLOOD_SHARE * (sum(num_of_owner.values()) + 1):
+        return None
+    return owner
+
+
+def leaving_out(view: Snapshot[R], owners: Collection[str]) -> Snapshot[R]:
+    """The same without online requests of these owners. It is shared if several others compete.
+
+    ``relegating`` lets them go behind the others.
+    """
+    levels = PriorityLevel.ONLINE, PriorityLevel.RELEGATED
+    return replace(
+        view,
+        running={**view.running, **{each: _without(view.running[each], owners) for each in levels}},
+        restoring=_without(view.restoring, owners),
+        in_other_steps={
+            **view.in_other_steps,
+            **{each: _without(view.in_other_steps.get(each, ()), owners) for each in levels},
+        },
+        waiting={**view.waiting, **{each: _without(view.waiting[each], owners) for each in levels}},
+        is_shared=len(view.served.keys() - owners) > 1,
+    )
+
+
+def of_owner(requests: Sequence[R], owner: str | None) -> tuple[Sequence[R], Sequence[R]]:
+    """(those of this owner, those of others), in their order."""
+    if owner is None:
+        return (), requests
+    return [each for each in requests if each.owner == owner], _without(requests, (owner,))
+
+
 def _without(requests: Sequence[R], owners: Collection[str]) -> Sequence[R]:
+    """Those of other owners."""
     if isinstance(requests, ReadInTurn):  # not read: of many, a step weighs few
         return requests.without(owners)
     return [each for each in requests if each.owner not in owners]

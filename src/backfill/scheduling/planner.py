@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from backfill.core.request import PriorityLevel, Request, RequestId
 from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.builder import StepBuilder
+from backfill.scheduling.giving_way import GivingWay
 from backfill.scheduling.in_flight import StepsInFlight
 from backfill.scheduling.memory_division import OFFLINE_LEVELS, MemoryChanges, MemoryDivision
 from backfill.scheduling.owner_shares import prompts_in_turn
@@ -78,6 +79,7 @@ class StepPlanner:
     _to_release: list[RequestId] = field(init=False, default_factory=list)
     _num_plans: int = field(init=False, default=0)
     _shared_at_s: float = field(init=False, default=-math.inf)  # when several owners last had online ones
+    giving: GivingWay = field(init=False, default_factory=GivingWay)
 
     @property
     def has_releases(self) -> bool:
@@ -101,19 +103,32 @@ class StepPlanner:
             self.requests.run(request)
             self.kv.start(request)
             self._on_started(request)
+        giving = self.giving
+        most_given_s, suspended = self.policy.most_given_s, self.suspension.requests
+        giving.advance(now_s, self.requests, self.in_flight.slices, suspended, most_given_s)
         view = self._snapshot(now_s)
         if self.suspension.may_resume:
-            resumed = self.suspension.resume(self.policy.resume_s(view))
+            allowed_s = math.inf if giving.has_passed else self.policy.resume_s(view)
+            resumed = self.suspension.resume(allowed_s, giving.stopped)
             if resumed is not None:
+                giving.begin({})
                 return self._plan_of(view, resumed)
         batch = self._build(view, now_s)
         if batch.has_preempted and not batch.members:  # others may run in its place
-            batch = self._build(self._snapshot(now_s), now_s)
+            view = self._snapshot(now_s)
+            batch = self._build(view, now_s)
+        if not batch.members and giving.stopped:  # perhaps they hold the blocks that others wait for
+            resumed = self.suspension.resume(math.inf, giving.stopped)
+            if resumed is not None:
+                giving.begin({})
+                return self._plan_of(view, resumed)
         for request_id in batch.members.keys() & self.suspension.requests:
             self.suspension.discard(request_id)
+        giving.begin(batch.members)
         predicted_s = batch.predicted_s
-        safepoints = self.suspension.safepoints(batch, predicted_s, self.in_flight.num_suspendable_tokens)
-        work = Compute(self._slices_of(batch), predicted_s, safepoints)
+        slices = self._slices_of(batch, view.yielding_owner)
+        safepoints = self.suspension.safepoints(slices, predicted_s, self.in_flight.num_suspendable_tokens)
+        work = Compute(slices, predicted_s, safepoints)
         return self._plan_of(view, work, self._take_admitted(batch))
 
     def _build(self, view: Snapshot[Request], now_s: float) -> Batch:
@@ -224,7 +239,8 @@ class StepPlanner:
             reclaimable_blocks=kv.counts.reclaimable + kv.counts.protected,
             in_other_steps=in_other_steps,
             is_shared=is_shared,
-            is_flooded=is_shared and requests.is_flooded,
+            yielding_owner=self.giving.owner,
+            stopped_owners=self.giving.stopped_owners,
             served=requests.waiting[PriorityLevel.ONLINE].served,
             late_owners=requests.waiting[PriorityLevel.RELEGATED].owners,
         )
@@ -259,8 +275,11 @@ class StepPlanner:
                 running[level] = of_step
         return others
 
-    def _slices_of(self, batch: Batch) -> tuple[ScheduledSlice, ...]:
+    def _slices_of(self, batch: Batch, yielding_owner: str | None) -> tuple[ScheduledSlice, ...]:
         table, online = self.kv.table, PriorityLevel.ONLINE
+        yielding: Collection[RequestId] = ()
+        if yielding_owner is not None and self.config.suspends:
+            yielding = self.giving.mark(batch.members, yielding_owner)
         new_tuple = tuple.__new__  # as the class itself would make it, in half the time
         return tuple(
             [
@@ -272,7 +291,7 @@ class StepPlanner:
                         num_tokens,
                         table(request_id),
                         start + num_tokens == request.num_tokens,  # samples
-                        request.priority_level is not online,  # preemptible
+                        request.priority_level is not online or request_id in yielding,  # preemptible
                     ),
                 )
                 for request_id, (request, num_tokens) in batch.members.items()

@@ -102,7 +102,9 @@ class Snapshot(Generic[R_co]):
             will be when it ends, and those that are left to the next step. The step delays their next tokens
             too.
         is_shared: several owners have unfinished online requests, or had some lately.
-        is_flooded: it is shared, and one owner has nearly all of the online requests.
+        yielding_owner: has nearly all of the online requests, and gives way to others (``GivingWay``);
+            None if nobody does.
+        stopped_owners: of online requests with slices that were suspended for another owner's.
         served: of owners that compete with online requests: tokens over weight (``OwnerShares``). Empty where
             no two do.
         late_owners: of relegated requests that wait.
@@ -117,7 +119,8 @@ class Snapshot(Generic[R_co]):
     reclaimable_blocks: int = 0
     in_other_steps: Mapping[PriorityLevel, Sequence[RequestView]] = field(default_factory=dict)
     is_shared: bool = False
-    is_flooded: bool = False
+    yielding_owner: str | None = None
+    stopped_owners: Collection[str] = ()
     served: Mapping[str, float] = field(default_factory=dict)
     late_owners: Collection[str] = ()
 
@@ -127,6 +130,11 @@ class Snapshot(Generic[R_co]):
         if not self.restoring:
             return running
         return [*running, *(each for each in self.restoring if each.priority_level is level)]
+
+    @property
+    def delayed_online(self) -> Sequence[RequestView]:
+        """Those of both levels of online requests."""
+        return [*self.delayed(PriorityLevel.ONLINE), *self.delayed(PriorityLevel.RELEGATED)]
 
     def delayed(self, level: PriorityLevel) -> Sequence[RequestView]:
         """Requests of a level whose next tokens the step delays: holders of blocks, and those in other steps.
@@ -239,6 +247,14 @@ class Policy(ABC):
     promotes = False  # offline requests are promoted near the end of their window
     relegates = False  # online requests that cannot meet their TTFT objective any more are relegated
     orders_by_deadline = False  # online requests, by that of their first token; else by arrival
+
+    @property
+    def most_given_s(self) -> float:
+        """Seconds that an owner with nearly all online requests gives to others before it had its part again.
+
+        Until then its slices can be stopped for other owners' requests. 0: it gives nothing.
+        """
+        return 0.0
 
     @abstractmethod
     def build(self, view: Snapshot[R], builder: BatchBuilder[R]) -> None:

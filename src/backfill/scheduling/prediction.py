@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from backfill.costs.correction import BiasCorrection, ErrorQuantile
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.offloading.interval import StepBounds
+from backfill.scheduling.policy import RequestView
 
 # Assumed of the error of a profile until steps have been observed.
 _INITIAL_ERROR = 0.1
@@ -109,3 +111,10 @@ class StepPredictor:
         """Steps wait for weights like this from now on; None: as in the steps that were measured."""
         self._bounds = bounds
         self.cost = self.measured if bounds is None else StreamedCost.of(self.measured, bounds)
+
+
+def decode_load(requests: Iterable[RequestView]) -> StepLoad:
+    """Of a step that decodes these requests, also those that have yet to begin."""
+    load = StepLoad()
+    load.put_decodes([each.num_computed_tokens or 1 for each in requests])
+    return load

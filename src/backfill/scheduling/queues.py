@@ -18,13 +18,12 @@ from backfill.core.request import (
     ServiceClass,
     order_key,
 )
-from backfill.scheduling.owner_shares import OwnerShares, ReadInTurn
+from backfill.scheduling.owner_shares import OwnerShares, ReadInTurn, flooding_owner
 from backfill.scheduling.prediction import StepPredictor
 
 _LEVELS = tuple(PriorityLevel)  # to iterate over the Enum takes longer
 _MIN_CHANGES = 64  # a smaller heap of changes is not worth clearing
 _MAX_RETURNING = 16  # relegated requests that are looked up in a step
-_FLOOD_SHARE = 0.9  # of the online requests
 # Part of its completion window that a request may spend promoted.
 _MAX_PROMOTED_SHARE = 0.5
 
@@ -200,10 +199,9 @@ class UnfinishedRequests:
         return len(self._num_online_of_owner)
 
     @property
-    def is_flooded(self) -> bool:
-        """One owner has nearly all of the online requests."""
-        counts = self._num_online_of_owner
-        return max(counts.values(), default=0) > _FLOOD_SHARE * counts.total()
+    def flooding_owner(self) -> str | None:
+        """See ``flooding_owner``."""
+        return flooding_owner(self._num_online_of_owner)
 
     def running_by_level(self, excluded: Collection[RequestId]) -> dict[PriorityLevel, list[Request]]:
         """Each level's in its order."""

@@ -115,6 +115,11 @@ class Scheduler:
         return bool(self.requests.by_id)
 
     @property
+    def yielding(self) -> Mapping[RequestId, str]:
+        """See ``GivingWay``."""
+        return self._planner.giving.yielding
+
+    @property
     def has_work(self) -> bool:
         """A step is due: for unfinished requests, for a release, or for copies in flight."""
         return bool(self.requests.by_id or self._planner.has_releases or self.kv.num_copies_in_flight)

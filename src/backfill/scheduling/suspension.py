@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import Resume, Safepoints, ScheduledSlice, StepOutcome, StepPlan
-from backfill.core.request import PriorityLevel, RequestId
+from backfill.core.request import RequestId
 from backfill.costs.load import StepLoad
-from backfill.scheduling.batch import Batch
 from backfill.scheduling.prediction import StepPredictor
 
 # The slices suspended first are discarded after this many plans that had time for offline work, but not for
@@ -105,7 +104,9 @@ class Suspension:
                     return self._work(scheduled, group.layers_done)
         return 0.0
 
-    def safepoints(self, batch: Batch, predicted_s: float, num_suspendable: int = 0) -> Safepoints | None:
+    def safepoints(
+        self, slices: Sequence[ScheduledSlice], predicted_s: float, num_suspendable: int = 0
+    ) -> Safepoints | None:
         """Safepoints of the step; None if an arrival could stop nothing, or too much is suspended already.
 
         Args:
@@ -116,16 +117,21 @@ class Suspension:
         most = _MAX_SUSPENDED_STEPS * self.config.max_num_batched_tokens
         if self._num_tokens + num_suspendable >= most:
             return None
-        are_online = [request.priority_level is PriorityLevel.ONLINE for request, _ in batch.members.values()]
-        if all(are_online) or (any(are_online) and not self.stops_online_steps):
+        may_stop = [each.preemptible for each in slices]
+        if not any(may_stop) or not (all(may_stop) or self.stops_online_steps):
             return None
         return Safepoints(self._layers_apart(predicted_s / self.num_layers), self.config.suspends)
 
-    def resume(self, allowed_s: float) -> Resume | None:
-        """Suspended slices and as many of their layers as fit the time; None if not one layer of one does."""
+    def resume(self, allowed_s: float, stopped: Collection[RequestId] = ()) -> Resume | None:
+        """Suspended slices and as many of their layers as fit the time; None if not one layer of one does.
+
+        Args: stopped: if there are any, only those of one step with any of these requests.
+        """
         if allowed_s <= 0.0:
             return None
         for index, group in enumerate(self._groups):
+            if stopped and not any(each.request_id in stopped for each in group.slices):
+                continue
             resumed = self._fitting(group, allowed_s)
             if resumed is not None:
                 if index == 0:

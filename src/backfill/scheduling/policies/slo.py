@@ -14,7 +14,8 @@ from backfill.scheduling.first_tokens import is_new, most_in_time
 from backfill.scheduling.objectives import least_tpot_slo, share_in_time
 from backfill.scheduling.owner_shares import (
     in_places_of_owners,
-    is_least_served,
+    leaving_out,
+    of_owner,
     prompts_in_turn,
     relegating,
     yielding_owners,
@@ -33,7 +34,7 @@ from backfill.scheduling.policy import (
     serve,
     split,
 )
-from backfill.scheduling.prediction import StepPredictor
+from backfill.scheduling.prediction import StepPredictor, decode_load
 
 # Part of the TTFT objective that a step without online decodes may take: who arrives in it can be in time.
 _PROMPT_STEP_SHARE = 0.5
@@ -44,12 +45,9 @@ _BANK_SHARE = 0.5
 _LEAST_SHARE_IN_TIME, _BURST_SHARE = 0.25, 0.25
 # Part of the best rate of prompts that steps have where it is fewer, or of several owners.
 _PROMPT_EFFICIENCY = 0.9
-# Such a step may be so many times as long for the whole of a prompt, which is one step's cost sooner then.
-_LONGEST_WHOLE = 2.0
 # Prompts that are weighed against each other; those behind them wait.
 _MAX_WEIGHED = 512
-# Time by which offline decodes may lengthen a step that computes an online prompt, and beside a flood further
-# prompts one that ends that of the owner who was served the least.
+# Time by which offline decodes may lengthen a step that computes an online prompt.
 _BESIDE_PROMPTS = 0.2
 # Offline work is limited once online requests leave less than 1 / this of the pool free.
 _HEADROOM_FACTOR = 1.5
@@ -109,15 +107,26 @@ class SloPolicy(Policy):
     def set_default_slo(self, slo: SLO) -> None:
         self.default_slo = slo
 
+    @property
+    def most_given_s(self) -> float:
+        return self.default_slo.ttft_s
+
     def build(self, view: Snapshot[R], builder: BatchBuilder[R]) -> None:
+        if view.yielding_owner is not None and self._give_way(view, view.yielding_owner, builder):
+            return
         reserved = self._reserved_blocks(view)
-        online = _delayed_online(view)
+        online = view.delayed_online
         if not online and not any(view.waiting[level] for level in _ONLINE | _RELEGATED):
             self._fill_offline_step(view, builder, reserved)
             return
         view = relegating(view, yielding := yielding_owners(view))
         decodes, prefills = split(view.running[PriorityLevel.ONLINE])
-        builder.add_decodes(decodes)
+        giving, others = of_owner(decodes, view.yielding_owner)
+        builder.add_decodes(others)
+        if giving:
+            decodes_s = self._predictor.cost.step_time_s(decode_load(decodes))
+            limit_s = self._limit_s(others, view.now_s, decodes_s) if others else math.inf
+            builder.add_decodes(giving, limit_s)
         if view.is_shared:  # steps of prompts are short then, and leave late answers no time
             late = [each for each in self._standing_still(view) if each.owner not in yielding]
             builder.add_decodes(late, self.default_slo.tpot_s * self._predictor.usable_share)
@@ -129,6 +138,19 @@ class SloPolicy(Policy):
             self._add_offline_decodes(view, builder, online)
         else:
             self._add_offline(view, builder, online, reserved)
+
+    def _give_way(self, view: Snapshot[R], owner: str, builder: BatchBuilder[R]) -> bool:
+        """Compute prompts of other owners, alone with their decodes. Returns: whether any has room."""
+        others = leaving_out(view, {owner})
+        decodes, prefills = split(others.running[PriorityLevel.ONLINE])
+        if not prefills and not others.waiting[PriorityLevel.ONLINE]:
+            return False
+        builder.add_decodes(decodes)
+        self._add_prompts_in_time(others, builder, decodes, prefills)
+        if not builder.batch.num_prefill_tokens:
+            for each in decodes:
+                builder.remove(each)
+        return builder.batch.num_prefill_tokens > 0
 
     # Rule 1: all decodes of online requests that are in time. Rule 2: prompts, by deadline, without those
     # that others would make late, so that as many first tokens as possible are in time; then the late ones.
@@ -145,17 +167,14 @@ class SloPolicy(Policy):
         waiting = view.waiting[PriorityLevel.ONLINE]
         if not prefills and not waiting:
             return max(limit_s, self._least_limit_s(view, builder.batch.load, decodes, ()))
-        load, cost = _decode_load(decodes), self._predictor.cost
+        load, cost = decode_load(decodes), self._predictor.cost
         prompts = prompts_in_turn(prefills, waiting[:_MAX_WEIGHED], view.served)[:_MAX_WEIGHED]
-        if view.is_flooded or (view.is_shared and not delayed):  # who else arrives need not wait for long
+        is_flooded = view.is_shared and view.yielding_owner is not None
+        if is_flooded or (view.is_shared and not delayed):  # who else arrives need not wait for long
             prompts_s = cost.efficient_prefill_s(StepLoad(), _PROMPT_EFFICIENCY, self._max_step_tokens)
-            first, short_s = prompts[0], decodes_s + prompts_s
-            beside = builder.batch.load
-            whole_s = cost.time_with_s(beside, first.num_computed_tokens, first.num_pending_tokens, True)
-            is_whole = is_least_served(view, first) and whole_s <= _LONGEST_WHOLE * short_s
-            limit_s = min(limit_s, max(short_s, whole_s) if is_whole else short_s)
+            limit_s = min(limit_s, decodes_s + prompts_s)
         in_time = self._in_time(prompts, load, view.now_s, limit_s)
-        if decodes and len(in_time) < len(prompts) and not view.is_flooded:
+        if decodes and len(in_time) < len(prompts) and not is_flooded:
             banked_s = self._limit_s(delayed, view.now_s, decodes_s, _BANK_SHARE)
             more = self._in_time(prompts, load, view.now_s, banked_s)
             if len(more) > len(in_time):
@@ -230,7 +249,7 @@ class SloPolicy(Policy):
         predictor, batch = self._predictor, builder.batch
         holders = view.holders(PriorityLevel.ONLINE)
         holding = {each.request_id for each in holders}
-        load, may_admit = _decode_load(holders), True
+        load, may_admit = decode_load(holders), True
         for request in prompts:
             if not batch.has_headroom:
                 break
@@ -249,8 +268,6 @@ class SloPolicy(Policy):
                 slack_s = (request.next_token_by_s - view.now_s) * predictor.usable_share
                 if slack_s >= batch.predicted_s:
                     limit_s = min(limit_s, slack_s)
-                if view.is_flooded and is_least_served(view, request):  # its token waits for few others
-                    limit_s = min(limit_s, batch.predicted_s * (1.0 + _BESIDE_PROMPTS))
         return limit_s
 
     # Rule 3: requests that cannot be in time any more (``LevelRule``), as far as there is time.
@@ -330,14 +347,17 @@ class SloPolicy(Policy):
         """Slack of online requests less a step of theirs; 0 while a step could compute an online prompt.
 
         Relegated requests do not count: the blocks that they wait for may be those of the suspended slices.
+        Nor do those whose owner gave way with these, and prompts of others only while it does.
         """
-        online = view.delayed(PriorityLevel.ONLINE)
-        prompts = {each.request_id for each in online if is_new(each)}
-        if view.waiting[PriorityLevel.ONLINE] or prompts - {each.request_id for each in view.restoring}:
+        waits = not view.stopped_owners or view.yielding_owner in view.stopped_owners
+        view = leaving_out(view, view.stopped_owners)
+        online, restoring = view.delayed(PriorityLevel.ONLINE), {each.request_id for each in view.restoring}
+        prompts = {each.request_id for each in online if is_new(each)} - restoring
+        if waits and (view.waiting[PriorityLevel.ONLINE] or prompts):
             return 0.0
         if not online:
             return math.inf
-        decodes_s = self._predictor.cost.step_time_s(_decode_load(online))
+        decodes_s = self._predictor.cost.step_time_s(decode_load(online))
         return max(0.0, self._usable_slack_s(online, online, view.now_s) - decodes_s)
 
     def preemption_key(self, request: RequestView, lost_tokens: float) -> PreemptionKey:
@@ -349,7 +369,7 @@ class SloPolicy(Policy):
 
     def step_limit_s(self, view: Snapshot[RequestView]) -> float:
         """The least slack of the online decodes, and of the first tokens that can still be in time."""
-        online, waiting = _delayed_online(view), view.waiting[PriorityLevel.ONLINE][:_MAX_WEIGHED]
+        online, waiting = view.delayed_online, view.waiting[PriorityLevel.ONLINE][:_MAX_WEIGHED]
         return self._usable_slack_s(online, [*online, *waiting], view.now_s)
 
     # Slack.
@@ -378,14 +398,3 @@ class SloPolicy(Policy):
             return math.inf
         floor_s = self.default_slo.tpot_s if request.priority_level in _RELEGATED else 0.0
         return max(request.slo.tpot_s, floor_s)
-
-
-def _delayed_online(view: Snapshot[RequestView]) -> Sequence[RequestView]:
-    """Those of both levels of online requests."""
-    return [*view.delayed(PriorityLevel.ONLINE), *view.delayed(PriorityLevel.RELEGATED)]
-
-
-def _decode_load(requests: Iterable[RequestView]) -> StepLoad:
-    load = StepLoad()
-    load.put_decodes([each.num_computed_tokens or 1 for each in requests])
-    return load

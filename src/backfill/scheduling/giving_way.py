@@ -1,0 +1,96 @@
+"""An owner that floods the server gives way to the prompts of the others, for a part of its time."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from backfill.core.request import Request, RequestId, ServiceClass
+from backfill.scheduling.queues import UnfinishedRequests
+
+# Others may have so much of what it has, before turns alone decide.
+_GIVEN_SHARE = 0.5
+# What others have beyond that counts up to so many times what it gives at once: it gives again soon.
+_MOST_OWED = 4.0
+# For so long after another owner's last request, steps can be stopped for the next one.
+_YIELDS_FOR_S = 600.0
+
+
+class GivingWay:
+    """Which slices may be stopped for other owners' requests, and the time that their owner has given.
+
+    What others have of the device's time counts against half of what it has itself. Of a step with tokens of
+    both, each has its share of them. What steps took counts, as one that was stopped had little.
+
+    Attributes:
+        owner: who gives way in the next step; None if nobody does.
+        yielding: online requests of an owner that gives way, with slices in flight or suspended, and the
+            owner. Replaced and not changed, because another thread reads it.
+        stopped: those of them with suspended slices.
+        has_passed: the last step went before those, and had no prompt that their owner gives way to. They
+            wait no longer then.
+    """
+
+    def __init__(self) -> None:
+        self.owner: str | None = None
+        self.yielding: Mapping[RequestId, str] = {}
+        self.stopped: Collection[RequestId] = ()
+        self.has_passed = False
+        self._owner: str | None = None  # who floods the server, also while it gives nothing
+        self._given_s = 0.0
+        self._rate = 0.0  # of what is given, in the last step
+        self._since_s = 0.0
+        self._met_at_s = -math.inf  # when several owners last had requests
+
+    @property
+    def stopped_owners(self) -> Collection[str]:
+        return {self.yielding[each] for each in self.stopped}
+
+    def advance(
+        self,
+        now_s: float,
+        requests: UnfinishedRequests,
+        in_flight: Collection[RequestId],
+        suspended: Collection[RequestId],
+        most_given_s: float,
+    ) -> None:
+        """The last step has ended, or in a pipeline has left room for another one."""
+        given_s = self._given_s + self._rate * (now_s - self._since_s)
+        self._given_s = min(max(0.0, given_s), _MOST_OWED * most_given_s)
+        self._since_s = now_s
+        if requests.num_owners > 1:
+            self._met_at_s = now_s
+        self._owner = requests.flooding_owner if now_s - self._met_at_s < _YIELDS_FOR_S else None
+        self.owner = self._owner if self._given_s < most_given_s else None
+        if self.yielding:
+            self.yielding = {
+                name: owner for name, owner in self.yielding.items() if name in in_flight or name in suspended
+            }
+        self.stopped = [each for each in self.yielding if each in suspended]
+        self.has_passed &= bool(self.stopped)
+
+    def begin(self, members: Mapping[RequestId, tuple[Request, int]]) -> None:
+        """A step of these requests and numbers of tokens begins; none: it resumes what was stopped."""
+        num_of_owner = Counter[str]()
+        if self._owner is not None or self.stopped:
+            for request, num_tokens in members.values():
+                if request.service_class is ServiceClass.ONLINE:
+                    num_of_owner[request.owner] += num_tokens
+        total, own_share = num_of_owner.total(), 1.0
+        if self._owner is not None and total:
+            own_share = num_of_owner[self._owner] / total
+        self._rate = 1.0 - own_share - _GIVEN_SHARE * own_share
+        gives = self.owner is not None and not num_of_owner[self.owner]
+        gives &= any(not request.is_decoding for request, _ in members.values())
+        self.has_passed = bool(self.stopped and members) and not gives
+
+    def mark(self, members: Mapping[RequestId, tuple[Request, int]], owner: str) -> Collection[RequestId]:
+        """Those requests of the next step whose slices may be stopped, as the owner gives way."""
+        marked = {
+            request_id: owner
+            for request_id, (request, _) in members.items()
+            if request.owner == owner and request.service_class is ServiceClass.ONLINE
+        }
+        self.yielding = {**self.yielding, **marked}
+        return marked.keys()

@@ -1,0 +1,274 @@
+"""An owner that floods the server gives way to the prompts of others, and goes on."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backfill.core.config import SchedulerConfig
+from backfill.core.plan import Compute, Resume, SampledToken, StepOutcome, StepPlan
+from backfill.core.request import Request
+from backfill.core.slo import SLO
+from backfill.kvcache.create import create_kv_cache
+from backfill.scheduling.owner_shares import flooding_owner
+from backfill.scheduling.policies.slo import SloPolicy
+from backfill.scheduling.prediction import StepPredictor
+from backfill.scheduling.scheduler import Scheduler
+from tests.builders import linear_cost, make_request
+from tests.integrity import check_scheduler
+from tests.scheduling.bench import offline
+
+NUM_LAYERS = 10
+SLO_1_S = SLO(ttft_s=1.0, tpot_s=0.15)
+
+
+class World:
+    """A device that computes 1,000 tokens a second in steps of 10 ms more, and can stop steps.
+
+    Args:
+        stops_at: of a step that may be stopped, the layer before which it is; None: it runs to its end.
+    """
+
+    def __init__(
+        self, num_blocks: int = 5000, stops_at: Callable[[int, int], int | None] = lambda *_: None
+    ) -> None:
+        predictor, config = StepPredictor(linear_cost(step_s=0.01)), SchedulerConfig(max_num_seqs=64)
+        policy = SloPolicy(predictor, default_slo=SLO_1_S, max_step_tokens=2048, can_stop=True)
+        self.scheduler = Scheduler(
+            config,
+            create_kv_cache(config, num_blocks, 4, 0),
+            policy,
+            predictor=predictor,
+            default_slo=SLO_1_S,
+            num_layers=NUM_LAYERS,
+        )
+        self.now_s = 0.0
+        self.tokens = Counter[str]()
+        self.seconds = Counter[str]()  # of steps with requests of the owner alone
+        self._stops_at = stops_at
+        self._layers_done: dict[str, int] = {}
+
+    def send(self, owner: str, prompt_tokens: int = 20, max_tokens: int = 30, **fields: object) -> Request:
+        request = make_request(prompt_tokens, max_tokens, owner=owner, arrived_at_s=self.now_s, **fields)  # type: ignore[arg-type]
+        self.scheduler.add(request)
+        return request
+
+    def plan(self) -> StepPlan:
+        return self.scheduler.plan_step(self.now_s)
+
+    def run(self, plan: StepPlan, stop_at: int | None = None) -> StepPlan:
+        """Run it to its end, or to where its slices are stopped that may be."""
+        first, last = 0, NUM_LAYERS
+        if isinstance(plan.work, Resume):
+            first = self._layers_done[plan.slices[0].request_id]
+            last = first + plan.work.num_layers
+        if plan.safepoints is None or stop_at is None or not first < stop_at < last:
+            stop_at = last
+        stops = stop_at < NUM_LAYERS
+        suspended = [each.request_id for each in plan.slices if each.preemptible] if stops else []
+        self._layers_done |= dict.fromkeys(suspended, stop_at)
+        seconds = plan.predicted_s * (stop_at - first) / (last - first)
+        self.now_s += max(0.001, seconds)
+        by_id, owners = self.scheduler.requests.by_id, set[str]()
+        for each in plan.slices:
+            owners.add(by_id[each.request_id].owner)
+            self.tokens[by_id[each.request_id].owner] += each.num_tokens
+        if len(owners) == 1:
+            self.seconds[owners.pop()] += seconds
+        sampled = [
+            SampledToken(each.request_id, 7)
+            for each in plan.slices
+            if each.samples and each.request_id not in suspended
+        ]
+        outcome = StepOutcome(tuple(sampled), suspended=tuple(suspended), layers_done=stop_at if stops else 0)
+        self.scheduler.commit(plan, outcome, self.now_s)
+        check_scheduler(self.scheduler)
+        return plan
+
+    def step(self) -> StepPlan:
+        plan = self.plan()
+        first = self._layers_done.get(plan.slices[0].request_id, 0) if isinstance(plan.work, Resume) else 0
+        return self.run(plan, self._stops_at(plan.step, first))
+
+    def owners_of(self, plan: StepPlan) -> set[str]:
+        return {self.scheduler.requests.by_id[each.request_id].owner for each in plan.slices}
+
+
+def flooded(stops_at: Callable[[int, int], int | None] = lambda *_: None, num: int = 12) -> World:
+    """Answers of one owner, after another one has been there."""
+    world = World(stops_at=stops_at)
+    world.send("chat", max_tokens=1)
+    for _ in range(num):
+        world.send("flood", max_tokens=200)
+    for _ in range(3):
+        world.step()
+    return world
+
+
+@pytest.mark.parametrize(
+    ("counts", "owner"),
+    [
+        ({}, None),
+        ({"a": 4}, None),
+        ({"a": 5}, "a"),
+        ({"a": 64, "b": 15}, None),
+        ({"a": 64, "b": 14}, "a"),
+        ({"a": 40, "b": 40}, None),
+    ],
+)
+def test_who_floods_the_server(counts: dict[str, int], owner: str | None) -> None:
+    """More than four fifths, with one more of another owner."""
+    assert flooding_owner(counts) == owner
+
+
+def test_a_step_of_a_flood_stops_for_another_owners_prompt_and_goes_on_behind_it() -> None:
+    world = flooded()
+    plan = world.plan()
+    assert isinstance(plan.work, Compute) and plan.safepoints is not None
+    assert all(each.preemptible for each in plan.slices)
+    chat = world.send("chat", max_tokens=1)
+    world.run(plan, stop_at=4)
+    assert {each.request_id for each in world.step().slices} == {chat.request_id}
+    assert chat.finish_reason is not None
+    resumed = world.step()
+    assert isinstance(resumed.work, Resume) and resumed.work.num_layers == NUM_LAYERS - 4
+    assert resumed.slices == plan.slices
+    assert isinstance(world.step().work, Compute)
+
+
+def test_another_owners_answers_go_on_in_a_step_that_is_stopped() -> None:
+    world = flooded()
+    chat = world.send("chat", max_tokens=5)
+    world.step()
+    plan = world.plan()
+    assert [each.request_id for each in plan.slices if not each.preemptible] == [chat.request_id]
+
+
+@pytest.mark.parametrize("since_s", [60.0, 700.0])
+def test_nobody_gives_way_where_there_was_no_other_owner_for_long(since_s: float) -> None:
+    world = flooded()
+    world.now_s += since_s
+    assert (world.step().safepoints is not None) is (since_s < 600.0)
+
+
+def test_a_batch_of_another_owner_lets_a_flood_give_way() -> None:
+    world = World()
+    world.scheduler.add(offline(8, 500, owner="chat"))
+    for _ in range(12):
+        world.send("flood", max_tokens=200)
+    for _ in range(3):
+        plan = world.step()
+    assert "flood" in world.owners_of(plan)
+    assert all(each.preemptible for each in plan.slices)
+
+
+def test_who_has_fewer_requests_never_gives_way() -> None:
+    world = World()
+    for owner in ("a", "b"):
+        for _ in range(8):
+            world.send(owner, max_tokens=200)
+    for _ in range(10):
+        assert world.step().safepoints is None
+
+
+@pytest.mark.parametrize(("pause_s", "share"), [(0.0, 0.02), (0.1, 0.25)])
+def test_a_flood_gives_a_third_of_the_time_and_a_ttft_objective(pause_s: float, share: float) -> None:
+    """Chats come one after another, and stop its steps as soon as these begin.
+
+    Beyond that, turns alone decide: without pauses, most tokens of the steps are theirs, but all have both.
+    """
+    world = flooded()
+    chat = world.send("chat", 30, 1)
+    began_s = world.now_s
+    world.seconds.clear()
+    while world.now_s < began_s + 60.0:
+        plan, is_due = world.plan(), False
+        flood = [each for each in world.scheduler.requests.by_id.values() if each.owner == "flood"]
+        for _ in range(12 - len(flood)):
+            world.send("flood", max_tokens=200)
+        if chat.last_token_at_s is not None and world.now_s >= chat.last_token_at_s + pause_s:
+            chat, is_due = world.send("chat", 30, 1), "chat" not in world.owners_of(plan)
+        world.run(plan, 1 if is_due else None)
+    assert share < world.seconds["chat"] / 60.0 < share + 0.1
+    assert world.tokens["flood"] > 12 * 60.0 / SLO_1_S.tpot_s
+
+
+def test_answers_of_a_flood_leave_anothers_gaps_in_time() -> None:
+    """Also where all of them take longer than what is left of the gap."""
+    world = flooded(num=60)
+    chat, ends_s = world.send("chat", max_tokens=40), list[float]()
+    for number in range(60):
+        if number % 5 == 4:
+            world.send("chat", 60, 1)
+            world.run(world.plan(), stop_at=5)
+        else:
+            world.step()
+        if chat.last_token_at_s is not None and chat.last_token_at_s not in ends_s:
+            ends_s.append(chat.last_token_at_s)
+    gaps_s = [after - before for before, after in itertools.pairwise(ends_s)]
+    assert len(gaps_s) > 20
+    assert max(gaps_s) < 1.2 * SLO_1_S.tpot_s, sorted(gaps_s)[-5:]
+
+
+@pytest.mark.parametrize("num", [16, 60], ids=["all stopped", "others beside"])
+def test_a_flood_goes_on_beside_answers_with_a_tight_objective(num: int) -> None:
+    """It leaves no time for one layer of what was stopped, nor for the flood's answers."""
+    world = flooded(num=num)
+    world.send("chat", max_tokens=500, slo=SLO(1.0, 0.012))
+    world.step()
+    plan = world.plan()
+    world.send("chat", 20, 1)
+    world.run(plan, stop_at=5)
+    plans = [world.step() for _ in range(4)]
+    assert any(isinstance(each.work, Resume) for each in plans)
+    num_tokens = world.tokens["flood"]
+    for _ in range(10):
+        world.step()
+    assert world.tokens["flood"] >= num_tokens + 100
+
+
+def test_a_stopped_flood_goes_on_at_once_where_it_holds_the_blocks_of_the_prompt() -> None:
+    world = World(num_blocks=100)
+    world.send("chat", 4, 1)
+    for _ in range(12):
+        world.send("flood", 20, 8)
+    for _ in range(2):
+        world.step()
+    plan = world.plan()
+    chat = world.send("chat", 300, 2)
+    world.run(plan, stop_at=3)
+    for _ in range(100):
+        if chat.finish_reason is not None:
+            break
+        assert world.step().slices, "nothing runs, and nothing will"
+    assert chat.finish_reason is not None
+
+
+@given(st.data())
+def test_whatever_is_stopped_all_requests_end(data: st.DataObject) -> None:
+    """Of three owners in small pools, also where nothing of a flood is left that is not suspended."""
+    layers = data.draw(st.lists(st.one_of(st.none(), st.integers(1, NUM_LAYERS - 1)), min_size=1, max_size=8))
+    world = World(data.draw(st.integers(12, 40)), lambda step, _: layers[step % len(layers)])
+    most_tokens = 4 * world.scheduler.kv.num_blocks
+    arrivals: list[tuple[int, str, int, int, bool]] = []
+    for _ in range(data.draw(st.integers(6, 14))):
+        owner = data.draw(st.sampled_from(["flood"] * 5 + ["chat", "other"]))
+        prompt_tokens = data.draw(st.integers(1, most_tokens - 8))
+        is_online = owner == "flood" or data.draw(st.booleans())
+        arrivals.append((data.draw(st.integers(0, 15)), owner, prompt_tokens, 8, is_online))
+    for step in range(2000):
+        for at, owner, prompt_tokens, max_tokens, is_online in arrivals:
+            if at == step and is_online:
+                world.send(owner, prompt_tokens, max_tokens)
+            elif at == step:
+                world.scheduler.add(offline(prompt_tokens, max_tokens, owner=owner))
+        if step > 15 and not world.scheduler.has_unfinished:
+            return
+        plan = world.step()
+        assert plan.slices or not world.scheduler.has_unfinished, "nothing runs, and nothing will"
+    raise AssertionError("requests have not ended")
