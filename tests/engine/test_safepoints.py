@@ -30,6 +30,7 @@ from tests.engine.interruptions import (
     SHARED,
     Interruptions,
     all_requests,
+    before_layers,
     drain,
     requests,
     run_disturbed,
@@ -128,6 +129,37 @@ def test_an_arrival_at_any_point_of_a_step_changes_no_token(
     if preemption == "suspend" and layer < NUM_LAYERS // 2:
         assert engine.num_stopped_steps > 0
         assert engine.scheduler.counters[ServiceClass.OFFLINE].num_discarded_tokens == 0
+
+
+@pytest.mark.parametrize("layer", [1, NUM_LAYERS // 2, NUM_LAYERS - 2])
+def test_what_stops_of_a_flood_for_another_owner_changes_no_token(
+    executor: TorchExecutor, model_dir: Path, layer: int
+) -> None:
+    def wanted() -> list[Request]:
+        served = requests(ServiceClass.ONLINE, [(3, 2), (4, 2), *([(5, 9)] * 9)])
+        for number, request in enumerate(served):
+            request.owner = "chat" if number < 2 else "flood"
+        return served
+
+    engine, served = make_engine(executor), wanted()
+    first, chat, *flood = served
+    arrived = []
+
+    def arrive(rank: int, step: int, at_layer: int) -> None:
+        if (step, at_layer) == (5, layer):
+            arrived.append(chat)
+            engine.arrive(chat)
+
+    before_layers(executor, arrive)
+    for request in (first, *flood):
+        engine.add(request)
+    while not arrived:
+        engine.step()
+    before_layers(executor, None)
+    drain(engine, executor)
+    assert engine.num_stopped_steps == 1
+    assert engine.scheduler.counters[ServiceClass.ONLINE].num_discarded_tokens == 0
+    assert tokens_of(served) == undisturbed(create_executor(model_dir, num_micro_batches=1), wanted())
 
 
 @settings(
