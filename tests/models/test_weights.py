@@ -141,10 +141,18 @@ def test_shards_must_fit_the_index(tmp_path: Path) -> None:
         open_checkpoint(tmp_path, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("weight_map", [None, {"a": 1}, {"a": "../model.safetensors"}, {"a": ".."}])
+@pytest.mark.parametrize(
+    "weight_map", [None, {"a": 1}, {"a": "../model.safetensors"}, {"a": ".."}, {"a": ""}]
+)
 def test_malformed_index(weight_map: object, tmp_path: Path) -> None:
     write_index(tmp_path, weight_map)
     with pytest.raises(CorruptModel, match=r"index\.json"):
+        open_checkpoint(tmp_path, dtype=torch.float32)
+
+
+def test_an_index_of_too_many_levels_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 200_000)
+    with pytest.raises(CorruptModel, match="is not a safetensors index"):
         open_checkpoint(tmp_path, dtype=torch.float32)
 
 

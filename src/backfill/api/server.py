@@ -149,6 +149,7 @@ class Server:
             on_lost=self._on_engine_lost,
             on_offline_suspended=self.state.suspend_offline,
         )
+        self._processes.preparation.start(bodies_within_s=_BODIES_WITHIN_S)
         try:
             await self._signals.wait(engine, http)
             if not engine.done():
@@ -204,9 +205,6 @@ class Server:
             self._show_profile(ready.profile)
         if self._signals.asked.is_set():
             return
-        if not self._was_ready:
-            # Not earlier: it would take a processor from the engine, which loads.
-            self._processes.preparation.start(bodies_within_s=_BODIES_WITHIN_S)
         self.state.phase = Phase.READY
         self._was_ready = True
         self.state.feed_jobs()

@@ -13,7 +13,7 @@ def pause_collection() -> None:
 
 
 def freeze_heap() -> None:
-    """Exclude all present objects from garbage collection. Call once, after everything is loaded.
+    """Exclude all present objects from garbage collection, and go on with it. Call once all is loaded.
 
     A full collection visits every object; those of the imported libraries alone pause the process for 100 ms.
     """

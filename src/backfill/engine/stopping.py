@@ -108,7 +108,8 @@ class StepStopper:
     def _yielding_owner(self, plan: StepPlan) -> str | None:
         """Whose online slices of the step may be stopped for other owners' requests; None for nobody's."""
         yielding = self._scheduler.yielding
-        return next((yielding[each.request_id] for each in plan.slices if each.request_id in yielding), None)
+        owners = (yielding.get(each.request_id) for each in plan.slices if each.preemptible)
+        return next((owner for owner in owners if owner is not None), None)
 
     def _running_step(
         self, submitted: SubmittedStep, points: Safepoints, overlap: float, *, yields: bool

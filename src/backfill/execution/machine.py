@@ -74,7 +74,10 @@ def check_device(config: EngineConfig) -> None:
         return
     import importlib.metadata  # takes as long as all else that is asked before an engine starts
 
-    version = importlib.metadata.version("torch")
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:  # run from its sources: it finds out itself
+        return
     if version.endswith("+cpu"):
         raise ConfigError(
             f"cuda: the torch that is installed, {version}, has no CUDA; use cpu.", field="device"

@@ -53,12 +53,12 @@ def shards_of(index: Path) -> dict[str, Path]:
     Raises: CorruptModel, also where a file is missing or lies outside the folder.
     """
     weight_map = None
-    with suppress(ValueError, AttributeError, OSError):
+    with suppress(ValueError, AttributeError, OSError, RecursionError):
         weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CorruptModel(f"{index} is not a safetensors index")
     for file in sorted(set(weight_map.values())):
-        if Path(file).name != file:
+        if not file or Path(file).name != file:
             raise CorruptModel(f"{index} names a file outside its folder: {file}")
         if not (index.parent / file).is_file():
             raise CorruptModel(f"{index.parent / file} does not exist, but {index.name} lists it")

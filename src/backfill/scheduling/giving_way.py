@@ -13,7 +13,7 @@ from backfill.scheduling.queues import UnfinishedRequests
 _GIVEN_SHARE = 0.5
 # What others have beyond that counts up to so many times what it gives at once: it gives again soon.
 _MOST_OWED = 4.0
-# For so long after another owner's last request, steps can be stopped for the next one.
+# For so long after another owner's last online request, steps can be stopped for the next one.
 _YIELDS_FOR_S = 600.0
 
 
@@ -21,7 +21,8 @@ class GivingWay:
     """Which slices may be stopped for other owners' requests, and the time that their owner has given.
 
     What others have of the device's time counts against half of what it has itself. Of a step with tokens of
-    both, each has its share of them. What steps took counts, as one that was stopped had little.
+    both, each has its share of them; time without online requests is the owner's own. What steps took
+    counts, as one that was stopped had little.
 
     Attributes:
         owner: who gives way in the next step; None if nobody does.
@@ -41,7 +42,7 @@ class GivingWay:
         self._given_s = 0.0
         self._rate = 0.0  # of what is given, in the last step
         self._since_s = 0.0
-        self._met_at_s = -math.inf  # when several owners last had requests
+        self._met_at_s = -math.inf  # when several owners last had online requests
 
     @property
     def stopped_owners(self) -> Collection[str]:
@@ -59,7 +60,7 @@ class GivingWay:
         given_s = self._given_s + self._rate * (now_s - self._since_s)
         self._given_s = min(max(0.0, given_s), _MOST_OWED * most_given_s)
         self._since_s = now_s
-        if requests.num_owners > 1:
+        if requests.num_online_owners > 1:
             self._met_at_s = now_s
         self._owner = requests.flooding_owner if now_s - self._met_at_s < _YIELDS_FOR_S else None
         self.owner = self._owner if self._given_s < most_given_s else None

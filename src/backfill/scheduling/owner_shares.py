@@ -154,7 +154,7 @@ def flooding_owner(num_of_owner: Mapping[str, int]) -> str | None:
 
 
 def leaving_out(view: Snapshot[R], owners: Collection[str]) -> Snapshot[R]:
-    """The same without online requests of these owners. It is shared if several others compete.
+    """The same without online requests of these owners, who flood it. It is shared if several others compete.
 
     ``relegating`` lets them go behind the others.
     """
@@ -169,6 +169,7 @@ def leaving_out(view: Snapshot[R], owners: Collection[str]) -> Snapshot[R]:
         },
         waiting={**view.waiting, **{each: _without(view.waiting[each], owners) for each in levels}},
         is_shared=len(view.served.keys() - owners) > 1,
+        is_flooded=False,
     )
 
 

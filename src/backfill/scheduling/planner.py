@@ -16,7 +16,8 @@ from backfill.core.plan import (
     StepPlan,
     WaitForCopies,
 )
-from backfill.core.request import PriorityLevel, Request, RequestId
+from backfill.core.request import PriorityLevel, Request, RequestId, ServiceClass
+from backfill.costs.load import StepLoad
 from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.builder import StepBuilder
@@ -104,8 +105,9 @@ class StepPlanner:
             self.kv.start(request)
             self._on_started(request)
         giving = self.giving
-        most_given_s, suspended = self.policy.most_given_s, self.suspension.requests
-        giving.advance(now_s, self.requests, self.in_flight.slices, suspended, most_given_s)
+        # With several steps in flight, which of them had the time is not known here.
+        most_given_s = self.policy.most_given_s if self.in_flight.max_steps == 1 else 0.0
+        giving.advance(now_s, self.requests, self.in_flight.slices, self.suspension.requests, most_given_s)
         view = self._snapshot(now_s)
         if self.suspension.may_resume:
             allowed_s = math.inf if giving.has_passed else self.policy.resume_s(view)
@@ -117,7 +119,9 @@ class StepPlanner:
         if batch.has_preempted and not batch.members:  # others may run in its place
             view = self._snapshot(now_s)
             batch = self._build(view, now_s)
-        if not batch.members and giving.stopped:  # perhaps they hold the blocks that others wait for
+        if (
+            not batch.members and giving.stopped and self.suspension.may_resume
+        ):  # perhaps they hold the blocks that others wait for
             resumed = self.suspension.resume(math.inf, giving.stopped)
             if resumed is not None:
                 giving.begin({})
@@ -126,7 +130,8 @@ class StepPlanner:
             self.suspension.discard(request_id)
         giving.begin(batch.members)
         predicted_s = batch.predicted_s
-        slices = self._slices_of(batch, view.yielding_owner)
+        is_yielding = view.yielding_owner is not None and self._is_mostly_online(batch)
+        slices = self._slices_of(batch, view.yielding_owner if is_yielding else None)
         safepoints = self.suspension.safepoints(slices, predicted_s, self.in_flight.num_suspendable_tokens)
         work = Compute(slices, predicted_s, safepoints)
         return self._plan_of(view, work, self._take_admitted(batch))
@@ -239,6 +244,7 @@ class StepPlanner:
             reclaimable_blocks=kv.counts.reclaimable + kv.counts.protected,
             in_other_steps=in_other_steps,
             is_shared=is_shared,
+            is_flooded=is_shared and requests.flooding_owner is not None,
             yielding_owner=self.giving.owner,
             stopped_owners=self.giving.stopped_owners,
             served=requests.waiting[PriorityLevel.ONLINE].served,
@@ -274,6 +280,20 @@ class StepPlanner:
                 others[level] += [each for each in requests if each.request_id not in chosen]
                 running[level] = of_step
         return others
+
+    def _is_mostly_online(self, batch: Batch) -> bool:
+        """Online requests alone would take half of the step's time at least.
+
+        Else its offline slices alone are stopped, for whoever asks: a flood's own requests stop no step in
+        which its slices may be stopped.
+        """
+        assert self.predictor is not None
+        load = StepLoad()
+        for request, num_tokens in batch.members.values():
+            if request.service_class is ServiceClass.ONLINE:
+                start = request.num_computed_tokens
+                load.put(start, num_tokens, start + num_tokens == request.num_tokens)
+        return self.predictor.cost.step_time_s(load) >= batch.predicted_s / 2
 
     def _slices_of(self, batch: Batch, yielding_owner: str | None) -> tuple[ScheduledSlice, ...]:
         table, online = self.kv.table, PriorityLevel.ONLINE

@@ -102,6 +102,7 @@ class Snapshot(Generic[R_co]):
             will be when it ends, and those that are left to the next step. The step delays their next tokens
             too.
         is_shared: several owners have unfinished online requests, or had some lately.
+        is_flooded: it is shared, and one owner has nearly all of the online requests.
         yielding_owner: has nearly all of the online requests, and gives way to others (``GivingWay``);
             None if nobody does.
         stopped_owners: of online requests with slices that were suspended for another owner's.
@@ -119,6 +120,7 @@ class Snapshot(Generic[R_co]):
     reclaimable_blocks: int = 0
     in_other_steps: Mapping[PriorityLevel, Sequence[RequestView]] = field(default_factory=dict)
     is_shared: bool = False
+    is_flooded: bool = False
     yielding_owner: str | None = None
     stopped_owners: Collection[str] = ()
     served: Mapping[str, float] = field(default_factory=dict)

@@ -129,21 +129,23 @@ class Suspension:
         """
         if allowed_s <= 0.0:
             return None
+        first: _Group | None = None
         for index, group in enumerate(self._groups):
             if stopped and not any(each.request_id in stopped for each in group.slices):
                 continue
+            first = first or group
             resumed = self._fitting(group, allowed_s)
             if resumed is not None:
-                if index == 0:
+                if group is first:
                     self._num_refusals = 0
                 names = {scheduled.request_id for scheduled in resumed.slices}
                 self._groups[index : index + 1] = [each for each in (group.without(names),) if each.slices]
                 self._resuming.append(_Group(resumed.slices, group.layers_done))
                 return resumed
-        self._num_refusals += 1
-        if self._num_refusals >= _MAX_REFUSALS:
+        self._num_refusals += first is not None
+        if first is not None and self._num_refusals >= _MAX_REFUSALS:
             self._num_refusals = 0
-            for scheduled in self._groups[0].slices:
+            for scheduled in first.slices:
                 self.discard(scheduled.request_id)
         return None
 

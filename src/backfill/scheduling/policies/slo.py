@@ -126,7 +126,7 @@ class SloPolicy(Policy):
         if giving:
             decodes_s = self._predictor.cost.step_time_s(decode_load(decodes))
             limit_s = self._limit_s(others, view.now_s, decodes_s) if others else math.inf
-            builder.add_decodes(giving, limit_s)
+            builder.add_decodes(sorted(giving, key=lambda each: each.last_token_at_s or 0.0), limit_s)
         if view.is_shared:  # steps of prompts are short then, and leave late answers no time
             late = [each for each in self._standing_still(view) if each.owner not in yielding]
             builder.add_decodes(late, self.default_slo.tpot_s * self._predictor.usable_share)
@@ -169,12 +169,11 @@ class SloPolicy(Policy):
             return max(limit_s, self._least_limit_s(view, builder.batch.load, decodes, ()))
         load, cost = decode_load(decodes), self._predictor.cost
         prompts = prompts_in_turn(prefills, waiting[:_MAX_WEIGHED], view.served)[:_MAX_WEIGHED]
-        is_flooded = view.is_shared and view.yielding_owner is not None
-        if is_flooded or (view.is_shared and not delayed):  # who else arrives need not wait for long
+        if view.is_flooded or (view.is_shared and not delayed):  # who else arrives need not wait for long
             prompts_s = cost.efficient_prefill_s(StepLoad(), _PROMPT_EFFICIENCY, self._max_step_tokens)
             limit_s = min(limit_s, decodes_s + prompts_s)
         in_time = self._in_time(prompts, load, view.now_s, limit_s)
-        if decodes and len(in_time) < len(prompts) and not is_flooded:
+        if decodes and len(in_time) < len(prompts) and not view.is_flooded:
             banked_s = self._limit_s(delayed, view.now_s, decodes_s, _BANK_SHARE)
             more = self._in_time(prompts, load, view.now_s, banked_s)
             if len(more) > len(in_time):
