@@ -119,9 +119,8 @@ class StepPlanner:
         if batch.has_preempted and not batch.members:  # others may run in its place
             view = self._snapshot(now_s)
             batch = self._build(view, now_s)
-        if (
-            not batch.members and giving.stopped and self.suspension.may_resume
-        ):  # perhaps they hold the blocks that others wait for
+        # Perhaps what was stopped holds the blocks that others wait for.
+        if not batch.members and giving.stopped and self.suspension.may_resume:
             resumed = self.suspension.resume(math.inf, giving.stopped)
             if resumed is not None:
                 giving.begin({})
