@@ -29,7 +29,7 @@ class RunningStep:
         offline_s: the same with its offline ones.
         stop_s: longest time to its next safepoint.
         suspends: stopped slices are suspended; otherwise they are discarded.
-        yields: it counts as offline what an owner has that gives way to those who arrived.
+        yields: among its ``offline_s`` are online slices of an owner that gives way to those who arrived.
         overlap: the part of the arrival's step that runs beside this one, in stages that this one has left.
     """
 
@@ -129,13 +129,12 @@ def should_stop(
     """Whether to stop the running step for the prompts that arrived during it.
 
     Where stopped slices are suspended: whenever the stop saves enough of the prompts' wait, and of the time
-    to their deadlines if it costs offline work, but not if it costs an owner that gives way.
-    Where they are discarded: only as in the paper, when a prompt
-    would miss its TTFT objective if the step ran to its end, and would not if it stopped. A prompt that would
-    be late either way does not cost offline work as well (Niyama's relegation). The estimate computes all
-    prompts together in the next step, the queued ones too, beside the online decodes: they go with or before
-    those that arrived. In a pipeline a part of that step may run beside the running one, and does not wait
-    for it.
+    to their deadlines if it costs offline work; an owner that gives way bears any cost. Where they are
+    discarded: only as in the paper, when a prompt would miss its TTFT objective if the step ran to its end,
+    and would not if it stopped. A prompt that would be late either way does not cost offline work as well
+    (Niyama's relegation). The estimate computes all prompts together in the next step, the queued ones too,
+    beside the online decodes: they go with or before those that arrived. In a pipeline a part of that step
+    may run beside the running one, and does not wait for it.
 
     The printed algorithm's test on line 10 is inverted (it leaves when the objective would be missed), and it
     charges the next step for the offline requests of this one, which the policy does not put beside a prompt.

@@ -56,7 +56,12 @@ class GivingWay:
         suspended: Collection[RequestId],
         most_given_s: float,
     ) -> None:
-        """The last step has ended, or in a pipeline has left room for another one."""
+        """The last step has ended.
+
+        Args:
+            in_flight, suspended: requests with slices that are.
+            most_given_s: see ``Policy.most_given_s``.
+        """
         given_s = self._given_s + self._rate * (now_s - self._since_s)
         self._given_s = min(max(0.0, given_s), _MOST_OWED * most_given_s)
         self._since_s = now_s
