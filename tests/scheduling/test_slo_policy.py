@@ -13,7 +13,7 @@ from backfill.costs.model import PiecewiseLinear
 from backfill.scheduling.policies.baselines import FcfsPolicy
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
-from backfill.scheduling.preemption import may_be_preempted
+from backfill.scheduling.preemption import Preemptible, may_be_preempted
 from tests.builders import linear_cost, make_request
 from tests.scheduling.bench import (
     MARGIN,
@@ -268,7 +268,7 @@ def test_relegated_answers_stand_still_no_longer_than_a_first_token_may_take() -
 def test_a_relegated_request_is_preempted_for_others_three_times_at_most() -> None:
     late = make_request(40, 3, request_id="late")
     late.priority_level = PriorityLevel.RELEGATED
-    levels = frozenset(PriorityLevel)
+    levels = Preemptible(frozenset(PriorityLevel))
     assert [may_be_preempted(late, levels) for late.num_preemptions in range(5)] == [True] * 3 + [False] * 2
     late.priority_level = PriorityLevel.OFFLINE
     assert may_be_preempted(late, levels)

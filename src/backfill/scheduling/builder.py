@@ -17,7 +17,7 @@ from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.in_flight import StepsInFlight
 from backfill.scheduling.policy import MIN_PREFILL_CHUNK_TOKENS, NO_LIMITS, Admission, ChunkLimits
-from backfill.scheduling.preemption import Preemption, may_be_preempted
+from backfill.scheduling.preemption import Preemptible, Preemption, may_be_preempted
 from backfill.scheduling.queues import UnfinishedRequests
 
 # Waiting requests whose keys a step makes although another one in it computes their next block.
@@ -41,6 +41,7 @@ class StepBuilder:
         cost: predicts steps; None where nothing does, and limits of time are infinite.
         block_copy_s: seconds that a copy of one block between device and host takes; None if not known.
         is_shared: several owners have online requests, or had them lately.
+        yielding_owner: gives way to the others' online requests, with its blocks too.
     """
 
     config: SchedulerConfig
@@ -52,6 +53,7 @@ class StepBuilder:
     in_flight: StepsInFlight = field(default_factory=StepsInFlight)
     block_copy_s: float | None = None
     is_shared: bool = False
+    yielding_owner: str | None = None
     batch: Batch = field(init=False)
     # Requests that came to hold blocks with all their KV on the device.
     started: list[Request] = field(init=False, default_factory=list)
@@ -153,11 +155,11 @@ class StepBuilder:
         takes_part = match.is_on_device or CopyDirections.RESTORE in self.kv.blocking
         if takes_part and not self._is_next_block_computed(request) and not self._chunk(request, limits):
             return Admission.REFUSED  # the common case where time is short, before anything is summed
-        reserved = self._reserved
-        if reserved is None or reserved.without != may_preempt:
+        reserved, preemptible = self._reserved, self._preemptible(request, may_preempt)
+        if reserved is None or reserved.without != preemptible:
             if not may_preempt and not self._may_fit(request, match):
                 return Admission.REFUSED  # the common case where memory is full, before anything is summed
-            reserved = self._reserved = self._sum_reserved(may_preempt)
+            reserved = self._reserved = self._sum_reserved(preemptible)
         if reserved.num_holders >= self._most_holders(request, reserved.num_holders):
             return Admission.REFUSED
         if self._defer_at_next_block(request):
@@ -166,7 +168,7 @@ class StepBuilder:
         if takes_part and not self._chunk(request, limits):
             return Admission.REFUSED
         num_reserved = reserved.num_blocks + (reserved_blocks if self.requests.running else 0)
-        found = self.preemption.free_for_waiting(request, match, num_reserved, may_preempt, self.batch)
+        found = self.preemption.free_for_waiting(request, match, num_reserved, preemptible, self.batch)
         if found is None:
             return Admission.REFUSED
         self._admit(request, *found, limits)
@@ -288,12 +290,16 @@ class StepBuilder:
         needed = self.kv.blocks_for(request.num_tokens) - match.num_device_blocks - self.kv.sharing.is_on
         return needed <= self.kv.counts.available(Evictable.ALL)
 
-    def _sum_reserved(self, may_preempt: Collection[PriorityLevel]) -> _Reserved:
+    def _preemptible(self, request: Request, levels: Collection[PriorityLevel]) -> Preemptible:
+        in_time = request.priority_level is PriorityLevel.ONLINE and request.owner != self.yielding_owner
+        return Preemptible(levels, self.yielding_owner if levels and in_time else None)
+
+    def _sum_reserved(self, preemptible: Preemptible) -> _Reserved:
         holders: Sequence[Request] = self.preemption.block_holders
-        if may_preempt:
-            holders = [each for each in holders if not may_be_preempted(each, may_preempt)]
+        if preemptible.levels:
+            holders = [each for each in holders if not may_be_preempted(each, preemptible)]
         least_saved = self.kv.counts.referenced / max(1, 2 * len(self.preemption.block_holders))
-        reserved = _Reserved(may_preempt, self.kv.sharing, least_saved)
+        reserved = _Reserved(preemptible, self.kv.sharing, least_saved)
         if len(holders) >= self.config.max_num_seqs:
             reserved.num_holders = len(holders)
         else:
@@ -372,7 +378,7 @@ class _Reserved:
         least_saved: half of the blocks that one request holds in the mean.
     """
 
-    without: Collection[PriorityLevel]
+    without: Preemptible
     sharing: LastBlocks
     least_saved: float
     num_holders: int = 0

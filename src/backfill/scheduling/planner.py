@@ -147,6 +147,7 @@ class StepPlanner:
             self.in_flight,
             self.block_copy_s,
             view.is_shared,
+            view.yielding_owner,
         )
         self.policy.build(view, builder)
         for request in builder.started:

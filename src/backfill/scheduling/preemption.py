@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from backfill.core.counters import ClassCounters
 from backfill.core.request import PriorityLevel, Request, RequestStatus, ServiceClass
@@ -19,12 +20,26 @@ from backfill.scheduling.suspension import Suspension
 # Preemptions after which a relegated request keeps its blocks. Else prompts that can be in time could take
 # them again and again, and a long one would never come to its first token.
 _MAX_RELEGATED_PREEMPTIONS = 3
-_MAX_FOR_OWNER = 3  # preemptions of a request whose owner holds more than its part
+_MAX_FOR_OWNER = 3  # preemptions of a request whose owner holds more than its part, or gives way
 
 
-def may_be_preempted(request: Request, levels: Collection[PriorityLevel]) -> bool:
-    """Whether a waiting request that may preempt these levels may preempt this request."""
+class Preemptible(NamedTuple):
+    """Whom a waiting request may preempt.
+
+    Attributes:
+        levels: requests of these.
+        owner: gives way to the one that waits, so also its requests that are in time; None for nobody.
+    """
+
+    levels: Collection[PriorityLevel]
+    owner: str | None = None
+
+
+def may_be_preempted(request: Request, preemptible: Preemptible) -> bool:
+    levels, owner = preemptible
     level = request.priority_level
+    if level is PriorityLevel.ONLINE and request.owner == owner:
+        return request.num_preemptions < _MAX_FOR_OWNER
     is_owed = level is PriorityLevel.RELEGATED and request.num_preemptions >= _MAX_RELEGATED_PREEMPTIONS
     return level in levels and not is_owed
 
@@ -138,14 +153,13 @@ class Preemption:
         request: Request,
         match: Match,
         num_reserved: int,
-        preemptible: Collection[PriorityLevel],
+        preemptible: Preemptible,
         batch: Batch,
     ) -> tuple[Match, Evictable] | None:
         """The waiting request's match and what it may evict for all its tokens; None if it does not fit.
 
-        Requests of the ``preemptible`` levels are preempted if that suffices. If it does only once those in
-        flight are preempted too, no request of these levels joins the step. ``num_reserved`` blocks must be
-        left.
+        ``preemptible`` requests are preempted if that suffices. If it does only once those in flight are
+        preempted too, no request of their levels joins the step. ``num_reserved`` blocks must be left.
         """
         kv = self.kv
         limit, last_limit = self._limits(request)
@@ -163,7 +177,7 @@ class Preemption:
             if self.in_flight.slices:
                 victims = [each for each in victims if each.request_id not in self.in_flight.slices]
                 if lack > kv.counts.num_freed((each.request_id for each in victims), match, last_limit):
-                    batch.paused_levels = frozenset((*batch.paused_levels, *preemptible))
+                    batch.paused_levels = frozenset((*batch.paused_levels, *preemptible.levels))
                     return None
             victims = self._by_key(victims)
             while victims:
