@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import Compute, Resume, SampledToken, StepOutcome, StepPlan
-from backfill.core.request import PriorityLevel, Request, RequestId
+from backfill.core.request import PriorityLevel, Request, RequestId, RequestStatus
 from backfill.core.slo import SLO
+from backfill.kvcache.content import Evictable
 from backfill.kvcache.create import create_kv_cache
 from backfill.scheduling.owner_shares import flooding_owner
 from backfill.scheduling.policies.slo import SloPolicy
@@ -224,9 +225,66 @@ def test_answers_of_a_flood_take_turns_where_not_all_fit_anothers_gaps() -> None
     assert len(in_time) >= 30 and min(in_time) >= 10, computed
 
 
-def test_with_several_steps_in_flight_nobody_gives_way() -> None:
-    world = flooded(max_steps=2)
-    assert world.plan().safepoints is None
+def test_in_a_pipeline_all_steps_of_a_flood_stop_and_the_prompt_is_next() -> None:
+    world = flooded(num=24, max_steps=2)
+    first, second = world.plan(), world.plan()
+    for plan in (first, second):
+        assert world.owners_of(plan) == {"flood"}
+        assert all(each.preemptible for each in plan.slices)
+    chat = world.send("chat", max_tokens=1)
+    world.run(first, stop_at=4)
+    third = world.plan()
+    assert {each.request_id for each in third.slices} == {chat.request_id}
+    world.run(second, stop_at=6)
+    resumed = world.plan()
+    assert isinstance(resumed.work, Resume)
+    world.run(third)
+    assert chat.finish_reason is not None
+    world.run(resumed)
+
+
+def test_a_step_in_a_pipeline_counts_as_its_own_owners() -> None:
+    """And only for the time since the step before it ended."""
+    world = flooded(num=24, max_steps=2)
+    flood = world.plan()
+    chat = world.send("chat", prompt_tokens=400, max_tokens=1)
+    of_chat = world.plan()
+    assert {each.request_id for each in of_chat.slices} == {chat.request_id}
+    world.run(flood)
+    assert world.scheduler.giving._given_s == 0.0
+    since_s = world.now_s
+    world.run(of_chat)
+    assert world.scheduler.giving._given_s == pytest.approx(world.now_s - since_s)
+
+
+def test_time_without_a_step_is_given_by_nobody() -> None:
+    world = flooded()
+    chat = world.send("chat", max_tokens=1)
+    plan = world.step()
+    assert {each.request_id for each in plan.slices} == {chat.request_id}
+    world.now_s += 60.0
+    assert world.step().safepoints is not None
+
+
+def test_a_flood_gives_its_blocks_too() -> None:
+    """Only as many as the prompt lacks, and of a request only a few times."""
+    world = World(num_blocks=120)
+    world.send("chat", 4, 1)
+    flood = [world.send("flood", 20, 100) for _ in range(16)]
+    while world.scheduler.kv.counts.available(Evictable.ALL) > 10:
+        world.step()
+    chat = world.send("chat", 60, 4)
+    plan = world.step()
+    assert chat.request_id in {each.request_id for each in plan.slices}
+    preempted = [each for each in flood if each.status is RequestStatus.PREEMPTED]
+    assert 0 < len(preempted) < 4
+    for _ in range(400):
+        if all(each.finish_reason is not None for each in flood):
+            break
+        if chat.finish_reason is not None:
+            chat = world.send("chat", 60, 4)
+        world.step()
+    assert all(each.finish_reason is not None for each in flood)
 
 
 def test_what_resumes_in_flight_is_not_resumed_again() -> None:

@@ -53,7 +53,8 @@ class StepStopper:
         """The plan is about to be submitted. Not called when a request arrives: that is in another thread."""
         if plan.safepoints is None:
             return
-        if self._yielding_owner(plan) is None:
+        yielding_owner = self._yielding_owner(plan)
+        if yielding_owner is None:
             predictor = self._scheduler.predictor
             assert predictor is not None
             alone = StepLoad.of_slices(each for each in plan.slices if not each.preemptible)
@@ -61,8 +62,11 @@ class StepStopper:
         requests = self._scheduler.requests
         held = (*requests.running.values(), *requests.restoring.values())
         online = [each for each in held if each.priority_level is PriorityLevel.ONLINE]
+        waiting = requests.waiting[PriorityLevel.ONLINE].requests
+        if yielding_owner is not None:  # whose requests are not in the next step
+            online, waiting = _of_others(online, yielding_owner), _of_others(waiting, yielding_owner)
         slices = self._scheduler.in_flight.slices.values()
-        self._online_load = online_load(online, requests.waiting[PriorityLevel.ONLINE].requests, slices)
+        self._online_load = online_load(online, waiting, slices)
 
     def maybe_stop(
         self, in_flight: Sequence[SubmittedStep], arrived: Iterable[Request], now_s: float
@@ -107,7 +111,7 @@ class StepStopper:
 
     def _yielding_owner(self, plan: StepPlan) -> str | None:
         """Whose online slices of the step may be stopped for other owners' requests; None for nobody's."""
-        yielding = self._scheduler.yielding
+        yielding = self._scheduler.giving.yielding
         owners = (yielding.get(each.request_id) for each in plan.slices if each.preemptible)
         return next((owner for owner in owners if owner is not None), None)
 
@@ -138,3 +142,7 @@ class StepStopper:
             overlap=overlap,
             yields=yields,
         )
+
+
+def _of_others(requests: Iterable[Request], owner: str) -> list[Request]:
+    return [each for each in requests if each.owner != owner]

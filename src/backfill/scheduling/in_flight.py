@@ -208,18 +208,26 @@ class StepsInFlight:
         seconds = step.left_at_s[-1] - step.submitted_at_s
         return max(0.0, seconds - self._time_scale() * plan.predicted_s)
 
+    def timed_since_s(self, plan: StepPlan) -> float:
+        """From when the oldest step, this one, is timed.
+
+        From its submission, or from the end of the step before it if that is later: where the stages are
+        full, that is the time of one stage.
+        """
+        submitted_at_s = self._steps[plan.step].submitted_at_s
+        return submitted_at_s if self.max_steps == 1 else max(submitted_at_s, self._left_at_s[-1])
+
     def interval_s(self, plan: StepPlan) -> tuple[float, float] | None:
         """From when the oldest step is timed, and the time that its plan predicts from then on.
 
-        It is timed from its submission, or from the end of the step before it if that is later: where the
-        stages are full, that is the time of one stage. None where that is not predicted.
+        None where that is not predicted.
         """
         step = self._steps.get(plan.step)
         if step is None or step.predicted_s <= 0.0:
             return None
+        since_s = self.timed_since_s(plan)
         if self.max_steps == 1:
-            return step.submitted_at_s, plan.predicted_s
-        since_s = max(step.submitted_at_s, self._left_at_s[-1])
+            return since_s, plan.predicted_s
         if not self._was_whole and since_s > step.submitted_at_s:
             return None
         return since_s, (step.left_at_s[-1] - since_s) / self._time_scale()

@@ -104,14 +104,11 @@ class StepPlanner:
             self.requests.run(request)
             self.kv.start(request)
             self._on_started(request)
-        giving = self.giving
-        # With several steps in flight, which of them had the time is not known here.
-        most_given_s = self.policy.most_given_s if self.in_flight.max_steps == 1 else 0.0
-        giving.advance(now_s, self.requests, self.in_flight.slices, self.suspension.requests, most_given_s)
+        giving, in_flight, suspended = self.giving, self.in_flight.slices, self.suspension.requests
+        giving.advance(now_s, self.requests, in_flight, suspended, self.policy.most_given_s)
         view = self._snapshot(now_s)
         if self.suspension.may_resume:
-            allowed_s = math.inf if giving.has_passed else self.policy.resume_s(view)
-            resumed = self.suspension.resume(allowed_s, giving.stopped)
+            resumed = self.suspension.resume(self.policy.resume_s(view), giving.stopped)
             if resumed is not None:
                 giving.begin({})
                 return self._plan_of(view, resumed)
@@ -247,6 +244,7 @@ class StepPlanner:
             is_flooded=is_shared and requests.flooding_owner is not None,
             yielding_owner=self.giving.owner,
             stopped_owners=self.giving.stopped_owners,
+            were_passed_over=self.giving.were_passed_over,
             served=requests.waiting[PriorityLevel.ONLINE].served,
             late_owners=requests.waiting[PriorityLevel.RELEGATED].owners,
         )

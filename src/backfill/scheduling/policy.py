@@ -106,6 +106,7 @@ class Snapshot(Generic[R_co]):
         yielding_owner: has nearly all of the online requests, and gives way to others (``GivingWay``);
             None if nobody does.
         stopped_owners: of online requests with slices that were suspended for another owner's.
+        were_passed_over: the last step went before these slices, and had no prompt that they gave way to.
         served: of owners that compete with online requests: tokens over weight (``OwnerShares``). Empty where
             no two do.
         late_owners: of relegated requests that wait.
@@ -123,6 +124,7 @@ class Snapshot(Generic[R_co]):
     is_flooded: bool = False
     yielding_owner: str | None = None
     stopped_owners: Collection[str] = ()
+    were_passed_over: bool = False
     served: Mapping[str, float] = field(default_factory=dict)
     late_owners: Collection[str] = ()
 

@@ -13,6 +13,7 @@ from backfill.core.slo import SLO
 from backfill.kvcache.manager import KVCacheManager
 from backfill.offloading.residency import ResidencyPolicy
 from backfill.scheduling.committed import CommittedToken, PromptScores
+from backfill.scheduling.giving_way import GivingWay
 from backfill.scheduling.in_flight import StepsInFlight
 from backfill.scheduling.memory_division import MemoryDivision
 from backfill.scheduling.planner import StepPlanner
@@ -115,9 +116,8 @@ class Scheduler:
         return bool(self.requests.by_id)
 
     @property
-    def yielding(self) -> Mapping[RequestId, str]:
-        """See ``GivingWay``."""
-        return self._planner.giving.yielding
+    def giving(self) -> GivingWay:
+        return self._planner.giving
 
     @property
     def has_work(self) -> bool:
@@ -184,6 +184,8 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now_s: float) -> list[CommittedToken]:
         """Enter the outcome of ``plan`` into the requests. Requests of stopped slices stay as they were."""
+        if not plan.does_nothing:
+            self.giving.end(plan, self.requests.by_id, now_s - self.in_flight.timed_since_s(plan))
         self.in_flight.remove(plan, now_s, was_stopped=bool(outcome.stopped))
         self.kv.complete((*outcome.completed_copies, *outcome.completed_slot_copies))
         self._suspension.commit(plan, outcome)

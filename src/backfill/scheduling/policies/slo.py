@@ -346,7 +346,8 @@ class SloPolicy(Policy):
         """Slack of online requests less a step of theirs; 0 while a step could compute an online prompt.
 
         Relegated requests do not count: the blocks that they wait for may be those of the suspended slices.
-        Nor do those whose owner gave way with these, and prompts of others only while it does.
+        Nor do those whose owner gave way with these, and prompts of others only while it does. No answers
+        pass over what it gave twice in a row.
         """
         waits = not view.stopped_owners or view.yielding_owner in view.stopped_owners
         view = leaving_out(view, view.stopped_owners)
@@ -354,7 +355,7 @@ class SloPolicy(Policy):
         prompts = {each.request_id for each in online if is_new(each)} - restoring
         if waits and (view.waiting[PriorityLevel.ONLINE] or prompts):
             return 0.0
-        if not online:
+        if not online or view.were_passed_over:
             return math.inf
         decodes_s = self._predictor.cost.step_time_s(decode_load(online))
         return max(0.0, self._usable_slack_s(online, online, view.now_s) - decodes_s)
