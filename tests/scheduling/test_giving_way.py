@@ -358,6 +358,22 @@ def test_answers_of_a_flood_leave_anothers_gaps_in_time() -> None:
     assert max(gaps_s) < 1.2 * SLO_1_S.tpot_s, sorted(gaps_s)[-5:]
 
 
+@pytest.mark.parametrize(("left_s", "are_late"), [(0.03, False), (0.015, True)])
+def test_a_flood_has_what_is_left_of_anothers_gap(left_s: float, are_late: bool) -> None:
+    """Also its prompts, of which other steps have a little at least, and answers that have stood still."""
+    world = flooded(num=50)
+    chat = world.send("chat", max_tokens=40)
+    while chat.last_token_at_s is None:
+        world.step()
+    for each in world.scheduler.requests.running.values():
+        if are_late and each is not chat:
+            each.priority_level, each.last_token_at_s = PriorityLevel.RELEGATED, world.now_s - 2.0
+    chat.last_token_at_s = world.now_s - SLO_1_S.tpot_s + left_s
+    plan = world.plan()
+    assert world.owners_of(plan) == {"chat", "flood"}
+    assert plan.predicted_s <= left_s
+
+
 @pytest.mark.parametrize("num", [16, 60], ids=["all stopped", "others beside"])
 def test_a_flood_goes_on_beside_answers_with_a_tight_objective(num: int) -> None:
     """It leaves no time for one layer of what was stopped, nor for the flood's answers."""

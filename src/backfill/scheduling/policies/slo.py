@@ -123,13 +123,14 @@ class SloPolicy(Policy):
         decodes, prefills = split(view.running[PriorityLevel.ONLINE])
         giving, others = of_owner(decodes, view.yielding_owner)
         builder.add_decodes(others)
-        if giving:
+        gaps_s = math.inf
+        if others and (giving or view.is_shared):
             decodes_s = self._predictor.cost.step_time_s(decode_load(decodes))
-            limit_s = self._limit_s(others, view.now_s, decodes_s) if others else math.inf
-            builder.add_decodes(sorted(giving, key=lambda each: each.last_token_at_s or 0.0), limit_s)
+            gaps_s = self._limit_s(others, view.now_s, decodes_s)
+        builder.add_decodes(sorted(giving, key=lambda each: each.last_token_at_s or 0.0), gaps_s)
         if view.is_shared:  # steps of prompts are short then, and leave late answers no time
             late = [each for each in self._standing_still(view) if each.owner not in yielding]
-            builder.add_decodes(late, self.default_slo.tpot_s * self._predictor.usable_share)
+            builder.add_decodes(late, min(gaps_s, self.default_slo.tpot_s * self._predictor.usable_share))
         limit_s = self._add_prompts_in_time(view, builder, decodes, prefills)
         if yielding and builder.batch.num_prefill_tokens:
             limit_s = min(limit_s, builder.batch.predicted_s * (1.0 + _BESIDE_PROMPTS))
@@ -252,7 +253,7 @@ class SloPolicy(Policy):
         for request in prompts:
             if not batch.has_headroom:
                 break
-            limits = ChunkLimits(max_step_s=limit_s, guarantees_progress=True)
+            limits = ChunkLimits(max_step_s=limit_s, guarantees_progress=request.owner != view.yielding_owner)
             if request.request_id in holding:
                 builder.try_add(request, limits)
             elif may_admit:
@@ -346,8 +347,7 @@ class SloPolicy(Policy):
         """Slack of online requests less a step of theirs; 0 while a step could compute an online prompt.
 
         Relegated requests do not count: the blocks that they wait for may be those of the suspended slices.
-        Nor do those whose owner gave way with these, and prompts of others only while it does. No answers
-        pass over what it gave twice in a row.
+        Nor do those whose owner gave way with these, and prompts of others only while it does.
         """
         waits = not view.stopped_owners or view.yielding_owner in view.stopped_owners
         view = leaving_out(view, view.stopped_owners)
