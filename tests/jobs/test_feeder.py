@@ -341,9 +341,12 @@ async def test_lines_of_others_start_while_those_of_one_owner_are_read() -> None
 
 
 async def test_a_read_that_finds_its_lines_with_another_read_ends_no_batch() -> None:
-    may_read = asyncio.Event()
-    may_read.set()
-    feed = Feed("batch", SharedSource(deque(), may_read), 1, Sink(), lambda results: None)
+    engine, sink, may_read = Engine(), Sink(), asyncio.Event()
+    feed = Feed("batch", SharedSource(deque(), may_read), 1, sink, lambda results: None)
+    engine.feeder.add(feed)
+    engine.start()
+    await until(lambda: feed.reading is not None)
     feed.add(line_of(0), 0)  # it came with another batch's read
-    assert await feed.read(10) == []
-    assert not feed.finished.done()
+    may_read.set()
+    await asyncio.wait_for(feed.finished, TIMEOUT_S)
+    assert len(sink.results) == 1

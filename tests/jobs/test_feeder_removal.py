@@ -172,6 +172,32 @@ async def test_a_batch_removed_during_a_read_and_a_write_blocks_no_other() -> No
     await asyncio.wait([removal])
 
 
+async def test_lines_read_for_a_batch_that_was_removed_are_those_of_others() -> None:
+    may_read = asyncio.Event()
+
+    class Waiting(Source):
+        """The first read is of both batches; there is no other."""
+
+        async def read(self, max_lines: int) -> list[tuple[LineSource, BatchLine]]:
+            if self is not leaving.source:
+                await asyncio.Event().wait()
+            await may_read.wait()
+            return [(self, line_of(0)), *((staying.source, line_of(n)) for n in (1, 2))]
+
+    engine, sink = Engine(), Sink()
+    leaving = Feed("a", Waiting(), 1, Sink(), lambda results: None, deadline_at_s=1.0)
+    staying = Feed("b", Waiting(), 2, sink, lambda results: None)
+    engine.feeder.add(leaving)
+    engine.feeder.add(staying)
+    engine.start()
+    await until(lambda: leaving.reading is not None)
+    await engine.feeder.remove(leaving)
+    may_read.set()
+    await asyncio.wait_for(staying.finished, TIMEOUT_S)
+    assert sorted(result.line.number for result in sink.results) == [1, 2]
+    assert not leaving.finished.done()
+
+
 async def test_a_removal_that_is_cancelled_waits_for_a_write_that_has_begun() -> None:
     begun, may_end = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()

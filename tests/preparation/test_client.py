@@ -165,26 +165,6 @@ async def test_files_have_a_process_of_their_own_once_there_is_one(
     assert (client.bodies.num_deaths, client.files.num_deaths) == (0, 1)
 
 
-async def test_lines_of_a_read_that_was_cancelled_are_read_by_others(
-    client: PreparationClient, tmp_path: Path
-) -> None:
-    path = tmp_path / "in"
-    path.write_bytes(input_of(40))
-    lines = client.open_lines(LineSelection(path=str(path), max_line_bytes=10_000))
-    numbers: list[int] = []
-    async with asyncio.timeout(TIMEOUT_S):
-        while len(numbers) < 40:
-            abandoned = asyncio.create_task(lines.read(3))
-            await asyncio.sleep(0.001)
-            abandoned.cancel()
-            await asyncio.wait([abandoned])
-            if not abandoned.cancelled():
-                numbers += [line.number for _, line in abandoned.result()]
-            numbers += [line.number for _, line in await lines.read(2)]
-    assert sorted(numbers) == list(range(1, 41))
-    lines.close()
-
-
 class Child:
     """A preparation process as the client's ``ChildProcess``: it ends if a job's work is ``poison``.
 

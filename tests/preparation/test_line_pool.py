@@ -124,9 +124,6 @@ class Recorder:
         self.told.append(("cancel", sorted(request_ids)))
         self._waiting = [each for each in self._waiting if each.request_id not in request_ids]
 
-    def put_back(self, request_id: int) -> None:
-        self.told.append(("put_back", request_id))
-
     def note_progress(self, request_id: int, num_output_tokens: int) -> None:
         self.told.append(("progress", (request_id, num_output_tokens)))
 
@@ -172,9 +169,7 @@ def test_the_pool_is_told_what_becomes_of_lines(
     recorded.end(7, 1, 20)
     recorded.end(7, 1, 20)
     recorded.end(7, 2, None)
-    recorded.put_back(7, 3)
-    recorded.note_progress(7, {1: 30, 2: 30, 3: 30})
-    recorded.end(7, 3, 5)
+    recorded.note_progress(7, {1: 30, 2: 30})
     recorded.end(7, 5, 5)  # not taken
     recorded.end(8, 1, 5)  # unknown
     recorded.close(7)
@@ -184,7 +179,6 @@ def test_the_pool_is_told_what_becomes_of_lines(
         ("progress", (ids[0], 10)),
         ("finish", (ids[0], 20)),
         ("cancel", [ids[1]]),
-        ("put_back", ids[2]),
         ("cancel", ids[2:]),
     ]
 
@@ -203,10 +197,9 @@ def test_lines_with_nothing_to_compute_go_first_and_are_not_in_the_pool(
     assert (first.reader_id, first.line.number) == (1, 2)
     assert first.line.refusal is not None
     recorded.note_progress(1, {2: 5})
-    recorded.put_back(1, 2)
-    assert numbers(take_all(recorded))[:2] == [2, 4]
+    assert numbers(take_all(recorded))[:1] == [4]
     recorded.end(1, 2, None)
-    assert not [told for told in recorder.told if told[0] in ("put_back", "progress")]
+    assert not [told for told in recorder.told if told[0] == "progress"]
 
 
 def test_a_full_disk_makes_a_batch_run_in_the_order_of_its_file(
@@ -289,11 +282,10 @@ class Driver:
         self.rng = random.Random(seed)
         self.pool = make_pool(order)
         self.folder = folder
-        self.left: dict[int, set[int]] = {}  # of open readers: lines that were not taken, or were put back
+        self.left: dict[int, set[int]] = {}  # of open readers: lines that were not taken
         self.running: dict[int, set[int]] = {}
         self.owners: dict[int, str] = {}
         self.positions: dict[int, Position] = {}
-        self.due: Counter[tuple[int, int]] = Counter()  # times that a line must have been taken in the end
         self.seen: Counter[tuple[int, int]] = Counter()
 
     def open(self) -> None:
@@ -328,12 +320,7 @@ class Driver:
         if self.running[reader_id]:
             number = self.rng.choice(sorted(self.running[reader_id]))
             self.running[reader_id].remove(number)
-            if self.rng.random() < 0.3:
-                self.pool.put_back(reader_id, number)
-                self.due[reader_id, number] += 1
-                self.left[reader_id].add(number)
-            else:
-                self.pool.end(reader_id, number, self.rng.choice((None, 0, 3)))
+            self.pool.end(reader_id, number, self.rng.choice((None, 0, 3)))
 
     def note_progress(self) -> None:
         """Of lines that run, and of others."""
@@ -377,9 +364,7 @@ def test_each_line_is_taken_once_whatever_happens(
         driver.step()
     driver.drain()
     assert not any(driver.left.values())
-    for (reader_id, number), count in driver.seen.items():
-        least = 1 + driver.due[reader_id, number] if reader_id in driver.left else 1
-        assert least <= count <= 1 + driver.due[reader_id, number]
+    assert set(driver.seen.values()) <= {1}
     pool = driver.pool
     for reader_id in list(driver.left):
         driver.close(reader_id)

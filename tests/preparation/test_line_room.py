@@ -70,14 +70,12 @@ def test_a_long_line_is_passed_over_while_the_kv_is_promised_and_none_is_held_ba
 
 
 def test_progress_and_ends_free_the_kv_for_a_long_line(tmp_path: Path) -> None:
-    for frees in ("progress", "end", "no answer", "put back"):
+    for frees in ("progress", "end", "no answer"):
         pool = mixed_pool(tmp_path)
         first = take_sparse(pool, 2)
         for number, _ in first:
             if frees == "progress":
                 pool.note_progress(0, {number: LONG - 100})
-            elif frees == "put back":
-                pool.put_back(0, number)
             else:
                 pool.end(0, number, LONG if frees == "end" else None)
         assert lengths(take_sparse(pool, 1)) == [LONG], frees

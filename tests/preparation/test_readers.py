@@ -30,7 +30,6 @@ from backfill.preparation.messages import (
     LinesTaken,
     OpenLines,
     PoolLearned,
-    PutBackLine,
     ReadNames,
     TakeLines,
     ToPreparation,
@@ -100,8 +99,6 @@ class Process:
                 self.pool.close(reader_id)
             case EndLine(reader_id, number, num_output_tokens):
                 self.pool.end(reader_id, number, num_output_tokens)
-            case PutBackLine(reader_id, number):
-                self.pool.put_back(reader_id, number)
             case LinesProgress(reader_id, num_output_tokens):
                 self.pool.note_progress(reader_id, num_output_tokens)
             case _:
@@ -350,13 +347,26 @@ async def test_lines_of_a_file_that_is_closed_are_not_returned(tmp_path: Path) -
         assert {lines for lines, _ in found} == {second}
 
 
+async def test_a_read_ends_when_the_files_it_waits_for_are_closed(tmp_path: Path) -> None:
+    process = Process()
+    path = write(tmp_path / "in", [1])
+    async with process.running(allowed=False) as readers:
+        first, second = (readers.open(selection_of(path)) for _ in range(2))
+        reading = asyncio.create_task(first.read(1))
+        first.close()
+        await asyncio.wait([reading], timeout=0.02)
+        assert not reading.done(), "another file of the owner may have lines"
+        second.close()
+        assert await reading == []
+
+
 @settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**32),
     files=st.lists(st.integers(0, 60), min_size=1, max_size=4),
     deaths=st.lists(st.integers(1, 10), max_size=4),
 )
-def test_each_line_is_read_once_however_processes_end_and_readers_are_cancelled(
+def test_each_line_is_read_once_however_processes_end(
     seed: int, files: list[int], deaths: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     asyncio.run(read_all(tmp_path_factory.mktemp("readers"), random.Random(seed), files, deaths))
@@ -383,10 +393,7 @@ async def read_all(folder: Path, rng: random.Random, files: list[int], deaths: l
             opened.append(readers.open(selection_of(path, owner="ab"[index % 2])))
         for lines in opened:
             while True:
-                reading = asyncio.ensure_future(lines.read(rng.randint(1, 9)))
-                if rng.random() < 0.2:  # for a caller that is cancelled, as the client does then
-                    readers.put_back(await process.ask(TakeLines(lines.selection.owner, 2), LinesTaken))
-                found = await reading
+                found = await lines.read(rng.randint(1, 9))
                 for source, line in found:
                     seen[source.reader_id, line.number] += 1
                     source.note_progress({line.number: 2, line.number + 1: 2})

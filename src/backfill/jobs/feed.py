@@ -31,6 +31,7 @@ class LineSource(Protocol):
         """The next lines of the batch's owner, each with the source of its own batch.
 
         At least one unless no open batch of the owner has more. Any error ends this batch: BadLine, OSError.
+        A read is not cancelled when its batch is removed: it may give lines of others.
         """
         ...
 
@@ -127,18 +128,6 @@ class Feed:
             return None
         self.num_in_flight += 1
         return line
-
-    async def read(self, max_lines: int) -> Sequence[tuple[LineSource, BatchLine]]:
-        """Read lines of the owner, for ``add``. The feed fails where they cannot be read."""
-        try:
-            lines = await self.source.read(max_lines)
-        except Exception as error:
-            # It ends this batch alone, not the feeder's task that reads.
-            self.fail(error)
-            return []
-        if not lines and self.num_unread:  # else another read of the owner has got this one's lines
-            self.fail(InputChanged("The input file has fewer lines than when it was checked."))
-        return lines
 
     def add(self, line: BatchLine, turn: int) -> None:
         """A line was read. Lines beyond those that were checked are dropped."""

@@ -7,12 +7,12 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from backfill.core.errors import EngineDead, RequestLost, StepFailed
 from backfill.engine.tasks import TaskWatch
-from backfill.jobs.feed import Feed, RunningLine
+from backfill.jobs.feed import Feed, InputChanged, LineSource, RunningLine
 from backfill.jobs.lines import LineResult, unanswered
 from backfill.jobs.order import FairOrder
 from backfill.jobs.retry import append_with_retries
@@ -176,9 +176,7 @@ class Feeder:
             self._feeds.remove(feed)
         self._order.remove(feed)
         running = [run.task for run in feed.running.values()]
-        if feed.reading is not None:
-            running.append(feed.reading)
-            self._end_read(feed)
+        self._end_read(feed)
         for task in running:
             task.cancel()
         self._fill()  # other feeds take its places; they may have waited for its read
@@ -279,8 +277,15 @@ class Feeder:
         self._order.set_waiting(feed, feed.has_lines)
 
     async def _read(self, feed: Feed) -> None:
+        """Read lines of the feed's owner. If the feed is removed meanwhile, they are for the others."""
+        lines: Sequence[tuple[LineSource, BatchLine]] = []
         try:
-            lines = await feed.read(_GROUP_LINES)
+            lines = await feed.source.read(_GROUP_LINES)
+            if not lines and feed.num_unread:  # else another read of the owner has got this one's lines
+                raise InputChanged("The input file has fewer lines than when it was checked.")
+        except Exception as error:
+            if feed in self._feeds:
+                feed.fail(error)
         finally:
             self._end_read(feed)
         feeds = {id(each.source): each for each in self._feeds}

@@ -10,15 +10,12 @@ from backfill.preparation.messages import (
     AnswerBody,
     CheckInput,
     Configure,
-    Failure,
     InputLimits,
     InputReport,
     LineSelection,
-    LinesTaken,
     OnlineTraffic,
     PreparationSetup,
     PrepareBody,
-    Result,
 )
 from backfill.preparation.readers import LineNames, LineReaders, PreparedLines
 from backfill.preparation.supervisor import PreparationSupervisor
@@ -46,9 +43,7 @@ class PreparationClient:
         self.setup = setup
         self._tasks = tasks or TaskWatch()
         self.bodies = PreparationSupervisor("bodies", setup, self._tasks, on_launch=self._configure_bodies)
-        self.files = PreparationSupervisor(
-            "files", setup, self._tasks, on_launch=self._configure_files, on_unclaimed=self._put_back
-        )
+        self.files = PreparationSupervisor("files", setup, self._tasks, on_launch=self._configure_files)
         self._readers = LineReaders(self.files)
         self._indexing: asyncio.Task[None] | None = None
         self._facts: EngineFacts | None = None
@@ -131,8 +126,3 @@ class PreparationClient:
         if self._facts is not None:
             self.files.send(Configure(self._facts))
         self._readers.restart()
-
-    def _put_back(self, result: Result | Failure) -> None:
-        """Lines were taken for a caller that was cancelled."""
-        if isinstance(result, LinesTaken):
-            self._readers.put_back(result)

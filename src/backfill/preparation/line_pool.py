@@ -208,20 +208,6 @@ class LinePool:
             else:
                 self._pool.finish(line.request_id, num_output_tokens)
 
-    def put_back(self, reader_id: int, number: int) -> None:
-        """A taken line did not run. An unknown one is ignored."""
-        line = self._taken(reader_id, number)
-        if line is None:
-            return
-        line.is_taken = False
-        self._count_waiting(line, 1)
-        self._release(line)
-        if line.num_prompt_tokens and self._pool is not None:
-            self._pool.put_back(line.request_id)
-        else:
-            owner = self._readers[reader_id].selection.owner
-            self._unpooled.setdefault(owner, deque()).appendleft(line)
-
     def note_progress(self, reader_id: int, num_output_tokens: Mapping[int, int]) -> None:
         """Taken lines, by number, have generated so many tokens of a choice. Unknown ones are ignored."""
         num_known = 0

@@ -242,13 +242,6 @@ class EndLine(msgspec.Struct, tag=True, frozen=True):
     num_output_tokens: int | None
 
 
-class PutBackLine(msgspec.Struct, tag=True, frozen=True):
-    """A line that was taken did not run: it is taken again before others."""
-
-    reader_id: int
-    number: int
-
-
 class LinesProgress(msgspec.Struct, tag=True, frozen=True):
     """How far taken lines of a reader are.
 
@@ -274,7 +267,7 @@ class OnlineTraffic(msgspec.Struct, tag=True, frozen=True):
     held_tokens: int
 
 
-LineChange = PoolLearned | OpenLines | CloseLines | EndLine | PutBackLine | LinesProgress | OnlineTraffic
+LineChange = PoolLearned | OpenLines | CloseLines | EndLine | LinesProgress | OnlineTraffic
 ToPreparation = Job | Configure | CancelJob | LineChange
 
 

@@ -52,7 +52,6 @@ from backfill.preparation.messages import (
     PoolLearned,
     PreparationSetup,
     PrepareBody,
-    PutBackLine,
     ReadNames,
     Result,
     TakeLines,
@@ -170,8 +169,6 @@ class Preparation:
                     self._pool.close(reader_id)
                 case EndLine(reader_id, number, num_output_tokens):
                     self._pool.end(reader_id, number, num_output_tokens)
-                case PutBackLine(reader_id, number):
-                    self._pool.put_back(reader_id, number)
                 case LinesProgress(reader_id, num_output_tokens):
                     self._pool.note_progress(reader_id, num_output_tokens)
                 case OnlineTraffic() as traffic:

@@ -26,7 +26,6 @@ from backfill.preparation.messages import (
     OpenLines,
     PoolLearned,
     Position,
-    PutBackLine,
     ReadNames,
     RunningTokens,
     TakeLines,
@@ -58,7 +57,6 @@ class LineReaders:
         self._open: dict[int, PreparedLines] = {}
         self._can_index = False
         self._num_taken = 0  # lines since files that are held up were last tried
-        self._num_put_back = 0  # groups of lines
         self._learned: Learned | None = None
         self._changed = asyncio.Event()  # there may be something to index
         self._more_ready = asyncio.Event()  # more lines may be taken; replaced each time
@@ -74,6 +72,7 @@ class LineReaders:
         del self._open[lines.reader_id]
         self.process.send(CloseLines(lines.reader_id))
         self._try_held_up(self._open.values())
+        self._note_ready()  # a read may have waited for its lines alone
 
     def allow(self) -> None:
         """The process knows the engine's limits, which it needs to index."""
@@ -99,10 +98,10 @@ class LineReaders:
                 self._note_ready()
 
     async def take(self, lines: PreparedLines, max_lines: int) -> Sequence[tuple[PreparedLines, BatchLine]]:
-        """See ``PreparedLines.read``."""
+        """See ``PreparedLines.read``. A caller that is cancelled loses lines."""
         owner = lines.selection.owner
         while True:
-            more_ready, num_put_back = self._more_ready, self._num_put_back
+            more_ready = self._more_ready
             taken = await self.process.ask(TakeLines(owner, max_lines), LinesTaken)
             if found := self._note_taken(taken):
                 return found
@@ -110,19 +109,9 @@ class LineReaders:
                 error, lines.error = lines.error, None
                 self._changed.set()  # it is tried again
                 raise error
-            if num_put_back != self._num_put_back:
-                continue  # the last lines may have been with a caller that is gone
             if not any(each.is_to_index for each in self._open.values() if each.selection.owner == owner):
                 return []
             await more_ready.wait()
-
-    def put_back(self, taken: LinesTaken) -> None:
-        """Nobody waits for these lines. To be called before a later job's result is given to anyone."""
-        self._num_put_back += bool(taken.lines)
-        self._note_ready()
-        for each in taken.lines:
-            self.process.send(PutBackLine(each.reader_id, each.line.number))
-        self._note_unreadable(taken)
 
     def _note_taken(self, taken: LinesTaken) -> list[tuple[PreparedLines, BatchLine]]:
         self._learned = taken.learned or self._learned

@@ -20,7 +20,6 @@ from backfill.preparation.messages import (
     FromPreparation,
     Job,
     JobBegun,
-    JobDone,
     Loaded,
     PreparationSetup,
     Result,
@@ -71,7 +70,6 @@ class PreparationSupervisor:
     Args:
         kind: what the process prepares, in its name and in log lines; at most 6 characters.
         on_launch: called when a new process is ready, before it gets jobs.
-        on_unclaimed: called with a result whose caller was cancelled.
     """
 
     def __init__(
@@ -81,13 +79,11 @@ class PreparationSupervisor:
         tasks: TaskWatch,
         *,
         on_launch: Callable[[], None],
-        on_unclaimed: Callable[[Result | Failure], None] = lambda result: None,
     ) -> None:
         self._kind = kind
         self._setup = setup
         self._tasks = tasks
         self._on_launch = on_launch
-        self._on_unclaimed = on_unclaimed
         self._child: _Child | None = None
         self._running: asyncio.Task[None] | None = None
         self._ids = itertools.count()
@@ -159,9 +155,6 @@ class PreparationSupervisor:
             result = await pending.done
         except asyncio.CancelledError:
             self.send(CancelJob(job.job_id))
-            done = pending.done
-            if done.done() and not done.cancelled() and done.exception() is None:
-                self._on_unclaimed(done.result())
             raise
         finally:
             self._jobs.pop(job.job_id, None)
@@ -228,10 +221,8 @@ class PreparationSupervisor:
     def _take(self, message: FromPreparation) -> None:
         assert not isinstance(message, Loaded)
         pending = self._jobs.get(message.job_id)
-        if pending is None or pending.done.done():  # its caller was cancelled
-            if isinstance(message, JobDone):
-                self._on_unclaimed(message.result)
-            return
+        if pending is None or pending.done.done():
+            return  # its caller was cancelled
         if isinstance(message, JobBegun):
             pending.has_begun = True
         else:
