@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,39 +16,47 @@ from tests.scheduling.bench import Bench, offline
 
 
 class Batch:
-    def __init__(self, owner: str, deadline_at_s: float, num_lines: int) -> None:
+    """What the order knows of a feed."""
+
+    def __init__(self, owner: str, deadline_at_s: float = 1.0, num_lines: int = 10**6) -> None:
         self.owner = owner
         self.deadline_at_s = deadline_at_s
         self.num_lines = num_lines  # not taken yet
         self.num_in_flight = 0
+        self.turn = 0.0
+
+    @property
+    def has_lines(self) -> bool:
+        return self.num_lines > 0
 
 
-def order_of(batches: list[Batch]) -> FairOrder[Batch]:
-    order = FairOrder[Batch]()
+def order_of(batches: Iterable[Batch], weight_of: Callable[[str], float] = lambda owner: 1.0) -> Any:
+    order: Any = FairOrder(weight_of)
     for batch in batches:
-        order.add(batch, batch.owner, batch.deadline_at_s)
-        order.set_waiting(batch, batch.num_lines > 0)
+        order.add(batch)
     return order
 
 
-def take(order: FairOrder[Batch], accepts: Callable[[Batch], bool] | None = None) -> Batch | None:
-    batch = order.next(accepts)
+def take(order: Any, accepts: Callable[[Batch], bool] = lambda batch: True) -> Batch | None:
+    batch: Batch | None = order.next(accepts)
     if batch is not None:
-        order.note_taken(batch)
         batch.num_lines -= 1
         batch.num_in_flight += 1
-        order.set_waiting(batch, batch.num_lines > 0)
+        order.note_taken(batch)
     return batch
+
+
+def end(order: Any, batch: Batch) -> None:
+    batch.num_in_flight -= 1
+    order.note_ended(batch)
 
 
 def test_of_one_owner_the_least_turn_goes_before_the_earliest_deadline() -> None:
     early, late, other = Batch("a", 1, 9), Batch("a", 2, 9), Batch("b", 3, 9)
-    turns = {early: 5.0, late: 4.0, other: 0.0}
-    order = FairOrder[Batch](lambda batch: turns[batch])
-    for batch in turns:
-        order.add(batch, batch.owner, batch.deadline_at_s)
+    early.turn, late.turn = 5.0, 4.0
+    order = order_of([early, late, other])
     assert [take(order), take(order)] == [late, other]
-    turns[late] = 5.0
+    late.turn = 5.0
     assert take(order) is early, "of equals by deadline"
     assert order.next(lambda batch: batch is late) is late
 
@@ -58,12 +67,12 @@ def test_an_owner_who_comes_and_goes_does_not_starve_the_others() -> None:
     served: Counter[str] = Counter()
     for _ in range(100):  # one place; there is always a new batch of the other
         quick = Batch("quick", 0, 1)
-        order.add(quick, quick.owner, quick.deadline_at_s)
+        order.add(quick)
         for _ in range(2):
             batch = take(order)
             assert batch is not None
             served[batch.owner] += 1
-            order.note_ended(batch)
+            end(order, batch)
         order.remove(quick)
     assert served["steady"] >= 100
 
@@ -80,40 +89,36 @@ def test_only_those_that_are_accepted_are_next() -> None:
 def test_finished_tokens_of_lines_are_as_the_weights_of_their_owners() -> None:
     """The order feeds an engine with fewer places than lines, on a virtual clock."""
     weights = {"a": 3.0, "b": 1.0}
-    order = FairOrder[str](weight_of=weights.__getitem__)
-    for owner in weights:
-        order.add(owner, owner, 1.0)
+    batches = {owner: Batch(owner) for owner in weights}
+    order = order_of(batches.values(), weights.__getitem__)
     bench = Bench(max_num_batched_tokens=100, max_prefill_chunk_tokens=100, max_num_seqs=8)
     lines, tokens = list[Request](), Counter[str]()
     for _ in range(800):
         while order.num_in_flight < 40:
-            owner = order.next()
-            assert owner is not None
-            order.note_taken(owner)
-            lines.append(offline(20, 10, owner=owner, owner_weight=weights[owner]))
+            batch = take(order)
+            assert batch is not None
+            lines.append(offline(20, 10, owner=batch.owner, owner_weight=weights[batch.owner]))
             bench.add(lines[-1])
         bench.step()
         for line in [each for each in lines if each.finish_reason is not None]:
             lines.remove(line)
-            order.note_ended(line.owner)
+            end(order, batches[line.owner])
             tokens[line.owner] += line.num_tokens
     assert tokens.total() > 5000
     assert 0.9 * 3 <= tokens["a"] / tokens["b"] <= 1.1 * 3
 
 
 def test_a_share_is_of_owners_with_waiting_lines() -> None:
-    order = FairOrder[str]()
-    assert order.num_in_flight_of("a") == 0
-    for owner in "aabc":
-        order.add(f"{owner}{len(order._entries)}", owner, 1.0)
+    assert order_of([]).num_in_flight_of("a") == 0
+    batches = [Batch(owner) for owner in "aabc"]
+    order = order_of(batches)
     assert order.share_of("a") == 1 / 3
-    order.note_taken("a0")
-    order.note_taken("a1")
-    order.set_waiting("c3", False)
+    for batch in batches[:2]:
+        order.note_taken(batch)
+    batches[3].num_lines = 0
+    order.note_waiting(batches[3])
     assert (order.share_of("a"), order.num_in_flight_of("a")) == (1 / 2, 2)
-    weighted = FairOrder[str](weight_of={"a": 3.0, "b": 1.0}.__getitem__)
-    weighted.add("first", "a", 1.0)
-    weighted.add("second", "b", 1.0)
+    weighted = order_of([Batch("a"), Batch("b")], {"a": 3.0, "b": 1.0}.__getitem__)
     assert (weighted.share_of("a"), weighted.share_of("b")) == (0.75, 0.25)
 
 
@@ -135,7 +140,7 @@ def test_owners_without_lines_are_not_searched_for_the_next() -> None:
 
 @given(data=st.data())
 def test_the_next_item_is_that_of_a_full_search(data: st.DataObject) -> None:
-    order, batches = FairOrder[Batch](), list[Batch]()
+    order, batches = order_of([]), list[Batch]()
     owners, last_served, num_taken = dict[str, int](), dict[str, int](), 0  # owners: in which order they came
     for number in range(data.draw(st.integers(1, 40))):
         step = data.draw(st.sampled_from(["add", "take", "take", "take", "end", "leave", "refill"]))
@@ -143,7 +148,7 @@ def test_the_next_item_is_that_of_a_full_search(data: st.DataObject) -> None:
             batch = Batch(data.draw(st.sampled_from("abcd")), data.draw(st.integers(0, 3)), 1)
             if batch.owner not in {other.owner for other in batches}:
                 owners[batch.owner], last_served[batch.owner] = number, num_taken
-            order.add(batch, batch.owner, batch.deadline_at_s)
+            order.add(batch)
             batches.append(batch)
         chosen = data.draw(st.sampled_from(batches))
         held: Counter[str] = Counter()
@@ -160,11 +165,10 @@ def test_the_next_item_is_that_of_a_full_search(data: st.DataObject) -> None:
                 num_taken += 1
                 last_served[expected.owner] = num_taken
         elif step == "end" and chosen.num_in_flight:
-            chosen.num_in_flight -= 1
-            order.note_ended(chosen)
+            end(order, chosen)
         elif step == "refill":
             chosen.num_lines += 2
-            order.set_waiting(chosen, True)
+            order.note_waiting(chosen)
         elif step == "leave":
             order.remove(chosen)
             order.note_ended(chosen)  # a removed one is ignored
@@ -182,7 +186,7 @@ def test_no_owner_starves(num_owners: int, capacity: int, seed: int) -> None:
     order, running, turns = order_of(batches), list[Batch](), Counter[str]()
     for _ in range(20 * num_owners):
         if len(running) == capacity:
-            order.note_ended(running.pop(0))
+            end(order, running.pop(0))
         batch = take(order)
         assert batch is not None
         running.append(batch)

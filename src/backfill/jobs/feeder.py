@@ -75,7 +75,7 @@ class Feeder:
         self._reporting: asyncio.TimerHandle | None = None  # only while lines run
         self._threads = threads
         self._tasks = tasks or TaskWatch()
-        self._order = FairOrder[Feed](lambda feed: feed.turn, weight_of)
+        self._order = FairOrder(weight_of)
         self._feeds: list[Feed] = []
         self._reads: dict[str, Feed] = {}  # by owner: the feed that reads
         self._turns = itertools.count()
@@ -116,9 +116,8 @@ class Feeder:
 
     def add(self, feed: Feed) -> None:
         self._feeds.append(feed)
-        self._order.add(feed, feed.owner, feed.deadline_at_s)
         feed.note_durable([])  # it may have no line at all
-        self._order.set_waiting(feed, feed.has_lines)
+        self._order.add(feed)
         self._fill()
 
     async def drain(self, timeout_s: float) -> int:
@@ -153,7 +152,6 @@ class Feeder:
                 self.num_running -= 1
             feed.put_back(line)
             self._order.note_ended(feed)
-        self._order.set_waiting(feed, feed.has_lines)
         return len(aborted)
 
     async def remove(self, feed: Feed, *, keep_results: bool = True) -> None:
@@ -274,7 +272,6 @@ class Feeder:
         if self._reports_progress and self._reporting is None:
             self._report_soon()
         self._order.note_taken(feed)
-        self._order.set_waiting(feed, feed.has_lines)
 
     async def _read(self, feed: Feed) -> None:
         """Read lines of the feed's owner. If the feed is removed meanwhile, they are for the others."""
@@ -289,12 +286,12 @@ class Feeder:
         finally:
             self._end_read(feed)
         feeds = {id(each.source): each for each in self._feeds}
-        self._order.set_waiting(feed, feed.has_lines)  # it may have failed
+        self._order.note_waiting(feed)  # it may have failed
         for source, line in lines:
             of_line = feeds.get(id(source))
             if of_line is not None:  # else it was removed meanwhile
                 of_line.add(line, next(self._turns))
-                self._order.set_waiting(of_line, of_line.has_lines)
+                self._order.note_waiting(of_line)
                 self._may_have_suspects |= of_line.num_losses_next > 0
         self._fill()
 
@@ -335,7 +332,6 @@ class Feeder:
             self.num_running -= 1
         if result is None:
             feed.put_back(line)
-            self._order.set_waiting(feed, feed.has_lines)
             self._order.note_ended(feed)
             if goes_on:
                 self._fill()
@@ -399,6 +395,6 @@ class Feeder:
                 self._fill()
         except Exception as error:
             feed.fail(error)
-            self._order.set_waiting(feed, feed.has_lines)
+            self._order.note_waiting(feed)
         finally:
             feed.committer = None
