@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,11 @@ from backfill.jobs.lines import LineResult, completed
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchRecord, BatchStatus, FileRecord
 from backfill.preparation.division import Division
-from backfill.preparation.line_file import LineFile, Prepare
+from backfill.preparation.line_file import LineFile, Prepare, read_names
 from backfill.preparation.lines import BatchLine
 from backfill.preparation.messages import START, InputLimits, InputReport, LineSelection
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.body_check import BodyCheck
-from backfill.protocol.generation import Generation
 from backfill.protocol.service import CompletionService, TokenCount
 from tests.api.servers import TIMEOUT_S
 
@@ -74,10 +74,6 @@ class InThreadReader:
         self.opened.append(InThreadLines(selection, self._prepare))
         return self.opened[-1]
 
-    def open_names(self, selection: LineSelection) -> InThreadNames:
-        self.selections.append(selection)
-        return InThreadNames(selection)
-
     def _check(self, path: Path, limits: InputLimits) -> InputReport:
         division = Division("blend", RESOURCES) if limits.divides else None
         with closing(InputCheck(path, limits, BodyCheck(), division)) as check:
@@ -92,8 +88,7 @@ class InThreadLines:
     def __init__(self, selection: LineSelection, prepare: Prepare | None) -> None:
         self.ended: dict[int, int | None] = {}  # by number: output tokens
         self.progress: dict[int, int] = {}
-        file = LineFile(selection, prepare or no_preparation)
-        self._read = file.read_names if prepare is None else file.read
+        self._read = partial(read_names, selection) if prepare is None else LineFile(selection, prepare).read
         self._position = START
 
     async def read(self, max_lines: int) -> list[tuple[LineSource, BatchLine]]:
@@ -110,18 +105,6 @@ class InThreadLines:
 
     def close(self) -> None:
         pass
-
-
-class InThreadNames:
-    def __init__(self, selection: LineSelection) -> None:
-        self._lines = InThreadLines(selection, None)
-
-    async def read(self, max_lines: int) -> list[BatchLine]:
-        return [line for _, line in await self._lines.read(max_lines)]
-
-
-def no_preparation(*_: object) -> Generation:
-    raise AssertionError("bodies are not read")
 
 
 def input_line(index: int, **changes: Any) -> bytes:

@@ -114,9 +114,6 @@ async def test_bodies_texts_lines_and_checks(client: PreparationClient, tmp_path
     with pytest.raises(BadLine):
         await lines.read(10)
     lines.close()
-    names = client.open_names(LineSelection(path=str(path), max_line_bytes=10_000, done=b"\x02"))
-    assert [line.custom_id for line in await names.read(3)] == ["r1", "r2", "r3"]
-    assert [line.custom_id for line in await names.read(3)] == ["r4"]
     with pytest.raises(FileNotFoundError):
         await client.check_input(str(tmp_path / "none"), limits())
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
 from backfill.preparation import line_file
-from backfill.preparation.line_file import LineFile, is_marked, mark, union
+from backfill.preparation.line_file import LineFile, is_marked, mark, read_names, union
 from backfill.preparation.lines import BadLine, BatchLine
 from backfill.preparation.messages import START, LineSelection, Position
 from backfill.preparation.spool import Span, Spool
@@ -147,7 +147,7 @@ def test_a_line_that_is_not_a_request_is_raised_in_its_turn_each_time(tmp_path: 
 
 def test_names_are_read_without_bodies(tmp_path: Path) -> None:
     content = input_line(0, body={"prompt": "bug"}) + input_line(1, body={"prompt": "refused"})
-    lines = opened(tmp_path / "in", content).read_names(START, 5).lines
+    lines = read_names(opened(tmp_path / "in", content).selection, START, 5).lines
     assert [(line.custom_id, line.num_bytes, line.refusal) for line in lines] == [
         ("r0", 0, None),
         ("r1", 0, None),
@@ -158,6 +158,7 @@ def test_a_group_ends_at_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file = opened(tmp_path / "in", input_of(5))
     monkeypatch.setattr(line_file, "_GROUP_BYTES", 2 * len(input_line(0)))
     assert len(file.read(START, 10).lines) == 3
+    assert len(read_names(file.selection, START, 10).lines) == 3
 
 
 def test_a_file_that_is_gone_is_an_os_error(tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ from backfill.preparation.messages import (
     LinesTaken,
     OpenLines,
     PoolLearned,
-    ReadNames,
     TakeLines,
     ToPreparation,
     Work,
@@ -85,8 +84,6 @@ class Process:
                 return self.pool.index(reader_id, position, max_lines)
             case TakeLines(owner, max_lines):
                 return self.pool.take(owner, max_lines)
-            case ReadNames(selection, position, max_lines):
-                return LineFile(selection, self._prepare).read_names(position, max_lines)
         raise AssertionError(work)
 
     def send(self, message: ToPreparation) -> None:

@@ -18,7 +18,6 @@ from backfill.blending.requests import OrderName
 from backfill.core.clock import WallClock
 from backfill.jobs.feed import InputChanged
 from backfill.jobs.suspects import MAX_LONE_LOSSES
-from backfill.preparation import line_file
 from backfill.preparation.messages import LineSelection
 from backfill.protocol.replica_state import ReplicaState
 from backfill.router import line_runner
@@ -489,18 +488,3 @@ async def test_leases_plan_so_many_bytes_of_prompts_together(tmp_path: Path) -> 
 
 def line_of(number: int, prompt: str) -> dict[str, Any]:
     return completion_line(f"c{number}", prompt * 100, model=None, max_tokens=1)
-
-
-async def test_names_come_in_groups_of_bounded_bytes_without_bodies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "lines.jsonl"
-    texts = [json.dumps(line) + "\n" for line in lines_of(9)]
-    path.write_text("".join(texts))
-    monkeypatch.setattr(line_file, "_GROUP_BYTES", 2 * len(texts[0]))
-    done = bytes([1 << 4])
-    names = RoutedReader("blend").open_names(LineSelection(path=str(path), max_line_bytes=1000, done=done))
-    groups = [await names.read(1000) for _ in range(9)]
-    assert max(len(group) for group in groups) <= 3
-    assert [line.custom_id for group in groups for line in group] == [f"c{n}" for n in range(9) if n != 3]
-    assert not any(isinstance(line, RoutedLine) for group in groups for line in group)

@@ -36,9 +36,9 @@ from backfill.jobs.results import ForeignResults, ResultsLost
 from backfill.jobs.retry import append_with_retries, retry_delays_s
 from backfill.jobs.storage import JobStorage
 from backfill.jobs.suspects import BatchPoisoned, Suspects
-from backfill.preparation.line_file import complement, union
+from backfill.preparation.line_file import complement, read_names, union
 from backfill.preparation.lines import WARNING, BadLine, LineError
-from backfill.preparation.messages import InputLimits, InputReport, LineSelection
+from backfill.preparation.messages import START, InputLimits, InputReport, LineSelection
 
 logger = logging.getLogger(__name__)
 
@@ -272,12 +272,14 @@ class BatchDriver:
 
     async def _end_unfinished(self, job: OpenBatch, outcome: LineOutcome) -> None:
         """Write a result that says why for each line without one."""
-        lines = self.reader.open_names(self._unfinished_lines(job, await self._input_path(job)))
+        selection = self._unfinished_lines(job, await self._input_path(job))
+        threads, position = self.storage.threads.results, START
         try:
-            while group := await lines.read(_UNANSWERED_GROUP):
-                results = [unanswered(line, _UNANSWERED_CODES[outcome], outcome) for line in group]
-                await append_with_retries(self.storage.threads.results, job.log, results, job.batch.id)
+            while (found := await threads.run(read_names, selection, position, _UNANSWERED_GROUP)).lines:
+                results = [unanswered(line, _UNANSWERED_CODES[outcome], outcome) for line in found.lines]
+                await append_with_retries(threads, job.log, results, job.batch.id)
                 self.on_lines(results)
+                position = found.position
         except FileNotFoundError:
             raise InputMissing from None
 

@@ -25,7 +25,7 @@ from backfill.jobs.feed import InputChanged
 from backfill.jobs.lifecycle import InputMissing
 from backfill.jobs.local_files import RunFiles, RunResults
 from backfill.jobs.manager import JobManager
-from backfill.jobs.open_batch import NameReader, OpenBatch
+from backfill.jobs.open_batch import OpenBatch
 from backfill.jobs.progress import RunSpeed
 from backfill.jobs.records import BatchRecord, BatchStatus, FileRecord, RequestCounts, TokenUsage
 from backfill.jobs.results import ResultLog
@@ -114,9 +114,6 @@ class RunInput:
         )
         self.is_opened.set()
         return self.lines
-
-    def open_names(self, selection: LineSelection) -> NameReader:
-        raise AssertionError("a run has no window that ends, and nobody cancels it")
 
 
 class LocalRun:

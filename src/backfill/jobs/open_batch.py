@@ -13,14 +13,7 @@ from backfill.jobs.database_results import BatchLog
 from backfill.jobs.feed import Feed, LineSource
 from backfill.jobs.leases import Lease
 from backfill.jobs.records import BatchRecord, BatchStatus, RequestCounts
-from backfill.preparation.lines import BatchLine
 from backfill.preparation.messages import InputLimits, InputReport, LineSelection
-
-
-class NameReader(Protocol):
-    async def read(self, max_lines: int) -> Sequence[BatchLine]:
-        """The next lines in the order of their file, without bodies. Raises: BadLine, OSError."""
-        ...
 
 
 class InputReader(Protocol):
@@ -31,8 +24,6 @@ class InputReader(Protocol):
         ...
 
     def open_lines(self, selection: LineSelection) -> LineSource: ...
-
-    def open_names(self, selection: LineSelection) -> NameReader: ...
 
 
 class OpenBatch:

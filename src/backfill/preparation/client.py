@@ -17,7 +17,7 @@ from backfill.preparation.messages import (
     PreparationSetup,
     PrepareBody,
 )
-from backfill.preparation.readers import LineNames, LineReaders, PreparedLines
+from backfill.preparation.readers import LineReaders, PreparedLines
 from backfill.preparation.supervisor import PreparationSupervisor
 from backfill.preparation.turns import OwnerTurns
 from backfill.protocol.generation import Generation, GenerationEndpoint
@@ -113,10 +113,6 @@ class PreparationClient:
         """The lines of a file, prepared, in the order of ``setup``. Close it after use."""
         self.files.launch()
         return self._readers.open(selection)
-
-    def open_names(self, selection: LineSelection) -> LineNames:
-        """The lines of a file without their bodies, in its order."""
-        return LineNames(self.files, selection)
 
     def _configure_bodies(self) -> None:
         if self._facts is not None:

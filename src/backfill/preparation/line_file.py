@@ -12,7 +12,7 @@ from typing import cast
 
 from backfill.core.errors import RequestError
 from backfill.preparation.lines import BatchLine, InputLine, parse_line, read_lines
-from backfill.preparation.messages import LinesAt, LineSelection, Position
+from backfill.preparation.messages import LineSelection, Position
 from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import RequestContext
 from backfill.protocol.responses import error_of
@@ -24,6 +24,14 @@ _GROUP_S = 0.05
 _GROUP_BYTES = 1 << 20
 
 Prepare = Callable[[GenerationEndpoint, bytes, RequestContext], Generation]
+
+
+@dataclass(frozen=True, slots=True)
+class LinesAt:
+    """Lines in the order of their file, and where reading continues."""
+
+    lines: list[BatchLine]
+    position: Position
 
 
 @dataclass(slots=True, eq=False)
@@ -51,34 +59,7 @@ class LineFile:
 
         Raises: BadLine for a line that is no request, with none before it; OSError.
         """
-        return self._read(position, max_lines, self._prepared)
-
-    def read_names(self, position: Position, max_lines: int) -> LinesAt:
-        """The same without their bodies."""
-        return self._read(position, max_lines, named)
-
-    def _read(
-        self, position: Position, max_lines: int, convert: Callable[[InputLine, int], BatchLine]
-    ) -> LinesAt:
-        selection, group = self.selection, list[BatchLine]()
-        num_bytes, started_at_s = 0, time.monotonic()
-        with Path(selection.path).open("rb") as file:
-            file.seek(position.offset)
-            for number, data in read_lines(file, selection.max_line_bytes, after=position.number):
-                if not is_marked(self._done, number):
-                    try:
-                        line = parse_line(number, data, selection.max_line_bytes)
-                    except Exception:
-                        if group:  # the next call raises it again
-                            break
-                        raise
-                    group.append(convert(line, len(data)))
-                    num_bytes += len(data)
-                position = Position(number, file.tell())
-                is_late = time.monotonic() - started_at_s > _GROUP_S
-                if len(group) >= max_lines or (group and (is_late or num_bytes > _GROUP_BYTES)):
-                    break
-        return LinesAt(group, position)
+        return _read(self.selection, self._done, position, max_lines, self._prepared)
 
     def _prepared(self, line: InputLine, num_bytes: int) -> BatchLine:
         read = named(line)
@@ -100,6 +81,39 @@ class LineFile:
         except Exception:
             logger.exception("line %d could not be prepared", line.number)
         return read
+
+
+def read_names(selection: LineSelection, position: Position, max_lines: int) -> LinesAt:
+    """As ``LineFile.read``, without the lines' bodies."""
+    return _read(selection, selection.done, position, max_lines, named)
+
+
+def _read(
+    selection: LineSelection,
+    done: bytes | bytearray,
+    position: Position,
+    max_lines: int,
+    convert: Callable[[InputLine, int], BatchLine],
+) -> LinesAt:
+    group = list[BatchLine]()
+    num_bytes, started_at_s = 0, time.monotonic()
+    with Path(selection.path).open("rb") as file:
+        file.seek(position.offset)
+        for number, data in read_lines(file, selection.max_line_bytes, after=position.number):
+            if not is_marked(done, number):
+                try:
+                    line = parse_line(number, data, selection.max_line_bytes)
+                except Exception:
+                    if group:  # the next call raises it again
+                        break
+                    raise
+                group.append(convert(line, len(data)))
+                num_bytes += len(data)
+            position = Position(number, file.tell())
+            is_late = time.monotonic() - started_at_s > _GROUP_S
+            if len(group) >= max_lines or (group and (is_late or num_bytes > _GROUP_BYTES)):
+                break
+    return LinesAt(group, position)
 
 
 def named(line: InputLine, num_bytes: int = 0) -> BatchLine:

@@ -167,15 +167,7 @@ class TakeLines(msgspec.Struct, tag=True, frozen=True):
     max_lines: int
 
 
-class ReadNames(msgspec.Struct, tag=True, frozen=True):
-    """Its result is LinesAt: the selected lines after a position, without their bodies."""
-
-    selection: LineSelection
-    position: Position
-    max_lines: int
-
-
-Work = PrepareBody | AnswerBody | CheckInput | IndexLines | TakeLines | ReadNames
+Work = PrepareBody | AnswerBody | CheckInput | IndexLines | TakeLines
 
 
 class Job(msgspec.Struct, tag=True, frozen=True):
@@ -271,13 +263,6 @@ LineChange = PoolLearned | OpenLines | CloseLines | EndLine | LinesProgress | On
 ToPreparation = Job | Configure | CancelJob | LineChange
 
 
-class LinesAt(msgspec.Struct, tag=True, frozen=True):
-    """Lines in the order of their file, and where reading continues."""
-
-    lines: list[BatchLine]
-    position: Position
-
-
 class LinesIndexed(msgspec.Struct, tag=True, frozen=True):
     """What a job has indexed.
 
@@ -334,7 +319,7 @@ class Bug(msgspec.Struct, tag=True, frozen=True):
 
 
 Failure = RequestFailure | LineFailure | FileFailure | Bug
-Result = Generation | bytes | InputReport | LinesAt | LinesIndexed | LinesTaken
+Result = Generation | bytes | InputReport | LinesIndexed | LinesTaken
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):

@@ -52,7 +52,6 @@ from backfill.preparation.messages import (
     PoolLearned,
     PreparationSetup,
     PrepareBody,
-    ReadNames,
     Result,
     TakeLines,
     ToPreparation,
@@ -152,8 +151,6 @@ class Preparation:
                 self._begin(self._lines, job, partial(self._pool.index, reader_id, position, max_lines))
             case TakeLines(owner, max_lines):
                 self._begin(self._lines, job, partial(self._pool.take, owner, max_lines))
-            case ReadNames(selection, position, max_lines):
-                self._begin(self._lines, job, partial(self._file(selection).read_names, position, max_lines))
             case CheckInput() as wanted:
                 self._begin(self._checks, job, partial(self._check, job.job_id, wanted))
 

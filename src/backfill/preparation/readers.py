@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from backfill.blending.pool import Learned
-from backfill.preparation.line_file import mark
+from backfill.preparation.line_file import mark, read_names
 from backfill.preparation.lines import BatchLine
 from backfill.preparation.messages import (
     START,
     CloseLines,
     EndLine,
     IndexLines,
-    LinesAt,
     LineSelection,
     LinesIndexed,
     LinesProgress,
@@ -26,7 +25,6 @@ from backfill.preparation.messages import (
     OpenLines,
     PoolLearned,
     Position,
-    ReadNames,
     RunningTokens,
     TakeLines,
     TakenLine,
@@ -198,7 +196,7 @@ class LineReaders:
     async def _leave_out_next(self, lines: PreparedLines, position: Position) -> None:
         """The line after a position is not prepared any more."""
         try:
-            names = await self.process.ask(ReadNames(lines.selection_left(), position, 1), LinesAt)
+            names = await asyncio.to_thread(read_names, lines.selection_left(), position, 1)
         except Exception as error:
             self._note_error(lines, error)
             return
@@ -297,18 +295,3 @@ class PreparedLines:
             unprepared=self.unprepared,
             is_spooled=self.is_spooled,
         )
-
-
-@dataclass(slots=True, eq=False)
-class LineNames:
-    """The lines of one file without their bodies, in the order of the file."""
-
-    process: PreparationSupervisor
-    selection: LineSelection
-    position: Position = START
-
-    async def read(self, max_lines: int) -> Sequence[BatchLine]:
-        """At least one line unless the file has no more. Raises: BadLine, OSError, PreparationDied."""
-        found = await self.process.ask(ReadNames(self.selection, self.position, max_lines), LinesAt)
-        self.position = found.position
-        return found.lines

@@ -16,12 +16,11 @@ from backfill.blending.resources import ResourceModel
 from backfill.core.clock import Clock, WallClock
 from backfill.jobs.feed import InputChanged, LineSource
 from backfill.preparation.division import MAX_PLANNED_BYTES, Division, pool_request
-from backfill.preparation.line_file import LineFile, is_marked, named
+from backfill.preparation.line_file import is_marked, named
 from backfill.preparation.lines import BatchLine, parse_line, read_lines
-from backfill.preparation.messages import START, InputLimits, InputReport, LineSelection
+from backfill.preparation.messages import InputLimits, InputReport, LineSelection
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.body_check import BodyCheck
-from backfill.protocol.generation import Generation
 
 # Of an 8B model in bfloat16 on an A100. The order depends on their ratio alone.
 _RESOURCES = ResourceModel(token_s=5.1e-5, prompt_pair_s=1.7e-9, cached_token_s=6.4e-8)
@@ -99,22 +98,6 @@ class RoutedReader:
 
     def open_lines(self, selection: LineSelection) -> RoutedLines:
         return RoutedLines(selection, self._order, self._planned, self._clock)
-
-    def open_names(self, selection: LineSelection) -> RoutedNames:
-        return RoutedNames(selection)
-
-
-class RoutedNames:
-    """A ``NameReader``: in groups of bounded bytes and time."""
-
-    def __init__(self, selection: LineSelection) -> None:
-        self._file = LineFile(selection, _prepare_nothing)
-        self._position = START
-
-    async def read(self, max_lines: int) -> Sequence[BatchLine]:
-        found = await asyncio.to_thread(self._file.read_names, self._position, max_lines)
-        self._position = found.position
-        return found.lines
 
 
 class RoutedLines:
@@ -206,7 +189,3 @@ class RoutedLines:
                     )
                 )
         return lines
-
-
-def _prepare_nothing(*_: object) -> Generation:
-    raise AssertionError("names alone are read")
