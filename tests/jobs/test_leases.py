@@ -58,7 +58,7 @@ class Server:
         self.all: list[Lease] = []  # ever claimed
 
     def claim(self, *, has_answer: bool = True, **options: object) -> str | None:
-        claimed = self.leases.claim(model_names=["m"], **options)
+        claimed = self.leases.claim(model_names=["m"], running=list(self.held.values()), **options)
         if claimed is None:
             return None
         if not has_answer:
@@ -193,9 +193,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def claim(self, number: int, takes_over: bool, has_answer: bool) -> None:
         server = self.servers[number]
         running = [batch for batch in self.batches if self.runs(server, batch)]
-        claimed = server.claim(
-            has_answer=has_answer, takes_over=takes_over, running=list(server.held.values())
-        )
+        claimed = server.claim(has_answer=has_answer, takes_over=takes_over)
         free = [
             batch
             for batch in self.batches
@@ -296,12 +294,12 @@ def test_each_owner_gets_its_share_of_lines_and_what_is_left(
             parts = [(3 << 2 * part).to_bytes(2, "little") for part in range(count)]
             add_lease(connection, batch, parts, first=1)
     left = {f"{owner}": count for owner, count in enumerate(num_parts)}
-    of_server = [Counter[str](), Counter[str]()]
+    of_server, running = [Counter[str](), Counter[str]()], [list[Lease](), list[Lease]()]
     both = servers(engine, folder)
     for number in turns:
         mine, held = of_server[number], of_server[0] + of_server[1]
         claimed = both[number].leases.claim(
-            model_names=["m"], max_lines=max_lines, lines_of=mine, num_servers=2
+            model_names=["m"], running=running[number], max_lines=max_lines, lines_of=mine, num_servers=2
         )
         num_counted = sum(min(num, max_lines) for num in mine.values())
         num_left = max_lines - mine.total()  # what is left may be of any owner
@@ -315,6 +313,7 @@ def test_each_owner_gets_its_share_of_lines_and_what_is_left(
             assert claimed is None
             continue
         assert claimed is not None
+        running[number].append(claimed.lease)
         owner = claimed.batch.owner
         assert owner == min(may, key=lambda each: held[each])
         num_lines = int.from_bytes(claimed.lease.lines or b"", "little").bit_count()

@@ -8,7 +8,7 @@ that a statement's comment names.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 from sqlalchemy import (
     BindParameter,
@@ -34,18 +34,6 @@ from sqlalchemy.orm import aliased
 from backfill.jobs.records import OPEN_STATUSES, WHOLE, BatchRecord, BatchStatus, LeasedPart, ReadyServer
 
 LEASED = (LeasedPart.batch_id, LeasedPart.part, LeasedPart.token)
-
-
-class Free(NamedTuple):
-    """Which parts a server may claim.
-
-    Attributes:
-        takes_over: also those whose lease has ended without a release.
-        is_told: it says what it runs (``running``): the rest of what it holds is free to it.
-    """
-
-    takes_over: bool
-    is_told: bool
 
 
 def _many(name: str) -> BindParameter[Any]:
@@ -76,10 +64,12 @@ class LeaseStatements:
         end_s = now_s + bindparam("duration_s", type_=Float)
         is_own_server = ReadyServer.holder == _OWN
         self.claimable = functools.cache(self._claimable)
-        self.lines_of_batch = functools.cache(self._lines_of_batch)
         self.free_parts = functools.cache(self._free_parts)
         self.now = select(now_s)
         is_ended = ReadyServer.expires_at <= now_s
+        # The lines of a batch that have not ended, and those of them that this server runs. of_batch, running
+        own_lines = case((_IS_OWN & _is_running(), LeasedPart.num_lines), else_=0)
+        self.lines_of_batch = select(func.sum(LeasedPart.num_lines), func.sum(own_lines)).where(_OF_LINES)
         # of_batch
         self.claimed = select(BatchRecord, now_s).where(BatchRecord.id == bindparam("of_batch"))
         self.drop_lines = delete(LeasedPart).where(_OF_LINES)
@@ -102,7 +92,7 @@ class LeaseStatements:
         self.release_all = _released().where(_IS_OWN)
         self.forget = delete(ReadyServer).where(is_own_server)
 
-    def _claimable(self, free: Free, only_over: bool) -> Select[LeasedPart, str]:
+    def _claimable(self, takes_over: bool, only_over: bool) -> Select[LeasedPart, str]:
         """The next row, and its owner. ``passed_over``, ``running``, ``model_names``, ``full_owners``."""
         held, other = self._lines_held(), aliased(LeasedPart)
         lines = (other.batch_id == LeasedPart.batch_id) & (other.part != WHOLE)
@@ -114,7 +104,7 @@ class LeaseStatements:
             select(LeasedPart, BatchRecord.owner)
             .join(BatchRecord, BatchRecord.id == LeasedPart.batch_id)
             .outerjoin(held, held.c.owner == BatchRecord.owner)
-            .where(BatchRecord.status.in_(OPEN_STATUSES), self._is_free(free))
+            .where(BatchRecord.status.in_(OPEN_STATUSES), self._is_free(takes_over))
             .where(LeasedPart.batch_id.not_in(_many("passed_over")))
             .order_by(
                 func.coalesce(held.c.num_lines, 0),
@@ -141,21 +131,14 @@ class LeaseStatements:
         lines = select(batch.owner.label("owner"), func.sum(part.num_lines).label("num_lines"))
         return lines.join(part, part.batch_id == batch.id).where(is_held).group_by(batch.owner).subquery()
 
-    def _lines_of_batch(self, free: Free) -> Select[int, int]:
-        """The lines of a batch that have not ended, and those of them that this server runs."""
-        is_counted = _IS_OWN & _is_running() if free.is_told else _IS_OWN
-        own_lines = case((is_counted, LeasedPart.num_lines), else_=0)
-        return select(func.sum(LeasedPart.num_lines), func.sum(own_lines)).where(_OF_LINES)
-
-    def _free_parts(self, free: Free) -> Select[LeasedPart]:
+    def _free_parts(self, takes_over: bool) -> Select[LeasedPart]:
         """Of a batch's lines. ``of_batch``, ``running``."""
-        parts = select(LeasedPart).where(_OF_LINES, self._is_free(free)).order_by(LeasedPart.part)
+        parts = select(LeasedPart).where(_OF_LINES, self._is_free(takes_over)).order_by(LeasedPart.part)
         return parts.with_for_update(skip_locked=True)
 
-    def _is_free(self, free: Free) -> ColumnElement[bool]:
-        is_free: ColumnElement[bool] = LeasedPart.holder.is_(None)
-        if free.takes_over:
+    def _is_free(self, takes_over: bool) -> ColumnElement[bool]:
+        """Of others with ``takes_over`` also where the lease has ended without a release."""
+        is_free = or_(LeasedPart.holder.is_(None), _IS_OWN)
+        if takes_over:
             is_free = or_(is_free, LeasedPart.expires_at <= self._now_s)
-        if not free.is_told:
-            return is_free
-        return or_(is_free, _IS_OWN) & not_(func.coalesce(_IS_OWN & _is_running(), False))
+        return is_free & not_(func.coalesce(_IS_OWN & _is_running(), False))

@@ -27,7 +27,7 @@ from sqlalchemy.orm import Session
 from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import BackfillError
 from backfill.jobs.database import database_clock, limit_waits, lock_writes
-from backfill.jobs.lease_statements import Free, LeaseStatements
+from backfill.jobs.lease_statements import LeaseStatements
 from backfill.jobs.records import OPEN_STATUSES, WHOLE, BatchRecord, BatchStatus, LeasedPart
 from backfill.preparation.line_file import union
 
@@ -126,7 +126,7 @@ class Leases:
         takes_over: bool = True,
         model_names: Collection[str] = (),
         others_than: Collection[str] = (),
-        running: Collection[Lease] | None = None,
+        running: Collection[Lease] = (),
         num_servers: int = 1,
         max_lines: int = sys.maxsize,
         lines_of: Mapping[str, int] = _NO_LINES,
@@ -142,14 +142,13 @@ class Leases:
             takes_over: also one whose lease has ended without a release.
             model_names: what the server's model is called. Batches of other models are claimed only to end.
             others_than: batches not to claim.
-            running: leases of what this server runs; None: of all that it holds.
+            running: leases of what this server runs.
             num_servers: that share the lines of a batch evenly.
             max_lines: about so many lines may this server have, up to twice as many where owners come later.
                 Of several owners each has its share, and what the others leave of theirs.
             lines_of: of each owner, those that it has.
         """
-        free = Free(takes_over, is_told=running is not None)
-        values = {**self._own, "running": _rows_of(running or ()), "model_names": list(model_names)}
+        values = {**self._own, "running": _rows_of(running), "model_names": list(model_names)}
         passed_over = set(others_than)
         # What an owner has beyond, from when fewer servers were there, costs other owners nothing.
         num_counted = sum(min(num, max_lines) for num in lines_of.values())
@@ -161,7 +160,7 @@ class Leases:
             lock_writes(session.connection())
             while True:
                 values["passed_over"] = list(passed_over)
-                found = session.execute(self._statements.claimable(free, only_over), values).first()
+                found = session.execute(self._statements.claimable(takes_over, only_over), values).first()
                 if found is None:
                     return None
                 first, owner = found
@@ -170,7 +169,7 @@ class Leases:
                     num_owners = len({*lines_of, owner})
                     values["of_batch"] = first.batch_id
                     most = max(1, max_lines // num_owners - lines_of.get(owner, 0), num_left)
-                    parts = self._share_of(session, free, values, num_servers, most)
+                    parts = self._share_of(session, takes_over, values, num_servers, most)
                 if parts:
                     break
                 passed_over.add(first.batch_id)
@@ -179,13 +178,13 @@ class Leases:
             return Claim(batch, lease, now_s)
 
     def _share_of(
-        self, session: Session, free: Free, values: Mapping[str, Any], num_servers: int, max_lines: int
+        self, session: Session, takes_over: bool, values: Mapping[str, Any], num_servers: int, max_lines: int
     ) -> list[LeasedPart]:
         """Free parts of a batch, until this server has its share of the lines; none where it has it."""
-        num_lines, num_own = session.execute(self._statements.lines_of_batch(free), values).one()
+        num_lines, num_own = session.execute(self._statements.lines_of_batch, values).one()
         most = min(max_lines, math.ceil(num_lines / num_servers) - num_own)
         parts, num_taken = list[LeasedPart](), 0
-        for part in session.scalars(self._statements.free_parts(free), values).all():
+        for part in session.scalars(self._statements.free_parts(takes_over), values).all():
             if num_taken >= most:
                 break
             parts.append(part)
