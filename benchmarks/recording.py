@@ -14,7 +14,7 @@ import time
 from itertools import count
 from pathlib import Path
 
-from backfill.jobs.database import open_database
+from backfill.jobs.database import open_database, open_in_memory
 from backfill.jobs.database_results import BatchLog, DatabaseResults, FileResults
 from backfill.jobs.leases import Leases
 from backfill.jobs.lines import LineResult, completed
@@ -46,7 +46,7 @@ def main() -> None:
 def log_in_files(folder: Path) -> BatchLog:
     files = open_file_store(None, folder)
     files.open_folder(None)
-    log = FileResults(files, folder / "suspects").log_of(batch_record(), None)
+    log = FileResults(open_in_memory(), files, None).log_of(batch_record(), None)
     log.open()
     return log
 

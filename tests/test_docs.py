@@ -175,7 +175,7 @@ DOCUMENTS = (
     *sorted((ROOT / "experiments").rglob("*.md")),
 )
 # In backticks, and not in the repository: what a command writes or reads.
-ELSEWHERE = {"SCENARIO.png", "config.json", "files/", "suspects/"}
+ELSEWHERE = {"SCENARIO.png", "config.json", "files/"}
 
 
 def without_blocks(document: Path) -> str:

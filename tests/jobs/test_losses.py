@@ -223,7 +223,7 @@ async def test_a_line_that_never_reached_an_engine_is_not_to_blame() -> None:
 
 
 async def test_losses_are_remembered_over_a_restart(tmp_path: Path) -> None:
-    path, sink = tmp_path / "suspects" / "b", Sink()
+    path, sink = tmp_path / "b", Sink()
     num_failures = 0
     for _ in range(20):  # a server that ends after each death
         engine, suspects = Engine(fatal={CAPACITY + 7}), Suspects(LossFile(path), "b")

@@ -21,7 +21,7 @@ from backfill.generation.timeline import Observer
 from backfill.jobs.lines import LineResult, ServiceRunner, completed, of_a_choice, unanswered
 from backfill.jobs.records import TokenUsage
 from backfill.jobs.results import ForeignResults, ResultLog, ResultsLost
-from backfill.jobs.suspects import MAX_LONE_LOSSES, MAX_ONLY_LINE_LOSSES, Losses, LossFile, Suspects, sweep
+from backfill.jobs.suspects import MAX_LONE_LOSSES, MAX_ONLY_LINE_LOSSES, Losses, LossFile, Suspects
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.encoding import EncodedList
 from backfill.protocol.service import CompletionService, TokenCount
@@ -261,7 +261,7 @@ def test_only_losses_of_a_lone_line_count_against_it() -> None:
 
 
 def test_what_is_saved_is_read_by_the_same_batch_only(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "batch"
+    path = tmp_path / "batch"
     suspects = Suspects(LossFile(path), "batch_1")
     lose(suspects, 7, 2, is_lone=False, is_only_line=True)
     lose(suspects, 9, 1, is_lone=True, is_only_line=True)
@@ -272,10 +272,6 @@ def test_what_is_saved_is_read_by_the_same_batch_only(tmp_path: Path) -> None:
         read.load()
     assert (again.of(7), len(again)) == (Losses(2, 0, 2), 1)
     assert len(other) == 0
-    again.delete()
-    again.delete()
-    again.load()
-    assert not path.exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"name": "b", "lines": {"1": [1]}}', b"\xff"])
@@ -289,13 +285,3 @@ def test_a_file_that_cannot_be_decoded_is_ignored(
         suspects.load()
     assert len(suspects) == 0
     assert "are ignored" in caplog.text
-
-
-def test_files_of_batches_that_ended_are_deleted(tmp_path: Path) -> None:
-    folder = tmp_path / "suspects"
-    sweep(folder, {"a"})
-    folder.mkdir()
-    for name in ("a", "b", "a.part"):
-        (folder / name).touch()
-    sweep(folder, {"a"})
-    assert [path.name for path in folder.iterdir()] == ["a"]

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from sqlalchemy import Connection, Engine, bindparam, func, select, update
@@ -38,7 +37,7 @@ from backfill.jobs.records import (
 )
 from backfill.jobs.results import ResultLog, ResultsLost, ResultTally
 from backfill.jobs.retry import is_temporary, reason_of
-from backfill.jobs.suspects import LossFile, LossStore, merged
+from backfill.jobs.suspects import LossStore, merged
 
 logger = logging.getLogger(__name__)
 
@@ -74,32 +73,11 @@ class ResultStore(Protocol):
         ...
 
     def publish(self, batch: BatchRecord) -> Published:
-        """Make files of a batch's results, durably. Files without lines are left out. Raises: OSError."""
+        """Make files of a batch's results, durably. Files without lines are left out. Raises: OSError.
+
+        The batch ends now, so its losses need not be kept.
+        """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class FileResults:
-    """In files that are appended to, by one server.
-
-    Attributes:
-        losses: folder of the files that say which lines were lost.
-    """
-
-    files: FileStore
-    losses: Path
-
-    def log_of(self, batch: BatchRecord, lease: Lease | None) -> ResultLog:
-        paths = self.files.path(batch.output_blob), self.files.path(batch.error_blob)
-        return ResultLog(_name_of(batch), *paths)
-
-    def losses_of(self, batch: BatchRecord, lease: Lease | None) -> LossFile:
-        return LossFile(self.losses / batch.id)
-
-    def publish(self, batch: BatchRecord) -> Published:
-        blobs = {"output_file_id": batch.output_blob, "error_file_id": batch.error_blob}
-        found = {column: (blob, self.files.size_or_delete(blob)) for column, blob in blobs.items()}
-        return {column: (blob, num_bytes) for column, (blob, num_bytes) in found.items() if num_bytes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +88,7 @@ class DatabaseResults:
     files: FileStore
     leases: Leases | None
 
-    def log_of(self, batch: BatchRecord, lease: Lease | None) -> DatabaseResultLog:
+    def log_of(self, batch: BatchRecord, lease: Lease | None) -> BatchLog:
         return DatabaseResultLog(self.engine, batch.id, _name_of(batch), partial(self._hold, lease))
 
     def losses_of(self, batch: BatchRecord, lease: Lease | None) -> LossRow:
@@ -154,6 +132,20 @@ class DatabaseResults:
                 write_all(file, data)
                 num_bytes += len(data)
         return num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FileResults(DatabaseResults):
+    """In files that one server appends to. Only which lines were lost is in the database."""
+
+    def log_of(self, batch: BatchRecord, lease: Lease | None) -> BatchLog:
+        paths = self.files.path(batch.output_blob), self.files.path(batch.error_blob)
+        return ResultLog(_name_of(batch), *paths)
+
+    def publish(self, batch: BatchRecord) -> Published:
+        blobs = {"output_file_id": batch.output_blob, "error_file_id": batch.error_blob}
+        found = {column: (blob, self.files.size_or_delete(blob)) for column, blob in blobs.items()}
+        return {column: (blob, num_bytes) for column, (blob, num_bytes) in found.items() if num_bytes}
 
 
 class DatabaseResultLog(ResultTally):
@@ -252,9 +244,6 @@ class LossRow:
                 session.merge(SavedLosses(batch_id=self.batch_id, losses=content))
         except LeaseLost as error:
             logger.warning("lost lines are not saved: %s", error)
-
-    def delete(self) -> None:
-        """The transaction that ends the batch deletes the row."""
 
     def _saved(self, session: Session) -> bytes | None:
         return session.scalar(select(SavedLosses.losses).where(SavedLosses.batch_id == self.batch_id))

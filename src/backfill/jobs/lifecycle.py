@@ -319,7 +319,6 @@ class BatchDriver:
             )
             for column, (file_id, num_bytes) in published.items()
         ]
-        await self.storage.threads.results.run(self._suspects_of(job).delete)
         counts = job.counts()
         found = {column: file_id for column, (file_id, _) in published.items()}
         changes = {**changes, **found, "request_counts": counts, "usage": job.log.usage}

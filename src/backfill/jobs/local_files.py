@@ -88,6 +88,7 @@ class RunResults:
         return self.losses
 
     def publish(self, batch: BatchRecord) -> dict[str, tuple[str, int]]:
+        self.losses.delete()
         return {}
 
 

@@ -36,8 +36,7 @@ from backfill.jobs.records import (
     new_batch_id,
     new_file_id,
 )
-from backfill.jobs.storage import SUSPECTS_FOLDER, JobStorage
-from backfill.jobs.suspects import sweep as sweep_suspects
+from backfill.jobs.storage import JobStorage
 from backfill.jobs.threads import JobThreads
 from backfill.protocol.service import CompletionService
 
@@ -128,9 +127,6 @@ class JobManager:
                 ends_at_errors=self._results is not None,
             )
             batches = await self._storage.query_with_retries(self._storage.store.open_batches)
-            if self._results is None:
-                suspects = self.config.data_dir / SUSPECTS_FOLDER
-                await self._threads.results.run(sweep_suspects, suspects, {batch.id for batch in batches})
             if self._storage.store.leases is None:
                 for batch in batches:
                     logger.info("%s: resumed, %s", batch.id, batch.status.value)

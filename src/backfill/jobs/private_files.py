@@ -19,7 +19,7 @@ FOLDER_MODE = 0o700
 # What a server writes into its data folder. Other files in it are not changed.
 _DATABASE = ("jobs.db", "jobs.db-wal", "jobs.db-shm", "jobs.db-journal")
 _OWN_FILES = (*_DATABASE, "server.lock", "store.id", "store.id.part", "config.json", "config.json.part")
-_OWN_FOLDERS = ("files", "suspects")
+_OWN_FOLDERS = ("files", "suspects")  # in the second an earlier version kept losses
 
 
 class DataFolderLock:

@@ -245,7 +245,7 @@ class RecordedResult(Record):
 
 
 class SavedLosses(Record):
-    """Lines of an open batch that an engine was lost over (suspects.py), where they are in no folder."""
+    """Lines of an open batch that an engine was lost over (suspects.py)."""
 
     __tablename__ = "suspects"
 

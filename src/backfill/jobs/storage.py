@@ -34,7 +34,6 @@ Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 
-SUSPECTS_FOLDER = "suspects"
 _HOLDER_FILE = "holder"
 # A database or an object store that does not answer at the start is an error.
 OPEN_TIMEOUT_S = 25.0
@@ -99,7 +98,7 @@ class JobStorage:
                 clock,
                 store,
                 blobs,
-                _results_of(engine, blobs, store, data_dir),
+                _results_of(engine, blobs, store),
                 store_id,
             )
             known = None
@@ -211,10 +210,9 @@ def _leases(engine: Engine, config: JobsConfig, clock: Clock) -> Leases:
     return leases
 
 
-def _results_of(engine: Engine, blobs: FileStore, store: JobStore, data_dir: Path) -> ResultStore:
-    if store.leases is None and not blobs.is_remote:
-        return FileResults(blobs, data_dir / SUSPECTS_FOLDER)
-    return DatabaseResults(engine, blobs, store.leases)
+def _results_of(engine: Engine, blobs: FileStore, store: JobStore) -> ResultStore:
+    kind = FileResults if store.leases is None and not blobs.is_remote else DatabaseResults
+    return kind(engine, blobs, store.leases)
 
 
 async def _within(threads: JobThreads, opening: Coroutine[Any, Any, Result], what: str) -> Result:

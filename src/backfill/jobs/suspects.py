@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from backfill.core.errors import BackfillError
-from backfill.jobs.private_files import make_folder, write_durably
+from backfill.jobs.private_files import write_durably
 from backfill.preparation.line_file import is_marked
 
 logger = logging.getLogger(__name__)
@@ -63,12 +62,10 @@ class LossStore(Protocol):
         """Durably."""
         ...
 
-    def delete(self) -> None: ...
-
 
 @dataclass(frozen=True, slots=True)
 class LossFile:
-    """A ``LossStore`` of one server."""
+    """The ``LossStore`` of a run."""
 
     path: Path
 
@@ -79,7 +76,6 @@ class LossFile:
             return None
 
     def write(self, content: bytes) -> None:
-        make_folder(self.path.parent)
         write_durably(self.path, content)
 
     def delete(self) -> None:
@@ -147,11 +143,6 @@ class Suspects:
         if self.store is not None:
             self.store.write(content)
 
-    def delete(self) -> None:
-        """Raises: OSError."""
-        if self.store is not None:
-            self.store.delete()
-
 
 def merged(saved: bytes | None, content: bytes, lines: bytes) -> bytes:
     """``content``, with what was saved of other lines than ``lines``, which has a bit for each line."""
@@ -161,11 +152,3 @@ def merged(saved: bytes | None, content: bytes, lines: bytes) -> bytes:
     found = {number: losses for number, losses in own.lines.items() if is_marked(lines, number)}
     num_blamed = max(before.num_blamed, own.num_blamed)
     return msgspec.json.encode(_Saved(own.name, others | found, num_blamed))
-
-
-def sweep(folder: Path, names: Collection[str]) -> None:
-    """Delete the files of batches that are not among ``names``. Raises: OSError."""
-    if folder.is_dir():
-        for path in list(folder.iterdir()):
-            if path.name not in names:
-                path.unlink()
