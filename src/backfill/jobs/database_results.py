@@ -9,18 +9,15 @@ written to result files under new ids, and the transaction that ends it names th
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from sqlalchemy import Connection, Engine, bindparam, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from backfill.jobs.blobs import FileStore
@@ -36,7 +33,7 @@ from backfill.jobs.records import (
     new_file_id,
 )
 from backfill.jobs.results import ResultLog, ResultsLost, ResultTally
-from backfill.jobs.retry import is_temporary, reason_of
+from backfill.jobs.retry import as_os_errors
 from backfill.jobs.suspects import LossStore, merged
 
 logger = logging.getLogger(__name__)
@@ -126,7 +123,7 @@ class DatabaseResults:
             .execution_options(yield_per=_ROWS_PER_READ)
         )
         num_bytes = 0
-        with _as_os_errors(), self.engine.connect() as connection:
+        with as_os_errors(), self.engine.connect() as connection:
             for lines in connection.scalars(query).partitions():
                 data = b"".join(lines)
                 write_all(file, data)
@@ -167,7 +164,7 @@ class DatabaseResultLog(ResultTally):
         tokens = RecordedResult.input_tokens, RecordedResult.cached_tokens, RecordedResult.output_tokens
         query = select(RecordedResult.number, RecordedResult.is_completed, *tokens)
         query = query.where(RecordedResult.batch_id == self._batch_id)
-        with _as_os_errors(), self._engine.begin() as connection:
+        with as_os_errors(), self._engine.begin() as connection:
             self._hold(connection)  # waits for a write of an earlier holder
             for number, is_completed, *usage in connection.execute(query):
                 self._note(number, is_completed, TokenUsage(*usage))
@@ -180,7 +177,7 @@ class DatabaseResultLog(ResultTally):
         """
         rows = [self._row(result) for result in results_of_lines]
         more = Counter[str]()
-        with _as_os_errors(), self._engine.begin() as connection:
+        with as_os_errors(), self._engine.begin() as connection:
             self._hold(connection)
             added = set(connection.scalars(_ADD[self._engine.dialect.name], rows))
             for row in rows:
@@ -196,7 +193,7 @@ class DatabaseResultLog(ResultTally):
     def check_intact(self) -> None:
         """Raise ResultsLost unless every result is still in the database."""
         query = select(func.count()).where(RecordedResult.batch_id == self._batch_id)
-        with _as_os_errors(), self._engine.begin() as connection:
+        with as_os_errors(), self._engine.begin() as connection:
             self._hold(connection)
             num_found = connection.execute(query).scalar_one()
         if num_found != self.num_completed + self.num_failed:
@@ -230,13 +227,13 @@ class LossRow:
     hold: Callable[[Connection], None]
 
     def read(self) -> bytes | None:
-        with _as_os_errors(), Session(self.engine) as session:
+        with as_os_errors(), Session(self.engine) as session:
             return self._saved(session)
 
     def write(self, content: bytes) -> None:
         """Another server that has the batch now counts losses of its own: nothing is written then."""
         try:
-            with _as_os_errors(), Session(self.engine) as session, session.begin():
+            with as_os_errors(), Session(self.engine) as session, session.begin():
                 lock_lease(session.connection(), self.batch_id)  # other servers may write of other lines
                 self.hold(session.connection())
                 if self.lines is not None:
@@ -254,14 +251,3 @@ BatchLog = ResultLog | DatabaseResultLog
 
 def _name_of(batch: BatchRecord) -> str:
     return batch.id.removeprefix("batch_")
-
-
-@contextlib.contextmanager
-def _as_os_errors() -> Iterator[None]:
-    """A database that does not answer is to its callers what a disk is that refuses."""
-    try:
-        yield
-    except SQLAlchemyError as error:
-        if not is_temporary(error):
-            raise
-        raise OSError(errno.EIO, f"the database does not answer: {reason_of(error)}") from error

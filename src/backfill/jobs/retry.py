@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Protocol, TypeVar
 
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -14,6 +17,8 @@ from backfill.jobs.lines import LineResult
 from backfill.jobs.threads import ThreadPool
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 10.0
@@ -34,18 +39,33 @@ def retry_delays_s() -> Iterator[float]:
         delay_s = min(LONGEST_RETRY_S, 2 * delay_s)
 
 
+async def with_retries(threads: ThreadPool, work: Callable[[], Result], failure: str) -> Result:
+    """Run ``work`` in a thread until it raises no OSError. ``failure`` is logged each time that it does."""
+    for delay_s in retry_delays_s():
+        try:
+            return await threads.run(work)
+        except OSError as error:
+            logger.error("%s (%s); trying again in %g s", failure, error.strerror or error, delay_s)
+        await asyncio.sleep(delay_s)
+    raise AssertionError("delays have no end")
+
+
 async def append_with_retries(
     threads: ThreadPool, sink: ResultSink, results: Sequence[LineResult], name: str
 ) -> None:
     """Append results; retry while the disk refuses."""
-    for delay_s in retry_delays_s():
-        try:
-            await threads.run(sink.append, results)
-            return
-        except OSError as error:
-            reason = error.strerror or error
-            logger.error("%s: results cannot be written (%s); trying again in %g s", name, reason, delay_s)
-        await asyncio.sleep(delay_s)
+    await with_retries(threads, partial(sink.append, results), f"{name}: results cannot be written")
+
+
+@contextlib.contextmanager
+def as_os_errors() -> Iterator[None]:
+    """A database that does not answer is to its callers what a disk is that refuses."""
+    try:
+        yield
+    except SQLAlchemyError as error:
+        if not is_temporary(error):
+            raise
+        raise OSError(errno.EIO, reason_of(error)) from error
 
 
 def reason_of(error: SQLAlchemyError) -> str:

@@ -24,7 +24,7 @@ from backfill.jobs.errors import Busy
 from backfill.jobs.leases import Leases, add_missing_leases
 from backfill.jobs.object_store import open_file_store
 from backfill.jobs.private_files import make_private, write_durably
-from backfill.jobs.retry import is_temporary, reason_of, retry_delays_s
+from backfill.jobs.retry import as_os_errors, reason_of, with_retries
 from backfill.jobs.store import JobStore
 from backfill.jobs.threads import JobThreads, until_done
 
@@ -154,16 +154,12 @@ class JobStorage:
         self, work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs
     ) -> Result:
         """Query the database until it answers. Raises: SQLAlchemyError where a retry cannot help."""
-        for delay_s in retry_delays_s():
-            try:
-                return await self.threads.database.run(work, *args, **kwargs)
-            except SQLAlchemyError as error:
-                if not is_temporary(error):
-                    raise
-                reason = reason_of(error)
-                logger.error("the batch database does not answer (%s); trying again in %g s", reason, delay_s)
-            await asyncio.sleep(delay_s)
-        raise AssertionError("delays have no end")
+
+        def query() -> Result:
+            with as_os_errors():
+                return work(*args, **kwargs)
+
+        return await with_retries(self.threads.database, query, "the batch database does not answer")
 
 
 async def check_usable(config: JobsConfig) -> None:
