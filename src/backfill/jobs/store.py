@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -45,8 +44,6 @@ class JobStore:
         self.leases = leases
         self._engine = engine
         self._sessions = sessionmaker(engine, expire_on_commit=False)
-        # Among the threads of this server. ``lock_inputs`` is for several servers.
-        self._input_lock = threading.Lock()
 
     def close(self) -> None:
         self._engine.dispose()
@@ -171,7 +168,7 @@ class JobStore:
     @contextmanager
     def _locking_inputs(self) -> Iterator[Session]:
         """A transaction during which no batch starts with a file that is being deleted."""
-        with self._input_lock, self._sessions.begin() as session:
+        with self._sessions.begin() as session:
             lock_inputs(session.connection())
             yield session
 
