@@ -17,7 +17,7 @@ from backfill.core.sampling import SamplingParams
 from backfill.preparation.line_file import LineFile, Prepare
 from backfill.preparation.line_pool import LinePool
 from backfill.preparation.lines import BatchLine
-from backfill.preparation.messages import START, LineSelection
+from backfill.preparation.messages import START, LineSelection, OpenLines
 from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import RequestContext
 from tests.jobs.doubles import input_line
@@ -77,7 +77,7 @@ def open_file(
 ) -> None:
     path.write_bytes(content)
     selection = selection_of(path, **fields)
-    pool.open(reader_id, selection, LineFile(selection, prepare_with), {})
+    pool.open(OpenLines(reader_id, selection), LineFile(selection, prepare_with))
 
 
 def index_all(pool: LinePool, reader_id: int = 0, group: int = 7) -> int:

@@ -29,7 +29,6 @@ from backfill.preparation.messages import (
     LinesProgress,
     LinesTaken,
     OpenLines,
-    PoolLearned,
     TakeLines,
     ToPreparation,
     Work,
@@ -88,10 +87,8 @@ class Process:
 
     def send(self, message: ToPreparation) -> None:
         match message:
-            case PoolLearned(learned):
-                self.pool.learned = learned
-            case OpenLines(reader_id, selection, running):
-                self.pool.open(reader_id, selection, LineFile(selection, self._prepare), running)
+            case OpenLines() as opened:
+                self.pool.open(opened, LineFile(opened.selection, self._prepare))
             case CloseLines(reader_id):
                 self.pool.close(reader_id)
             case EndLine(reader_id, number, num_output_tokens):

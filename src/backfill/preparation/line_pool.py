@@ -23,6 +23,7 @@ from backfill.preparation.messages import (
     LinesIndexed,
     LinesTaken,
     OnlineTraffic,
+    OpenLines,
     Position,
     RunningTokens,
     TakenLine,
@@ -87,9 +88,7 @@ class LinePool:
     have not ended, also by an earlier process. The engine admits lines by the KV that is free, so nothing is
     held back: where no line fits, one is taken all the same.
 
-    Attributes:
-        scope: who shares cached prefixes.
-        learned: by the pool of an earlier process.
+    Attributes: scope: who shares cached prefixes.
 
     Args:
         create: the pool from ``learned``, and the KV's forecast where the order has one; at the first line.
@@ -97,7 +96,7 @@ class LinePool:
 
     def __init__(self, create: Callable[[Learned | None], tuple[OfflinePool, MemoryForecast | None]]) -> None:
         self.scope: PrefixCacheScope = "owner"
-        self.learned: Learned | None = None
+        self._learned: Learned | None = None  # by the pool of an earlier process
         self._create = create
         self._pool: OfflinePool | None = None
         self._forecast: MemoryForecast | None = None
@@ -112,14 +111,14 @@ class LinePool:
         self._num_waiting = 0
         self._num_waiting_tokens = 0
 
-    def open(
-        self, reader_id: int, selection: LineSelection, file: LineFile, running: Mapping[int, RunningTokens]
-    ) -> None:
-        """Begin a reader, or begin it again. ``running``: see ``OpenLines``."""
+    def open(self, opened: OpenLines, file: LineFile) -> None:
+        """Begin a reader, or begin it again."""
+        reader_id, selection = opened.reader_id, opened.selection
+        self._learned = opened.learned or self._learned
         self.close(reader_id)
         spool = Spool(selection.spool_folder, selection.min_free_bytes)
         reader = self._readers[reader_id] = _Reader(selection, file, spool, selection.is_spooled)
-        for number, tokens in running.items():
+        for number, tokens in opened.running.items():
             self._planner()
             line = _Line(reader_id, number, next(self._ids), is_taken=True, tokens=tokens)
             reader.lines[number] = self._by_id[line.request_id] = line
@@ -312,7 +311,7 @@ class LinePool:
     def _planner(self) -> OfflinePool:
         """The pool. There is one, and a forecast, from the first call on."""
         if self._pool is None:
-            self._pool, self._forecast = self._create(self.learned)
+            self._pool, self._forecast = self._create(self._learned)
         return self._pool
 
     # ---- Taking ----

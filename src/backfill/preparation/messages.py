@@ -209,17 +209,13 @@ class OpenLines(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         running: by number: lines that an earlier reader of the file gave. Their KV counts until they end.
+        learned: by the pool of the process before.
     """
 
     reader_id: int
     selection: LineSelection
     running: dict[int, RunningTokens] = {}
-
-
-class PoolLearned(msgspec.Struct, tag=True, frozen=True):
-    """What the pool of the process before had learned; sent before the first reader is opened."""
-
-    learned: Learned
+    learned: Learned | None = None
 
 
 class CloseLines(msgspec.Struct, tag=True, frozen=True):
@@ -259,7 +255,7 @@ class OnlineTraffic(msgspec.Struct, tag=True, frozen=True):
     held_tokens: int
 
 
-LineChange = PoolLearned | OpenLines | CloseLines | EndLine | LinesProgress | OnlineTraffic
+LineChange = OpenLines | CloseLines | EndLine | LinesProgress | OnlineTraffic
 ToPreparation = Job | Configure | CancelJob | LineChange
 
 

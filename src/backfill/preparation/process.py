@@ -49,7 +49,6 @@ from backfill.preparation.messages import (
     Loaded,
     OnlineTraffic,
     OpenLines,
-    PoolLearned,
     PreparationSetup,
     PrepareBody,
     Result,
@@ -158,10 +157,8 @@ class Preparation:
         """Runs in the thread of lines, which owns the pool."""
         try:
             match message:
-                case PoolLearned(learned):
-                    self._pool.learned = learned
-                case OpenLines(reader_id, selection, running):
-                    self._pool.open(reader_id, selection, self._file(selection), running)
+                case OpenLines() as opened:
+                    self._pool.open(opened, self._file(opened.selection))
                 case CloseLines(reader_id):
                     self._pool.close(reader_id)
                 case EndLine(reader_id, number, num_output_tokens):

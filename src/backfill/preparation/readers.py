@@ -23,7 +23,6 @@ from backfill.preparation.messages import (
     LinesProgress,
     LinesTaken,
     OpenLines,
-    PoolLearned,
     Position,
     RunningTokens,
     TakeLines,
@@ -79,8 +78,6 @@ class LineReaders:
 
     def restart(self) -> None:
         """There is a new process."""
-        if self._learned is not None:
-            self.process.send(PoolLearned(self._learned))
         for lines in self._open.values():
             self._restart(lines)
 
@@ -149,7 +146,8 @@ class LineReaders:
         lines.num_restarts += 1
         lines.position, lines.num_ahead = START, 0
         lines.is_indexed, lines.is_held_up, lines.error = False, False, None
-        self.process.send(OpenLines(lines.reader_id, lines.selection_left(), dict(lines.running)))
+        running = dict(lines.running)
+        self.process.send(OpenLines(lines.reader_id, lines.selection_left(), running, self._learned))
         self._changed.set()
 
     def _next_to_index(self) -> PreparedLines | None:
