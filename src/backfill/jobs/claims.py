@@ -131,7 +131,7 @@ class BatchClaims:
         for lease, job in held.items():
             status = renewal.statuses.get(lease.batch_id)
             if status is None or status.is_final or status is BatchStatus.CANCELLING:
-                job.cancelled.set()
+                job.cancel()
             elif lease not in renewal.held and job.lease is lease:
                 self._give_up(job, "another server has taken it over")
 
@@ -142,7 +142,7 @@ class BatchClaims:
         if self._clock.now_s() - self._had_engine_at_s < self._lease_s:
             return
         for job in list(self._jobs.values()):
-            is_over = job.cancelled.is_set() or job.left_s <= 0
+            is_over = job.cancelled.done() or job.left_s <= 0
             if is_over or job.batch.status is not BatchStatus.IN_PROGRESS:
                 continue  # it needs none
             if job.lease is not None and job.task is not None:

@@ -135,7 +135,7 @@ class BatchDriver:
 
     async def _validate(self, job: OpenBatch) -> bool:
         """Whether the batch goes on, its lines known; else it has failed or was cancelled."""
-        if job.cancelled.is_set():
+        if job.cancelled.done():
             return False
         report = await self._check_input(job)
         if report is None:
@@ -180,16 +180,15 @@ class BatchDriver:
         )
         path = str(await self._input_path(job))
         check = asyncio.ensure_future(self.reader.check_input(path, limits))
-        cancelled = asyncio.ensure_future(job.cancelled.wait())
+        ends: set[asyncio.Future[Any]] = {check, job.cancelled}
         try:
-            await asyncio.wait({check, cancelled}, return_when=asyncio.FIRST_COMPLETED)
-            return None if job.cancelled.is_set() else check.result()
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return None if job.cancelled.done() else check.result()
         except FileNotFoundError:
             raise InputMissing from None
         finally:
-            for task in (check, cancelled):
-                task.cancel()
-            await asyncio.gather(check, cancelled, return_exceptions=True)
+            check.cancel()
+            await asyncio.gather(check, return_exceptions=True)
 
     async def _queue_errors(self, job: OpenBatch, num_lines: int) -> list[LineError]:
         """The error where ``num_lines`` more are over the limit of the owner's queue."""

@@ -66,12 +66,12 @@ class RunInput:
     """The ``InputReader`` of a run: it knows the file, and which of its lines are the run's.
 
     Attributes:
-        lines: from when they are opened on, as they are if there are any to run; ``is_opened`` is set then.
+        lines: from when they are opened on, as they are if there are any to run; ``is_opened`` is done then.
     """
 
     def __init__(self, files: RunFiles, processes: ServingProcesses, setup: PreparationSetup) -> None:
         self.lines: PreparedLines | None = None
-        self.is_opened = asyncio.Event()
+        self.is_opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._files = files
         self._processes = processes
         self._setup = setup
@@ -112,7 +112,8 @@ class RunInput:
                 complete_by_s=None,
             )
         )
-        self.is_opened.set()
+        if not self.is_opened.done():
+            self.is_opened.set_result(None)
         return self.lines
 
 
@@ -258,13 +259,9 @@ class LocalRun:
         assert self._input is not None
         self._job = job = await manager.run_batch(*_records(self._files.input))
         assert job.task is not None
-        opened = asyncio.create_task(self._input.is_opened.wait())
-        ends: set[asyncio.Future[Any]] = {job.task, opened, stopping}
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            opened.cancel()
-        if self._input.is_opened.is_set() and not self.is_stopping:
+        ends: set[asyncio.Future[Any]] = {job.task, self._input.is_opened, stopping}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if self._input.is_opened.done() and not self.is_stopping:
             await self._run_lines(manager, job, stopping)
         if job.batch.status is BatchStatus.FAILED:
             errors = (await manager.get_batch(job.batch.owner, job.batch.id)).errors

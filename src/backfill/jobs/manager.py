@@ -337,7 +337,7 @@ class JobManager:
             if await self._storage.query(change, batch_id, changes, only_from=[batch.status]):
                 for job in self._jobs.values():
                     if job.batch.id == batch_id:
-                        job.cancelled.set()
+                        job.cancel()
                 logger.info("%s: cancelled by its owner while %s", batch_id, batch.status.value)
 
     def _begin(self, batch: BatchRecord, lease: Lease | None = None, now_s: float | None = None) -> OpenBatch:
@@ -345,7 +345,7 @@ class JobManager:
         job = OpenBatch(batch, log, self._wall() if now_s is None else now_s, self._clock, lease)
         self._jobs[job.name] = job
         if batch.status is BatchStatus.CANCELLING:
-            job.cancelled.set()
+            job.cancel()
         job.task = self._tasks.start(self._driver.drive(job), "batch-driver")
         job.task.add_done_callback(partial(self._forget, job.name))
         return job

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from backfill.core.clock import Clock
 from backfill.jobs.database_results import BatchLog
@@ -45,7 +45,7 @@ class OpenBatch:
         self.batch = batch
         self.log = log
         self.lease = lease
-        self.cancelled = asyncio.Event()
+        self.cancelled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # The results of a batch that an earlier server began are unknown until its files are read.
         self.has_counts = batch.status is BatchStatus.VALIDATING
         self._clock = clock
@@ -73,15 +73,15 @@ class OpenBatch:
         """Of its window; negative where that has ended."""
         return self.deadline_s - self._clock.now_s()
 
+    def cancel(self) -> None:
+        """Its owner has cancelled the batch, or it has ended elsewhere."""
+        if not self.cancelled.done():
+            self.cancelled.set_result(None)
+
     async def until_over(self, feed: Feed) -> None:
         """Wait for the first of: the end of the window, a cancellation, the end of the feed."""
-        cancelled = asyncio.ensure_future(self.cancelled.wait())
-        timeout_s = max(0.0, self.left_s)
-        ends: set[asyncio.Future[Any]] = {cancelled, feed.finished}
-        try:
-            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            cancelled.cancel()
+        ends = {self.cancelled, feed.finished}
+        await asyncio.wait(ends, timeout=max(0.0, self.left_s), return_when=asyncio.FIRST_COMPLETED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

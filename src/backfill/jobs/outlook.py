@@ -61,7 +61,7 @@ class Outlook:
         evenly between owners; of an owner's batches, those whose windows end before this one's go first.
         """
         job, ended = self._jobs.get(batch_id), self._ended
-        if job is None or job.lease is not None or job.cancelled.is_set():
+        if job is None or job.lease is not None or job.cancelled.done():
             return None
         if ended.num_lines < _LEAST_LINES or ended.seconds <= 0.0:
             return None
