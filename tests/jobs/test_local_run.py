@@ -280,8 +280,13 @@ async def test_a_run_needs_no_folder_but_that_of_its_output(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     monkeypatch.setitem(sys.modules, "alembic", None)  # it takes most of a second to import
+    others = tmp_path / "files" / "of-somebody-else"
+    others.parent.mkdir()
+    others.touch()
+    os.utime(others, (0, 0))
     await goes_on(tmp_path, small_model, 0)
-    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", "files"}
+    assert others.exists()
 
 
 async def test_losses_of_an_earlier_run_count_until_all_lines_have_results(

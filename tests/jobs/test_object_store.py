@@ -12,6 +12,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from backfill.core.errors import ConfigError
+from backfill.jobs import object_store
 from backfill.jobs.errors import NotFound
 from backfill.jobs.object_store import ObjectStore, open_file_store
 from backfill.jobs.records import BatchStatus
@@ -31,6 +32,7 @@ from tests.jobs.doubles import (
     store_input,
     submit,
 )
+from tests.jobs.feeder_doubles import until
 from tests.jobs.test_shared_store import Fleet, hold_after
 
 pytestmark = pytest.mark.anyio
@@ -134,9 +136,22 @@ async def test_an_aborted_upload_leaves_nothing(tmp_path: Path, start: Start, me
     assert store.num_bytes() == 3_000_000
     assert await content_of(manager, await manager.files.get(OWNER, kept)) == b"y" * 3_000_000
     assert store.garbage(time.time()) == [], "none is a day old"
-    store.delete_garbage([kept])
-    store.delete_garbage([kept])
+    store.delete(kept)
+    store.delete(kept)
     assert not store.holds_files()
+
+
+async def test_objects_that_belong_to_nothing_are_deleted(
+    tmp_path: Path, start: Start, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "GARBAGE_AGE_S", -60.0)  # the store in memory does not say when
+    first = await start(limits={"batch_file_store": memory})
+    kept = await store_input(first, input_of(3))
+    await first.stop()
+    store = ObjectStore(memory, tmp_path)
+    store.commit("file-1", store.create("file-1"))  # of a server that died before it recorded it
+    await start(limits={"batch_file_store": memory})
+    await until(lambda: store.garbage(time.time()) == [kept])
 
 
 @pytest.mark.parametrize(

@@ -162,11 +162,6 @@ class FileStore:
                     names.append(entry.name)
         return names
 
-    def delete_garbage(self, names: Iterable[str]) -> None:
-        """Delete those of ``garbage`` that no record names."""
-        for name in names:
-            self.delete(name)
-
     def _partial(self, file_id: str) -> Path:
         return self._folder / (file_id + _PARTIAL)
 

@@ -64,11 +64,13 @@ class Files:
     async def sweep(self) -> None:
         """Delete expired files at an interval, and garbage. Errors are logged."""
         clock = self.storage.clock
+        # A start deletes what a crash left in a folder of this server alone.
+        has_garbage = self.storage.is_shared or self.storage.blobs.is_remote
         next_garbage_s = clock.now_s()
         while True:
             try:
                 await self._delete_expired()
-                if self.storage.is_shared and clock.now_s() >= next_garbage_s:
+                if has_garbage and clock.now_s() >= next_garbage_s:
                     next_garbage_s = clock.now_s() + _GARBAGE_INTERVAL_S
                     await self.storage.sweep_garbage()
             except Exception:

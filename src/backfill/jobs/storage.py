@@ -123,13 +123,14 @@ class JobStorage:
         )
 
     async def sweep_garbage(self) -> None:
-        """Delete what servers that died left among shared files. Raises: OSError."""
+        """Delete what servers that died left in a place of files that others may use. Raises: OSError."""
         names = await self.threads.results.run(self.blobs.garbage, self.now())
         # Only now: a file that was recorded meanwhile is known.
         known = await self.query_with_retries(self.store.blob_ids)
         left = [name for name in names if name not in known]
+        for name in left:
+            await self.threads.results.run(self.blobs.delete, name)
         if left:
-            await self.threads.results.run(self.blobs.delete_garbage, left)
             logger.info("%d files that belong to nothing were deleted", len(left))
 
     async def read(self, work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
