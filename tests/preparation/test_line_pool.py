@@ -369,7 +369,7 @@ def test_each_line_is_taken_once_whatever_happens(
     for reader_id in list(driver.left):
         driver.close(reader_id)
     assert pool._num_waiting == pool._num_waiting_tokens == 0
-    assert not (pool._by_id or pool._unpooled or pool._to_plan or pool._owners_to_plan.total())
+    assert not (pool._by_id or pool._unpooled or pool._to_plan)
     assert pool._forecast is None or not pool._forecast.outputs
 
 

@@ -113,10 +113,13 @@ def open_in_memory() -> Engine:
 
 
 def shown_url(url: str | None, data_dir: Path) -> str:
-    """For messages: without the password, wherever in the URL it is."""
+    """For messages: without the password, wherever in the URL it is. Empty for what is no URL."""
     if url is None:
         return str(data_dir / "jobs.db")
-    parsed = make_url(url)
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        return ""
     query = {name: value for name, value in parsed.query.items() if "password" not in name.lower()}
     return parsed.set(query=query).render_as_string(hide_password=True)
 

@@ -8,11 +8,10 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from sqlalchemy import Engine
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 
 from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import ConfigError
@@ -84,7 +83,7 @@ class JobStorage:
             reason = error.strerror or error
             raise ConfigError(f"`data_dir` {data_dir} cannot be used: {reason}.") from error
         url = config.batch_database_url
-        database = f"`batch_database_url`: the database {_shown(url, data_dir)}"
+        database = f"`batch_database_url`: the database {shown_url(url, data_dir)}"
         engine = await _within(threads, threads.database.run(open_database, url, data_dir), database)
         blobs = open_file_store(config.batch_file_store, data_dir)
         try:
@@ -221,10 +220,3 @@ async def _within(threads: JobThreads, opening: Coroutine[Any, Any, Result], wha
         await until_done(task)
         raise ConfigError(f"{what} does not answer within {OPEN_TIMEOUT_S:g} s.")
     return task.result()
-
-
-def _shown(url: str | None, data_dir: Path) -> str:
-    try:
-        return shown_url(url, data_dir)
-    except (ArgumentError, ValueError):  # reported when it is opened
-        return ""

@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -106,7 +106,6 @@ class LinePool:
         self._namespaces: dict[tuple[str, str], int] = {}  # of open readers
         self._namespace_numbers = itertools.count()
         self._to_plan: dict[int, PoolRequest] = {}  # by id
-        self._owners_to_plan: Counter[str] = Counter()  # of these requests
         self._unpooled: dict[str, deque[_Line]] = {}  # by owner: lines with nothing to compute
         self._num_waiting = 0
         self._num_waiting_tokens = 0
@@ -133,8 +132,7 @@ class LinePool:
         for line in reader.lines.values():
             del self._by_id[line.request_id]
             self._release(line)
-            if self._to_plan.pop(line.request_id, None) is not None:
-                self._owners_to_plan[owner] -= 1
+            self._to_plan.pop(line.request_id, None)
             if not line.is_taken:
                 self._count_waiting(line, -1)
         unpooled = [line for line in self._unpooled.pop(owner, ()) if line.reader_id != reader_id]
@@ -247,9 +245,7 @@ class LinePool:
             if read.generation is None:
                 self._unpooled.setdefault(reader.selection.owner, deque()).append(line)
             else:
-                request = self._request_of(line, reader.selection, read.generation)
-                self._to_plan[line.request_id] = request
-                self._owners_to_plan[request.group] += 1
+                self._to_plan[line.request_id] = self._request_of(line, reader.selection, read.generation)
             self._count_waiting(line, 1)
         reader.file.mark_done([line.number for line in lines])
         num_planned = self._num_waiting - len(self._to_plan)
@@ -305,7 +301,6 @@ class LinePool:
         """Give the pool the lines that it does not have."""
         if self._to_plan:
             requests, self._to_plan = list(self._to_plan.values()), {}
-            self._owners_to_plan.clear()
             self._planner().add(requests, merges_all=merges_all)
 
     def _planner(self) -> OfflinePool:
@@ -338,7 +333,7 @@ class LinePool:
 
     def _next_planned(self, owner: str) -> PlannedRequest | None:
         planned = None if self._pool is None else self._take_planned(self._pool, owner)
-        if planned is None and self._owners_to_plan[owner]:
+        if planned is None and any(request.group == owner for request in self._to_plan.values()):
             self._plan()
             return self._next_planned(owner)
         return planned
