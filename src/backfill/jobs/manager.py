@@ -229,17 +229,13 @@ class JobManager:
         """The same for servers that share files and batches, once it has started."""
         return self._storage.store_id
 
-    def now(self) -> int:
-        """Unix seconds, once it has started."""
-        return self._storage.now()
-
     def snapshot(self) -> JobsSnapshot:
-        return JobsSnapshot.of_jobs(list(self._jobs.values()), self.now())
+        return JobsSnapshot.of_jobs(list(self._jobs.values()), self._storage.now())
 
     async def store_snapshot(self) -> JobsSnapshot:
         """As ``snapshot``, of the batches of all servers that share the database. Raises: Busy."""
         batches = await self._storage.read(self._storage.store.open_batches)
-        return JobsSnapshot.of_batches(batches, self.now())
+        return JobsSnapshot.of_batches(batches, self._storage.now())
 
     # ---- Batches ----
 
@@ -267,7 +263,7 @@ class JobManager:
                 "have together. Wait until some have ended, or cancel them."
             )
         await self.files.check_free_space()
-        now = self.now()
+        now = self._storage.now()
         kept_s = self.config.retention_s if output_expires_after_s is None else output_expires_after_s
         batch = BatchRecord(
             id=new_batch_id(),
@@ -331,7 +327,7 @@ class JobManager:
                 to, stamps = BatchStatus.CANCELLING, ["cancelling_at"]
             else:
                 raise Conflict(f"The batch {batch_id} is {batch.status.value} and cannot be cancelled.")
-            stamp = max(self.now(), batch.last_timestamp)
+            stamp = max(self._storage.now(), batch.last_timestamp)
             changes = {"status": to, **dict.fromkeys(stamps, stamp)}
             change = self._storage.store.change_batch
             if await self._storage.query(change, batch_id, changes, only_from=[batch.status]):
