@@ -180,7 +180,7 @@ def download(
                 left.set()
             await asyncio.sleep(0)
 
-        opened = await Download.open(lambda: file, ThreadPool("downloads", 1))
+        opened = Download(file, ThreadPool("downloads", 1))
         await DownloadResponse(opened, "a b.jsonl", byte_range)({"type": "http"}, receive, send)
         return messages
 

@@ -109,17 +109,21 @@ def test_finished_tokens_of_lines_are_as_the_weights_of_their_owners() -> None:
 
 
 def test_a_share_is_of_owners_with_waiting_lines() -> None:
-    assert order_of([]).num_in_flight_of("a") == 0
     batches = [Batch(owner) for owner in "aabc"]
     order = order_of(batches)
-    assert order.share_of("a") == 1 / 3
     for batch in batches[:2]:
         order.note_taken(batch)
+    assert order.has_share("a", 6)
     batches[3].num_lines = 0
     order.note_waiting(batches[3])
-    assert (order.share_of("a"), order.num_in_flight_of("a")) == (1 / 2, 2)
+    assert not order.has_share("a", 6)
+    order.note_taken(batches[1])
+    assert order.has_share("a", 6)
     weighted = order_of([Batch("a"), Batch("b")], {"a": 3.0, "b": 1.0}.__getitem__)
-    assert (weighted.share_of("a"), weighted.share_of("b")) == (0.75, 0.25)
+    for _ in range(2):
+        weighted.note_taken(weighted.next(lambda batch: batch.owner == "a"))
+    assert [weighted.has_share("a", capacity) for capacity in (2, 4)] == [True, False]
+    assert not weighted.has_share("b", 1)
 
 
 def test_owners_without_lines_are_not_searched_for_the_next() -> None:

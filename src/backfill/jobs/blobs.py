@@ -174,11 +174,6 @@ class Download:
         self._threads = threads
         self.num_bytes = file.num_bytes
 
-    @classmethod
-    async def open(cls, open_file: Callable[[], StoredFile], threads: ThreadPool) -> Download:
-        """Raises: OSError."""
-        return await threads.run(lambda: cls(open_file(), threads))
-
     async def chunks(self, start: int = 0, end: int | None = None) -> AsyncGenerator[bytes, None]:
         """The bytes of [start, end), at most a MiB at a time. Raises: OSError."""
         end = self.num_bytes if end is None else end

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -252,10 +251,7 @@ class Feeder:
         An owner whose lines are read keeps its share: others would have it for as long as their lines run.
         """
         feed = self._order.next(lambda feed: feed.has_read_lines or feed.owner not in self._reads)
-        if feed is None:
-            return None
-        share = math.ceil(self.capacity * self._order.share_of(feed.owner))
-        return feed if self._order.num_in_flight_of(feed.owner) < share else None
+        return None if feed is None or self._order.has_share(feed.owner, self.capacity) else feed
 
     def _start(self, feed: Feed, line: BatchLine) -> None:
         ran_with_others = self.num_running > 0

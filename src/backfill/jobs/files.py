@@ -8,7 +8,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from io import FileIO
 
 from backfill.jobs.blobs import Download
@@ -52,10 +51,9 @@ class Files:
 
     async def open(self, record: FileRecord) -> Download:
         """Its contents. Raises: NotFound also where the disk has lost them."""
+        threads = self.storage.threads.downloads
         try:
-            return await Download.open(
-                partial(self.storage.blobs.open, record.id), self.storage.threads.downloads
-            )
+            return Download(await threads.run(self.storage.blobs.open, record.id), threads)
         except FileNotFoundError:
             logger.error("%s: its contents are missing from the file store", record.id)
             message = f"The contents of the file {record.id} are missing from the server's storage."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -77,14 +78,13 @@ class FairOrder:
     def has_waiting(self) -> bool:
         return bool(self._in_turn)
 
-    def share_of(self, owner: str) -> float:
-        """Of an owner with waiting lines, of all lines: its weight over that of all such owners."""
-        return self._owners[owner].weight / sum(each.weight for each in self._in_turn)
+    def has_share(self, owner: str, capacity: int) -> bool:
+        """Whether an owner with waiting lines has its share of the capacity in flight.
 
-    def num_in_flight_of(self, owner: str) -> int:
-        """Lines of an owner in flight."""
-        of_owner = self._owners.get(owner)
-        return 0 if of_owner is None else of_owner.num_in_flight
+        That is its weight over the weights of all owners with waiting lines.
+        """
+        of_owner, weights = self._owners[owner], sum(each.weight for each in self._in_turn)
+        return of_owner.num_in_flight >= math.ceil(capacity * of_owner.weight / weights)
 
     def note_taken(self, feed: Feed) -> None:
         """A line of the feed is in flight."""
