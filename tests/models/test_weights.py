@@ -22,6 +22,7 @@ from backfill.models.checkpoint import RoundedCheckpoint, open_checkpoint
 from backfill.models.config import ModelConfig
 from backfill.models.fields import Fields
 from backfill.models.quantization import StoredQuantization, stored_quantization
+from backfill.models.safetensors_files import SafetensorsFiles
 from backfill.models.shard import Span, whole_model
 from backfill.models.shard_loader import ShardLoader
 from backfill.models.weights import Checkpoint, DummyCheckpoint, Part
@@ -107,9 +108,7 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
         checkpoint.get("model.c.weight", (2, 3))
     with pytest.raises(CorruptModel, match=r"model\.a\.weight has shape \[4, 6\], expected \[6, 4\]"):
         checkpoint.get("model.a.weight", (6, 4))
-    with pytest.raises(
-        UnsupportedModel, match=r"ids is torch\.int64.*; supported: bfloat16.* awq \(4 bits.* gptq"
-    ):
+    with pytest.raises(UnsupportedModel, match=r"ids is I64.*; supported: bfloat16.* awq \(4 bits.* gptq"):
         checkpoint.get("ids", (3,))
 
 
@@ -129,6 +128,24 @@ def test_damaged_header(tmp_path: Path) -> None:
     path.write_bytes(b"\xff" * 16 + path.read_bytes()[16:])
     with pytest.raises(CorruptModel, match=r"model\.safetensors"):
         open_checkpoint(tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"dtype": "F16"}, r"tensor a of shape \[2, 2\] has bytes 0 to 16"),
+        ({"data_offsets": [16, 0]}, r"tensor a of shape \[2, 2\] has bytes 16 to 0"),
+        ({"shape": [2, 3], "data_offsets": [0, 24]}, "its tensors take 24 bytes, and it has 16 for them"),
+        ({"shape": [1], "data_offsets": [0, 4]}, "its tensors take 4 bytes, and it has 16 for them"),
+        ({"shape": "2"}, r"its header is Expected array, got str"),
+    ],
+)
+def test_a_header_that_does_not_fit_its_file(change: dict[str, Any], part: str, tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16], **change}
+    header = json.dumps({"__metadata__": {"format": "pt"}, "a": entry}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(CorruptModel, match=rf"model\.safetensors is damaged or truncated: {part}"):
+        SafetensorsFiles(tmp_path)
 
 
 def test_shards_must_fit_the_index(tmp_path: Path) -> None:

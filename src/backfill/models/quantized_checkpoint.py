@@ -143,7 +143,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
 
     def _check_order(self) -> None:
         """Raises: UnsupportedModel unless groups are of neighbouring inputs."""
-        for name, path in self._path_of.items():
+        for name, path in self._files.path_of.items():
             if name.endswith(".g_idx"):
                 found = self._open(path).get_tensor(name)
                 group = self._stored.group or len(found)
@@ -158,11 +158,11 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         return name.endswith(".weight") and self._stored_type(self._named(name, self._layout.codes)) == kind
 
     def _named(self, name: str, kind: str) -> str:
-        return self._stored_name(name.removesuffix("weight") + kind)
+        return self._files.stored_name(name.removesuffix("weight") + kind)
 
     def _stored_type(self, stored: str) -> str | None:
-        path = self._path_of.get(stored)
-        return None if path is None else self._open(path).get_slice(stored).get_dtype()
+        found = self._files.find(stored)
+        return None if found is None else found.dtype
 
     def _format(self, name: str, num_inputs: int, group: int, has_zeros: bool) -> QuantizedFormat | None:
         """With which no product is rounded; None: the matrix is dequantized.
@@ -187,7 +187,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         if part is not None:
             wanted = slice(part.start, part.stop)
             rows, columns = (wanted, columns) if part.dim == _OUT else (rows, wanted)
-        if (stored_shape := self._named(name, "weight_shape")) in self._path_of:
+        if (stored_shape := self._named(name, "weight_shape")) in self._files.path_of:
             found = self._read(stored_shape, (2,), (...,)).tolist()
             if found != list(shape):
                 raise CorruptModel(f"tensor {name} has shape {found}, expected {list(shape)}")
@@ -208,7 +208,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         """Zero points ``[out, groups]``; None: all are the middle code, as the configuration says."""
         stored, is_symmetric = self._named(name, self._layout.zeros), not self._stored.has_zero_points
         # Symmetric GPTQ has zero points nevertheless.
-        if is_symmetric and (self._stored.method != "gptq" or stored not in self._path_of):
+        if is_symmetric and (self._stored.method != "gptq" or stored not in self._files.path_of):
             return None
         along = None if self._layout.packed is None else _OUT
         zeros = self._integers(stored, shape, (rows, slice(0, shape[1])), along)
@@ -259,9 +259,9 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
 
     def _mean_width(self, of_layers: bool) -> float:
         layout, num_bytes, num_weights = self._layout, 0.0, 0
-        for stored, path in self._path_of.items():
+        for stored, tensor in self._files.tensors.items():
             module, _, kind = stored.rpartition(".")
-            sizes = self._open(path).get_slice(stored).get_shape()
+            sizes = list(tensor.shape)
             if kind not in ("weight", layout.codes) or ("layers." in stored) != of_layers or len(sizes) != 2:
                 continue
             width: float = self.dtype.itemsize

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from backfill.core.errors import CorruptModel, UnsupportedModel
+from backfill.core.errors import CorruptModel
 from backfill.kernels.quantized import QuantizedWeight
-from backfill.models.quantization import SUPPORTED_METHODS
-from backfill.models.weight_files import find_weights, is_index, shards_of
+from backfill.models.safetensors_files import SafetensorsFiles
 
 _CPU = torch.device("cpu")
 _DUMMY_STD = 0.02
 _DUMMY_CHUNK = 1 << 22  # elements drawn at once: 16 MiB of float32
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,67 +99,38 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def __init__(self, folder: str | Path, *, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._files: dict[Path, Any] = {}
-        self._path_of = self._locate(Path(folder))
+        self._files = SafetensorsFiles(Path(folder))
+        self._opened: dict[Path, Any] = {}
 
     @property
     def digest(self) -> str:
-        stats = [(path, path.stat()) for path in sorted(set(self._path_of.values()))]
+        stats = [(path, path.stat()) for path in sorted(set(self._files.path_of.values()))]
         files = [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
         return hashlib.sha256(repr((files, self.dtype)).encode()).hexdigest()
 
     def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
-        tensor = self._read(name, shape, _index_of(part))
-        if tensor.dtype not in _FLOATS:
-            path = self._path_of[self._stored_name(name)]
-            raise UnsupportedModel(
-                f"{path}: tensor {name} is {tensor.dtype}, which is not supported; supported: bfloat16, "
-                f"float16, float32, float64; with a quantization_config in config.json {SUPPORTED_METHODS}"
-            )
-        return tensor.to(self.dtype).contiguous()
+        self._files.check_floats(name)
+        return self._read(name, shape, _index_of(part)).to(self.dtype).contiguous()
 
     def _read(self, name: str, shape: Sequence[int], index: tuple[Any, ...]) -> Tensor:
         """As it is stored. Args and raises: as ``get``."""
-        stored = self._stored_name(name)
-        path = self._path_of.get(stored)
-        if path is None:
-            raise CorruptModel(f"tensor {name} {list(shape)} is missing from {self._where}")
+        files = self._files
+        files.check(name, shape)
+        stored = files.stored_name(name)
+        path = files.path_of[stored]
         try:
-            whole = self._open(path).get_slice(stored)
-            if list(whole.get_shape()) != list(shape):
-                raise CorruptModel(
-                    f"{path}: tensor {name} has shape {whole.get_shape()}, expected {list(shape)}"
-                )
-            tensor: Tensor = whole[index]
+            tensor: Tensor = self._open(path).get_slice(stored)[index]
         except (SafetensorError, OSError, ValueError) as error:
             raise CorruptModel(f"{path}: tensor {name} cannot be read: {error}") from None
         return tensor
 
-    def _stored_name(self, name: str) -> str:
-        """A checkpoint saved from the bare decoder lacks the leading ``model.``."""
-        bare = name.removeprefix("model.")
-        return bare if name not in self._path_of and bare in self._path_of else name
-
-    def _locate(self, folder: Path) -> Mapping[str, Path]:
-        self._where = find_weights(folder, "safetensors")
-        if not is_index(self._where):
-            return dict.fromkeys(self._open(self._where).keys(), self._where)
-        path_of = shards_of(self._where)
-        stored = {path: set(self._open(path).keys()) for path in sorted(set(path_of.values()))}
-        for name, path in path_of.items():
-            if name not in stored[path]:
-                raise CorruptModel(
-                    f"{path}: tensor {name} is missing, but {self._where.name} places it there"
-                )
-        return path_of
-
     def _open(self, path: Path) -> Any:
-        if path not in self._files:
+        if path not in self._opened:
             try:
-                self._files[path] = safe_open(path, framework="pt", device="cpu")
+                self._opened[path] = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError, ValueError) as error:
                 raise CorruptModel(f"{path} is damaged or truncated: {error}") from None
-        return self._files[path]
+        return self._opened[path]
 
 
 class DummyCheckpoint(Checkpoint):
