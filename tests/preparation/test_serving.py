@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from backfill.core.errors import ModelError
 from backfill.preparation.messages import PreparationSetup
 from backfill.preparation.serving import ServingProcesses
 from backfill.protocol.preparer import ServedModel
@@ -45,3 +46,14 @@ async def test_an_engine_that_is_ended_at_once_is_not_asked_and_not_started_agai
     await processes.stop_engine(at_once=at_once)
     assert supervising.cancelled()
     assert client.calls == calls
+
+
+async def test_a_tokenizer_that_cannot_be_loaded_ends_the_start_at_once(tmp_path: Path) -> None:
+    client: Any = Client()
+    model = ServedModel(names=("m",), root="m", folder=tmp_path, created=0)
+    processes = ServingProcesses(client, PreparationSetup(model=model, order="fcfs"))
+    supervising = processes.start(on_ready=never, on_lost=lambda: client.calls.append("lost"))
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+        await asyncio.wait_for(supervising, 30)
+    await processes.stop_engine()
+    assert client.calls == ["stop"]

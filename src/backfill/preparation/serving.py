@@ -45,14 +45,25 @@ class ServingProcesses:
         Args:
             on_ready, on_lost, on_offline_suspended: as for ``EngineSupervisor``.
 
-        Returns: the task of ``EngineSupervisor.run``.
+        Returns: the task of ``EngineSupervisor.run``. It raises, too, what loading the tokenizer raises.
         """
         self.supervisor = EngineSupervisor(
             self.client, on_ready=on_ready, on_lost=on_lost, on_offline_suspended=on_offline_suspended
         )
         self._loading = asyncio.create_task(asyncio.to_thread(self._load))
-        self._supervising = asyncio.create_task(self.supervisor.run())
+        self._supervising = asyncio.create_task(self._supervise())
         return self._supervising
+
+    async def _supervise(self) -> None:
+        engine = asyncio.create_task(self.supervisor.run())
+        try:
+            await asyncio.wait({engine, self._loading}, return_when=asyncio.FIRST_COMPLETED)
+            if self._loading.done():
+                self._loading.result()  # without a tokenizer the engine would be loaded for nothing
+            await engine
+        finally:
+            engine.cancel()
+            await asyncio.wait([engine])
 
     async def stop_engine(self, *, at_once: bool = False) -> None:
         """End the engine, ``at_once`` without asking it. The preparation processes still answer."""
