@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shlex
@@ -20,9 +21,11 @@ from backfill.cli.serve import _sizes
 from backfill.cli.serve_replicas import _server_of
 from backfill.cli.startup import first_request
 from backfill.core.config import EngineConfig
+from backfill.core.errors import InsufficientMemory
 from backfill.engine.client import EngineClient
-from backfill.engine.options import ModelOptions
+from backfill.engine.options import ModelOptions, check_engine
 from backfill.engine.process import load_engine
+from backfill.execution.create import target_of
 from backfill.http.config import ServerConfig
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.private_files import DataFolderLock
@@ -57,22 +60,12 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("--kv-gib", "100000"), "Not enough memory"),
-        (("--kv-gib", "1e-7"), "raise --kv-gib"),
-        (("--threads", "100000"), "--threads must be at most"),
-        (("--max-model-len", "33000"), "--max-model-len 33000 exceeds the model's context of 32768"),
-        (("--kv-gib", "0.001", "--max-model-len", "8k"), "raise --kv-gib"),
         (("--dtype", "float16"), "float16"),
         (("--device", "cuda"), "--device cuda"),
         (("--host-kv-gib", "1e-7"), "--host-kv-gib"),
         (
             ("--checkpointing", "no.module:Policy"),
             "--checkpointing no.module:Policy: no.module cannot be imp",
-        ),
-        (("--host-kv-gib", "100000"), "--host-kv-gib"),
-        (
-            ("--offload-interval", "5"),
-            "--offload-interval must be none, auto or at most 4, the model's layers, got 5",
         ),
         (("--offload-interval", "2.5"), "a whole number of at least 1, got '2.5'"),
         (
@@ -84,32 +77,131 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             ("--device-memory", "0.01"),
             "--device-memory 0.010 GiB is too small with --offload-interval none",
         ),
-        (("--profile", "/no/such/profile"), "/no/such/profile cannot be read"),
-        (("--profile", "{folder}/corrupt.json"), "corrupt.json is not JSON"),
-        (("--profile", "{folder}/profile.json"), "is of another model"),
     ],
 )
 def test_options_that_the_engine_refuses_are_told_in_a_line(
     small_model: Path, tmp_path: Path, arguments: tuple[str, ...], part: str
 ) -> None:
-    make_profile().save(tmp_path / "profile.json")
-    (tmp_path / "corrupt.json").write_text('{"format": 4, ')
-    options = [argument.format(folder=tmp_path) for argument in arguments]
     result = run_cli_here(
-        *("serve", str(small_model), *MODEL_OPTIONS, "--port", "0", "--data-dir", str(tmp_path)), *options
+        *("serve", str(small_model), *MODEL_OPTIONS, "--port", "0", "--data-dir", str(tmp_path)), *arguments
     )
     assert_refused(result, part)
 
 
-def test_a_folder_without_a_tokenizer_is_refused_before_an_engine_is_launched(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def assert_refused_early(
+    monkeypatch: pytest.MonkeyPatch, model: Path, data_dir: Path, part: str, *options: str
 ) -> None:
+    """No engine is launched, and nothing says that a server starts."""
     monkeypatch.setattr(EngineClient, "launch", lambda _: pytest.fail("launched"))
+    result = run_cli_here("serve", str(model), "--port", "0", "--data-dir", str(data_dir), *options)
+    assert_refused(result, part)
+    assert "starting on" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--kv-gib", "100000"), "Not enough memory on cpu: the KV pool needs 100000.00 GiB"),
+        (("--kv-gib", "1e-7"), "raise --kv-gib"),
+        (("--threads", "100000"), "--threads must be at most"),
+        (("--max-model-len", "33000"), "--max-model-len 33000 exceeds the model's context of 32768"),
+        (("--kv-gib", "0.001", "--max-model-len", "8k"), "raise --kv-gib"),
+        (("--kv-gib", "0.001", "--max-model-len", "1056"), "it holds 1040 tokens"),
+        (("--kv-gib", "0.001", "--max-model-len", "2097", "--dtype", "bfloat16"), "it holds 2096 tokens"),
+        (("--host-kv-gib", "100000"), "--host-kv-gib"),
+        (
+            ("--offload-interval", "5"),
+            "--offload-interval must be none, auto or at most 4, the model's layers, got 5",
+        ),
+        (("--profile", "/no/such/profile"), "/no/such/profile cannot be read"),
+        (("--profile", "{folder}/corrupt.json"), "corrupt.json is not JSON"),
+        (("--profile", "{folder}/profile.json"), "is of another model"),
+    ],
+)
+def test_sizes_and_files_that_cannot_be_are_refused_before_an_engine_is_launched(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], part: str
+) -> None:
+    monkeypatch.setattr("backfill.execution.machine._may_have_driver", lambda: False)
+    make_profile().save(tmp_path / "profile.json")
+    (tmp_path / "corrupt.json").write_text('{"format": 4, ')
+    options = [argument.format(folder=tmp_path) for argument in arguments]
+    assert_refused_early(monkeypatch, small_model, tmp_path, part, *options)
+
+
+@pytest.mark.parametrize("asked", [1040, 1041])
+def test_the_engine_and_the_check_before_it_count_the_same_tokens(
+    small_model: Path, tmp_path: Path, asked: int
+) -> None:
+    config = EngineConfig(model_dir=str(small_model), kv_gib=0.001, max_model_len=asked, device="cpu")
+    refusals = []
+    for check in (check_engine, lambda config: target_of(config).plan_rank()):
+        try:
+            check(config)
+        except InsufficientMemory as error:
+            refusals.append(str(error))
+    assert len(refusals) == (0 if asked == 1040 else 2)
+    assert len(set(refusals)) <= 1
+
+
+def copy_of(small_model: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(small_model, folder / "model"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "part"),
+    [
+        ({"num_hidden_layers": 5}, "tensor model.layers.4.input_layernorm.weight [64] is missing from"),
+        ({"intermediate_size": 96}, "layers.0.mlp.gate_proj.weight has shape [80, 64], expected [96, 64]"),
+        ({"tie_word_embeddings": False}, "tensor lm_head.weight [49152, 64] is missing from"),
+    ],
+)
+def test_weights_of_another_model_are_refused_before_an_engine_is_launched(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], part: str
+) -> None:
+    path = copy_of(small_model, tmp_path) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    assert_refused_early(monkeypatch, path.parent, tmp_path, part)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("model.safetensors", None, "model.safetensors is damaged or truncated: its tensors take"),
+        ("model.safetensors", b"", "model.safetensors is damaged or truncated: it has 0 bytes"),
+        ("tokenizer.json", None, "tokenizer.json is not valid JSON"),
+        ("tokenizer.json", b"{}", "tokenizer.json holds no tokenizer: Object missing required field model"),
+        ("tokenizer_config.json", b"{", "tokenizer_config.json is not valid JSON"),
+        ("generation_config.json", b"{", "generation_config.json is not valid JSON"),
+        ("generation_config.json", b'{"top_p": 2}', "generation_config.json: top_p must be a number"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name_before_an_engine_is_launched(
+    small_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    content: bytes | None,
+    part: str,
+) -> None:
+    path = copy_of(small_model, tmp_path) / name
+    path.write_bytes(path.read_bytes()[:-100] if content is None else content)
+    assert_refused_early(monkeypatch, path.parent, tmp_path, part)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (("--load-format", "dummy"), "model has no tokenizer.json"),
+        ((), "nor model.safetensors.index.json; and it has no tokenizer.json"),
+    ],
+)
+def test_all_that_a_folder_lacks_is_told_at_once(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], part: str
+) -> None:
     model = tmp_path / "model"
     model.mkdir()
     shutil.copy(small_model / "config.json", model)
-    options = ("--load-format", "dummy", "--port", "0", "--data-dir", str(tmp_path))
-    assert_refused(run_cli_here("serve", str(model), *options), "model has no tokenizer.json")
+    assert_refused_early(monkeypatch, model, tmp_path, part, *options)
 
 
 @pytest.mark.parametrize(
@@ -129,15 +221,13 @@ def test_a_folder_without_weights_is_refused_before_an_engine_is_launched(
     index: dict[str, str] | None,
     part: str,
 ) -> None:
-    monkeypatch.setattr(EngineClient, "launch", lambda _: pytest.fail("launched"))
     model = tmp_path / "model"
     model.mkdir()
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(small_model / name, model)
     if index is not None:
         (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    options = ("--port", "0", "--data-dir", str(tmp_path))
-    assert_refused(run_cli_here("serve", str(model), *options), part)
+    assert_refused_early(monkeypatch, model, tmp_path, part)
 
 
 @pytest.mark.parametrize(
@@ -147,11 +237,9 @@ def test_a_folder_without_weights_is_refused_before_an_engine_is_launched(
 def test_cuda_that_cannot_be_there_is_refused_before_an_engine_is_launched(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, part: str
 ) -> None:
-    monkeypatch.setattr(EngineClient, "launch", lambda _: pytest.fail("launched"))
     monkeypatch.setattr("importlib.metadata.version", lambda _: version)
     monkeypatch.setattr("backfill.execution.machine._may_have_driver", lambda: False)
-    options = ("--device", "cuda", "--port", "0", "--data-dir", str(tmp_path))
-    assert_refused(run_cli_here("serve", str(small_model), *options), part)
+    assert_refused_early(monkeypatch, small_model, tmp_path, part, "--device", "cuda")
 
 
 def test_the_engine_has_the_last_word_on_cuda(
@@ -205,17 +293,38 @@ def test_shedding_needs_the_policy_that_knows_costs(small_model: Path, tmp_path:
 def test_a_data_folder_that_is_taken_is_refused_before_an_engine_is_launched(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched: list[EngineClient] = []
-    monkeypatch.setattr(EngineClient, "launch", launched.append)
     lock = DataFolderLock(tmp_path, "http://127.0.0.1:1")
     lock.acquire()
-    result = run_cli_here(
-        "serve", str(small_model), *MODEL_OPTIONS, "--port", "0", "--data-dir", str(tmp_path)
-    )
+    part = f"is in use by the server with process id {os.getpid()} at http://127.0.0.1:1"
+    assert_refused_early(monkeypatch, small_model, tmp_path, part)
     lock.release()
-    assert result.returncode == 1
-    assert f"is in use by the server with process id {os.getpid()} at http://127.0.0.1:1" in result.stderr
-    assert launched == []
+
+
+@pytest.mark.parametrize("batch_api", ["--batch-api", "--no-batch-api"])
+@pytest.mark.parametrize("below", ["", "/data", "/data/data"])
+def test_a_data_folder_that_is_a_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str, batch_api: str
+) -> None:
+    monkeypatch.setattr("backfill.cli.serve.find_folder", lambda _: pytest.fail("the model is looked for"))
+    file = tmp_path / "file"
+    file.touch()
+    data_dir = Path(f"{file}{below}")
+    part = f"--data-dir {data_dir} cannot be written: {file} is no folder."
+    assert_refused_early(monkeypatch, tmp_path, data_dir, part, batch_api)
+
+
+@pytest.mark.parametrize("batch_api", ["--batch-api", "--no-batch-api"])
+def test_a_data_folder_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_api: str
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("filelock.FileLock.acquire", refuse)
+    part = f"--data-dir {tmp_path} cannot be written: Permission denied."
+    assert_refused_early(monkeypatch, tmp_path, tmp_path, part, batch_api)
 
 
 @pytest.mark.parametrize("on_ray", [False, True])

@@ -11,7 +11,7 @@ from backfill.cli.command import VARIABLES, command
 from backfill.cli.interrupts import LOADING, interruptible
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.engine.environment import engine_environment, restart_with
-from backfill.engine.options import ModelOptions
+from backfill.engine.options import ModelOptions, check_engine
 
 
 def throughput(
@@ -30,8 +30,10 @@ def throughput(
 
     with interruptible(LOADING):
         folder = resolve_model(model.model)
+    config = replace(engine, model_dir=str(folder))
+    check_engine(config, needs_tokenizer=False)
     with interruptible():
-        figures = measure(replace(engine, model_dir=str(folder)), load)
+        figures = measure(config, load)
     for name, figure in figures.items():
         if not isinstance(figure, list):
             print(f"{name:22s} {figure:10.3f}")

@@ -24,7 +24,7 @@ from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile
 from backfill.engine.environment import engine_environment, restart_with
-from backfill.engine.options import ModelOptions
+from backfill.engine.options import ModelOptions, check_engine
 from backfill.offloading.choice import IntervalChooser
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def profile(options: ProfileOptions, model: ModelOptions, engine: EngineConfig) 
         checkpointing="adaptive",  # for a pool in host memory, whose copies are timed too
     )
     config = replace(engine, model_dir=str(folder), scheduler=scheduler)
+    check_engine(config, needs_tokenizer=False)
     if options.offload:
         with interruptible(), _bar(console) as bar:
             analysis, path = _measure_record(config, options, _advance(bar))

@@ -20,11 +20,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from backfill.cli.command import LIMITS_SECTION, MODEL_SECTION, VARIABLES, command
 from backfill.cli.interrupts import LOADING, SIGNALS, interruptible, take_from_loop
 from backfill.cli.live import alongside
-from backfill.cli.startup import check_engine, configure_logging, find_folder, run_in_loop, served_model
+from backfill.cli.startup import configure_logging, find_folder, run_in_loop, served_model
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.core.options import bounded, check_types
-from backfill.engine.options import ModelOptions
+from backfill.engine.options import ModelOptions, check_engine
 from backfill.jobs.config import OrderOptions
 from backfill.protocol.options import RequestOptions, read_template
 

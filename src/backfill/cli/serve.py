@@ -23,7 +23,7 @@ from backfill.cli.command import (
 from backfill.cli.interrupts import LOADING, exit_after, exit_at_once, interruptible
 from backfill.cli.startup import (
     announce,
-    check_engine,
+    check_data_dir,
     configure_logging,
     counted,
     find_folder,
@@ -35,13 +35,13 @@ from backfill.cli.startup import (
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.core.options import without_secrets
-from backfill.engine.options import ModelOptions
+from backfill.engine.options import ModelOptions, check_engine, check_machine
 from backfill.execution.machine import threads_of_rank
 from backfill.http.config import ServerConfig
 from backfill.ipc.log_lines import name_replica
 from backfill.ipc.python_process import say_last_words
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.private_files import DataFolderLock, make_folder, write_durably
+from backfill.jobs.private_files import make_folder, unusable, write_durably
 from backfill.protocol.options import read_template
 from backfill.router.config import ReplicaOptions
 
@@ -72,6 +72,7 @@ def serve(
     configure_logging(server.log_level, "server")
     if server.shed_hopeless and engine.scheduler.policy != "slo":
         raise ConfigError(f"`shed_hopeless` needs `policy` slo, got `policy` {engine.scheduler.policy}.")
+    check_machine(engine)
     jobs = jobs_of(server, jobs)
     if replicas.data_parallel_size > 1 or (engine.executor == "ray" and not replicas.is_replica):
         from backfill.cli.serve_replicas import serve_replicas
@@ -133,15 +134,13 @@ def _run(
     started_at_s: float,
 ) -> None:
     address = listen(server_config)
-    logger.info("starting on %s; /health answers 503 until %s is loaded", address.url, model.model)
+    check_data_dir(jobs_config, address.url)
     with interruptible(LOADING):
         folder = find_folder(model)
     engine_config = dataclasses.replace(engine_config, model_dir=str(folder))
     check_engine(engine_config)
-    if jobs_config.batch_api:  # the server takes its folder later, once the engine is launched
-        lock = DataFolderLock(jobs_config.data_dir, address.url)
-        lock.acquire()
-        lock.release()
+    # Not earlier: who connects before this line waits, during a download for long.
+    logger.info("starting on %s; /health answers 503 until %s is loaded", address.url, model.model)
     client = _launch(engine_config, server_config.log_level.upper())
     from backfill.api.server import Server  # takes a second, in which the engine loads
 
@@ -216,5 +215,4 @@ def _save_config(
         content = json.dumps(resolved, indent=2, default=str) + "\n"
         write_durably(jobs_config.data_dir / "config.json", content.encode())
     except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"`data_dir` {jobs_config.data_dir} cannot be written: {reason}.") from error
+        raise unusable(jobs_config.data_dir, error) from error

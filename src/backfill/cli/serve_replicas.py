@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from backfill.cli.interrupts import LOADING, SIGNALS, exit_at_once, interruptible
 from backfill.cli.startup import (
     announce,
-    check_engine,
     check_storage,
     counted,
     find_folder,
@@ -26,7 +25,7 @@ from backfill.cli.startup import (
 )
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
-from backfill.engine.options import ModelOptions
+from backfill.engine.options import ModelOptions, check_engine
 from backfill.http.config import ServerConfig
 from backfill.jobs.config import JobsConfig
 from backfill.protocol.options import read_template

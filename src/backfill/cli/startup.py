@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from backfill.cli.interrupts import LOADING, take_from_loop
-from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.ipc.log_lines import log_format
 
@@ -51,29 +50,6 @@ def find_folder(options: ModelOptions) -> Path:
     return folder
 
 
-def check_engine(config: EngineConfig) -> None:
-    """Refuse what can be known to be wrong of an engine's model and options before a process is started.
-
-    Args:
-        config: complete, with the model's folder.
-    Raises: ConfigError, ModelError.
-    """
-    from backfill.engine.options import check_profile
-    from backfill.execution.machine import check_device, check_threads
-    from backfill.models.config import ModelConfig
-    from backfill.models.placement import check_parallel
-    from backfill.models.resolve import check_tokenizer, check_weights
-
-    check_device(config)
-    check_tokenizer(Path(config.model_dir))
-    if config.executor != "ray":  # whose nodes read them
-        check_weights(Path(config.model_dir), config.load_format)
-    model = ModelConfig.from_folder(config.model_dir)
-    check_parallel(model, config.tensor_parallel_size, config.pipeline_parallel_size)
-    check_threads(config)
-    check_profile(config)
-
-
 def jobs_of(server: ServerConfig, jobs: JobsConfig) -> JobsConfig:
     """The batches of a server: a line may be as large as an online body, and any file as a batch's."""
     return replace(
@@ -82,6 +58,25 @@ def jobs_of(server: ServerConfig, jobs: JobsConfig) -> JobsConfig:
         max_line_bytes=server.max_body_bytes,
         max_file_bytes=max(jobs.batch_max_bytes, jobs.max_file_bytes),
     )
+
+
+def check_data_dir(config: JobsConfig, url: str) -> None:
+    """Refuse a data folder that cannot be used, or another server's, before anything slow.
+
+    The server takes it later, once its engine is launched.
+
+    Args:
+        url: of the server, shown to a process that finds the data folder locked meanwhile.
+    Raises: ConfigError.
+    """
+    from backfill.jobs.private_files import DataFolderLock, check_writable
+
+    if not config.batch_api:
+        check_writable(config.data_dir)
+        return
+    lock = DataFolderLock(config.data_dir, url)
+    lock.acquire()
+    lock.release()
 
 
 def check_storage(config: JobsConfig, url: str) -> None:

@@ -86,6 +86,11 @@ def check_device(config: EngineConfig) -> None:
         raise ConfigError("cuda: there is no driver of a GPU here; use cpu.", field="device")
 
 
+def runs_on_cpu(config: EngineConfig) -> bool:
+    """Whether ``device`` is the CPU for certain, on this machine. Where it is False, torch finds out."""
+    return config.device == "cpu" or (config.device == "auto" and not _may_have_driver())
+
+
 def _may_have_driver() -> bool:
     """Whether torch might find a GPU; it looks for a driver in more places, so files of devices will do."""
     if any(Path(path).exists() for path in _GPU_DEVICES):

@@ -138,16 +138,9 @@ def plan_memory(
         if kv_bytes is None:
             assert available_bytes is not None
             kv_bytes = max(1, int((available_bytes - weights_bytes) * 0.9))
-    if available_bytes is not None and weights_bytes + kv_bytes > available_bytes:
-        advice = (
-            at_most("`kv_gib`", available_bytes - weights_bytes)
-            or _fitting_interval(weights, interval, available_bytes)
-            or "the weights alone do not fit; use a smaller model"
-        )
-        raise InsufficientMemory(
-            f"Not enough memory on {device}: the weights need {weights_bytes / GIB:.2f} GiB and the KV pool "
-            f"{kv_bytes / GIB:.2f} GiB, and {available_bytes / GIB:.2f} GiB are available; {advice}."
-        )
+    check_pool_fits(
+        kv_bytes, device=device, available_bytes=available_bytes, weights=weights, interval=interval
+    )
     return MemoryPlan(
         weights.num_layers,
         weights.num_offloaded(interval),
@@ -156,6 +149,42 @@ def plan_memory(
         activation_bytes,
         kv_bytes,
         num_blocks=kv_bytes // block_bytes,
+    )
+
+
+def check_pool_fits(
+    kv_bytes: int,
+    *,
+    device: str,
+    available_bytes: int | None,
+    weights: WeightSizes | None = None,
+    interval: int | None = None,
+) -> None:
+    """Refuse a KV pool that does not fit beside the weights, or not even alone.
+
+    Args:
+        available_bytes: what the device has; None: unknown.
+        weights: None: not known yet.
+        interval: every so many layers one is offloaded; None: none is.
+    Raises: InsufficientMemory.
+    """
+    weights_bytes = 0 if weights is None else weights.device_bytes(interval)
+    if available_bytes is None or weights_bytes + kv_bytes <= available_bytes:
+        return
+    pool, has = f"{kv_bytes / GIB:.2f} GiB", f"{available_bytes / GIB:.2f} GiB are available"
+    if weights is None:
+        raise InsufficientMemory(
+            f"Not enough memory on {device}: the KV pool needs {pool}, and {has}, for the weights too; "
+            "lower `kv_gib`."
+        )
+    advice = (
+        at_most("`kv_gib`", available_bytes - weights_bytes)
+        or _fitting_interval(weights, interval, available_bytes)
+        or "the weights alone do not fit; use a smaller model"
+    )
+    raise InsufficientMemory(
+        f"Not enough memory on {device}: the weights need {weights_bytes / GIB:.2f} GiB and the KV pool "
+        f"{pool}, and {has}; {advice}."
     )
 
 

@@ -2,6 +2,8 @@
 
 The KV pool is one pool, and each rank has a part of every block. So ``kv_gib`` and ``host_kv_gib`` are of all
 ranks together. ``device_memory`` is of one device: on CPU all ranks share it, on CUDA each rank has its own.
+
+The server's process, which has no torch, asks ``check_sizes`` before it starts an engine.
 """
 
 from __future__ import annotations
@@ -9,21 +11,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from backfill.core.block import KVLayout
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
-from backfill.execution.machine import available_host_bytes, check_host_pool_fits
-from backfill.execution.memory import MemoryPlan, WeightSizes, WeightWidths, activation_bytes, plan_memory
+from backfill.execution.machine import available_host_bytes, check_host_pool_fits, runs_on_cpu
+from backfill.execution.memory import (
+    MemoryPlan,
+    WeightSizes,
+    WeightWidths,
+    activation_bytes,
+    check_pool_fits,
+    plan_memory,
+)
 from backfill.models.config import ModelConfig
 from backfill.models.placement import ModelPlacement
 from backfill.models.shard import ShardSizes, whole_model
-from backfill.models.weights import Checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+    from backfill.models.weights import Checkpoint
 
 logger = logging.getLogger(__name__)
 
+_DEFAULT_CPU_KV_BYTES = GIB
 _DEFAULT_HOST_KV_FRAC = 0.25  # of the host memory that is left, as an upper limit
 
 
@@ -76,6 +89,8 @@ class Target:
 
     @property
     def kv_dtype(self) -> torch.dtype:
+        import torch
+
         return torch.int8 if self.kv_codes else self.dtype
 
     def plan_rank(self, rank: int = 0, node_ranks: Sequence[int] | None = None) -> RankPlan:
@@ -115,14 +130,14 @@ class Target:
         block_bytes, kv_bytes = self._block_bytes(shards), config.kv_bytes
         has_all = len(shards) == placement.num_ranks
         if on_cpu and kv_bytes is None and config.device_memory_bytes is None and not has_all:
-            kv_bytes = GIB  # as below, of all ranks together
+            kv_bytes = _DEFAULT_CPU_KV_BYTES  # as below, of all ranks together
         if kv_bytes is not None and not has_all:
             kv_bytes = kv_bytes // self._block_bytes(placement.shards()) * block_bytes
         return plan_memory(
             self.weight_sizes(shards),
             device=str(self.device),
             block_bytes=block_bytes,
-            default_kv_bytes=GIB if on_cpu else None,
+            default_kv_bytes=_DEFAULT_CPU_KV_BYTES if on_cpu else None,
             interval=config.offload_every,
             kv_bytes=kv_bytes,
             limit_bytes=config.device_memory_bytes,
@@ -145,13 +160,7 @@ class Target:
 
     def kv_layout(self, shard: ShardSizes) -> KVLayout:
         """Of a rank's part of a KV block."""
-        return KVLayout(
-            num_layers=len(shard.layers),
-            num_kv_heads=shard.kv_heads.length,
-            head_dim=shard.config.head_dim,
-            block_size=self.config.block_size,
-            dtype_bytes=self.kv_dtype.itemsize,
-        )
+        return _kv_layout(shard, self.config, self.dtype.itemsize)
 
     def weight_sizes(self, shards: Sequence[ShardSizes]) -> WeightSizes:
         """Of shards in the memory of one device."""
@@ -172,6 +181,41 @@ class Target:
         return sum(self.kv_layout(each).block_bytes for each in shards)
 
 
+def check_sizes(config: EngineConfig, model: ModelConfig) -> None:
+    """Refuse what ``Target.plan_rank`` would, as far as it is known without torch, the weights and a GPU.
+
+    Raises: ConfigError, InsufficientMemory.
+    """
+    placement = ModelPlacement.of(model, config.tensor_parallel_size, config.pipeline_parallel_size)
+    _check_interval(config.offload_every, placement)
+    _check_context(config, model)
+    kv_bytes = config.kv_bytes
+    if config.executor != "ray" and runs_on_cpu(config):
+        if kv_bytes is None and config.device_memory is None:
+            kv_bytes = _DEFAULT_CPU_KV_BYTES
+        available = available_host_bytes()
+        check_pool_fits(kv_bytes or 0, device="cpu", available_bytes=available)
+        if config.host_kv_bytes is not None and config.scheduler.checkpointing not in (None, "none"):
+            left = None if available is None else available - (kv_bytes or 0)
+            check_host_pool_fits(host_kv_bytes=config.host_kv_bytes, left_bytes=left)
+    if kv_bytes is not None:
+        dtype = model.dtype if config.dtype == "auto" else config.dtype
+        layouts = (_kv_layout(each, config, 4 if dtype == "float32" else 2) for each in placement.shards())
+        block_bytes = sum(each.block_bytes for each in layouts)
+        _choose_max_model_len(config, model, kv_bytes // block_bytes, block_bytes, warns=False)
+
+
+def _kv_layout(shard: ShardSizes, config: EngineConfig, dtype_bytes: int) -> KVLayout:
+    """Args: dtype_bytes: of KV that is not codes."""
+    return KVLayout(
+        num_layers=len(shard.layers),
+        num_kv_heads=shard.kv_heads.length,
+        head_dim=shard.config.head_dim,
+        block_size=config.block_size,
+        dtype_bytes=dtype_bytes if config.kv_dtype == "auto" else 1,
+    )
+
+
 def _check_interval(interval: int | None, placement: ModelPlacement) -> None:
     """Raises: ConfigError for an interval with which no stage offloads a layer."""
     most = max(map(len, placement.stages))
@@ -184,6 +228,8 @@ def _check_interval(interval: int | None, placement: ModelPlacement) -> None:
 
 def _available_cuda_bytes(device: torch.device, utilization: float) -> int:
     """Bytes of device memory that this process may still allocate, up to ``utilization`` of the total."""
+    import torch
+
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(total * utilization) - (total - free))
 
@@ -214,18 +260,24 @@ def _choose_num_host_blocks(
     return config.host_kv_bytes // block_bytes
 
 
-def _choose_max_model_len(
-    config: EngineConfig, model_config: ModelConfig, num_blocks: int, block_bytes: int, *, warns: bool
-) -> int:
-    model_limit = model_config.max_position_embeddings
+def _check_context(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Tokens that the model allows. Raises: ConfigError if more are asked for."""
+    model_limit, asked = model_config.max_position_embeddings, config.max_model_tokens
     if model_config.sliding_window is not None:
         # Attention here has no window: the results are equal only up to the window's length.
         model_limit = min(model_limit, model_config.sliding_window)
+    if asked is not None and asked > model_limit:
+        raise ConfigError(f"`max_model_len` {asked} exceeds the model's context of {model_limit} tokens.")
+    return model_limit
+
+
+def _choose_max_model_len(
+    config: EngineConfig, model_config: ModelConfig, num_blocks: int, block_bytes: int, *, warns: bool
+) -> int:
+    model_limit = _check_context(config, model_config)
     pool_limit = num_blocks * config.block_size
     asked = config.max_model_tokens
     if asked is not None:
-        if asked > model_limit:
-            raise ConfigError(f"`max_model_len` {asked} exceeds the model's context of {model_limit} tokens.")
         if asked > pool_limit:
             needed_gib = -(-asked // config.block_size) * block_bytes / GIB
             raise InsufficientMemory(

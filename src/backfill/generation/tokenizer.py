@@ -13,7 +13,8 @@ from tokenizers.decoders import ByteLevel
 from backfill.core.errors import CorruptModel, ModelError, RequestError
 from backfill.generation.message_format import MessageFormat, ReasoningParserName, ToolCallParserName
 from backfill.generation.message_parser import MessageParsing
-from backfill.models.resolve import check_tokenizer, told_what_to_delete
+from backfill.models.folder_check import check_tokenizer
+from backfill.models.resolve import told_what_to_delete
 
 # Longest text if nothing else bounds its tokens: encoding takes 200 times the text's memory.
 MAX_CHARS = 1 << 20
@@ -67,7 +68,8 @@ class Tokenizer:
             except ModelError:
                 raise
             except Exception as error:  # the library raises many kinds, even bare Exception
-                raise CorruptModel(f"The tokenizer in {folder} cannot be read: {error}") from error
+                reason = f"{type(error).__name__}: {error}"
+                raise CorruptModel(f"The tokenizer in {folder} cannot be read: {reason}") from error
         if chat_template is not None:
             wrapped.chat_template = chat_template
         templates = wrapped.chat_template or ""
@@ -222,12 +224,12 @@ def _text_arguments(messages: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _load(folder: Path) -> Any:
+    check_tokenizer(folder)
     if (folder / "tokenizer.json").is_file():
         # AutoTokenizer would import torch.
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(folder)
-    check_tokenizer(folder)
     from transformers import AutoTokenizer
 
     wrapped = AutoTokenizer.from_pretrained(folder)

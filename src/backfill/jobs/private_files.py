@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -50,11 +51,29 @@ class DataFolderLock:
             ) from error
         except OSError as error:
             self.release()
-            reason = error.strerror or error
-            raise ConfigError(f"`data_dir` {self._path.parent} cannot be written: {reason}.") from error
+            raise unusable(self._path.parent, error) from error
 
     def release(self) -> None:
         self._lock.release()
+
+
+def check_writable(folder: Path) -> None:
+    """Make the data folder, if it is not there. Raises: ConfigError if it cannot be written."""
+    try:
+        make_folder(folder)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise unusable(folder, error) from error
+
+
+def unusable(data_dir: Path, error: OSError) -> ConfigError:
+    """The error, for the caller to raise, of a data folder that cannot be written."""
+    reason = error.strerror or str(error)
+    for place in (data_dir, *data_dir.parents):
+        if os.path.lexists(place) and not os.path.isdir(place):
+            reason = f"{place} is no folder"
+    return ConfigError(f"`data_dir` {data_dir} cannot be written: {reason}.")
 
 
 def make_folder(folder: Path) -> None:

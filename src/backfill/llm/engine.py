@@ -17,7 +17,7 @@ from backfill.core.options import options_of
 from backfill.core.sampling import SamplingParams
 from backfill.costs.profile import CostProfile
 from backfill.engine.client import EngineClient
-from backfill.engine.options import check_profile
+from backfill.engine.options import check_engine
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.grammars import GrammarCompiler
 from backfill.generation.generator import TextGenerator
@@ -33,7 +33,6 @@ from backfill.llm.options import (
 )
 from backfill.llm.progress import FetchLines
 from backfill.llm.request import AbortHandle, Preparer
-from backfill.models.config import ModelConfig
 from backfill.models.generation_config import GenerationDefaults
 from backfill.models.resolve import DEFAULT_MODEL, resolve_model
 from backfill.protocol.options import RequestOptions
@@ -161,9 +160,8 @@ class LocalEngine:
     def _find_model(self) -> EngineConfig:
         """The configuration with the model's folder. Downloads it if needed. Raises: BackfillError."""
         folder = resolve_model(self.model, revision=self.revision, progress=FetchLines(self.model))
-        ModelConfig.from_folder(folder)  # refuses a model before the engine starts
         config = replace(self.config, model_dir=str(folder))
-        check_profile(config)
+        check_engine(config)
         return config
 
     def _load(self, client: EngineClient) -> tuple[TextGenerator, SamplingParams]:

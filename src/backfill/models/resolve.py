@@ -21,13 +21,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from backfill.core.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
-from backfill.models.weight_files import GGUF_FILE, find_weights, is_index, shards_of
-
-if TYPE_CHECKING:
-    from backfill.core.config import LoadFormat
+from backfill.models.weight_files import GGUF_FILE
 
 Progress = Callable[[str, int, int], None]
 """Called with the current work as text, bytes done and bytes in all."""
@@ -41,8 +37,6 @@ _COPY_BYTES = 1 << 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt")
 _HUB_IGNORED = ("*/*", "consolidated*")  # subfolders hold the same weights in other formats
-# The others can be converted by transformers.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,22 +191,6 @@ def _made_once(models: Path, name: str, digest: str) -> Iterator[tuple[Path, Pat
                 yield folder, Path(workspace)
     except OSError as error:
         raise ModelError(f"cannot use the model cache {models}: {error.strerror or error}") from None
-
-
-def check_tokenizer(folder: Path) -> None:
-    """Raise ModelError for a folder without a file of which a tokenizer can be loaded."""
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelError(f"{folder} has no tokenizer.json.")
-
-
-def check_weights(folder: Path, load_format: LoadFormat) -> None:
-    """Raise ModelError for a folder without the files of its weights. What is in them is not read."""
-    if load_format == "dummy":
-        return
-    with told_what_to_delete(folder):
-        found = find_weights(folder, load_format)
-        if is_index(found):
-            shards_of(found)
 
 
 @contextmanager
