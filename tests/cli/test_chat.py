@@ -97,7 +97,8 @@ def test_one_prompt_is_answered_from_an_argument_or_standard_input(small_model: 
     [
         (("run", " "), "--prompt is empty."),
         (("run", "caf\udce9"), "--prompt must be UTF-8."),
-        (("run", "x", "--temperature", "-1"), "temperature must be between 0 and 2"),
+        (("run", "x", "--temperature", "-1"), "--temperature must be between 0 and 2"),
+        (("chat", "--max-tokens", "0"), "--max-tokens must be at least 1"),
         (("chat", "no-such-model"), "no model 'no-such-model'"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile
 from backfill.offloading.record import PerformanceRecord
-from tests.cli.running import run_cli_here
+from tests.cli.running import assert_refused, run_cli_here
 from tests.models.tiny import save_tiny_llama_config
 
 SMALL = ("--load-format", "dummy", "--device", "cpu", "--dtype", "float32", "--kv-gib", "0.01")
@@ -48,6 +48,12 @@ def test_a_profile_is_measured_written_and_printed(model: str, cache: Path, tmp_
     lines = re.findall(r"backfill: (\d+) of (\d+) steps timed", done.stderr)
     assert len(lines) == 10 and lines[-1][0] == lines[-1][1], "without a terminal, a line each tenth"
     assert not (cache / "profiles").exists(), "--out is written instead"
+
+
+def test_a_folder_is_no_file_for_a_profile(model: str, tmp_path: Path) -> None:
+    result = run_cli_here("profile", model, *SMALL, "--quick", "--out", str(tmp_path))
+    assert_refused(result, f"--out {tmp_path} is a folder, and a file is needed.")
+    assert "steps timed" not in result.stderr
 
 
 def test_without_a_file_it_goes_where_serve_looks(model: str, cache: Path, tmp_path: Path) -> None:

@@ -300,6 +300,36 @@ def test_a_data_folder_that_is_taken_is_refused_before_an_engine_is_launched(
     lock.release()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--batch-database-url", "foo://host/x"), "--batch-database-url must be a URL of SQLite or Post"),
+        (("--batch-database-url", "postgresql://127.0.0.1:1/x"), "127.0.0.1:1/x cannot be opened"),
+        (("--batch-file-store", "s3:/bucket/x"), "--batch-file-store must be a folder or s3://BUCKET/PREFIX"),
+        (
+            ("--otlp-traces-endpoint", "localhost:4318"),
+            "--otlp-traces-endpoint must be a URL such as http://",
+        ),
+        (("--chat-template", "{folder}/no"), "no cannot be read: No such file or directory."),
+        (("--chat-template", "{folder}"), "cannot be read: Is a directory."),
+        (("--threads", "100000"), "--threads must be at most"),
+    ],
+)
+def test_what_is_wrong_whatever_the_model_is_refused_before_it_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], part: str
+) -> None:
+    monkeypatch.setattr("backfill.cli.serve.find_folder", lambda _: pytest.fail("the model is looked for"))
+    options = [argument.format(folder=tmp_path) for argument in arguments]
+    assert_refused_early(monkeypatch, Path("org/model"), tmp_path, part, *options)
+
+
+def test_a_revision_of_a_folder_is_refused_by_the_name_of_the_option(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = f"--revision is only for models of the Hugging Face hub, and {small_model} is not one."
+    assert_refused_early(monkeypatch, small_model, tmp_path, part, "--revision", "main")
+
+
 @pytest.mark.parametrize("batch_api", ["--batch-api", "--no-batch-api"])
 @pytest.mark.parametrize("below", ["", "/data", "/data/data"])
 def test_a_data_folder_that_is_a_file_is_named(

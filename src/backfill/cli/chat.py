@@ -40,8 +40,11 @@ class AnswerOptions:
     max_tokens: int | None = None
 
     def validate(self) -> None:
-        """Raises: RequestError."""
-        self.sampling()
+        """Raises: ConfigError."""
+        try:
+            self.sampling()
+        except RequestError as error:
+            raise ConfigError(str(error).removeprefix(f"{error.param} "), field=error.param) from None
 
     def sampling(self) -> SamplingParams:
         return SamplingParams(

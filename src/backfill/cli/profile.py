@@ -52,6 +52,8 @@ class ProfileOptions:
 
 def profile(options: ProfileOptions, model: ModelOptions, engine: EngineConfig) -> None:
     """Time steps of the model here, fit the cost model and save it. `backfill serve` loads it by itself."""
+    if options.out is not None and options.out.is_dir():
+        raise ConfigError(f"{options.out} is a folder, and a file is needed.", field="out")
     restart_with(engine_environment(os.environ))
     console = Console()
     configure_logging("WARNING", "profile")

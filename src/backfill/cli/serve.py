@@ -134,8 +134,8 @@ def _run(
     started_at_s: float,
 ) -> None:
     address = listen(server_config)
-    check_data_dir(jobs_config, address.url)
     with interruptible(LOADING):
+        check_data_dir(jobs_config, address.url)
         folder = find_folder(model)
     engine_config = dataclasses.replace(engine_config, model_dir=str(folder))
     check_engine(engine_config)

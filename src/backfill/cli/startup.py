@@ -61,9 +61,9 @@ def jobs_of(server: ServerConfig, jobs: JobsConfig) -> JobsConfig:
 
 
 def check_data_dir(config: JobsConfig, url: str) -> None:
-    """Refuse a data folder that cannot be used, or another server's, before anything slow.
+    """Refuse a data folder, or a store that is named beside it, that cannot be used, before anything slow.
 
-    The server takes it later, once its engine is launched.
+    The server takes them later, once its engine is launched.
 
     Args:
         url: of the server, shown to a process that finds the data folder locked meanwhile.
@@ -73,10 +73,12 @@ def check_data_dir(config: JobsConfig, url: str) -> None:
 
     if not config.batch_api:
         check_writable(config.data_dir)
-        return
-    lock = DataFolderLock(config.data_dir, url)
-    lock.acquire()
-    lock.release()
+    elif config.batch_database_url is not None or config.batch_file_store is not None:
+        check_storage(config, url)
+    else:  # without its database, whose library takes half a second to load
+        lock = DataFolderLock(config.data_dir, url)
+        lock.acquire()
+        lock.release()
 
 
 def check_storage(config: JobsConfig, url: str) -> None:

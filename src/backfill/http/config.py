@@ -16,6 +16,7 @@ from backfill.protocol.options import MAX_RESPONSE_TOKENS, RequestOptions
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+", re.ASCII | re.IGNORECASE)
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+=[!-~]([ -~]*[!-~])?")
 _PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
+_URL = re.compile(r"https?://[^/?#\s]+\S*", re.IGNORECASE)
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
@@ -139,6 +140,12 @@ class ServerConfig(RequestOptions):
         if self.root_path and not _PATH.fullmatch(self.root_path):
             raise ConfigError(
                 f"must begin and not end with /, such as /llm, got {self.root_path!r}.", field="root_path"
+            )
+        collector = self.otlp_traces_endpoint
+        if collector is not None and not _URL.fullmatch(collector):
+            raise ConfigError(
+                f"must be a URL such as http://localhost:4318/v1/traces, got {collector!r}.",
+                field="otlp_traces_endpoint",
             )
         at_least("max_inflight_body_bytes", self.max_inflight_body_bytes, self.max_body_bytes)
         for field in ("shutdown_timeout", "sse_keep_alive_interval"):

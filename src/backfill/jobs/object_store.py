@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -22,6 +23,7 @@ from backfill.jobs.blobs import GARBAGE_AGE_S, FileStore, StoredFile
 # By the schemes of fsspec, of which the second is of this process alone. File systems that it also knows
 # promise less than an object store.
 _SCHEMES = ("s3", "memory")
+_ONE_SLASH = re.compile(r"[a-z0-9]+:/")  # such as s3:/bucket, which would be a folder
 _S3_CONFIG = {"connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 2, "mode": "standard"}}
 
 
@@ -30,12 +32,13 @@ def open_file_store(place: str | None, data_dir: Path) -> FileStore:
     if place is None:
         return FileStore(data_dir)
     scheme, separator, rest = place.partition("://")
-    if not separator or scheme == "file":
+    is_slip = not separator and _ONE_SLASH.match(place)
+    if scheme == "file" or not (separator or is_slip):
         folder = Path(rest if separator else place).expanduser()
         if not folder.is_absolute():
             folder = Path.cwd() / folder
         return FileStore(folder, "batch_file_store")
-    if scheme not in _SCHEMES or not rest.strip("/"):
+    if is_slip or scheme not in _SCHEMES or not rest.strip("/"):
         raise ConfigError(
             f"must be a folder or s3://BUCKET/PREFIX, got {place!r:.200}.", field="batch_file_store"
         )

@@ -93,7 +93,9 @@ def resolve_model(
         known is None and not os.path.exists(path) and _HUB_ID.fullmatch(name) and not name.endswith(".gguf")
     )
     if revision is not None and not is_hub_id:
-        raise ConfigError(f"revision is only for models of the Hugging Face hub, and {name} is not one")
+        raise ConfigError(
+            f"is only for models of the Hugging Face hub, and {name} is not one.", field="revision"
+        )
     models = cache_root(cache_dir) / "models"
     if known is not None:
         return _packaged_model(name.lower(), known, models, progress)

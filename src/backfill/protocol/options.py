@@ -58,8 +58,10 @@ def read_template(path: Path | None) -> str | None:
         return None
     try:
         template = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"`chat_template` {path} cannot be read: {error}.") from error
+    except OSError as error:
+        raise ConfigError(f"`chat_template` {path} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"`chat_template` {path} is not UTF-8: {error}.") from error
     check_template(template, f" {path}")
     return template
 
