@@ -314,9 +314,9 @@ def test_invalid_options_are_refused_in_a_line(
 @pytest.mark.slow  # in this process, with all reasons: tests/cli/test_serve.py
 def test_a_server_whose_engine_cannot_start_says_why_in_a_line(small_model: Path, tmp_path: Path) -> None:
     result = run_cli(
-        "serve", str(small_model), "--kv-gib", "100000", "--port", "0", "--data-dir", str(tmp_path)
+        "serve", str(small_model), "--device-memory", "0.001", "--port", "0", "--data-dir", str(tmp_path)
     )
-    assert_refused(result, "Not enough memory")
+    assert_refused(result, "--device-memory 0.001 GiB is too small")
 
 
 def test_a_taken_port_is_known_at_once(default_model: Path, tmp_path: Path) -> None:

@@ -193,10 +193,10 @@ def test_a_run_whose_engine_cannot_start_says_why_in_a_line(
     folder: Folder, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.input.write_bytes(as_jsonl([chat_line("a"), chat_line("b", max_tokns=3)]))
-    result = folder.run_here("--kv-gib", "100000")
+    result = folder.run_here("--device-memory", "0.001")
     assert result.returncode == 1
     assert "line 2: unknown fields: max_tokns" in caplog.text
-    assert "Not enough memory" in result.stderr
+    assert "--device-memory 0.001 GiB is too small" in result.stderr
     assert "Traceback" not in result.stderr
     assert not folder.output.exists()
 

@@ -27,6 +27,7 @@ from backfill.core.errors import RequestAborted, RequestError
 from backfill.core.options import options_of
 from backfill.core.request import FinishReason, ServiceClass
 from backfill.core.slo import SLO
+from backfill.engine.client import EngineClient
 from backfill.execution.grammars import GrammarCompiler
 from backfill.generation.generator import TextDelta
 from backfill.generation.message_format import MessageFormat
@@ -204,6 +205,14 @@ def test_replicas_are_no_option_of_one_engine() -> None:
     with pytest.raises(TypeError, match="'data_parallel_size': it makes one engine") as refusal:
         LLM("nothing is looked up", data_parallel_size=2)
     assert "did you mean" not in str(refusal.value)
+
+
+def test_sizes_that_cannot_be_are_refused_before_an_engine_is_launched(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineClient, "launch", lambda _: pytest.fail("launched"))
+    with pytest.raises(InvalidOption, match=r"^max_model_len 33000 exceeds the model's context of 32768"):
+        LLM(str(small_model), max_model_len=33000)
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:

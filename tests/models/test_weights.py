@@ -137,7 +137,7 @@ def test_damaged_header(tmp_path: Path) -> None:
         ({"data_offsets": [16, 0]}, r"tensor a of shape \[2, 2\] has bytes 16 to 0"),
         ({"shape": [2, 3], "data_offsets": [0, 24]}, "its tensors take 24 bytes, and it has 16 for them"),
         ({"shape": [1], "data_offsets": [0, 4]}, "its tensors take 4 bytes, and it has 16 for them"),
-        ({"shape": "2"}, r"its header is Expected array, got str"),
+        ({"shape": "2"}, r"its header cannot be read: Expected array, got str"),
     ],
 )
 def test_a_header_that_does_not_fit_its_file(change: dict[str, Any], part: str, tmp_path: Path) -> None:

@@ -49,8 +49,9 @@ class SafetensorsFiles:
     def __init__(self, folder: Path) -> None:
         self._where = where = find_weights(folder, "safetensors")
         placed = shards_of(where) if is_index(where) else None
-        headers = {path: _read_header(path) for path in sorted(set(placed.values()) if placed else [where])}
-        self.path_of: Mapping[str, Path] = placed or dict.fromkeys(headers[where], where)
+        paths = [where] if placed is None else sorted(set(placed.values()))
+        headers = {path: _read_header(path) for path in paths}
+        self.path_of: Mapping[str, Path] = dict.fromkeys(headers[where], where) if placed is None else placed
         for name, path in self.path_of.items():
             if name not in headers[path]:
                 raise CorruptModel(
@@ -105,7 +106,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     except struct.error:
         raise _damaged(path, f"it has {num_bytes} bytes, and no header") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _damaged(path, f"its header is {str(error).replace('`', '')}") from None
+        raise _damaged(path, f"its header cannot be read: {str(error).replace('`', '')}") from None
     for name, tensor in tensors.items():
         begin, end = tensor.data_offsets
         width = _BYTES.get(tensor.dtype)
