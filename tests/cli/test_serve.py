@@ -32,6 +32,7 @@ from backfill.jobs.private_files import DataFolderLock
 from tests.builders import make_info, make_profile
 from tests.cli.running import assert_refused, run_cli_here
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123456789abcdef\nsize 13031648\n"
 MODEL_OPTIONS = ("--dtype", "float32", "--threads", "1")
 
 
@@ -168,6 +169,8 @@ def test_weights_of_another_model_are_refused_before_an_engine_is_launched(
     [
         ("model.safetensors", None, "model.safetensors is damaged or truncated: its tensors take"),
         ("model.safetensors", b"", "model.safetensors is damaged or truncated: it has 0 bytes"),
+        ("model.safetensors", LFS_POINTER, "model.safetensors is a pointer of Git LFS, and not the file"),
+        ("tokenizer.json", LFS_POINTER, "tokenizer.json is a pointer of Git LFS, and not the file: run git"),
         ("tokenizer.json", None, "tokenizer.json is not valid JSON"),
         ("tokenizer.json", b"{}", "tokenizer.json holds no tokenizer: Object missing required field model"),
         ("tokenizer_config.json", b"{", "tokenizer_config.json is not valid JSON"),

@@ -340,6 +340,9 @@ def test_other_names(tmp_path: Path) -> None:
     for name in ("x.gguf", "some/x.gguf", "/no/such/X.GGUF"):
         with pytest.raises(ModelNotFound, match=f"^there is no file {name}$"):
             resolve_model(name)
+    (tmp_path / "pointer.gguf").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(CorruptModel, match=r"pointer\.gguf is a pointer of Git LFS"):
+        resolve_model(str(tmp_path / "pointer.gguf"))
     (tmp_path / "weights.bin").write_bytes(bytes(10))
     with pytest.raises(UnsupportedModel, match="not a GGUF file"):
         resolve_model(str(tmp_path / "weights.bin"))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +58,18 @@ async def test_a_tokenizer_that_cannot_be_loaded_ends_the_start_at_once(tmp_path
         await asyncio.wait_for(supervising, 30)
     await processes.stop_engine()
     assert client.calls == ["stop"]
+
+
+async def test_a_chat_template_that_does_not_parse_is_warned_of(
+    small_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(small_model, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}\n{% if %}")
+    client: Any = Client()
+    model = ServedModel(names=("m",), root="m", folder=folder, created=0)
+    processes = ServingProcesses(client, PreparationSetup(model=model, order="fcfs"))
+    processes.start(on_ready=never, on_lost=lambda: client.calls.append("lost"))
+    await processes.loaded()
+    await processes.stop_engine()
+    assert "chat_template of the model, line 2: Expected an expression" in caplog.text

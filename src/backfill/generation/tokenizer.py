@@ -72,9 +72,13 @@ class Tokenizer:
                 raise CorruptModel(f"The tokenizer in {folder} cannot be read: {reason}") from error
         if chat_template is not None:
             wrapped.chat_template = chat_template
-        templates = wrapped.chat_template or ""
-        text = templates if isinstance(templates, str) else "\n".join(templates.values())
+        text = "\n".join(_templates_of(wrapped))
         return cls(wrapped, MessageFormat.of(text, tool_call_parser, reasoning_parser))
+
+    @property
+    def chat_templates(self) -> list[str]:
+        """Jinja sources: none, one, or several with names."""
+        return _templates_of(self.wrapped)
 
     def encode(
         self,
@@ -208,6 +212,11 @@ class Tokenizer:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes([int(token[3:5], 16)])
         return self.token_text(token_id).encode()
+
+
+def _templates_of(wrapped: Any) -> list[str]:
+    templates = wrapped.chat_template or {}
+    return [templates] if isinstance(templates, str) else list(templates.values())
 
 
 def _text_arguments(messages: Sequence[Mapping[str, Any]]) -> str | None:

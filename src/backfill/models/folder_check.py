@@ -14,7 +14,7 @@ from backfill.models.quantization import stored_quantization
 from backfill.models.resolve import told_what_to_delete
 from backfill.models.safetensors_files import SafetensorsFiles
 from backfill.models.tensor_shapes import tensor_shapes
-from backfill.models.weight_files import find_weights
+from backfill.models.weight_files import check_fetched, find_weights
 
 if TYPE_CHECKING:
     from backfill.core.config import LoadFormat
@@ -64,6 +64,7 @@ def check_tokenizer(folder: Path) -> None:
     if not path.is_file():
         return
     try:
+        check_fetched(path)
         msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
     except msgspec.ValidationError as error:
         raise CorruptModel(f"{path} holds no tokenizer: {str(error).replace('`', '')}") from None

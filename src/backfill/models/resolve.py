@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backfill.core.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
-from backfill.models.weight_files import GGUF_FILE
+from backfill.models.weight_files import GGUF_FILE, check_fetched
 
 Progress = Callable[[str, int, int], None]
 """Called with the current work as text, bytes done and bytes in all."""
@@ -131,6 +131,7 @@ def _gguf_model(path: Path, models: Path) -> Path:
     try:
         with path.open("rb") as file:
             magic = file.read(4)
+        check_fetched(path)
         stat = path.stat()
     except OSError as error:
         raise ModelNotFound(f"{path} cannot be read: {error.strerror}") from None

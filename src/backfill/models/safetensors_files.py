@@ -14,7 +14,7 @@ import msgspec
 
 from backfill.core.errors import CorruptModel, UnsupportedModel
 from backfill.models.quantization import SUPPORTED_METHODS
-from backfill.models.weight_files import find_weights, is_index, shards_of
+from backfill.models.weight_files import check_fetched, find_weights, is_index, shards_of
 
 _LENGTH = struct.Struct("<Q")  # of the header in bytes, before it
 _MAX_HEADER_BYTES = 100_000_000  # as the library's
@@ -93,6 +93,7 @@ class SafetensorsFiles:
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     """Raises: CorruptModel."""
     try:
+        check_fetched(path)
         num_bytes = path.stat().st_size
         with path.open("rb") as file:
             size = _LENGTH.unpack(file.read(_LENGTH.size))[0]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from backfill.core.config import LoadFormat
 
 GGUF_FILE = "model.gguf"
+_LFS_POINTER = b"version https://git-lfs"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -40,6 +41,13 @@ def find_weights(folder: Path, load_format: LoadFormat = "auto") -> Path:
             "(transformers: model.save_pretrained(folder))"
         )
     raise ModelNotFound(f"{folder} holds no weights: neither {_SINGLE} nor {_INDEX}")
+
+
+def check_fetched(path: Path) -> None:
+    """Refuse what Git LFS leaves in place of a file not fetched yet. Raises: CorruptModel, OSError."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CorruptModel(f"{path} is a pointer of Git LFS, and not the file: run git lfs pull")
 
 
 def is_index(path: Path) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
+from backfill.core.errors import ConfigError
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready
 from backfill.engine.supervisor import EngineSupervisor
@@ -13,8 +15,11 @@ from backfill.generation.generator import TextGenerator
 from backfill.generation.timeline import Observer
 from backfill.preparation.client import PreparationClient
 from backfill.preparation.messages import PreparationSetup
+from backfill.protocol.options import check_template
 from backfill.protocol.preparer import EngineFacts, RequestPreparer
 from backfill.protocol.service import CompletionService
+
+logger = logging.getLogger(__name__)
 
 
 class ServingProcesses:
@@ -89,4 +94,10 @@ class ServingProcesses:
 
     def _load(self) -> RequestPreparer:
         setup = self.preparation.setup
-        return setup.create_preparer(setup.load_tokenizer())
+        tokenizer = setup.load_tokenizer()
+        for template in tokenizer.chat_templates:
+            try:
+                check_template(template, " of the model")
+            except ConfigError as error:  # completions need none
+                logger.warning("%s: chats are refused", str(error).replace("`", ""))
+        return setup.create_preparer(tokenizer)
