@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from backfill.kernels.cpu import CpuKernels
 from backfill.kernels.quantized import QuantizedFormat, QuantizedWeight
 from backfill.models.checkpoint import open_checkpoint
 from backfill.models.config import ModelConfig
+from backfill.models.folder_check import check_weights
 from backfill.models.placement import ModelPlacement
 from backfill.models.weights import Checkpoint, Part
 from tests.models.quantized import Case, save_quantized_model, stored_matrix, write_config
@@ -154,6 +156,16 @@ def test_values_of_awq_are_those_of_compressed_tensors(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path, dtype=HALF, quantization="auto")
     found = dequantized(checkpoint.weight(f"{NAME}.weight", (72, 64)))
     assert torch.equal(found, decompressed(Case("pack-quantized"), converted))
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_what_is_seen_before_an_engine_starts(label: str, tmp_path: Path) -> None:
+    """A matrix of codes has other tensors than one of floats; of the rest, all that a layer lacks."""
+    save_quantized_model(CASES[label][0], tmp_path)
+    config = ModelConfig.from_folder(tmp_path)
+    check_weights(tmp_path, "auto", config)
+    with pytest.raises(CorruptModel, match=r"tensor model\.layers\.3\.input_layernorm\.weight .* is missing"):
+        check_weights(tmp_path, "auto", replace(config, num_layers=4))
 
 
 def test_sizes_and_keys(tmp_path: Path) -> None:
