@@ -18,6 +18,7 @@ from huggingface_hub import errors
 
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
+from backfill.engine.options import check_engine
 from backfill.execution.create import create_torch_executor
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models import resolve
@@ -138,6 +139,7 @@ def truncate(path: Path) -> None:
         ("config.json", ModelConfig.from_folder),
         ("generation_config.json", GenerationDefaults.from_folder),
         ("tokenizer.json", Tokenizer.from_folder),
+        ("tokenizer.json", lambda folder: check_engine(EngineConfig(model_dir=str(folder), kv_gib=0.01))),
         ("model.gguf", partial(open_checkpoint, dtype=torch.float32)),
     ],
 )

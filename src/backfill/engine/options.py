@@ -10,7 +10,7 @@ from backfill.core.config import EngineConfig
 from backfill.costs.profile import CostProfile
 from backfill.models.config import ModelConfig
 from backfill.models.generation_config import GenerationDefaults
-from backfill.models.resolve import DEFAULT_MODEL
+from backfill.models.resolve import DEFAULT_MODEL, told_what_to_delete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,8 @@ def check_engine(config: EngineConfig, *, needs_tokenizer: bool = True) -> None:
     check_weights(folder, load_format, model)
     GenerationDefaults.from_folder(folder)
     if needs_tokenizer:
-        check_tokenizer(folder)
+        with told_what_to_delete(folder):
+            check_tokenizer(folder)
 
 
 def check_profile(config: EngineConfig) -> None:
