@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from backfill.core.heap import freeze_heap, pause_collection
+from backfill.core.heap import freeze_heap, freeze_imports, pause_collection
 
 
 def test_collection_is_on_again_once_everything_is_loaded() -> None:
@@ -17,3 +17,16 @@ def test_collection_is_on_again_once_everything_is_loaded() -> None:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def test_what_is_imported_is_not_looked_at_before_collection_begins_again() -> None:
+    pause_collection()
+    try:
+        imported: list[object] = []
+        imported.append(imported)
+        freeze_imports()
+        assert not gc.isenabled()
+        assert not any(each is imported for each in gc.get_objects())
+    finally:
+        gc.unfreeze()
+        gc.enable()

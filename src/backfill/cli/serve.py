@@ -34,6 +34,7 @@ from backfill.cli.startup import (
 )
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import BackfillError, ConfigError
+from backfill.core.heap import freeze_imports, pause_collection
 from backfill.core.options import without_secrets
 from backfill.engine.options import ModelOptions, check_engine, check_machine
 from backfill.execution.machine import threads_of_rank
@@ -133,6 +134,7 @@ def _run(
     chat_template: str | None,
     started_at_s: float,
 ) -> None:
+    pause_collection()
     address = listen(server_config)
     with interruptible(LOADING):
         check_data_dir(jobs_config, address.url)
@@ -144,6 +146,7 @@ def _run(
     client = _launch(engine_config, server_config.log_level.upper())
     from backfill.api.server import Server  # takes a second, in which the engine loads
 
+    freeze_imports()
     served = served_model(model.model, folder, server_config.served_model_name)
 
     def on_started() -> None:

@@ -12,11 +12,16 @@ def pause_collection() -> None:
     gc.disable()
 
 
-def freeze_heap() -> None:
-    """Exclude all present objects from garbage collection, and go on with it. Call once all is loaded.
+def freeze_imports() -> None:
+    """Exclude what has been imported from garbage collection, without looking for garbage in it (0.5 MiB).
 
-    A full collection visits every object; those of the imported libraries alone pause the process for 100 ms.
+    A full collection visits every object; those of the imported libraries alone pause the process for 150 ms.
     """
+    gc.freeze()
+
+
+def freeze_heap() -> None:
+    """Exclude all present objects from garbage collection, and go on with it. Call once all is loaded."""
     gc.collect()
     gc.freeze()
     gc.enable()

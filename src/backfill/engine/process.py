@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import BackfillError, ExecutorDead
-from backfill.core.heap import freeze_heap, pause_collection
+from backfill.core.heap import freeze_heap, freeze_imports, pause_collection
 from backfill.core.request import Request, RequestId
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
@@ -59,6 +59,7 @@ def load_engine(config: EngineConfig) -> Engine:
     from backfill.execution.torch_executor import TorchExecutor
     from backfill.parallel.create import create_executor
 
+    freeze_imports()
     is_recorded = config.offload_interval == "auto"
     logger.info("loading the model in %s", config.model_dir)
     config = with_chosen_interval(config)
