@@ -21,6 +21,7 @@ from backfill.core.errors import BackfillError, EngineDead, RequestLost, StepFai
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
 from backfill.engine.client import EngineClient
+from backfill.engine.interpreter import _waiting, start_interpreter
 from backfill.engine.messages import StepReport, TokenOutput
 from backfill.engine.process import EngineLoader
 from backfill.engine.streams import RequestStream
@@ -349,6 +350,20 @@ def test_one_process_is_launched_at_a_time_and_may_be_abandoned() -> None:
     for _ in range(2):
         client.abandon()
         assert_ended(client)
+
+
+async def test_the_first_engine_takes_the_interpreter_that_waits() -> None:
+    start_interpreter()
+    (waiting,) = _waiting
+    client = EngineClient(EngineConfig(model_dir=""), load=load_slow)
+    await client.start()
+    first = client.pid
+    assert first == waiting.process.pid
+    assert await generate(client, "a") == 2
+    await client.stop()
+    await client.start()
+    assert client.pid != first
+    await client.stop()
 
 
 def assert_ended(client: EngineClient) -> None:

@@ -36,6 +36,7 @@ from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.core.heap import freeze_imports, pause_collection
 from backfill.core.options import without_secrets
+from backfill.engine.interpreter import end_interpreter
 from backfill.engine.options import ModelOptions, check_engine, check_machine
 from backfill.execution.machine import threads_of_rank
 from backfill.http.config import ServerConfig
@@ -78,6 +79,7 @@ def serve(
     if replicas.data_parallel_size > 1 or (engine.executor == "ray" and not replicas.is_replica):
         from backfill.cli.serve_replicas import serve_replicas
 
+        end_interpreter()  # each replica has its own
         serve_replicas(model, server, jobs, engine, replicas.data_parallel_size, _run_replica)
         return
     _run(model, server, engine.with_checkpointing(), jobs, read_template(server.chat_template), started_at_s)

@@ -13,6 +13,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError
 from backfill.engine.environment import engine_environment
 from backfill.engine.hang import Watchdog
+from backfill.engine.interpreter import ENGINE_NAME, take_interpreter
 from backfill.engine.messages import EngineFailed, FromEngine, ToEngine
 from backfill.engine.process import DUMP_SIGNAL, EngineLoader, run_engine_process
 from backfill.engine.tasks import TaskWatch
@@ -34,7 +35,9 @@ class EngineConnection(ChildProcess[FromEngine, ToEngine]):
         self._was_killed = False  # by this client, which then says nothing of it
         args, environment = (config, log_level, load), engine_environment(os.environ)
         try:
-            super().__init__("backfill-engine", run_engine_process, args, FromEngine, environment)
+            super().__init__(
+                ENGINE_NAME, run_engine_process, args, FromEngine, environment, take_interpreter()
+            )
             self.start()
         except (OSError, zmq.ZMQError) as error:
             reason = error.strerror or error

@@ -11,6 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from backfill.ipc.interpreter import Interpreter
 from backfill.ipc.python_process import PythonProcess
 from backfill.ipc.socket_folder import SocketFolder
 
@@ -47,10 +48,11 @@ class ChildProcess(PythonProcess, Generic[Incoming, Outgoing]):
         args: tuple[Any, ...],
         incoming: Any,
         environment: Mapping[str, str] | None = None,
+        interpreter: Interpreter | None = None,
     ) -> None:
         self._folder = SocketFolder()
         urls = [self._folder.url(name) for name in ("commands", "reports")]
-        super().__init__(name, target, (*args, *urls), environment)
+        super().__init__(name, target, (*args, *urls), environment, interpreter=interpreter)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
         self._ending: asyncio.Task[None] | None = None

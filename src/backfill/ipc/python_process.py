@@ -8,39 +8,29 @@ run again. This module starts a bare interpreter instead.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import pickle
-import signal
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# The child takes over its parent's ``sys.path``. ``-P`` keeps the working folder out until then.
-_BOOTSTRAP = (
-    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
-    "from backfill.ipc.python_process import run_child; run_child()"
-)
-_PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from backfill.ipc.interpreter import Interpreter, set_of_process
+
 _REAP_S = 2.0  # a process closes its end of the sentinel a moment before it can be reaped
-_SET_PARENT_DEATH_SIGNAL, _SET_NAME = 1, 15  # of prctl
+_SET_NAME = 15  # of prctl
 _MAX_LAST_WORDS = 4096  # bytes: a pipe takes so many at once
 
 
 class PythonProcess:
     """Runs ``target(*args)`` in a new interpreter, which ends when this process ends.
 
-    The child ignores SIGINT and SIGTERM: both may reach the whole process group, and the parent handles them.
-
     Args:
-        name: shown in its command line.
+        name, environment, pass_fds: of the ``Interpreter``.
         target: a function at module level; pickled by name.
-        environment: added to this process's environment.
-        pass_fds: file descriptors that it inherits, under the same numbers.
+        interpreter: one that waits for its work, instead of a new one.
 
     Attributes:
         sentinel: once started, a file descriptor that becomes readable when the process ends, or says why it
@@ -54,38 +44,25 @@ class PythonProcess:
         args: tuple[Any, ...],
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
+        interpreter: Interpreter | None = None,
     ) -> None:
         self._name = name
         self._pass_fds = tuple(pass_fds)
         self._work = (target, args)
         self._environment = environment or {}
+        self._interpreter = interpreter
         self._process: subprocess.Popen[bytes] | None = None
         self._last_words = b""
         self.sentinel = -1
 
     def start(self) -> None:
         """Raises: OSError if no process can be created."""
-        setup = pickle.dumps([os.path.abspath(folder) for folder in sys.path]) + pickle.dumps(self._work)
-        self.sentinel, held_by_child = os.pipe()
-        os.set_blocking(self.sentinel, False)
-        # Not at interpreter exit: callers that end the process then still wait on the descriptor.
-        weakref.finalize(self, os.close, self.sentinel).atexit = False
-        # Signals stay blocked until the child ignores them.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOTSTRAP, self._name, str(held_by_child), str(os.getpid())],
-                stdin=subprocess.PIPE,
-                pass_fds=(held_by_child, *self._pass_fds),
-                env={**os.environ, **self._environment},
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            os.close(held_by_child)
-        assert self._process.stdin is not None
-        # The pipe breaks if the child has ended, which ``sentinel`` reports.
-        with suppress(BrokenPipeError), self._process.stdin as stdin:
-            stdin.write(setup)
+        work = pickle.dumps(self._work)  # what cannot be pickled starts no process
+        if self._interpreter is None:
+            self._interpreter = Interpreter(self._name, self._environment, self._pass_fds)
+        interpreter = self._interpreter  # kept: it closes the sentinel
+        self._process, self.sentinel = interpreter.process, interpreter.sentinel
+        interpreter.run(work)
 
     @property
     def pid(self) -> int | None:
@@ -157,29 +134,9 @@ class PythonProcess:
         self.join(_REAP_S)
 
 
-def run_child() -> None:
-    """Entry point of the new interpreter, which ends with its parent.
-
-    Its last arguments are the descriptor that it holds until it ends, and its parent's process id.
-    """
-    for number in _PARENTS_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
-    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[-1]):  # the parent ended before the request took effect
-        os._exit(1)
-    target, args = pickle.load(sys.stdin.buffer)
-    target(*args)
-
-
 def name_process(name: str) -> None:
     """As ``ps`` and ``top`` show it; at most 15 characters."""
-    _prctl(_SET_NAME, name.encode())
-
-
-def _prctl(option: int, value: int | bytes) -> None:
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    set_of_process(_SET_NAME, name.encode())
 
 
 def say_last_words(message: str) -> None:
