@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import torch
 
 from backfill.kernels.base import Kernels
@@ -11,6 +14,8 @@ from backfill.models.llama import LlamaModel
 from backfill.models.opt import OPTModel
 from backfill.models.shard import ModelShard
 from backfill.models.weights import Checkpoint
+
+_LAYERS_AT_ONCE = 4  # each takes a few times the memory of its largest matrix until it is packed
 
 
 def build_model(
@@ -35,6 +40,25 @@ def build_model(
     model = of_architecture(
         config, checkpoint, kernels, max_positions=max_positions, device=device, shard=shard
     )
-    for index in shard.layers if has_layers else ():
-        model.layers[index] = model.load_layer(checkpoint, index)
+    if has_layers:
+        _load_layers(model, checkpoint, device)
     return model
+
+
+def _load_layers(model: DecoderModel, checkpoint: Checkpoint, device: torch.device) -> None:
+    """On a CPU several layers at once, each by one thread.
+
+    Threads that divide each operation wait for one another, and a start's share their processors with the
+    imports of a server: packing then takes twice the time.
+    """
+    layers, num_threads = model.shard.layers, torch.get_num_threads()
+    load = partial(model.load_layer, checkpoint)
+    if device.type != "cpu":
+        model.layers.update(zip(layers, map(load, layers), strict=True))
+        return
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(min(num_threads, _LAYERS_AT_ONCE), "load-layer") as threads:
+            model.layers.update(zip(layers, threads.map(load, layers), strict=True))
+    finally:
+        torch.set_num_threads(num_threads)
