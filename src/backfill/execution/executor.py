@@ -225,6 +225,7 @@ def stopped_outcome(outcome: StepOutcome, plan: StepPlan, layers_done: int, at_s
     )
 
 
+_CPU_WARM_UP_TOKENS = 16  # their time is that of products, which are the same for more
 WARM_UP_TOKENS = 64  # of a step, at least: links between stages have room for as many
 
 
@@ -237,7 +238,7 @@ def warm_up(executor: Executor, limits: SchedulerConfig) -> None:
     """
     info = executor.info
     if info.device != "cuda":
-        _run_once(executor, 0, WARM_UP_TOKENS)
+        _run_once(executor, 0, _CPU_WARM_UP_TOKENS)
     else:  # other kernels compute long contexts and large chunks
         most = max(WARM_UP_TOKENS, limits.max_num_batched_tokens - 1)
         for start, num_tokens in ((0, WARM_UP_TOKENS), (0, min(1024, most)), (4096, min(1024, most))):

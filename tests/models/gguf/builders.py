@@ -16,7 +16,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from backfill.models.checkpoint import open_checkpoint
-from backfill.models.gguf import describe_gguf, write_folder
+from backfill.models.gguf.folder import describe_gguf, write_folder
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

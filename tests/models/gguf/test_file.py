@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
-from backfill.models.gguf import GgufFile
+from backfill.models.gguf.file import GgufFile
 from tests.models.gguf.builders import array_field, header, string, tensor_header, write_tiny
 
 U8, U32, STRING, U64 = 0, 4, 8, 10
