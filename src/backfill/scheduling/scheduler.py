@@ -184,7 +184,7 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now_s: float) -> list[CommittedToken]:
         """Enter the outcome of ``plan`` into the requests. Requests of stopped slices stay as they were."""
-        if not plan.does_nothing:
+        if plan.slices:
             self.giving.end(plan, self.requests.by_id, now_s - self.in_flight.timed_since_s(plan))
         self.in_flight.remove(plan, now_s, was_stopped=bool(outcome.stopped))
         self.kv.complete((*outcome.completed_copies, *outcome.completed_slot_copies))
