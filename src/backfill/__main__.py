@@ -7,6 +7,9 @@ def main() -> None:
     import sys
 
     from backfill.cli.interrupts import exit_at_once, exit_silently
+    from backfill.cli.standard_streams import open_standard_streams
+
+    open_standard_streams()
 
     signal.signal(signal.SIGINT, exit_at_once)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))

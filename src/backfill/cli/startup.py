@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from backfill.cli.interrupts import LOADING, take_from_loop
+from backfill.cli.standard_streams import print_if_read
 from backfill.core.errors import ConfigError
 from backfill.ipc.log_lines import log_format
 
@@ -156,7 +157,7 @@ def counted(number: int, noun: str) -> str:
 def announce(what: str, address: Address, max_model_len: int) -> None:
     """Print what is served, and a request to copy. Args: max_model_len: 0 where it is not known."""
     example = first_request(address.url, max_model_len, asks_for_keys=address.keys is not None)
-    print(f"\n{what}\n{example}", flush=True)
+    print_if_read(f"\n{what}\n{example}")
 
 
 def first_request(url: str, max_model_len: int, *, asks_for_keys: bool) -> str:
