@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import Compute, Resume, SampledToken, StepOutcome, StepPlan
-from backfill.core.request import PriorityLevel, Request, RequestId, RequestStatus
+from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId, RequestStatus
 from backfill.core.slo import SLO
 from backfill.kvcache.content import Evictable
 from backfill.kvcache.create import create_kv_cache
@@ -285,6 +285,60 @@ def test_a_flood_gives_its_blocks_too() -> None:
             chat = world.send("chat", 60, 4)
         world.step()
     assert all(each.finish_reason is not None for each in flood)
+    assert max(each.num_given_way for each in flood) <= 3
+
+
+def test_a_flood_whose_own_growth_preempts_it_still_gives_its_blocks() -> None:
+    world = World(num_blocks=120)
+    world.send("chat", 4, 1)
+    flood = [world.send("flood", 20, 100) for _ in range(16)]
+    while world.scheduler.kv.counts.available(Evictable.ALL) > 10:
+        world.step()
+    for each in flood:
+        each.num_preemptions += 5
+    chat = world.send("chat", 100, 1)
+    assert chat.request_id in {each.request_id for each in world.step().slices}
+    assert max(each.num_given_way for each in flood) == 1
+
+
+@pytest.mark.parametrize("max_steps", [1, 2, 4])
+def test_a_flood_gives_its_blocks_in_a_pipeline_too(max_steps: int) -> None:
+    """None of its requests joins a step while others are in flight that are to be preempted."""
+    world = World(num_blocks=360, max_steps=max_steps)
+    world.send("chat", 4, 1)
+    flood = [world.send("flood", 40, 150) for _ in range(24)]
+    plans: list[StepPlan] = []
+
+    def step() -> None:
+        for index, each in enumerate(flood):
+            if each.finish_reason is not None:
+                flood[index] = world.send("flood", 40, 150)
+        while len(plans) < max_steps and (plan := world.plan()).slices:
+            plans.append(plan)
+        world.run(plans.pop(0))
+
+    for _ in range(4):
+        for _ in range(100 * max_steps):
+            step()
+        chat = world.send("chat", 900, 1)
+        while chat.finish_reason is None:
+            step()
+        assert world.now_s - chat.arrived_at_s < 1.5
+
+
+def test_an_owner_that_floods_owes_nothing_of_what_another_one_gave() -> None:
+    world = flooded()
+    giving = world.scheduler.giving
+    giving._given_s = 4.0
+    world.step()
+    assert giving.owner is None
+    for request_id in list(world.scheduler.requests.by_id):
+        world.scheduler.finish(request_id, FinishReason.ABORT)
+    for _ in range(12):
+        world.send("other", max_tokens=200)
+    world.send("chat", max_tokens=1)
+    world.step()
+    assert giving.owner == "other"
 
 
 def test_what_resumes_in_flight_is_not_resumed_again() -> None:

@@ -106,6 +106,7 @@ class Request:
     num_ever_computed_tokens: int = 0  # maximum so far of num_computed_tokens; tokens below it are recomputed
     num_cached_tokens: int = 0  # prompt tokens that it found in the prefix cache
     num_preemptions: int = 0
+    num_given_way: int = 0  # of these, for another owner's prompt
     paused_at_s: float | None = None  # it was preempted then, and is not back in steps
     pauses: list[tuple[float, float]] = field(default_factory=list)  # the first: preempted at, and back at
     num_prefix_waits: int = 0  # steps in which it waited for others to compute its next block

@@ -17,6 +17,7 @@ class Batch:
         has_preempted: a request was preempted for one of this step.
         paused_levels: priority levels whose requests do not join: some of them in flight are to be preempted
             for a waiting request.
+        paused_owner: whose online requests do not join either, as it gives way to the waiting request.
 
     Args:
         cost: predicts steps; None where nothing does.
@@ -30,6 +31,7 @@ class Batch:
         self.has_headroom = True
         self.has_preempted = False
         self.paused_levels: Collection[PriorityLevel] = ()
+        self.paused_owner: str | None = None
         self.num_tokens_left = max_num_tokens
         self._max_num_seqs = max_num_seqs
         self._cost = cost
@@ -46,6 +48,11 @@ class Batch:
     def predicted_s(self) -> float:
         """0 where steps are not predicted."""
         return 0.0 if self._cost is None else self._cost.step_time_s(self.load)
+
+    def is_paused(self, request: Request) -> bool:
+        level = request.priority_level
+        is_giving_way = level is PriorityLevel.ONLINE and request.owner == self.paused_owner
+        return is_giving_way or level in self.paused_levels
 
     def tokens_of(self, request_id: RequestId) -> int:
         member = self.members.get(request_id)

@@ -95,7 +95,7 @@ class StepBuilder:
     def add_decodes(self, requests: Sequence[Request], max_step_s: float = math.inf) -> int:
         batch, size = self.batch, self.kv.block_size
         if batch.paused_levels:
-            requests = [each for each in requests if each.priority_level not in batch.paused_levels]
+            requests = [each for each in requests if not batch.is_paused(each)]
         if not requests:
             return 0
         num_fitting = min(self._num_fitting(requests, max_step_s), batch.num_seqs_left, batch.num_tokens_left)
@@ -126,7 +126,7 @@ class StepBuilder:
     def try_add(self, request: Request, limits: ChunkLimits = NO_LIMITS) -> int:
         if request.status is not RequestStatus.RUNNING or not self.batch.has_headroom:
             return 0
-        if request.priority_level in self.batch.paused_levels:
+        if self.batch.is_paused(request):
             return 0
         if not request.is_decoding:
             if request.request_id not in self.in_flight.slices:
@@ -146,7 +146,7 @@ class StepBuilder:
     ) -> Admission:
         if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             return Admission.DEFERRED  # preempted for another one in this step, and moved within its queue
-        if request.priority_level in self.batch.paused_levels:
+        if self.batch.is_paused(request):
             return Admission.REFUSED
         if any(self._defer(request, index) for index in self._starts):
             return Admission.DEFERRED  # it was looked up before, and has all blocks before this in common

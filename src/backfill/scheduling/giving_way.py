@@ -39,6 +39,7 @@ class GivingWay:
         self.stopped: Collection[RequestId] = ()
         self.were_passed_over = False
         self._owner: str | None = None  # who floods the server, also while it gives nothing
+        self._last_owner: str | None = None  # whose the given time is
         self._given_s = 0.0
         self._most_given_s = 0.0
         self._met_at_s = -math.inf  # when several owners last had online requests
@@ -64,7 +65,10 @@ class GivingWay:
         self._most_given_s = most_given_s
         if requests.num_online_owners > 1:
             self._met_at_s = now_s
-        self._owner = requests.flooding_owner if now_s - self._met_at_s < _YIELDS_FOR_S else None
+        owner = requests.flooding_owner if now_s - self._met_at_s < _YIELDS_FOR_S else None
+        if owner is not None and owner != self._last_owner:
+            self._last_owner, self._given_s = owner, 0.0
+        self._owner = owner
         self.owner = self._owner if self._given_s < most_given_s else None
         if self.yielding:
             self.yielding = {
@@ -83,7 +87,7 @@ class GivingWay:
         self.were_passed_over = bool(requests) and not gives
 
     def end(self, plan: StepPlan, by_id: Mapping[RequestId, Request], seconds: float) -> None:
-        """A step has ended that had the device for so long."""
+        """A step has ended that had the device for so long. A prediction may have said longer: then none."""
         if self._owner is None and not self._given_s:
             return
         num_of_owner = Counter[str]()
@@ -94,7 +98,7 @@ class GivingWay:
         own_share = 1.0
         if self._owner is not None and num_of_owner:
             own_share = num_of_owner[self._owner] / num_of_owner.total()
-        given_s = self._given_s + (1.0 - own_share - _GIVEN_SHARE * own_share) * seconds
+        given_s = self._given_s + (1.0 - own_share - _GIVEN_SHARE * own_share) * max(0.0, seconds)
         self._given_s = min(max(0.0, given_s), _MOST_OWED * self._most_given_s)
 
     def mark(self, members: Mapping[RequestId, tuple[Request, int]], owner: str) -> Collection[RequestId]:

@@ -28,7 +28,8 @@ class Preemptible(NamedTuple):
 
     Attributes:
         levels: requests of these.
-        owner: gives way to the one that waits, so also its requests that are in time; None for nobody.
+        owner: gives way to the one that waits, so also its requests that are in time, of each a few times;
+            None for nobody.
     """
 
     levels: Collection[PriorityLevel]
@@ -39,7 +40,7 @@ def may_be_preempted(request: Request, preemptible: Preemptible) -> bool:
     levels, owner = preemptible
     level = request.priority_level
     if level is PriorityLevel.ONLINE and request.owner == owner:
-        return request.num_preemptions < _MAX_FOR_OWNER
+        return request.num_given_way < _MAX_FOR_OWNER
     is_owed = level is PriorityLevel.RELEGATED and request.num_preemptions >= _MAX_RELEGATED_PREEMPTIONS
     return level in levels and not is_owed
 
@@ -159,7 +160,7 @@ class Preemption:
         """The waiting request's match and what it may evict for all its tokens; None if it does not fit.
 
         ``preemptible`` requests are preempted if that suffices. If it does only once those in flight are
-        preempted too, no request of their levels joins the step. ``num_reserved`` blocks must be left.
+        preempted too, none that may be preempted joins the step. ``num_reserved`` blocks must be left.
         """
         kv = self.kv
         limit, last_limit = self._limits(request)
@@ -178,6 +179,7 @@ class Preemption:
                 victims = [each for each in victims if each.request_id not in self.in_flight.slices]
                 if lack > kv.counts.num_freed((each.request_id for each in victims), match, last_limit):
                     batch.paused_levels = frozenset((*batch.paused_levels, *preemptible.levels))
+                    batch.paused_owner = preemptible.owner or batch.paused_owner
                     return None
             victims = self._by_key(victims)
             while victims:
@@ -187,6 +189,7 @@ class Preemption:
                     and kv.shortage(request, match, num_reserved, last_limit) <= 0
                 ):
                     return match, last_limit  # its KV would be no easier to take than what is cached
+                victim.num_given_way += victim.owner == preemptible.owner
                 self.preempt(victim, batch)
                 match = kv.match(request)  # a preemption may evict host copies
                 if kv.shortage(request, match, num_reserved, limit) <= 0:
