@@ -20,7 +20,7 @@ from backfill.api.stats_log import StatsLog
 from backfill.api.tracing import RequestTracer
 from backfill.core.config import EngineConfig
 from backfill.core.errors import EngineDead
-from backfill.core.heap import freeze_heap, freeze_imports
+from backfill.core.heap import freeze_heap
 from backfill.core.request import ServiceClass
 from backfill.costs.profile import CostProfile
 from backfill.engine.client import EngineClient
@@ -194,7 +194,6 @@ class Server:
                 self.state.online_load = OnlineLoad(ready.profile.cost, scheduler, kv_tokens)
                 if self._processes.preparation.setup.order == "blend":
                     self._traffic = OnlineTrafficMeter(self.state.online_load)
-            freeze_imports()  # the tokenizer's too: a collection that visits them takes 50 ms
             freeze_heap()
             # Not earlier: without streams a late loop delays nobody.
             self._lag_task = self._tasks.start(self.state.metrics.loop_lag.run(), "loop-lag")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -79,7 +80,7 @@ def serve(
     if replicas.data_parallel_size > 1 or (engine.executor == "ray" and not replicas.is_replica):
         from backfill.cli.serve_replicas import serve_replicas
 
-        end_interpreter()  # each replica has its own
+        end_interpreter()  # replicas start theirs
         serve_replicas(model, server, jobs, engine, replicas.data_parallel_size, _run_replica)
         return
     _run(model, server, engine.with_checkpointing(), jobs, read_template(server.chat_template), started_at_s)
@@ -149,6 +150,7 @@ def _run(
     from backfill.api.server import Server  # takes a second, in which the engine loads
 
     freeze_imports()
+    gc.enable()  # from here on requests are answered, if only that the engine loads
     served = served_model(model.model, folder, server_config.served_model_name)
 
     def on_started() -> None:

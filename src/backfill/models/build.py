@@ -15,7 +15,7 @@ from backfill.models.opt import OPTModel
 from backfill.models.shard import ModelShard
 from backfill.models.weights import Checkpoint
 
-_LAYERS_AT_ONCE = 4  # each takes a few times the memory of its largest matrix until it is packed
+_LAYERS_AT_ONCE = 2  # each takes some six times the memory of its largest matrix until it is packed
 
 
 def build_model(

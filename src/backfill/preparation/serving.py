@@ -68,7 +68,7 @@ class ServingProcesses:
             await engine
         finally:
             engine.cancel()
-            await asyncio.wait([engine])
+            await asyncio.gather(engine, return_exceptions=True)
 
     async def stop_engine(self, *, at_once: bool = False) -> None:
         """End the engine, ``at_once`` without asking it. The preparation processes still answer."""
