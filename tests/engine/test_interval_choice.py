@@ -173,6 +173,7 @@ def test_a_context_without_any_load_is_refused(config: EngineConfig) -> None:
 
 def test_a_record_is_measured_once(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(analyzer, "QUICK_LOADS", SMALL)
+    monkeypatch.setattr(analyzer.OthersMeter, "share", lambda _self: 0.0)
     first = load_or_measure_record(config)
     monkeypatch.setattr(analyzer, "analyze", pytest.fail)
     assert load_or_measure_record(config) == first
@@ -184,6 +185,7 @@ def test_a_record_is_measured_once(config: EngineConfig, monkeypatch: pytest.Mon
 def test_a_record_of_smaller_steps_is_measured_again(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
+    monkeypatch.setattr(analyzer.OthersMeter, "share", lambda _self: 0.0)
     monkeypatch.setattr(analyzer, "QUICK_LOADS", SMALL)
     assert load_or_measure_record(config).max_num_seqs == 8
     larger: Any = {limit: 65}
