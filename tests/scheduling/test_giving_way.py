@@ -266,13 +266,19 @@ def test_time_without_a_step_is_given_by_nobody() -> None:
     assert world.step().safepoints is not None
 
 
-def test_a_flood_gives_its_blocks_too() -> None:
-    """Only as many as the prompt lacks, and of a request only a few times."""
+def full_of_a_flood() -> tuple[World, list[Request]]:
+    """A pool with at most 10 blocks left, and the requests that hold the others."""
     world = World(num_blocks=120)
     world.send("chat", 4, 1)
     flood = [world.send("flood", 20, 100) for _ in range(16)]
     while world.scheduler.kv.counts.available(Evictable.ALL) > 10:
         world.step()
+    return world, flood
+
+
+def test_a_flood_gives_its_blocks_too() -> None:
+    """Only as many as the prompt lacks, and of a request only a few times."""
+    world, flood = full_of_a_flood()
     chat = world.send("chat", 60, 4)
     plan = world.step()
     assert chat.request_id in {each.request_id for each in plan.slices}
@@ -289,11 +295,7 @@ def test_a_flood_gives_its_blocks_too() -> None:
 
 
 def test_a_flood_whose_own_growth_preempts_it_still_gives_its_blocks() -> None:
-    world = World(num_blocks=120)
-    world.send("chat", 4, 1)
-    flood = [world.send("flood", 20, 100) for _ in range(16)]
-    while world.scheduler.kv.counts.available(Evictable.ALL) > 10:
-        world.step()
+    world, flood = full_of_a_flood()
     for each in flood:
         each.num_preemptions += 5
     chat = world.send("chat", 100, 1)
