@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from backfill.core.request import RequestId, ServiceClass
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile, Quality
+from backfill.costs.profiler import Shape, StepTimer
 from backfill.engine.engine import Engine
 from backfill.execution import profile as execution_profile
 from backfill.execution.create import create_torch_executor
@@ -164,6 +166,25 @@ def test_a_start_corrects_a_saved_profile_that_is_too_slow_unless_it_is_full(
     assert found.quality == "coarse"
     assert caplog.messages[-1].startswith("the saved cost profile is too slow")
     assert saved_profile(running) == saved, "what served steps show is saved, not this"
+
+
+@pytest.mark.parametrize(("slower", "num_steps"), [(1.0, 3), (0.5, 3), (2.0, 4)], ids=str)
+def test_a_start_times_few_steps_of_a_profile_that_is_right(
+    running: Loaded, monkeypatch: pytest.MonkeyPatch, slower: float, num_steps: int
+) -> None:
+    saved = profile_of(running, quality="refined", cost=make_profile().cost)
+    timed: list[Shape] = []
+
+    def step_time(_: object, shape: Shape) -> float:
+        timed.append(shape)
+        return saved.cost.step_time_s(StepLoad.of(shape)) / slower
+
+    monkeypatch.setattr(StepTimer, "time", step_time)
+    monkeypatch.setattr(execution_profile, "_CHECK_S", math.inf)
+    saved.save(profile_path(saved.key))
+    load_or_measure_profile(*running)
+    assert len(set(timed)) == num_steps
+    assert (len(timed) == num_steps) == (slower <= 1.0), "a second round only of one that seems wrong"
 
 
 def saved_profile(running: Loaded) -> CostProfile:

@@ -6,8 +6,10 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -91,9 +93,36 @@ def check_tables(engine: Engine) -> None:
         assert version_of(connection) == NEWEST
 
 
-def test_the_models_are_what_the_migrations_make(each_url: str, tmp_path: Path) -> None:
+def all_of(engine: Engine) -> dict[tuple[str, str], list[str]]:
+    """Columns, in any order, keys and indexes of every table."""
+    found = inspect(engine)
+    parts: dict[str, Mapping[Any, Any]] = {
+        "columns": found.get_multi_columns(),
+        "primary keys": found.get_multi_pk_constraint(),
+        "unique": found.get_multi_unique_constraints(),
+        "indexes": found.get_multi_indexes(),
+    }
+    return {
+        (what, table): sorted(map(str, [value] if isinstance(value, dict) else value))
+        for what, tables in parts.items()
+        for (_, table), value in tables.items()
+    }
+
+
+def test_the_models_are_what_the_migrations_make(
+    each_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = open_database(each_url, tmp_path)
     check_tables(engine)
+    made_at_once = all_of(engine)
+    everything = MetaData()
+    everything.reflect(engine)
+    everything.drop_all(engine)
+    engine.dispose()
+    monkeypatch.setattr(migrations, "has_tables", lambda connection: True)
+    engine = open_database(each_url, tmp_path)
+    check_tables(engine)
+    assert all_of(engine) == made_at_once
     engine.dispose()
     config = Config()
     config.set_main_option("script_location", migrations.SCRIPTS)
@@ -144,20 +173,23 @@ from backfill.jobs import database
 exclusive_schema = database.exclusive_schema
 
 def locked(engine):
-    assert "alembic.command" in sys.modules
+    assert upgrades == ("alembic.command" in sys.modules)
     return exclusive_schema(engine)
 
-assert "alembic" not in sys.modules
+upgrades = sys.argv[2] == "upgrades"
 database.exclusive_schema = locked
 database.open_database(None, Path(sys.argv[1])).dispose()
+assert upgrades == ("alembic" in sys.modules)
 """
 
 
-def test_alembic_is_imported_before_other_servers_wait(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", _OPENS, str(tmp_path)], check=True, timeout=TIMEOUT_S)
-    # Where there is nothing to upgrade, no lock is taken: ``locked`` would refuse.
-    without_alembic = _OPENS + 'assert "alembic" not in sys.modules'
-    subprocess.run([sys.executable, "-c", without_alembic, str(tmp_path)], check=True, timeout=TIMEOUT_S)
+def test_alembic_is_imported_for_an_upgrade_alone_and_before_other_servers_wait(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+    run(f"sqlite:///{old / 'jobs.db'}", TABLES)
+    for folder, what in ((old, "upgrades"), (old, "opens"), (new, "makes"), (new, "opens")):
+        subprocess.run([sys.executable, "-c", _OPENS, str(folder), what], check=True, timeout=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("is_earlier", [False, True])

@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from backfill.core.block import BlockRef, pack_block_ref
@@ -271,8 +271,14 @@ class StepTimer:
                 self.on_step(each_round * len(shapes) + index + 1, total)
         return {shape: statistics.median(values[1:]) for shape, values in samples.items()}
 
-    def time_within(self, shapes: Sequence[Shape], rounds: int, budget_s: float) -> dict[Shape, float]:
-        """The least seconds of each step within the budget, in up to ``rounds`` rounds.
+    def time_within(
+        self,
+        shapes: Sequence[Shape],
+        rounds: int,
+        budget_s: float,
+        is_enough: Callable[[Mapping[Shape, float]], bool] = lambda least: False,
+    ) -> dict[Shape, float]:
+        """The least seconds of each step within the budget, in up to ``rounds`` rounds or until it is enough.
 
         After the first two, a step is left out if its predicted time exceeds the budget left: its own least
         time, or before its first run the least time per token so far. With few runs, the least time is the
@@ -289,6 +295,8 @@ class StepTimer:
                     budget_s -= seconds
                     token_s = min(token_s, seconds / num_tokens)
                     least[shape] = min(seconds, least.get(shape, seconds))
+                    if is_enough(least):
+                        return least
                 self.on_step(each_round * len(shapes) + index + 1, total)
         return least
 

@@ -219,6 +219,11 @@ class ProfileRefiner:
         return fit_beside(cost.slowed(scale), served, self._grid)
 
 
+def num_as_predicted(profile: CostProfile, timed: Sequence[TimedStep]) -> int:
+    """How many of these steps took about what the profile says, or more."""
+    return sum(step.seconds * _MOST_TOO_SLOW >= predicted_s(profile.cost, step.load) for step in timed)
+
+
 def corrected(profile: CostProfile, timed: Sequence[TimedStep], grid: Iterable[StepLoad]) -> CostProfile:
     """The profile, fitted to steps timed at a start if most of them took much less than it says.
 
@@ -230,10 +235,9 @@ def corrected(profile: CostProfile, timed: Sequence[TimedStep], grid: Iterable[S
         timed: of several sizes; none where none fits.
         grid: loads at which the profile's model, scaled, counts where no steps were timed.
     """
-    ratios = [step.seconds / predicted_s(profile.cost, step.load) for step in timed]
-    if not ratios or statistics.median(ratios) * _MOST_TOO_SLOW >= 1.0:
+    if 2 * num_as_predicted(profile, timed) >= len(timed):
         return profile
-    ratio = statistics.median(ratios)
+    ratio = statistics.median(step.seconds / predicted_s(profile.cost, step.load) for step in timed)
     cost = _bounded(fit_beside(profile.cost.slowed(ratio), timed, grid), timed)
     return replace(
         profile,

@@ -8,7 +8,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -24,8 +24,8 @@ from backfill.costs.fit import TimedStep
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CostProfile
-from backfill.costs.profiler import FULL, QUICK, Capacity, Grid, StepTimer, profile_executor
-from backfill.costs.refine import ProfileRefiner, corrected
+from backfill.costs.profiler import FULL, QUICK, Capacity, Grid, Shape, StepTimer, profile_executor
+from backfill.costs.refine import ProfileRefiner, corrected, num_as_predicted
 from backfill.execution.executor import Executor, ExecutorInfo
 from backfill.execution.machine import StolenTime, proc_value, threads_of_rank
 from backfill.kernels.cpu import CpuKernels
@@ -230,16 +230,27 @@ def _is_full(path: Path) -> bool:
 
 
 def _checked(saved: CostProfile, config: EngineConfig, executor: MeasuredExecutor) -> CostProfile:
-    """The saved profile, corrected if a few small steps show that the machine is faster."""
+    """The saved profile, corrected if a few small steps show that the machine is faster.
+
+    Of a right one the smallest tell: it ends when most of all have taken what the profile says.
+    """
     capacity = step_capacity(config, executor.info)
     executor.fill_kv_pool(_CHECK.num_blocks(capacity))
     timer = StepTimer(executor, WallClock(), capacity)
-    times = timer.time_within(_CHECK.shapes(capacity), _CHECK.rounds, _CHECK_S)
-    timed = [TimedStep(StepLoad.of(shape), seconds) for shape, seconds in times.items()]
+    shapes = sorted(_CHECK.shapes(capacity), key=lambda shape: StepLoad.of(shape).num_tokens)
+
+    def is_right(times: Mapping[Shape, float]) -> bool:
+        return 2 * num_as_predicted(saved, _timed(times)) > len(shapes)
+
+    timed = _timed(timer.time_within(shapes, _CHECK.rounds, _CHECK_S, is_right))
     profile = corrected(saved, timed, _loads_of(capacity))
     if profile is not saved:
         logger.info("the saved cost profile is too slow: corrected by %d steps timed now", len(timed))
     return profile
+
+
+def _timed(times: Mapping[Shape, float]) -> list[TimedStep]:
+    return [TimedStep(StepLoad.of(shape), seconds) for shape, seconds in times.items()]
 
 
 def _loads_of(capacity: Capacity) -> Iterable[StepLoad]:
