@@ -4,8 +4,8 @@ Simulated, on the virtual clock: a device with 32 layers of 1 ms in a step of fe
 layer, and KV blocks of 1 MiB. All settings divide the same memory. Offline requests wait all the time; online
 requests come every two seconds, or with a seed at random as often, in phases.
 
-Usage: residency.py [--transfer-ms 8] [--blocks 64] [--seconds 240] [--phase 40] [--tpot-ms 45] [--seed 1].
-The last line is a JSON object.
+Usage: residency.py [--transfer-ms 8] [--blocks 64] [--seconds 240] [--phase 40] [--tpot-ms 45] [--seed 1]
+[--chats 8] [--prefix 800]. The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import argparse
 import itertools
 import json
 import random
+import statistics
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from backfill.core.clock import VirtualClock
@@ -56,12 +58,17 @@ class Device:
 
 @dataclass(frozen=True)
 class Load:
-    """Seconds; ``seed`` is None for online requests at even intervals."""
+    """Seconds; ``seed`` is None for online requests at even intervals, which ``num_chats`` send in turn.
+
+    ``prefix`` is the tokens that a chat begins with each time; without any no two prompts are alike.
+    """
 
     seconds: float
     phase_s: float
     slo: SLO
     seed: int | None
+    num_chats: int
+    prefix: int
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class Outcome:
         offline: output tokens a second.
         kept: share of the gaps between online tokens that kept to the objective.
         p99_gap_ms: of online requests.
+        mean_ttft_s: of theirs.
         num_late_while_draining: late gaps that began or ended while the pool was drained.
         num_changes: how often memory was divided anew, or was about to be.
     """
@@ -78,6 +86,7 @@ class Outcome:
     offline: float
     kept: float
     p99_gap_ms: float
+    mean_ttft_s: float
     num_late: int
     num_late_while_draining: int
     preemptions: int
@@ -88,8 +97,9 @@ def serve(device: Device, interval: int, min_interval: int | None, load: Load) -
     clock = VirtualClock()
     engine = _create_engine(device, interval, min_interval, clock)
     draining_at_s = set[float]()
+    arrived_at_s: dict[RequestId, float] = {}
     tokens_at_s: dict[RequestId, list[float]] = {}
-    num_offline = num_tokens = num_changes = 0
+    num_offline = num_online = num_tokens = num_changes = 0
     next_online_s, num_blocks, rng = 0.0, engine.scheduler.kv.num_blocks, random.Random(load.seed)
     while clock.now_s() < load.seconds:
         waiting = engine.scheduler.count_by_class()[ServiceClass.OFFLINE][1]
@@ -98,7 +108,11 @@ def serve(device: Device, interval: int, min_interval: int | None, load: Load) -
             num_offline += 1
         if clock.now_s() >= next_online_s:
             if next_online_s % (2 * load.phase_s) < load.phase_s:
-                engine.add(_request(f"online-{next_online_s}", 50, 100, clock.now_s(), load.slo))
+                name = f"online-{num_online}"
+                chat = _tokens(f"chat-{num_online % load.num_chats}", load.prefix)
+                engine.add(_request(name, 50, 100, clock.now_s(), load.slo, chat))
+                arrived_at_s[RequestId(name)] = clock.now_s()
+                num_online += 1
             next_online_s += 2.0 if load.seed is None else rng.expovariate(0.5)
         for output in engine.step():
             if output.request_id.startswith("online"):
@@ -118,6 +132,9 @@ def serve(device: Device, interval: int, min_interval: int | None, load: Load) -
         offline=round(num_tokens / clock.now_s(), 1),
         kept=round(1.0 - len(late) / len(gaps), 4),
         p99_gap_ms=round(1e3 * gaps[int(0.99 * len(gaps))], 1),
+        mean_ttft_s=round(
+            statistics.fmean(each[0] - arrived_at_s[name] for name, each in tokens_at_s.items()), 3
+        ),
         num_late=len(late),
         num_late_while_draining=sum(not draining_at_s.isdisjoint(pair) for pair in late),
         preemptions=engine.scheduler.counters[ServiceClass.OFFLINE].num_preemptions,
@@ -162,11 +179,17 @@ def _create_engine(device: Device, interval: int, min_interval: int | None, cloc
     return Engine(config, SimulatedExecutor(info, behaviour, clock), clock, profile)
 
 
-def _request(name: str, num_prompt: int, num_output: int, now_s: float, slo: SLO | None) -> Request:
+def _tokens(name: str, count: int) -> list[int]:
     first = zlib.crc32(name.encode()) % 31_000
+    return [(first + index) % 32_000 for index in range(count)]
+
+
+def _request(
+    name: str, num_prompt: int, num_output: int, now_s: float, slo: SLO | None, begins: Sequence[int] = ()
+) -> Request:
     return Request(
         request_id=RequestId(name),
-        prompt_token_ids=[(first + index) % 32_000 for index in range(num_prompt)],
+        prompt_token_ids=[*begins, *_tokens(name, num_prompt)],
         sampling=SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True),
         service_class=ServiceClass.OFFLINE if slo is None else ServiceClass.ONLINE,
         arrived_at_s=now_s,
@@ -182,14 +205,21 @@ def main() -> None:
     parser.add_argument("--phase", type=float, default=40.0, help="seconds with online requests, and without")
     parser.add_argument("--tpot-ms", type=float, default=45.0, help="objective of the online requests")
     parser.add_argument("--seed", type=int, help="of online arrivals; at even intervals without it")
+    parser.add_argument("--chats", type=int, default=8, help="that online requests belong to, in turn")
+    parser.add_argument(
+        "--prefix", type=int, default=0, help="tokens that each request of a chat begins with"
+    )
     options = parser.parse_args()
     device = Device(options.transfer_ms / 1e3, options.blocks)
     slo = SLO(ttft_s=1.0, tpot_s=options.tpot_ms / 1e3)
-    load = Load(options.seconds, options.phase, slo, options.seed)
+    load = Load(options.seconds, options.phase, slo, options.seed, options.chats, options.prefix)
     settings: list[tuple[int, int | None]] = [(each, None) for each in (8, 5, 4, 3, 2)]
     settings.append((8, 2))
     found = {}
-    print(f"{'interval':>10} {'offline tokens/s':>17} {'in time':>8} {'P99 gap, ms':>12} {'changes':>8}")
+    print(
+        f"{'interval':>10} {'offline tokens/s':>17} {'in time':>8} {'P99 gap, ms':>12} {'TTFT, s':>8} "
+        f"{'changes':>8}"
+    )
     for interval, least in settings:
         name = str(interval) if least is None else f"{least} to {interval}"
         outcome = serve(device, interval, least, load)
@@ -197,7 +227,7 @@ def main() -> None:
         kept = f"{outcome.kept:.1%}"
         print(
             f"{name:>10} {outcome.offline:>17.0f} {kept:>8} {outcome.p99_gap_ms:>12.1f} "
-            f"{outcome.num_changes:>8}"
+            f"{outcome.mean_ttft_s:>8.2f} {outcome.num_changes:>8}"
         )
     print(json.dumps(found))
 

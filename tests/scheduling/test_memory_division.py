@@ -243,6 +243,57 @@ def test_prompts_that_the_decodes_beside_them_make_late_need_nothing() -> None:
         scheduler.finish(prompt.request_id, FinishReason.ABORT)
 
 
+def add_chats(server: Server, count: int, ttft_s: float) -> None:
+    """Chats that hold 20 blocks each."""
+    for number in range(count):
+        arrived_at_s = server.clock.now_s()
+        slo = SLO(ttft_s=ttft_s, tpot_s=0.25)
+        server.add(make_request(300, 20, request_id=f"chat-{number}", arrived_at_s=arrived_at_s, slo=slo))
+
+
+def test_prompts_that_wait_for_blocks_get_more_of_them_and_not_shorter_steps() -> None:
+    server = Server(8, 1)
+    add_chats(server, 40, ttft_s=9.0)
+    server.serve(0.05)
+    scheduler, now_s = server.engine.scheduler, server.clock.now_s()
+    assert scheduler._division is not None
+    situation = scheduler._division._situation(now_s)
+    num_fitting = 160 // 20
+    assert situation.num_online <= num_fitting + 1
+    assert situation.wanted_blocks >= (40 - num_fitting - 1) * 19
+    server.serve(3.0)
+    assert server.samples[-1].num_blocks > 160
+
+
+def test_what_ends_before_a_drain_would_needs_no_shorter_steps() -> None:
+    """One step is left to the prompt, and little time: others like it have all of theirs."""
+    server = Server(8, 1)
+    add_offline(server, 40)
+    server.serve(10.0)
+    assert server.samples[-1].interval == 2
+    now_s = server.clock.now_s()
+    scheduler = server.engine.scheduler
+    assert scheduler._division is not None and scheduler.predictor is not None
+    slo = SLO(ttft_s=1.0, tpot_s=0.25)
+    server.add(make_request(300, 10, request_id="chat", arrived_at_s=now_s - 0.94, slo=slo))
+    need = scheduler._division._situation(now_s).prompts
+    assert need is not None
+    usable = scheduler.predictor.usable_share * scheduler.predictor.time_scale
+    assert need.limit_s == pytest.approx(slo.ttft_s * usable)
+
+
+def test_blocks_that_are_kept_for_online_requests_are_not_counted_for_others() -> None:
+    server = Server(8, 1)
+    for number in range(4):
+        server.add(make_request(300, 2, request_id=f"chat-{number}", slo=SLO(ttft_s=9.0, tpot_s=0.25)))
+    server.serve(0.5)
+    scheduler = server.engine.scheduler
+    assert scheduler._division is not None
+    kept = scheduler.kv.counts.protected
+    assert kept > 0
+    assert scheduler._division._situation(server.clock.now_s()).kept_blocks == kept
+
+
 def test_steps_of_a_long_prompt_count_what_they_attend_to() -> None:
     server = Server(
         8, 1, max_chunk_tokens=64, predicted=linear_cost(token_s=5e-5, step_s=0.032, context_s=2e-5)

@@ -164,12 +164,12 @@ class MemoryDivision:
         kv, requests, cost = self.kv, self.requests, self.predictor.measured
         holders = self.preemption.block_holders
         online = [each for each in holders if each.priority_level in _ONLINE_LEVELS]
-        for level in _ONLINE_LEVELS:  # those that may be in a step soon
-            online += requests.waiting[level].requests[: self.config.max_num_seqs]
+        arriving, lacking = self._waiting_online()
+        online += arriving
         decodes = _decodes(online)
         tpot_s = min((each.slo.tpot_s for each in online if each.slo is not None), default=math.inf)
         limit_s = tpot_s * self.predictor.usable_share  # as predicted
-        num_waiting = sum(len(requests.waiting[level].requests) for level in OFFLINE_LEVELS)
+        num_waiting = lacking + sum(len(requests.waiting[level].requests) for level in OFFLINE_LEVELS)
         used = kv.counts.referenced
         # Computation takes so many times as long as predicted; transfers take as long as was measured.
         load, time_scale = _decodes(holders), self.predictor.time_scale
@@ -184,16 +184,35 @@ class MemoryDivision:
             decodes=StepNeed(limit_s * time_scale, time_scale * cost.step_time_s(decodes)),
             prompts=self._prompts_need(online, limit_s, now_s),
             used_blocks=used,
+            kept_blocks=kv.counts.protected,
             wanted_blocks=used * (1.0 + num_waiting / max(1, len(holders))),
             most_scale=self.config.max_num_seqs / max(1, len(holders)),
             compute_s=compute_s,
         )
 
+    def _waiting_online(self) -> tuple[list[Request], int]:
+        """Those that may be in a step soon, and how many wait until others leave them blocks.
+
+        Shorter steps would not help these, and the smaller pool that they come with would keep them waiting.
+        """
+        kv, config, arriving, num_lacking = self.kv, self.config, list[Request](), 0
+        most_tokens = min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
+        num_free = kv.num_blocks - kv.counts.online
+        for level in _ONLINE_LEVELS:
+            for request in self.requests.waiting[level].requests[: config.max_num_seqs]:
+                num_free -= kv.blocks_for(min(request.num_pending_tokens, most_tokens))
+                if num_free >= 0:
+                    arriving.append(request)
+                else:
+                    num_lacking += 1
+        return arriving, num_lacking
+
     def _prompts_need(self, online: Sequence[Request], limit_s: float, now_s: float) -> StepNeed | None:
         """Of the steps that compute their prompts by deadline, in chunks that fit beside the decodes.
 
         Prompts that could not be in time if no step waited for weights are left out. Relegated ones count:
-        it may be the weights that make them late.
+        it may be the weights that make them late. A prompt that ends before weights can have got memory is
+        served as it is; those that come after it have their whole objective, as it had when it came.
 
         Args:
             limit_s: of a step with decodes, as predicted.
@@ -217,9 +236,12 @@ class MemoryDivision:
         for request in sorted(prompts, key=lambda each: each.next_token_by_s):
             num_steps = max(1.0, (num_tokens + request.num_pending_tokens) / chunk)
             step_s = (request.next_token_by_s - now_s) * usable / num_steps
-            if step_s >= compute_s:
-                num_tokens += request.num_pending_tokens
-                least_s = min(least_s, step_s)
+            if step_s < compute_s:
+                continue
+            num_tokens += request.num_pending_tokens
+            if num_steps < _MAX_SHORT_PLANS and request.slo is not None:
+                step_s = max(step_s, request.slo.ttft_s * usable / num_steps)
+            least_s = min(least_s, step_s)
         return None if least_s == math.inf else StepNeed(least_s, compute_s)
 
 
