@@ -29,6 +29,7 @@ from backfill.execution.create import target_of
 from backfill.http.config import ServerConfig
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.private_files import DataFolderLock
+from backfill.kernels.isa import ISA_VARIABLE
 from tests.builders import make_info, make_profile
 from tests.cli.running import assert_refused, run_cli_here
 
@@ -127,6 +128,20 @@ def test_sizes_and_files_that_cannot_be_are_refused_before_an_engine_is_launched
     (tmp_path / "corrupt.json").write_text('{"format": 4, ')
     options = [argument.format(folder=tmp_path) for argument in arguments]
     assert_refused_early(monkeypatch, small_model, tmp_path, part, *options)
+
+
+@pytest.mark.parametrize("command", ["serve", "run-batch"])
+def test_an_unknown_variant_of_the_kernels_is_refused_before_an_engine_is_launched(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv(ISA_VARIABLE, "z80")
+    monkeypatch.setattr(EngineClient, "launch", lambda _: pytest.fail("launched"))
+    (tmp_path / "in.jsonl").write_text("{}")
+    files = (
+        () if command == "serve" else ("-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"))
+    )
+    result = run_cli_here(command, "--model", str(small_model), "--device", "cpu", *files)
+    assert_refused(result, f"{ISA_VARIABLE}: this machine has generic")
 
 
 @pytest.mark.parametrize("asked", [1040, 1041])

@@ -8,8 +8,12 @@ import sys
 
 import pytest
 
+from backfill.core.config import EngineConfig
+from backfill.core.errors import ConfigError
 from backfill.engine.environment import engine_environment
-from backfill.kernels.isa import ISA_VARIABLE, library_limits
+from backfill.execution.machine import check_isa, proc_value
+from backfill.kernels.cpu import available_isas
+from backfill.kernels.isa import ISA_VARIABLE, library_limits, possible_isas
 
 REPORT = """
 import torch
@@ -40,3 +44,40 @@ def test_a_limit_that_is_set_already_stays() -> None:
     current = {ISA_VARIABLE: "avx2", "ONEDNN_MAX_CPU_ISA": "SSE41"}
     assert "ONEDNN_MAX_CPU_ISA" not in engine_environment(current)
     assert engine_environment(current)["ATEN_CPU_CAPABILITY"] == "avx2"
+
+
+def test_variants_are_known_without_the_compiled_module() -> None:
+    flags = proc_value("cpuinfo", "flags")
+    if flags is None:
+        pytest.skip("/proc/cpuinfo has no flags")
+    assert set(possible_isas(flags.split())) - {"amx"} == set(available_isas()) - {"amx"}
+    assert "amx" in possible_isas(flags.split()) or "amx" not in available_isas()
+
+
+@pytest.mark.parametrize(
+    ("isa", "flags", "part"),
+    [
+        ("z80", "avx2 fma bmi2", r"this machine has generic, avx2, got 'z80'"),
+        ("avx512", "avx2 fma bmi2 avx512f", r"this machine has generic, avx2, got 'avx512'"),
+        ("z80", None, r"it may be generic, avx2, .*amx, got 'z80'"),
+    ],
+)
+def test_a_variant_that_cannot_run_is_refused_with_those_that_can(
+    monkeypatch: pytest.MonkeyPatch, isa: str, flags: str | None, part: str
+) -> None:
+    monkeypatch.setattr("backfill.execution.machine.proc_value", lambda *_: flags)
+    monkeypatch.setenv(ISA_VARIABLE, isa)
+    with pytest.raises(ConfigError, match=f"^{ISA_VARIABLE}: {part}"):
+        check_isa(EngineConfig(device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("isa", "device"), [("", "cpu"), ("generic", "cpu"), ("avx512", "cpu"), ("z80", "cuda")]
+)
+def test_a_variant_that_runs_or_is_not_used_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch, isa: str, device: str
+) -> None:
+    flags = "avx2 fma bmi2 avx512f avx512bw avx512vl avx512dq"
+    monkeypatch.setattr("backfill.execution.machine.proc_value", lambda *_: flags)
+    monkeypatch.setenv(ISA_VARIABLE, isa)
+    check_isa(EngineConfig(device=device))

@@ -28,9 +28,10 @@ class ModelOptions:
 
 def check_machine(config: EngineConfig) -> None:
     """Refuse options that this machine cannot have, whatever the model. Raises: ConfigError."""
-    from backfill.execution.machine import check_device, check_threads
+    from backfill.execution.machine import check_device, check_isa, check_threads
 
     check_device(config)
+    check_isa(config)
     check_threads(config)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
+from backfill.kernels.isa import ISA_VARIABLE, possible_isas
 
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")  # NVIDIA, WSL, AMD
 _CGROUP = Path("/sys/fs/cgroup")
@@ -84,6 +85,21 @@ def check_device(config: EngineConfig) -> None:
         )
     if not _may_have_driver():
         raise ConfigError("cuda: there is no driver of a GPU here; use cpu.", field="device")
+
+
+def check_isa(config: EngineConfig) -> None:
+    """Raises: ConfigError for a variant of the CPU kernels that is none, or that no processor here runs.
+
+    With ``executor`` ray the processors are other machines', which refuse one that they lack.
+    """
+    isa = os.environ.get(ISA_VARIABLE, "")
+    if not isa or not runs_on_cpu(config):
+        return
+    flags = None if config.executor == "ray" else proc_value("cpuinfo", "flags")
+    possible = possible_isas(None if flags is None else flags.split())
+    if isa not in possible:
+        whose = "it may be" if flags is None else "this machine has"
+        raise ConfigError(f"{ISA_VARIABLE}: {whose} {', '.join(possible)}, got {isa!r}.")
 
 
 def runs_on_cpu(config: EngineConfig) -> bool:
