@@ -15,6 +15,12 @@ import httpx
 import pytest
 import trustme
 import uvloop
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from backfill.cli.startup import Address, bind, first_request, listen
 from backfill.core.errors import ConfigError
@@ -114,11 +120,61 @@ def test_a_certificate_makes_it_https(tmp_path: Path) -> None:
         assert client.get(address.url).text == "hello"
 
 
-def test_files_that_are_no_certificate_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.pem").write_text("nothing")
-    for wrong in (tmp_path / "a.pem", tmp_path / "missing.pem"):
-        with pytest.raises(ConfigError, match=f"`ssl_certfile` {wrong} cannot be used: "):
-            listen(ServerConfig(port=0, ssl_certfile=wrong))
+@pytest.mark.parametrize(
+    ("certificate", "key", "part"),
+    [
+        ("empty", None, "`ssl_certfile` .*empty cannot be used: it holds no certificate in PEM form"),
+        ("key", None, "`ssl_certfile` .*key cannot be used: it holds no certificate in PEM form"),
+        ("missing", "key", "`ssl_certfile` .*missing cannot be used: No such file"),
+        ("certificate", "missing", "`ssl_keyfile` .*missing cannot be used: No such file"),
+        (
+            "certificate",
+            None,
+            "`ssl_certfile` .*certificate cannot .* no private key .*; `ssl_keyfile` names",
+        ),
+        ("certificate", "empty", "`ssl_keyfile` .*empty cannot be used: it holds no private key in PEM form"),
+        (
+            "certificate",
+            "encrypted",
+            "`ssl_keyfile` .*encrypted cannot be used: its private key is encrypted",
+        ),
+        (
+            "certificate",
+            "other_key",
+            "`ssl_keyfile` .*other_key cannot .* not that of the certificate in .*cert",
+        ),
+        (
+            "damaged",
+            "key",
+            "`ssl_certfile` .*damaged cannot .*: its PEM text, or `ssl_keyfile` .*key, is damaged",
+        ),
+    ],
+)
+def test_files_that_are_no_certificate_are_refused_with_what_is_wrong(
+    tmp_path: Path, certificate: str, key: str | None, part: str
+) -> None:
+    authority = trustme.CA()
+    issued, other = (authority.issue_cert("127.0.0.1") for _ in range(2))
+    password = BestAvailableEncryption(b"secret")
+    private_key = load_pem_private_key(issued.private_key_pem.bytes(), None)
+    files = {
+        "empty": b"",
+        "certificate": issued.cert_chain_pems[0].bytes(),
+        "damaged": b"-----BEGIN CERTIFICATE-----\nzzzz\n-----END CERTIFICATE-----\n",
+        "key": issued.private_key_pem.bytes(),
+        "other_key": other.private_key_pem.bytes(),
+        "encrypted": private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, password),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    config = ServerConfig(
+        port=0, ssl_certfile=tmp_path / certificate, ssl_keyfile=None if key is None else tmp_path / key
+    )
+    with pytest.raises(ConfigError, match=f"^{part}"):
+        listen(config)
+
+
+def test_a_key_without_a_certificate_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="`ssl_certfile`"):
         ServerConfig(ssl_keyfile=tmp_path / "a.pem").validate()
 

@@ -8,6 +8,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import ssl
@@ -235,8 +236,31 @@ def _check_certificate(server: ServerConfig) -> None:
         # Nobody is asked for the key's password, as nobody is there when a service starts.
         context.load_cert_chain(certfile, keyfile, password=lambda: "")
     except OSError as error:
-        files = f"{certfile}" if keyfile is None else f"{certfile} with `ssl_keyfile` {keyfile}"
-        raise ConfigError(f"`ssl_certfile` {files} cannot be used: {error.strerror or error}.") from error
+        option, file, what = _wrong_certificate(certfile, keyfile, error)
+        raise ConfigError(f"`{option}` {file} cannot be used: {what}.") from error
+
+
+def _wrong_certificate(certfile: Path, keyfile: Path | None, error: OSError) -> tuple[str, Path, str]:
+    """The option and the file that are wrong, and what is: OpenSSL's errors name neither."""
+    of_certificate = "ssl_certfile", certfile
+    of_key = of_certificate if keyfile is None else ("ssl_keyfile", keyfile)
+    for (option, file), pattern, kind in (
+        (of_certificate, rb"-BEGIN (X509 |TRUSTED )?CERTIFICATE-", "certificate"),
+        (of_key, rb"-BEGIN ([A-Z]+ )*PRIVATE KEY-", "private key"),
+    ):
+        try:
+            text = file.read_bytes()
+        except OSError as unreadable:
+            return option, file, unreadable.strerror or str(unreadable)
+        if re.search(pattern, text) is None:
+            elsewhere = "; `ssl_keyfile` names its file" if kind == "private key" and keyfile is None else ""
+            return option, file, f"it holds no {kind} in PEM form{elsewhere}"
+    if b"ENCRYPTED" in text:
+        return *of_key, "its private key is encrypted, and nobody is asked for a password"
+    if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
+        return *of_key, f"its private key is not that of the certificate in {certfile}"
+    of_both = "" if keyfile is None else f", or `ssl_keyfile` {keyfile},"
+    return *of_certificate, f"its PEM text{of_both} is damaged"
 
 
 def _bind_path(path: Path) -> socket.socket:
