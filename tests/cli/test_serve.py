@@ -187,7 +187,12 @@ def test_weights_of_another_model_are_refused_before_an_engine_is_launched(
         ("model.safetensors", LFS_POINTER, "model.safetensors is a pointer of Git LFS, and not the file"),
         ("tokenizer.json", LFS_POINTER, "tokenizer.json is a pointer of Git LFS, and not the file: run git"),
         ("tokenizer.json", None, "tokenizer.json is not valid JSON"),
-        ("tokenizer.json", b"{}", "tokenizer.json holds no tokenizer: Object missing required field model"),
+        (
+            "tokenizer.json",
+            b"{}",
+            "tokenizer.json is not a valid tokenizer: Object missing required field model",
+        ),
+        ("tokenizer.json", b'{"model": {"vocab": {}}}', "tokenizer.json has no added_tokens, which must be"),
         ("tokenizer_config.json", b"{", "tokenizer_config.json is not valid JSON"),
         ("generation_config.json", b"{", "generation_config.json is not valid JSON"),
         ("generation_config.json", b'{"top_p": 2}', "generation_config.json: top_p must be a number"),
@@ -203,6 +208,17 @@ def test_a_damaged_file_is_refused_by_name_before_an_engine_is_launched(
 ) -> None:
     path = copy_of(small_model, tmp_path) / name
     path.write_bytes(path.read_bytes()[:-100] if content is None else content)
+    assert_refused_early(monkeypatch, path.parent, tmp_path, part)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_link_to_a_file_that_is_gone_is_refused_with_where_it_leads(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = copy_of(small_model, tmp_path) / name
+    path.unlink()
+    path.symlink_to(tmp_path / "gone")
+    part = f"{path} is a link to {tmp_path / 'gone'}, which is not there any more"
     assert_refused_early(monkeypatch, path.parent, tmp_path, part)
 
 

@@ -156,6 +156,9 @@ def test_shards_must_fit_the_index(tmp_path: Path) -> None:
     write_index(tmp_path, weight_map | {"model.c.weight": "model-9.safetensors"})
     with pytest.raises(CorruptModel, match=r"model-9\.safetensors does not exist"):
         open_checkpoint(tmp_path, dtype=torch.float32)
+    (tmp_path / "model-9.safetensors").symlink_to("gone")
+    with pytest.raises(CorruptModel, match=r"model-9\.safetensors is a link to .*gone, which is not there"):
+        open_checkpoint(tmp_path, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from backfill.models.quantization import stored_quantization
 from backfill.models.resolve import told_what_to_delete
 from backfill.models.safetensors_files import SafetensorsFiles
 from backfill.models.tensor_shapes import tensor_shapes
-from backfill.models.weight_files import check_fetched, find_weights
+from backfill.models.weight_files import check_fetched, find_weights, told_dangling
 
 if TYPE_CHECKING:
     from backfill.core.config import LoadFormat
@@ -29,10 +29,10 @@ class _Vocabulary(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What every ``tokenizer.json`` has."""
+    """What transformers needs of a ``tokenizer.json``."""
 
     model: _Vocabulary
-    added_tokens: list[msgspec.Raw]
+    added_tokens: list[msgspec.Raw] | msgspec.UnsetType = msgspec.UNSET
 
 
 def check_complete(folder: Path, load_format: LoadFormat) -> None:
@@ -46,7 +46,7 @@ def check_complete(folder: Path, load_format: LoadFormat) -> None:
             raise
         raise ModelNotFound(f"{error}; and it has no {_TOKENIZER}") from None
     if not has_tokenizer:
-        raise ModelError(f"{folder} has no {_TOKENIZER}.")
+        raise _no_tokenizer(folder)
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -57,7 +57,7 @@ def check_tokenizer(folder: Path) -> None:
     Raises: ModelError, CorruptModel.
     """
     if not _has_tokenizer(folder):
-        raise ModelError(f"{folder} has no {_TOKENIZER}.")
+        raise _no_tokenizer(folder)
     if (settings := folder / "tokenizer_config.json").is_file():
         Fields.from_file(settings)
     path = folder / _TOKENIZER
@@ -65,13 +65,15 @@ def check_tokenizer(folder: Path) -> None:
         return
     try:
         check_fetched(path)
-        msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
+        found = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
     except msgspec.ValidationError as error:
-        raise CorruptModel(f"{path} holds no tokenizer: {str(error).replace('`', '')}") from None
+        raise CorruptModel(f"{path} is not a valid tokenizer: {str(error).replace('`', '')}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptModel(f"{path} is not valid JSON: {error}") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
+    if found.added_tokens is msgspec.UNSET:
+        raise CorruptModel(f"{path} has no added_tokens, which must be there; if it adds none, write []")
 
 
 def check_weights(folder: Path, load_format: LoadFormat, model: ModelConfig) -> None:
@@ -94,6 +96,11 @@ def check_weights(folder: Path, load_format: LoadFormat, model: ModelConfig) -> 
             files.check(name, shape)
             if not has_codes:
                 files.check_floats(name)
+
+
+def _no_tokenizer(folder: Path) -> ModelError:
+    path = folder / _TOKENIZER
+    return ModelError(f"{told_dangling(path) or f'{folder} has no {_TOKENIZER}'}.")
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -24,7 +24,7 @@ def find_weights(folder: Path, load_format: LoadFormat = "auto") -> Path:
     Args:
         load_format: safetensors: nothing else will do.
     Raises:
-        ModelNotFound: the folder holds no weights.
+        ModelNotFound: the folder holds no weights, or a link to what is not there.
         UnsupportedModel: it holds only another format.
     """
     for name in (_INDEX, _SINGLE):
@@ -32,15 +32,25 @@ def find_weights(folder: Path, load_format: LoadFormat = "auto") -> Path:
             return folder / name
     gguf = folder / GGUF_FILE
     if load_format == "auto" and os.path.lexists(gguf):
-        if not gguf.is_file():
-            raise ModelNotFound(f"{gguf} is a link to {os.path.realpath(gguf)}, which is not there any more")
+        if dangling := told_dangling(gguf):
+            raise ModelNotFound(dangling)
         return gguf
+    for name in (_INDEX, _SINGLE):
+        if dangling := told_dangling(folder / name):
+            raise ModelNotFound(dangling)
     if any(folder.glob("pytorch_model*.bin")):
         raise UnsupportedModel(
             f"{folder} holds only pytorch_model.bin: convert it to safetensors "
             "(transformers: model.save_pretrained(folder))"
         )
     raise ModelNotFound(f"{folder} holds no weights: neither {_SINGLE} nor {_INDEX}")
+
+
+def told_dangling(path: Path) -> str | None:
+    """Says that ``path`` is a link to a file that is not there; None if it is none."""
+    if path.is_file() or not path.is_symlink():
+        return None
+    return f"{path} is a link to {os.path.realpath(path)}, which is not there any more"
 
 
 def check_fetched(path: Path) -> None:
@@ -68,6 +78,7 @@ def shards_of(index: Path) -> dict[str, Path]:
     for file in sorted(set(weight_map.values())):
         if not file or Path(file).name != file:
             raise CorruptModel(f"{index} names a file outside its folder: {file}")
-        if not (index.parent / file).is_file():
-            raise CorruptModel(f"{index.parent / file} does not exist, but {index.name} lists it")
+        path = index.parent / file
+        if not path.is_file():
+            raise CorruptModel(told_dangling(path) or f"{path} does not exist, but {index.name} lists it")
     return {name: index.parent / file for name, file in weight_map.items()}
