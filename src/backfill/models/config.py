@@ -208,7 +208,7 @@ def _llama_config(fields: Fields, architecture: str) -> ModelConfig:
         head_dim=head_dim,
         vocab_size=fields.size("vocab_size"),
         max_position_embeddings=positions,
-        norm_eps=fields.positive("rms_norm_eps", 1e-6),
+        norm_eps=fields.positive("rms_norm_eps", 1e-6, is_nullable=False),
         hidden_act=act,
         rope=rope_config(fields, positions),
         qkv_bias=qwen2 or attention_bias,

@@ -72,8 +72,14 @@ class Fields:
             raise self.wrong(key, f"a number{bounds}")
         return float(value)
 
-    def positive(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0, required unless there is a default. Raises: CorruptModel."""
+    def positive(self, key: str, default: float | None = None, *, is_nullable: bool = True) -> float:
+        """A finite number above 0, required unless there is a default. Raises: CorruptModel.
+
+        Args:
+            is_nullable: null stands for the default, as an absent key does.
+        """
+        if not is_nullable and key in self.values and self.values[key] is None:
+            raise self.wrong(key, "a positive number")
         value = self.optional_number(key)
         if value is None and default is not None:
             return default

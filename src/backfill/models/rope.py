@@ -43,7 +43,8 @@ def rope_config(fields: Fields, positions: int) -> RopeConfig:
     """
     rope = fields.section("rope_scaling") or fields.section("rope_parameters")
     rope = rope or Fields(fields.path, {})
-    theta = rope.positive("rope_theta", fields.positive("rope_theta", 10_000.0))
+    theta = fields.positive("rope_theta", 10_000.0, is_nullable=False)
+    theta = rope.positive("rope_theta", theta, is_nullable=False)
     for holder in (fields, rope):
         if holder.positive("partial_rotary_factor", 1.0) != 1.0:
             raise fields.unsupported(

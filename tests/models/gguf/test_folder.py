@@ -131,6 +131,10 @@ def test_refuses_what_it_cannot_convert(extra: dict[str, Any], named: str, tmp_p
     [
         ({"llama.block_count": 2}, "blk.1.attn_norm.weight is missing"),
         ({"llama.feed_forward_length": 97}, r"ffn_gate.weight has shape \[96, 64\], expected \[97, 64\]"),
+        (
+            {"llama.embedding_length": 62, "llama.attention.key_length": None},
+            r"llama.embedding_length \(62\) must be a multiple of llama.attention.head_count \(4\)",
+        ),
         ({"llama.context_length": None}, "llama.context_length is missing"),
         ({"llama.context_length": "long"}, "llama.context_length must be int"),
         ({"llama.attention.head_count_kv": 0}, r"m\.gguf: num_key_value_heads"),

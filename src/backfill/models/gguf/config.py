@@ -35,6 +35,11 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     num_heads = _uniform(file, f"{arch}.attention.head_count")
     hidden_size = file.need(f"{arch}.embedding_length", int)
     head_dim = file.get(f"{arch}.attention.key_length", int, hidden_size // max(num_heads, 1))
+    if f"{arch}.attention.key_length" not in file.fields and hidden_size % max(num_heads, 1):
+        raise CorruptModel(
+            f"{file.path}: {arch}.embedding_length ({hidden_size}) must be a multiple of "
+            f"{arch}.attention.head_count ({num_heads})"
+        )
     for key in ("attention.value_length", "rope.dimension_count"):
         if file.get(f"{arch}.{key}", int, head_dim) != head_dim:
             raise UnsupportedModel(f"{file.path}: {arch}.{key} must equal the head size {head_dim}")
