@@ -137,7 +137,11 @@ def test_engines_that_cannot_join_are_named_with_the_reason(caplog: pytest.LogCa
 
         def check(factor: float) -> None:
             assert f"{dead.url} cannot be reached" in refusal_of(dead, engine_timeout=0.1 * factor)
-            assert any(line.startswith(f"{dead.url} is waited for, up to ") for line in caplog.messages)
+            told = f" s for {dead.url} to start: "
+            assert any(told in line for line in caplog.messages)
+            caplog.clear()
+            refusal_of(dead, join_timeout=0.1 * factor)
+            assert not any(told in line for line in caplog.messages), "whoever starts it knows"
 
         with_more_time(check)
 
@@ -243,7 +247,8 @@ def test_one_command_serves_with_two_engines_and_outlives_one(small_model: Path,
     options = ("--data-parallel-size", "2", "--api-key", "alice=first", "--policy", "fcfs")
     server = launch_small(small_model, *options, data_dir=tmp_path)
     try:
-        server.logged("with 2 replicas")
+        server.logged("server: starting on http://127.0.0.1:", " with 2 replicas; /health answers 503 until")
+        server.logged(" with 2 replicas  (ready in ")
         server.logged("curl http://127.0.0.1:", "Authorization: Bearer $KEY")
         for number, process in product((0, 1), ("server", "engine")):
             server.logged(f" INFO replica {number} {process}: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
 import secrets
 import signal
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from backfill.ray.replicas import RayReplicas
     from backfill.router.replicas import ReplicaPlace, Replicas
     from backfill.router.server import RouterServer
+
+logger = logging.getLogger(__name__)
 
 _LOAD_S = 3600.0  # a replica that cannot load ends by itself
 _READY_POLL_S = 0.05
@@ -87,6 +90,12 @@ def serve_replicas(
             check_engine(dataclasses.replace(engine, model_dir=str(find_folder(model))))
             replicas = _processes(server_of, engine, num_replicas, engine_key)
             replicas.start()
+    logger.info(
+        "starting on %s with %s; /health answers 503 until one of them has loaded %s",
+        address.url,
+        counted(num_replicas, "replica"),
+        model.model,
+    )
 
     async def run() -> signal.Signals | None:
         routing = RouterServer(

@@ -217,8 +217,8 @@ class Engines:
                 left_s = until_s - loop.time()
                 if left_s <= 0:
                     raise EngineRefused(f"The engine {url} cannot be reached: {error}.") from None
-                if is_first:
-                    logger.info("%s is waited for, up to %.0f s: %s", url, left_s, error)
+                if is_first and self._config.join_timeout is None:  # else it is just being started
+                    logger.info("waiting up to %.0f s for %s to start: %s", left_s, url, error)
                 is_first = False
             await asyncio.sleep(_RETRY_S)
 
