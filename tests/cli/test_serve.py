@@ -9,17 +9,21 @@ import os
 import shlex
 import shutil
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from backfill.cli.serve import _sizes
 from backfill.cli.serve_replicas import _server_of
-from backfill.cli.startup import first_request
+from backfill.cli.startup import first_request, process_age_s
 from backfill.core.config import EngineConfig
 from backfill.core.errors import InsufficientMemory
 from backfill.engine.client import EngineClient
@@ -406,3 +410,25 @@ def test_replicas_have_the_weights_of_owners_but_for_other_nodes(tmp_path: Path,
     server = cast(partial[None], run).args[1]
     assert server.api_key == ("router=key",)
     assert server.api_key_file == (None if on_ray else file)
+
+
+AGE_AFTER_HALF_A_SECOND = """
+import time
+time.sleep(0.5)
+from backfill.cli.startup import process_age_s
+print(process_age_s())
+"""
+
+
+def test_the_age_of_a_process_counts_from_its_start() -> None:
+    began_at_s = time.monotonic()
+    ran = subprocess.run(
+        [sys.executable, "-c", AGE_AFTER_HALF_A_SECOND], capture_output=True, text=True, check=True
+    )
+    assert 0.48 <= float(ran.stdout) <= time.monotonic() - began_at_s + 0.02  # in steps of 10 ms
+
+
+def test_without_proc_the_age_counts_from_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backfill.cli.startup._IMPORTED_AT_S", time.monotonic() - 100.0)
+    monkeypatch.setattr(Path, "read_text", Mock(side_effect=FileNotFoundError))
+    assert process_age_s() == pytest.approx(100.0, abs=1.0)

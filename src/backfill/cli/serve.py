@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from typing import TYPE_CHECKING
 
 from backfill.cli.command import (
@@ -30,6 +29,7 @@ from backfill.cli.startup import (
     find_folder,
     jobs_of,
     listen,
+    process_age_s,
     run_server,
     served_model,
 )
@@ -71,7 +71,6 @@ def serve(
     Exit status: 0 ended by a signal; 1 it cannot serve, or not any more, or a second signal ended it at
     once; 130 or 143 ended by SIGINT or SIGTERM before the model was loaded.
     """
-    started_at_s = time.monotonic()
     configure_logging(server.log_level, "server")
     if server.shed_hopeless and engine.scheduler.policy != "slo":
         raise ConfigError(f"`shed_hopeless` needs `policy` slo, got `policy` {engine.scheduler.policy}.")
@@ -83,7 +82,7 @@ def serve(
         end_interpreter()  # replicas start theirs
         serve_replicas(model, server, jobs, engine, replicas.data_parallel_size, _run_replica)
         return
-    _run(model, server, engine.with_checkpointing(), jobs, read_template(server.chat_template), started_at_s)
+    _run(model, server, engine.with_checkpointing(), jobs, read_template(server.chat_template))
 
 
 app = command(
@@ -135,7 +134,6 @@ def _run(
     engine_config: EngineConfig,
     jobs_config: JobsConfig,
     chat_template: str | None,
-    started_at_s: float,
 ) -> None:
     pause_collection()
     address = listen(server_config)
@@ -157,8 +155,8 @@ def _run(
         _save_config(server_config, engine_config, jobs_config, served)
 
     def on_ready(ready: Ready) -> None:
-        took_s = time.monotonic() - started_at_s
-        what = f"Backfill serves {served.names[0]} on {address.place}  (ready in {took_s:.1f} s)"
+        place = f"{address.place}  (ready in {process_age_s():.1f} s)"
+        what = f"Backfill serves {served.names[0]} on {place}"
         page = (
             "" if server_config.uds else f"\n  a chat, the live view and batches in a browser: {address.url}/"
         )

@@ -9,7 +9,6 @@ import os
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from backfill.cli.startup import (
     counted,
     find_folder,
     listen,
+    process_age_s,
     run_server,
 )
 from backfill.core.config import EngineConfig
@@ -63,7 +63,6 @@ def serve_replicas(
     from backfill.router.config import RouterConfig
     from backfill.router.server import RouterServer
 
-    started_at_s = time.monotonic()
     address = listen(server)
     is_on_ray = engine.executor == "ray"
     # Nodes share no folder that is known: without a store that is named, the router sends lines to replicas.
@@ -107,7 +106,7 @@ def serve_replicas(
             on_second_signal=replicas.kill,
         )
         try:
-            return await _serve(routing, replicas, address, started_at_s)
+            return await _serve(routing, replicas, address)
         finally:
             await replicas.end()
 
@@ -147,7 +146,7 @@ def _server_of(
 
 
 async def _serve(
-    routing: RouterServer, replicas: Replicas | RayReplicas, address: Address, started_at_s: float
+    routing: RouterServer, replicas: Replicas | RayReplicas, address: Address
 ) -> signal.Signals | None:
     """Serve until a signal. Returns: it, if it came before all were ready. Raises: ReplicaFailed."""
     from backfill.router.looks import EngineRefused
@@ -158,11 +157,11 @@ async def _serve(
         ):
             await asyncio.sleep(_READY_POLL_S)
         replicas.has_served()
-        took_s = time.monotonic() - started_at_s
         model = routing.engines.model
         assert model is not None, "an engine is up"
         where = f"{address.place} with {counted(len(replicas.urls), 'replica')}"
-        what = f"Backfill serves {', '.join(model.models)} on {where}  (ready in {took_s:.1f} s)"
+        place = f"{where}  (ready in {process_age_s():.1f} s)"
+        what = f"Backfill serves {', '.join(model.models)} on {place}"
         announce(what, address, model.max_model_len)
 
     async def follow(old: str, new: str) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+_IMPORTED_AT_S = time.monotonic()
 _TINY_CONTEXT = 128
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # of all of a machine's addresses, one to ask
 _BACKLOG = 4096  # load generators open all connections at once
@@ -153,6 +154,17 @@ def run_server(serving: Coroutine[Any, Any, signal.Signals | None]) -> None:
 def counted(number: int, noun: str) -> str:
     """Such as "1 engine" and "2 engines"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def process_age_s() -> float:
+    """Seconds since this process began; where the system has no /proc, since this module was imported."""
+    try:
+        # After the name, which is in brackets and may have some, come the fields from the third on (proc(5)).
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        began_at_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began_at_s
+    except (OSError, AttributeError):
+        return time.monotonic() - _IMPORTED_AT_S
 
 
 def announce(what: str, address: Address, max_model_len: int) -> None:
