@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import timeit
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from backfill.preparation.lines import parse_line
 from backfill.preparation.messages import InputLimits, InputReport
@@ -247,8 +252,26 @@ def test_a_line_that_is_not_json_is_reported_with_place_and_reason(
     assert part in error.message
 
 
+PROMPT = rb'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "%s"}}'
+
+
 def test_half_a_surrogate_pair_in_a_body_is_replaced(tmp_path: Path) -> None:
-    text = rb'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "%s"}}'
-    assert checked(tmp_path, text % rb"cut \ud83d").errors == []
-    body = parse_line(1, text % rb"\ud83d \\ud800 \ud83d\ude00 \uDE00", 1000).body
+    assert checked(tmp_path, PROMPT % rb"cut \ud83d").errors == []
+    body = parse_line(1, PROMPT % rb"\ud83d \\ud800 \ud83d\ude00 \uDE00", 1000).body
     assert json.loads(body)["prompt"] == "\ufffd \\ud800 \U0001f600 \ufffd"
+
+
+@given(st.lists(st.sampled_from([r"\\", r"\ud83d", r"\uDBFF", r"\ude00", r"\uDC00", r"\n", r"\"", "ud800"])))
+def test_only_lone_halves_are_replaced(parts: list[str]) -> None:
+    text = "".join(parts)
+    whole = re.compile("[\ud800-\udfff]").sub("\ufffd", json.loads(f'"{text}"'))
+    assert json.loads(parse_line(1, PROMPT % text.encode(), 1000).body)["prompt"] == whole
+
+
+def test_a_lone_half_beside_many_escapes_costs_little() -> None:
+    escapes = rb"\n" * 500_000
+    with_lone_s, without_s = (
+        min(timeit.repeat(partial(parse_line, 1, PROMPT % text, 2 << 20), number=1, repeat=3))
+        for text in (escapes + rb"\ud800", escapes)
+    )
+    assert with_lone_s < 30 * without_s

@@ -27,9 +27,11 @@ class _Line(msgspec.Struct):
 
 
 WARNING = "warning"  # code of a LineError
-# Escapes in JSON strings; the group matches a lone half of a surrogate pair.
-_ESCAPES = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
+_BACKSLASH, _NO_ESCAPE = b"\\\\", b"\0\0"  # an escaped one; JSON has no zero bytes
+# Escapes of lone halves of surrogate pairs, in JSON whose escaped backslashes are masked.
+_LONE_HALVES = re.compile(
+    rb"\\u(?:[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u)[dD][c-fC-F][0-9a-fA-F]{2})"
 )
 _OBJECT = "an object"
 # Of JSON values, by their first byte.
@@ -176,9 +178,12 @@ def _decode(data: bytes) -> _Line:
     try:
         return _line_decoder.decode(data)
     except msgspec.DecodeError:
-        repaired = _ESCAPES.sub(lambda found: b"\\ufffd" if found[1] else found[0], data)
-        if repaired == data:
+        # A callback lets other threads run. Other escapes have none: a line may have millions.
+        escaped = data.replace(_BACKSLASH, _NO_ESCAPE)
+        masked, num_lone = _LONE_HALVES.subn(lambda _: rb"\ufffd", escaped)
+        if not num_lone or b"\0" in data:
             raise
+        repaired = masked.replace(_NO_ESCAPE, _BACKSLASH)
         line = _line_decoder.decode(repaired)
         if "\ufffd" in line.custom_id:  # the client could not match the result by this id
             raise
