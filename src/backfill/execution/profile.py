@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from backfill import __version__
+from backfill.blending.resources import ResourceModel
 from backfill.core.clock import Clock, WallClock
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
@@ -136,17 +137,24 @@ def _expected_cost(config: EngineConfig, info: ExecutorInfo) -> CostModel:
     """Of steps whose FLOPs and bytes take all of their time. What counts is how its terms compare."""
     model = ModelConfig.from_folder(config.model_dir)
     flops, bytes_per_s = _CPU_RATES if info.device == "cpu" else _GPU_RATES
-    row_s, weights_s = 2 * model.num_parameters / flops, 2 * model.num_parameters / bytes_per_s
+    resources = ResourceModel.from_dimensions(
+        model.num_parameters,
+        model.num_heads * model.head_dim,
+        model.num_kv_heads * model.head_dim,
+        model.num_layers,
+        flops,
+        bytes_per_s,
+    )
+    row_s, weights_s = resources.token_s, 2 * model.num_parameters / bytes_per_s
     sampled_s = 2 * model.vocab_size * model.hidden_size / flops
-    pair_s = 4 * model.num_layers * model.num_heads * model.head_dim / flops
     num_tokens, num_sampled = float(FULL.row_knots[-1]), float(FULL.sampled_knots[-1])
     return CostModel(
         rows_s=PiecewiseLinear((1.0, num_tokens), (weights_s + row_s, weights_s + num_tokens * row_s)),
         sampled_s=PiecewiseLinear((0.0, num_sampled), (0.0, num_sampled * sampled_s)),
         request_s=0.0,
-        prefill_pair_s=pair_s,
-        prefill_context_s=pair_s,
-        decode_context_s=max(pair_s, model.kv_bytes_per_token(2) / bytes_per_s),
+        prefill_pair_s=resources.prompt_pair_s,
+        prefill_context_s=resources.prompt_pair_s,
+        decode_context_s=max(resources.prompt_pair_s, resources.cached_token_s),
     )
 
 
