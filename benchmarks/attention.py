@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import torch
 
+from backfill.core.block import KV_SCALE_BYTES
 from backfill.kernels.cpu import CpuKernels, available_isas
 from backfill.kernels.inputs import AttentionMetadata
-from backfill.kernels.reference import quantized_rows
 
 
 def main() -> None:
@@ -135,9 +135,9 @@ def measure_prefill(args: argparse.Namespace, kernels: CpuKernels) -> dict[str, 
 def make_pool(args: argparse.Namespace, num_blocks: int) -> torch.Tensor:
     shape = (num_blocks, args.layers, 2, args.kv_heads, args.block_size, args.head_dim)
     if args.kv_dtype == "int8":
-        # Of the layers one after the other: as floats they would take four times the memory.
-        layers = [quantized_rows(torch.randn(num_blocks, *shape[2:])) for _ in range(args.layers)]
-        return torch.stack(layers, dim=1)
+        pool = torch.randint(-127, 128, (*shape[:-1], args.head_dim + KV_SCALE_BYTES), dtype=torch.int8)
+        pool[..., -KV_SCALE_BYTES:] = torch.tensor([0.01]).view(torch.int8)  # the scale of every row
+        return pool
     return torch.empty(shape, dtype=getattr(torch, args.dtype)).normal_()
 
 

@@ -34,7 +34,7 @@ from backfill.execution import create
 from backfill.execution.create import create_torch_executor
 from backfill.execution.micro_batches import MicroBatchStreams, split_step
 from backfill.execution.torch_executor import TorchExecutor
-from backfill.kernels.reference import ReferenceKernels
+from tests.kernels.reference import ReferenceKernels
 from tests.models.tiny import save_tiny_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -15,8 +15,8 @@ from backfill.execution.sampler import RequestState, Sampler, uniform_at
 from backfill.execution.shaping import add_biases, exclude, penalise
 from backfill.kernels.base import Kernels
 from backfill.kernels.cpu import CpuKernels
-from backfill.kernels.reference import ReferenceKernels
 from backfill.kernels.sampling import _invert_cdf
+from tests.kernels.reference import ReferenceKernels
 from tests.shared import examples
 
 VOCAB = 3000  # more than the sampler's candidates, so that whole rows are sorted too

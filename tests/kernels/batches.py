@@ -9,7 +9,7 @@ import torch
 
 from backfill.core.block import KVLayout, pack_block_ref
 from backfill.kernels.inputs import AttentionMetadata
-from backfill.kernels.reference import quantized_rows
+from tests.kernels.reference import quantized_rows
 
 
 def make_pool(

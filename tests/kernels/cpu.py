@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backfill.kernels.reference import ReferenceKernels
+from tests.kernels.reference import ReferenceKernels
 
 REFERENCE = ReferenceKernels()
 EPS = 1e-5

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backfill.kernels.cpu import CpuKernels, available_isas
 from backfill.kernels.inputs import AttentionMetadata
-from backfill.kernels.reference import quantized_rows
+from tests.kernels.reference import quantized_rows
 
 HEAD_DIMS = [8, 16, 24, 40, 64, 128]
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from backfill.kernels.base import Kernels
 from backfill.kernels.cpu import CpuKernels, available_isas
-from backfill.kernels.reference import ReferenceKernels
 from backfill.kernels.sampling import RowSampling
+from tests.kernels.reference import ReferenceKernels
 from tests.shared import examples
 
 MAKERS: dict[str, Any] = {

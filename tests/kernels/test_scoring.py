@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from backfill.kernels.base import Kernels
 from backfill.kernels.cpu import CpuKernels, available_isas
-from backfill.kernels.reference import ReferenceKernels
+from tests.kernels.reference import ReferenceKernels
 from tests.shared import examples
 
 MAKERS: dict[str, Any] = {

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from backfill.kernels import cpu_copies, reference
+from backfill.kernels import cpu_copies
 from backfill.kernels.slots import SlotKernels, SlotRange, num_packed
 from backfill.kernels.triton_ops import slots as triton_slots
+from tests.kernels import reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # With a GPU, Triton compiles, and the interpreter's case does not exist.

@@ -13,9 +13,9 @@ import triton
 from torch import Tensor
 
 from backfill.kernels.inputs import AttentionMetadata
-from backfill.kernels.reference import ReferenceKernels
 from backfill.kernels.triton_ops import TritonKernels
 from tests.kernels.batches import make_batch
+from tests.kernels.reference import ReferenceKernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # With a GPU, Triton compiles, and the interpreter's cases do not exist.

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from backfill.core.errors import CorruptModel
-from backfill.kernels.reference import ReferenceKernels
 from backfill.models.build import build_model
 from backfill.models.config import ModelConfig
 from backfill.models.decoder import DecoderModel
 from backfill.models.weights import DummyCheckpoint
+from tests.kernels.reference import ReferenceKernels
 from tests.models.tiny import save_tiny_model
 
 CPU = torch.device("cpu")

@@ -17,7 +17,6 @@ from backfill.core.request import RequestId
 from backfill.execution.batch import FlatBatch, build_batch
 from backfill.kernels.base import Kernels
 from backfill.kernels.cpu import CpuKernels
-from backfill.kernels.reference import ReferenceKernels
 from backfill.models.build import build_model
 from backfill.models.checkpoint import open_checkpoint
 from backfill.models.config import ModelConfig
@@ -26,6 +25,7 @@ from backfill.models.placement import ModelPlacement
 from backfill.models.shard import ModelShard, ShardSizes, SoleRank
 from backfill.models.weights import Checkpoint, Part
 from tests.kernels.batches import unset_kv
+from tests.kernels.reference import ReferenceKernels
 from tests.models.ranks import Exchange, ThreadGroup, on_ranks
 from tests.models.tiny import CONFIGS, save_tiny_llama_config, save_tiny_model
 

@@ -1,4 +1,4 @@
-"""Attention and fused operators: C++ (CPU), Triton (CUDA), and a plain torch reference."""
+"""Attention and fused operators: C++ (CPU) and Triton (CUDA)."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Kernels(ABC):
             qkv: ``[T, (H + 2G) * D]``, heads of q, then k, then v. q is replaced in place by its
                 normalised, rotated form; the k and v part may be left in any state.
             kv_pool: ``[num_blocks, L, 2, G, B, D]`` in qkv's dtype; rows go to ``batch.slot_mapping``. Or
-                int8 ``[num_blocks, L, 2, G, B, D + 4]``: see ``backfill.kernels.reference.quantized_rows``.
+                int8 ``[num_blocks, L, 2, G, B, D + 4]``: see ``quantized_rows`` of the tests' reference.
             cos_sin: float32 ``[max positions, D]``: cosines of the D/2 angles, then sines; rotation
                 pairs element i with i + D/2 (the "neox" form). None: no rotary embedding.
             q_norm, k_norm: ``[D]`` weights, both or neither.
@@ -356,8 +356,3 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 def describe(x: Tensor) -> str:
     """A tensor's dtype, shape, strides and device, for the message of an error."""
     return f"{x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
-
-
-def as_bytes(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Flat uint8 views of dense tensors; None is left out."""
-    return tuple(each.detach().view(-1).view(torch.uint8) for each in tensors if each is not None)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backfill import _kernels  # type: ignore[attr-defined]
-from backfill.kernels.base import as_bytes, describe
-from backfill.kernels.linears import Linear
+from backfill.kernels.base import describe
+from backfill.kernels.linears import Linear, as_bytes
 from backfill.kernels.panels import rows_of_panels, rows_of_quantized_panels
 from backfill.kernels.quantized import QuantizedFormat
 

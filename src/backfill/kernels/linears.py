@@ -1,4 +1,4 @@
-"""Linear layers as models see them, whatever set of kernels packed them; those that are made of others."""
+"""Linear layers as models see them, whatever set of kernels packed them; plain and composed ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -39,6 +40,31 @@ class Table(Linear, Protocol):
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows of the weight in x's dtype: int64 ``[T]`` to dense ``[T, in_features]``."""
+
+
+class PlainLinear:
+    """A weight ``[out, in]`` as it is."""
+
+    layout = "plain"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.out_features, self.in_features = weight.shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def rows(self, index: Tensor) -> Tensor:
+        return F.embedding(index, self.weight)
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        return as_bytes(self.weight, self.bias)
+
+    def placed(self, memory: Sequence[Tensor]) -> PlainLinear:
+        weight = memory[0].view(self.weight.dtype).view(self.weight.shape)
+        return PlainLinear(weight, memory[1].view(self.bias.dtype) if self.bias is not None else None)
 
 
 class ConcatenatedLinear:
@@ -86,3 +112,8 @@ class GatedLinear:
 
     def placed(self, memory: Sequence[Tensor]) -> GatedLinear:
         return GatedLinear(self._linear.placed(memory), self._silu_and_mul)
+
+
+def as_bytes(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Flat uint8 views of dense tensors; None is left out."""
+    return tuple(each.detach().view(-1).view(torch.uint8) for each in tensors if each is not None)

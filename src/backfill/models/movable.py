@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from backfill.kernels.base import as_bytes
+from backfill.kernels.linears import as_bytes
 
 ALIGNMENT = 64  # of each weight in its buffer: a cache line, as kernels want it
 PAGE_BYTES = 4096  # of a buffer: direct reads need addresses, offsets and lengths in device blocks

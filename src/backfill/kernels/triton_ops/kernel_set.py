@@ -9,8 +9,7 @@ from torch import Tensor
 
 from backfill.kernels.base import Kernels
 from backfill.kernels.inputs import LayerInputs
-from backfill.kernels.linears import Table
-from backfill.kernels.reference import ReferenceLinear
+from backfill.kernels.linears import PlainLinear, Table
 from backfill.kernels.triton_ops import rotary, rowwise
 from backfill.kernels.triton_ops.attention import AttentionArguments, DeviceSizes, attend
 from backfill.kernels.triton_ops.decode import decode
@@ -53,7 +52,7 @@ class TritonKernels(Kernels):
         super().__init__(device, tuple(self._dot_dtypes))
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Table:
-        return ReferenceLinear(weight.contiguous(), bias)
+        return PlainLinear(weight.contiguous(), bias)
 
     def _rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         return rowwise.rms_norm(x, residual, weight, eps)

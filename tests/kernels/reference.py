@@ -12,37 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backfill.core.block import KV_SCALE_BYTES
-from backfill.kernels.base import Kernels, as_bytes
+from backfill.kernels.base import Kernels
 from backfill.kernels.inputs import LayerInputs
-from backfill.kernels.linears import Table
+from backfill.kernels.linears import PlainLinear, Table
 from backfill.kernels.slots import SlotRange, check_packed
 
 _LEAST_MAGNITUDE = 1e-30  # of a row that is not zero: 127 / magnitude stays finite
-
-
-class ReferenceLinear:
-    """A weight ``[out, in]`` as it is."""
-
-    layout = "plain"
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight
-        self.bias = bias
-        self.out_features, self.in_features = weight.shape
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-    def rows(self, index: Tensor) -> Tensor:
-        return F.embedding(index, self.weight)
-
-    @property
-    def memory(self) -> tuple[Tensor, ...]:
-        return as_bytes(self.weight, self.bias)
-
-    def placed(self, memory: Sequence[Tensor]) -> ReferenceLinear:
-        weight = memory[0].view(self.weight.dtype).view(self.weight.shape)
-        return ReferenceLinear(weight, memory[1].view(self.bias.dtype) if self.bias is not None else None)
 
 
 class ReferenceKernels(Kernels):
@@ -55,7 +30,7 @@ class ReferenceKernels(Kernels):
         super().__init__(device or torch.device("cpu"), dtypes, takes_int8_kv=True)
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Table:
-        return ReferenceLinear(weight, bias)
+        return PlainLinear(weight, bias)
 
     def _rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if residual is not None:
