@@ -16,7 +16,7 @@ from backfill.core.plan import AdmittedRequest, Compute, ScheduledSlice, StepPla
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.costs.behaviour import DeviceBehaviour, NoiseSource, StepNoise
-from backfill.costs.derived import A10, derive_cost_model, measured_error
+from backfill.costs.derived import derive_cost_model, measured_error
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.costs.model_work import Device, ModelShape
@@ -26,6 +26,9 @@ from backfill.offloading.interval import LayerTimes, num_device_layers, offloade
 from backfill.offloading.record import OBJECTIVE_GRAIN_S, PerformanceRecord, Phase, RecordedLoad
 from backfill.simulation.device import HOST_S
 
+# NVIDIA A10 Tensor Core GPU data sheet: 24 GB of GDDR6 at 600 GB/s, 125 TFLOP/s of fp16 tensor cores, dense.
+# That 23,028 MiB of them can be used is assumed.
+A10 = Device("a10", 23_028 * 2**20, 600e9, 125e12)
 # Select-N, section 3: the A10's PCIe 4.0 x16, nominally 31.5 GB/s.
 LINK_BYTES_PER_S = 24e9
 OUTPUT_TOKENS = 32  # of an output; TPOT is the mean over them

@@ -8,7 +8,7 @@ from importlib import resources
 import pytest
 
 from backfill.core.errors import ConfigError
-from backfill.costs.derived import A10, LLAMA_2_7B, derive_cost_model
+from backfill.costs.derived import LLAMA_2_7B, derive_cost_model
 from backfill.costs.hardware import HardwareProfile, hardware_profile_names, load_hardware_profile
 from backfill.costs.load import StepLoad
 from backfill.costs.parallel import (
@@ -23,7 +23,7 @@ from backfill.costs.parallel import (
     stage_layers,
 )
 from experiments.selectn.baselines import peak_step_s
-from experiments.selectn.model import SHAPES
+from experiments.selectn.model import A10, SHAPES
 
 NAMES = (
     "a100-40g-llama-2-7b",

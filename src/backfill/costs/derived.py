@@ -27,10 +27,6 @@ A100_80G = Device("a100-80g", 79.2 * GIB, 2.039e12, 312e12)
 LLAMA_2_7B = ModelShape("llama-2-7b", 32, 4096, 32, 32, 11008, 32000, 4096)
 MEASURED_PROFILE = "a100-80g-llama-2-7b"
 
-# NVIDIA A10 Tensor Core GPU data sheet: 24 GB of GDDR6 at 600 GB/s, 125 TFLOP/s of fp16 tensor cores, dense.
-# That 23,028 MiB of them can be used is assumed.
-A10 = Device("a10", 23_028 * 2**20, 600e9, 125e12)
-
 _SAMPLED = (1, 64, 128, 256, 512)
 _MANY = 1 << 20  # of a load from which a linear term is read
 
