@@ -37,6 +37,17 @@ class HardwareProfile:
     stage_layers: tuple[int, ...] = ()
     slowness: float = 1.0
 
+    def resized(
+        self, kv_tokens: int | None, kv_bytes_per_token: int | None = None, max_model_len: int | None = None
+    ) -> HardwareProfile:
+        """With other sizes, where they are given."""
+        return replace(
+            self,
+            kv_tokens=kv_tokens or self.kv_tokens,
+            kv_bytes_per_token=kv_bytes_per_token or self.kv_bytes_per_token,
+            max_model_len=max_model_len or self.max_model_len,
+        )
+
     def slowed(self, factor: float) -> HardwareProfile:
         """The same device and model, so many times as slow."""
         costs, copies = self.costs, self.costs.copies
@@ -106,13 +117,7 @@ def load_device(
             f"{', '.join(hardware_profile_names())}.",
             field="hardware",
         )
-    changed = replace(
-        hardware,
-        kv_tokens=kv_tokens or hardware.kv_tokens,
-        kv_bytes_per_token=kv_bytes_per_token or hardware.kv_bytes_per_token,
-        max_model_len=max_model_len or hardware.max_model_len,
-    )
-    return changed, None
+    return hardware.resized(kv_tokens, kv_bytes_per_token, max_model_len), None
 
 
 def _measured_device(

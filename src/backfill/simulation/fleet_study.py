@@ -136,8 +136,7 @@ class FleetStudy(Study[Comparison]):
     def replica_hardware(self) -> HardwareProfile:
         """Raises: ConfigError."""
         if self.tensor_parallel_size > 1:
-            hardware = parallel_hardware(self.hardware, self.tensor_parallel_size)
-            return replace(hardware, kv_tokens=self.kv_tokens or hardware.kv_tokens)
+            return parallel_hardware(self.hardware, self.tensor_parallel_size).resized(self.kv_tokens)
         return load_device(self.hardware, self.kv_tokens, None, None)[0]
 
     def scheduler(self) -> SchedulerConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -130,10 +130,4 @@ class TraceStudy(PolicyStudy):
         if sizes == (1, 1):
             return load_device(self.hardware, self.kv_tokens, self.kv_bytes_per_token, self.max_model_len)
         hardware = parallel_hardware(self.hardware, *sizes)
-        changed = replace(
-            hardware,
-            kv_tokens=self.kv_tokens or hardware.kv_tokens,
-            kv_bytes_per_token=self.kv_bytes_per_token or hardware.kv_bytes_per_token,
-            max_model_len=self.max_model_len or hardware.max_model_len,
-        )
-        return changed, None
+        return hardware.resized(self.kv_tokens, self.kv_bytes_per_token, self.max_model_len), None
