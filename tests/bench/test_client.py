@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
+import os
+import socket
+import ssl
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +18,7 @@ from backfill.bench.record import BenchRequest, Outcome, RequestRecord
 from backfill.bench.runner import Run, send_load, wait_until_ready
 from backfill.cli.live import describe_run
 from backfill.core.errors import ConfigError
+from backfill.http.errors import why_not_connected
 from tests.api.servers import TIMEOUT_S
 from tests.bench.scripted_server import (
     DONE,
@@ -329,3 +334,19 @@ def check_stop(factor: float) -> None:
     assert outcomes(run) == [Outcome.COMPLETED, Outcome.INTERRUPTED, Outcome.INTERRUPTED]
     assert len(run.records[1].chunk_after_s) == 1
     assert "0 running" in describe_run(run)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            OSError(errno.ECONNREFUSED, "Connect call failed"),
+            os.strerror(errno.ECONNREFUSED),
+        ),
+        (socket.gaierror(socket.EAI_NONAME, "no such name"), "no such name"),
+        (ssl.SSLError(1, "wrong version number"), "wrong version number"),  # 1 is also EPERM
+        (OSError("no number"), "no number"),
+    ],
+)
+def test_why_a_server_is_not_reached(error: OSError, reason: str) -> None:
+    assert why_not_connected(error) == reason

@@ -14,6 +14,7 @@ import msgspec
 
 from backfill.bench.record import BenchRequest, Outcome, RequestRecord
 from backfill.core.errors import ConfigError
+from backfill.http.errors import why_not_connected
 
 _DONE = b"[DONE]"
 # uvicorn closes idle connections after 5 s. A request sent on a closing connection would fail.
@@ -327,10 +328,7 @@ def describe(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientPayloadError):
         return "the connection broke off within the response"
     if isinstance(error, aiohttp.ClientConnectorError):
-        cause = error.os_error
-        # asyncio adds the address to the system's text. Name resolution has numbers below 0.
-        number = cause.errno or 0
-        return os.strerror(number) if number > 0 else cause.strerror or str(cause)
+        return why_not_connected(error.os_error)
     text = " ".join(str(error).split())
     return text[:300] if text else type(error).__name__
 

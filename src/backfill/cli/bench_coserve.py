@@ -72,15 +72,13 @@ class ServerOptions:
     model: str | None = None
     server_option: tuple[str, ...] = ()
     rounds: int = bounded(1, least=1)
-    start_timeout: float = 600.0
+    start_timeout: float = bounded(600.0, above=0)
     log_dir: Path | None = None
     insecure: bool = False
 
     def validate(self) -> None:
         """Raises: ConfigError."""
         check_types(self)
-        if not self.start_timeout > 0:
-            raise ConfigError(f"`start_timeout` must be above 0, got {self.start_timeout:g}.")
         if self.base_url is not None:
             parse_base_url(self.base_url)
             if self.policies is not None or self.server_option:

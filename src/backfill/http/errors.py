@@ -1,7 +1,9 @@
-"""Exceptions of HTTP servers. Their responses: ``error_responses.py``."""
+"""Exceptions of HTTP servers and clients. Responses: ``error_responses.py``."""
 
 from __future__ import annotations
 
+import os
+import ssl
 from collections.abc import Mapping
 
 from backfill.core.request import ServiceClass
@@ -66,3 +68,10 @@ class Forbidden(Exception):
 
 class InvalidApiKey(Exception):
     """The API key is missing or unknown."""
+
+
+def why_not_connected(error: OSError) -> str:
+    """The system's text, to which asyncio adds the address."""
+    # Negative: of a name that is not known. Errors of TLS have numbers of their own.
+    number = 0 if isinstance(error, ssl.SSLError) else error.errno or 0
+    return os.strerror(number) if number > 0 else error.strerror or str(error)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import ssl
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -12,6 +10,7 @@ import aiohttp
 import msgspec
 
 from backfill.core.errors import BackfillError
+from backfill.http.errors import why_not_connected
 from backfill.protocol.replica_state import ReplicaState, parse_state
 
 Result = TypeVar("Result")
@@ -82,9 +81,7 @@ async def within(timeout_s: float, work: Coroutine[Any, Any, Result]) -> Result:
 
 def reason_of(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
-        # Negative: of a name that is not known. Errors of TLS have numbers of their own.
-        number = 0 if isinstance(error.os_error, ssl.SSLError) else error.os_error.errno or 0
-        return os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
+        return why_not_connected(error.os_error)
     if isinstance(error, TimeoutError):
         return "it did not answer in time"
     return str(error) or type(error).__name__
