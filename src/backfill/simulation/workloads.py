@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -14,11 +13,6 @@ from backfill.simulation.replay import Arrival, Lengths, Workload
 from backfill.workloads.arrivals import burstiness_of_cv, gamma_arrivals
 from backfill.workloads.lengths import LengthDistribution
 from backfill.workloads.traces import Trace, read_trace
-
-
-class LengthSource(Protocol):
-    def sample(self, count: int, max_len: int, rng: np.random.Generator) -> tuple[Lengths, ...]:
-        """Lengths of ``count`` requests, of at most ``max_len`` tokens each. Raises: ConfigError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +50,8 @@ class TraceLengths:
         rows = order if count is None else np.resize(order, count)
         return lengths_of(fitting.input_lens[rows], fitting.output_lens[rows])
 
+
+LengthSource = DrawnLengths | TraceLengths
 
 # BROS, table 2: means and standard deviations.
 SHAREGPT = DrawnLengths(
