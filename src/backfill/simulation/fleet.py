@@ -38,7 +38,6 @@ class OnlineResult:
     """
 
     arrived_at_s: float
-    input_len: int
     replica: int
     ttft_s: float = math.nan
     tpot_s: float = 0.0
@@ -158,7 +157,7 @@ class Fleet:
         assert placement is not None, "no replica ever closes"
         replica = self.replicas[int(placement.replica.name)]
         request = _request(number, token_ids, arrival.output_len, ServiceClass.ONLINE, now_s)
-        result = OnlineResult(now_s, len(token_ids), replica.number)
+        result = OnlineResult(now_s, replica.number)
         self.result.online.append(result)
         self._online[request.request_id] = _Online(result, placement)
         replica.arrive(request)
