@@ -22,23 +22,16 @@ class Waits(Observer):
         self.ttfts_s: list[float] = []
         self.gaps_s: list[float] = []
         self.stalls_s: list[float] = []
-        self.owners: list[str] = []
         self.finished: list[RequestRecord] = []
 
     def on_token(self, service_class: ServiceClass) -> None:
         self.num_tokens += 1
 
-    def on_first_token(
-        self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None, owner: str = ""
-    ) -> None:
+    def on_first_token(self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None) -> None:
         self.ttfts_s.append(since_arrival_s)
-        self.owners.append(owner)
 
-    def on_next_token(
-        self, service_class: ServiceClass, since_last_s: float, slo: SLO | None, owner: str = ""
-    ) -> None:
+    def on_next_token(self, service_class: ServiceClass, since_last_s: float, slo: SLO | None) -> None:
         self.gaps_s.append(since_last_s)
-        self.owners.append(owner)
 
     def on_client_stalled(self, service_class: ServiceClass, seconds: float) -> None:
         self.stalls_s.append(seconds)
@@ -63,7 +56,6 @@ class Stream:
             prompt_token_ids=[5],
             sampling=SamplingParams(max_tokens=9),
             arrived_at_s=ARRIVED_AT_S,
-            owner="alice",
         )
         timeline = Timeline(request, self.observer, self.clock)
         self.deliveries.add(choice, timeline)
@@ -75,15 +67,6 @@ class Stream:
     def stall(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.stalled_s += seconds
-
-
-def test_the_owner_is_told_with_each_arrival() -> None:
-    stream = Stream()
-    for _ in range(2):
-        stream.make_token()
-        stream.deliveries.written(0)
-    assert stream.observer.owners == ["alice", "alice"]
-    assert "alice" not in repr(stream.timelines[0].record)
 
 
 def test_a_token_arrives_when_it_is_written_and_not_when_it_is_made() -> None:

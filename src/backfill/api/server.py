@@ -73,7 +73,7 @@ class Server:
         self._model = model
         self._on_started = on_started
         self._on_ready = on_ready
-        self._stats_log = StatsLog(self._objective_counts, self._num_late, self._missed_by_one)
+        self._stats_log = StatsLog(self._objective_counts, self._num_late)
         self._tasks = TaskWatch()
         client.on_report, client.on_profile, client.tasks = self._on_report, self._on_profile, self._tasks
         setup = PreparationSetup(
@@ -272,10 +272,6 @@ class Server:
 
     def _objective_counts(self) -> Mapping[str, ObjectiveCounts]:
         return {} if self.state.metrics is None else self.state.metrics.requests.objective_counts()
-
-    def _missed_by_one(self) -> frozenset[str]:
-        metrics = self.state.metrics
-        return frozenset() if metrics is None else metrics.requests.take_missed_by_one()
 
     def _num_late(self) -> int:
         load = self.state.online_load

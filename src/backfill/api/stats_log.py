@@ -35,13 +35,11 @@ class StatsLog:
     Args:
         objectives: returns how often each objective was met and missed since the start.
         num_late: returns how many prompts that wait cannot be in time any more.
-        missed_by_one: returns the objectives that one of several owners alone missed since the last call.
         stolen_s: returns the seconds that a hypervisor took of the mean processor since the last call.
     """
 
     objectives: Callable[[], Mapping[str, ObjectiveCounts]]
     num_late: Callable[[], int] = lambda: 0
-    missed_by_one: Callable[[], frozenset[str]] = frozenset
     stolen_s: Callable[[], float] = field(default_factory=lambda: StolenTime().take_s)
     interval_s: float = INTERVAL_S
     _seen: Mapping[str, ObjectiveCounts] = field(default_factory=dict)  # a minute ago
@@ -70,14 +68,13 @@ class StatsLog:
     def log_missed(self) -> None:
         """Log the objectives that were missed since the last call."""
         before, self._seen = self._seen, self.objectives()
-        missed, of_one = [], self.missed_by_one()
+        missed = []
         for name, counts in self._seen.items():
             earlier = before.get(name, ObjectiveCounts())
             num_missed = counts.num_missed - earlier.num_missed
             num_all = num_missed + counts.num_met - earlier.num_met
             if num_missed > _MISSED_FRAC * num_all:
-                whose = ", all of one owner's requests" if name in of_one else ""
-                missed.append(f"{name.upper()} by {num_missed} of {num_all} {_COUNTED[name]}{whose}")
+                missed.append(f"{name.upper()} by {num_missed} of {num_all} {_COUNTED[name]}")
         if num_late := self.num_late():
             missed.append(f"TTFT by {num_late} that wait")
         minute_s = _NUM_INTERVALS_A_MINUTE * self.interval_s

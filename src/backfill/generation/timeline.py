@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from backfill.core.clock import Clock
@@ -30,7 +30,6 @@ class RequestRecord:
     num_prompt_tokens: int
     max_tokens: int
     arrived_at_s: float
-    owner: str = field(default="", repr=False)  # never logged
     response_id: str = ""
     traceparent: str = ""
     finish_reason: FinishReason = FinishReason.ABORT  # unless the output ends otherwise
@@ -46,18 +45,13 @@ class RequestRecord:
 
 
 class Observer:
-    """Notified of tokens, of their arrivals, and of finished requests. This one does nothing.
-
-    ``owner`` is that of the request's key; empty without keys.
-    """
+    """Notified of tokens, of their arrivals, and of finished requests. This one does nothing."""
 
     def on_token(self, service_class: ServiceClass) -> None: ...
     def on_first_token(
-        self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None, owner: str = ""
+        self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None
     ) -> None: ...
-    def on_next_token(
-        self, service_class: ServiceClass, since_last_s: float, slo: SLO | None, owner: str = ""
-    ) -> None: ...
+    def on_next_token(self, service_class: ServiceClass, since_last_s: float, slo: SLO | None) -> None: ...
     def on_client_stalled(self, service_class: ServiceClass, seconds: float) -> None: ...
     def on_finished(self, record: RequestRecord) -> None: ...
 
@@ -91,7 +85,6 @@ class Timeline:
             num_prompt_tokens=request.num_prompt_tokens,
             max_tokens=request.max_tokens,
             arrived_at_s=request.arrived_at_s,
-            owner=request.owner,
             response_id=response_id,
             traceparent=traceparent,
         )
@@ -126,10 +119,10 @@ class Timeline:
         wait = self._wait(now_s, stalled_s)
         if wait.is_first:
             record.first_token_at_s = now_s
-            self._observer.on_first_token(record.service_class, wait.seconds, record.slo, record.owner)
+            self._observer.on_first_token(record.service_class, wait.seconds, record.slo)
         else:
             record.client_stalled_s += stalled_s - self._stalled_s
-            self._observer.on_next_token(record.service_class, wait.seconds, record.slo, record.owner)
+            self._observer.on_next_token(record.service_class, wait.seconds, record.slo)
         record.last_token_at_s = now_s
         self._stalled_s = stalled_s
         return wait

@@ -69,26 +69,19 @@ class RequestMetrics(Observer):
         )
         self._attained = self._count_by_objective("slo_attained", "Objectives met by online requests")
         self._missed = self._count_by_objective("slo_missed", "Objectives missed by online requests")
-        self._owners = set[str]()  # of requests with objectives
-        self._missed_by: dict[str, set[str]] = {name: set() for name in self._missed}
 
     def on_token(self, service_class: ServiceClass) -> None:
         self._generation_tokens[service_class].inc()
 
-    def on_first_token(
-        self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None, owner: str = ""
-    ) -> None:
+    def on_first_token(self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None) -> None:
         self._ttft[service_class].observe(since_arrival_s)
         if slo is not None:
-            self._owners.add(owner)
-            self._count_objective("ttft", owner, is_met=since_arrival_s <= slo.ttft_s)
+            (self._attained if since_arrival_s <= slo.ttft_s else self._missed)["ttft"].inc()
 
-    def on_next_token(
-        self, service_class: ServiceClass, since_last_s: float, slo: SLO | None, owner: str = ""
-    ) -> None:
+    def on_next_token(self, service_class: ServiceClass, since_last_s: float, slo: SLO | None) -> None:
         self._itl[service_class].observe(since_last_s)
         if slo is not None:
-            self._count_objective("tpot", owner, is_met=since_last_s <= slo.tpot_s)
+            (self._attained if since_last_s <= slo.tpot_s else self._missed)["tpot"].inc()
 
     def on_client_stalled(self, service_class: ServiceClass, seconds: float) -> None:
         self._client_stalled[service_class].inc(seconds)
@@ -134,27 +127,13 @@ class RequestMetrics(Observer):
             for name in self._attained
         }
 
-    def take_missed_by_one(self) -> frozenset[str]:
-        """Objectives that one owner alone missed since the last call, where several have had requests."""
-        missed, self._missed_by = self._missed_by, {name: set() for name in self._missed_by}
-        several = len(self._owners) > 1
-        return frozenset(name for name, owners in missed.items() if several and len(owners) == 1)
-
-    def _count_objective(self, name: str, owner: str, *, is_met: bool) -> None:
-        if is_met:
-            self._attained[name].inc()
-        else:
-            self._missed[name].inc()
-            self._missed_by[name].add(owner)
-
     def _count_missed_ttft(self, record: RequestRecord) -> None:
         """Of a request without a token: it failed, or its client left after the objective had passed."""
         if record.slo is None:
             return
         waited_s = record.finished_at_s - record.arrived_at_s
         if record.finish_reason is FinishReason.ERROR or waited_s > record.slo.ttft_s:
-            self._owners.add(record.owner)
-            self._count_objective("ttft", record.owner, is_met=False)
+            self._missed["ttft"].inc()
 
     def _define_latencies(self, slo: SLO) -> None:
         ttft_s, itl_s = {*TTFT_S, slo.ttft_s}, {*ITL_S, slo.tpot_s}
