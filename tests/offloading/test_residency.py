@@ -99,14 +99,6 @@ def test_residency_stays_where_more_kv_gains_nothing(situation: Situation) -> No
     assert policy.choose(situation) is policy.choices[-1]
 
 
-def test_prefix_cache_that_is_kept_for_online_requests_leaves_others_less() -> None:
-    """60 requests' blocks are wanted. The smallest pool has them, but for what the cache keeps."""
-    fits = offline(used_blocks=40, wanted_blocks=60)
-    assert make_policy().choose(fits).interval == 8
-    assert make_policy().choose(replace(fits, kept_blocks=40)).interval == 8
-    assert make_policy().choose(replace(fits, kept_blocks=60)).interval < 8
-
-
 def test_the_gain_is_weighed_against_the_transfers() -> None:
     """A slower link makes an interval between the two the best one."""
     policy = make_policy()

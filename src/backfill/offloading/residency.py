@@ -90,7 +90,6 @@ class Situation:
         decodes: of theirs, for their TPOT objectives.
         prompts: of theirs, for the first tokens that can be in time; None without any.
         used_blocks: KV blocks that running requests hold.
-        kept_blocks: of the prefix cache, kept for online requests, so that offline ones may not take them.
         wanted_blocks: that requests would hold if there were enough, those that wait as well.
         most_scale: how many times as many requests as now a step may have.
         compute_s: what a step of the running requests takes, without waiting for weights, if there are so
@@ -103,7 +102,6 @@ class Situation:
     decodes: StepNeed
     prompts: StepNeed | None = None
     used_blocks: int
-    kept_blocks: int = 0
     wanted_blocks: float
     most_scale: float
     compute_s: Callable[[float], float]
@@ -202,8 +200,9 @@ class ResidencyPolicy:
         """Steps a second, times the requests in them over those that run now, as many as are in time."""
         if not situation.used_blocks:
             return 0.0
-        num_blocks = min(situation.wanted_blocks, max(0, residency.num_blocks - situation.kept_blocks))
-        scale = min(num_blocks / situation.used_blocks, situation.most_scale)
+        scale = min(
+            min(situation.wanted_blocks, residency.num_blocks) / situation.used_blocks, situation.most_scale
+        )
         least_s, compute_s = situation.compute_s(1.0), situation.compute_s(scale)
         if compute_s > max(least_s, situation.decodes.limit_s):  # it grows about evenly
             in_time = max(0.0, situation.decodes.limit_s - least_s) / (compute_s - least_s)

@@ -184,7 +184,6 @@ class MemoryDivision:
             decodes=StepNeed(limit_s * time_scale, time_scale * cost.step_time_s(decodes)),
             prompts=self._prompts_need(online, limit_s, now_s),
             used_blocks=used,
-            kept_blocks=kv.counts.protected,
             wanted_blocks=used * (1.0 + num_waiting / max(1, len(holders))),
             most_scale=self.config.max_num_seqs / max(1, len(holders)),
             compute_s=compute_s,
@@ -211,8 +210,9 @@ class MemoryDivision:
         """Of the steps that compute their prompts by deadline, in chunks that fit beside the decodes.
 
         Prompts that could not be in time if no step waited for weights are left out. Relegated ones count:
-        it may be the weights that make them late. A prompt that ends before weights can have got memory is
-        served as it is; those that come after it have their whole objective, as it had when it came.
+        it may be the weights that make them late. A prompt with fewer steps left than a drain may take plans
+        counts with its whole objective, less a step that runs when it comes: others like it have that, while
+        what is left of its own shows how long it has waited, maybe for blocks.
 
         Args:
             limit_s: of a step with decodes, as predicted.
@@ -240,7 +240,7 @@ class MemoryDivision:
                 continue
             num_tokens += request.num_pending_tokens
             if num_steps < _MAX_SHORT_PLANS and request.slo is not None:
-                step_s = max(step_s, request.slo.ttft_s * usable / num_steps)
+                step_s = max(step_s, request.slo.ttft_s * usable / (num_steps + 1.0))
             least_s = min(least_s, step_s)
         return None if least_s == math.inf else StepNeed(least_s, compute_s)
 
