@@ -184,7 +184,23 @@ def test_a_start_times_few_steps_of_a_profile_that_is_right(
     saved.save(profile_path(saved.key))
     load_or_measure_profile(*running)
     assert len(set(timed)) == num_steps
-    assert (len(timed) == num_steps) == (slower <= 1.0), "a second round only of one that seems wrong"
+    assert (len(timed) == 2 * num_steps) == (slower <= 1.0), "more rounds only of one that seems wrong"
+
+
+def test_the_first_step_of_its_kind_tells_nothing(running: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes 1.6 times as long, so a profile that is as much too slow would look right by it."""
+    truth = make_profile().cost
+    saved = profile_of(running, quality="refined", cost=truth.slowed(1.6))
+    timed = set[Shape]()
+
+    def step_time(_: object, shape: Shape) -> float:
+        seconds = truth.step_time_s(StepLoad.of(shape)) * (1.0 if shape in timed else 1.6)
+        timed.add(shape)
+        return seconds
+
+    monkeypatch.setattr(StepTimer, "time", step_time)
+    saved.save(profile_path(saved.key))
+    assert load_or_measure_profile(*running).quality == "coarse"
 
 
 def saved_profile(running: Loaded) -> CostProfile:

@@ -155,6 +155,12 @@ def test_rope_frequencies_equal_transformers(
     assert attention_factor == pytest.approx(factor, rel=1e-12)
 
 
+def test_the_base_of_a_rope_may_be_null_where_its_parameters_have_it(tmp_path: Path) -> None:
+    config = parse(tmp_path, rope_theta=None, rope_parameters={"rope_theta": 500_000.0})
+    assert config.rope is not None
+    assert config.rope.theta == 500_000.0
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

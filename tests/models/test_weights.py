@@ -161,6 +161,12 @@ def test_shards_must_fit_the_index(tmp_path: Path) -> None:
         open_checkpoint(tmp_path, dtype=torch.float32)
 
 
+def test_a_folder_in_place_of_a_gguf_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").mkdir()
+    with pytest.raises(ModelNotFound, match=r"model\.gguf is not a file"):
+        open_checkpoint(tmp_path, dtype=torch.float32)
+
+
 @pytest.mark.parametrize(
     "weight_map", [None, {"a": 1}, {"a": "../model.safetensors"}, {"a": ".."}, {"a": ""}]
 )

@@ -157,13 +157,16 @@ def counted(number: int, noun: str) -> str:
 
 
 def process_age_s() -> float:
-    """Seconds since this process began; where the system has no /proc, since this module was imported."""
+    """Seconds since this process began; where the system has no /proc, since this module was imported.
+
+    What a shell did before it replaced itself by this program counts.
+    """
     try:
         # After the name, which is in brackets and may have some, come the fields from the third on (proc(5)).
         fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         began_at_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - began_at_s
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, IndexError, ValueError):
         return time.monotonic() - _IMPORTED_AT_S
 
 
@@ -271,8 +274,9 @@ def _wrong_certificate(certfile: Path, keyfile: Path | None, error: OSError) -> 
         return *of_key, "its private key is encrypted, and nobody is asked for a password"
     if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
         return *of_key, f"its private key is not that of the certificate in {certfile}"
-    of_both = "" if keyfile is None else f", or `ssl_keyfile` {keyfile},"
-    return *of_certificate, f"its PEM text{of_both} is damaged"
+    of_both = "" if keyfile is None else f" with `ssl_keyfile` {keyfile}"
+    why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+    return *of_certificate, f"OpenSSL refuses it{of_both}: {why or error}"
 
 
 def _bind_path(path: Path) -> socket.socket:

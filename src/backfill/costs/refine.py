@@ -235,7 +235,7 @@ def corrected(profile: CostProfile, timed: Sequence[TimedStep], grid: Iterable[S
         timed: of several sizes; none where none fits.
         grid: loads at which the profile's model, scaled, counts where no steps were timed.
     """
-    if 2 * num_as_predicted(profile, timed) >= len(timed):
+    if not timed or 2 * num_as_predicted(profile, timed) > len(timed):
         return profile
     ratio = statistics.median(step.seconds / predicted_s(profile.cost, step.load) for step in timed)
     cost = _bounded(fit_beside(profile.cost.slowed(ratio), timed, grid), timed)

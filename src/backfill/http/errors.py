@@ -71,7 +71,7 @@ class InvalidApiKey(Exception):
 
 
 def why_not_connected(error: OSError) -> str:
-    """The system's text, to which asyncio adds the address."""
+    """Without the address, which asyncio adds to the system's text."""
     # Negative: of a name that is not known. Errors of TLS have numbers of their own.
     number = 0 if isinstance(error, ssl.SSLError) else error.errno or 0
     return os.strerror(number) if number > 0 else error.strerror or str(error)

@@ -77,9 +77,10 @@ def open_database(url: str | None, data_dir: Path) -> Engine:
             os.close(os.open(data_dir / "jobs.db", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
         engine = _engine_of(url, data_dir)
         with engine.connect() as connection:
-            is_newest, has_tables = migrations.is_newest(connection), migrations.has_tables(connection)
+            is_newest = migrations.is_newest(connection)
+            needs_upgrade = not is_newest and migrations.has_tables(connection)
         if not is_newest:
-            if has_tables:
+            if needs_upgrade:
                 migrations.load()  # not under the lock: on SQLite it stops all who write
             with exclusive_schema(engine) as connection:
                 migrations.upgrade(connection)

@@ -113,7 +113,9 @@ class Kernels(ABC):
             qkv: ``[T, (H + 2G) * D]``, heads of q, then k, then v. q is replaced in place by its
                 normalised, rotated form; the k and v part may be left in any state.
             kv_pool: ``[num_blocks, L, 2, G, B, D]`` in qkv's dtype; rows go to ``batch.slot_mapping``. Or
-                int8 ``[num_blocks, L, 2, G, B, D + 4]``: see ``quantized_rows`` of the tests' reference.
+                int8 ``[num_blocks, L, 2, G, B, D + 4]``: of D elements the nearest multiples of the row's
+                scale, its largest magnitude / 127, then the bytes of the scale, a float32. Below 1e-30 a row
+                is zero.
             cos_sin: float32 ``[max positions, D]``: cosines of the D/2 angles, then sines; rotation
                 pairs element i with i + D/2 (the "neox" form). None: no rotary embedding.
             q_norm, k_norm: ``[D]`` weights, both or neither.

@@ -43,12 +43,12 @@ def rope_config(fields: Fields, positions: int) -> RopeConfig:
     """
     rope = fields.section("rope_scaling") or fields.section("rope_parameters")
     rope = rope or Fields(fields.path, {})
-    theta = fields.positive("rope_theta", 10_000.0, is_nullable=False)
-    theta = rope.positive("rope_theta", theta, is_nullable=False)
-    for holder in (fields, rope):
-        if holder.positive("partial_rotary_factor", 1.0) != 1.0:
+    holder = rope if "rope_theta" in rope.values else fields
+    theta = holder.positive("rope_theta", 10_000.0, is_nullable=False)
+    for section in (fields, rope):
+        if section.positive("partial_rotary_factor", 1.0) != 1.0:
             raise fields.unsupported(
-                "partial_rotary_factor", str(holder.values["partial_rotary_factor"]), ("1.0",)
+                "partial_rotary_factor", str(section.values["partial_rotary_factor"]), ("1.0",)
             )
     if any(isinstance(value, dict) for value in rope.values.values()):
         raise fields.unsupported(

@@ -32,8 +32,8 @@ def find_weights(folder: Path, load_format: LoadFormat = "auto") -> Path:
             return folder / name
     gguf = folder / GGUF_FILE
     if load_format == "auto" and os.path.lexists(gguf):
-        if dangling := told_dangling(gguf):
-            raise ModelNotFound(dangling)
+        if not gguf.is_file():
+            raise ModelNotFound(told_dangling(gguf) or f"{gguf} is not a file")
         return gguf
     for name in (_INDEX, _SINGLE):
         if dangling := told_dangling(folder / name):
@@ -48,7 +48,7 @@ def find_weights(folder: Path, load_format: LoadFormat = "auto") -> Path:
 
 def told_dangling(path: Path) -> str | None:
     """Says that ``path`` is a link to a file that is not there; None if it is none."""
-    if path.is_file() or not path.is_symlink():
+    if path.exists() or not path.is_symlink():
         return None
     return f"{path} is a link to {os.path.realpath(path)}, which is not there any more"
 

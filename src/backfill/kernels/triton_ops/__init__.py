@@ -1,4 +1,4 @@
-"""CUDA kernels in Triton. The meaning of every operator is in ``tests/kernels/reference.py``.
+"""CUDA kernels in Triton. The meaning of every operator is in ``kernels/base.py``.
 
 A kernel and its launcher share a file; ``TritonKernels`` checks the tensors and calls the launchers. Grids
 depend on shapes and on the integers of ``AttentionMetadata`` only. No launcher reads a tensor's contents on
