@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,17 @@ def small_model(default_model: Path) -> Path:
     from tests.models.tiny import save_small_model
 
     return made_once("small-model", lambda folder: save_small_model(folder, default_model))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without garbage collection, which would look at all that is imported and collected, and stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
