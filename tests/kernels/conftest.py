@@ -30,11 +30,17 @@ def kv_dtype(request: pytest.FixtureRequest, dtype: torch.dtype) -> torch.dtype:
     return torch.int8 if request.param else dtype
 
 
-@pytest.fixture(params=[1, 2, 3], ids="{} threads".format)
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture
+def thread_counts() -> Iterator[Iterator[int]]:
+    """Numbers of threads, each of which is set as it is drawn."""
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+
+    def counts() -> Iterator[int]:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            yield count
+
+    yield counts()
     torch.set_num_threads(before)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ GEOMETRIES = [
     (16, 8, 128, 16),
 ]
 LENGTH = 700  # several chunks of keys, and a last one that is not full
+DECODED = ([LENGTH] * 6, [LENGTH, 1, 127, 128, 129, 257, 384, 511, 600, 699, 16, 3])
 
 
 class Tokens:
@@ -80,52 +83,53 @@ def test_attention_does_not_depend_on_the_batch(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     geometry: tuple[int, int, int, int],
-    threads: int,
+    thread_counts: Iterator[int],
 ) -> None:
     """Prefill in one step, in chunks of any size, and decode, in any company, on any number of threads."""
     tokens = Tokens(geometry, dtype, kv_dtype, seeded("attention", geometry))
     expected = tokens.attend(kernels, [(LENGTH, LENGTH)])
-    generator = seeded("company", geometry, threads)
+    for threads in thread_counts:
+        assert torch.equal(tokens.attend(kernels, [(LENGTH, LENGTH)]), expected), threads
+        generator = seeded("company", geometry, threads)
 
-    def draw(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=generator))
+        def draw(low: int, high: int, generator: torch.Generator = generator) -> int:
+            return int(torch.randint(low, high, (), generator=generator))
 
-    for _ in range(12):
-        lens = []
-        for _ in range(draw(1, 6)):
-            context = draw(1, LENGTH + 1)
-            lens.append((1 if draw(0, 2) else draw(1, min(context, 200) + 1), context))
-        results = tokens.attend(kernels, lens).split([rows for rows, _ in lens])
-        for (rows, context), result in zip(lens, results, strict=True):
-            assert torch.equal(result, expected[context - rows : context]), (lens, rows, context)
+        for _ in range(12):
+            lens = []
+            for _ in range(draw(1, 6)):
+                context = draw(1, LENGTH + 1)
+                lens.append((1 if draw(0, 2) else draw(1, min(context, 200) + 1), context))
+            results = tokens.attend(kernels, lens).split([rows for rows, _ in lens])
+            for (rows, context), result in zip(lens, results, strict=True):
+                assert torch.equal(result, expected[context - rows : context]), (threads, lens, context)
 
 
-@pytest.mark.parametrize(
-    "contexts", [[LENGTH] * 6, [LENGTH, 1, 127, 128, 129, 257, 384, 511, 600, 699, 16, 3]]
-)
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_decodes_of_many_keys_share_items_and_threads(
     kernels: CpuKernels,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     geometry: tuple[int, int, int, int],
-    contexts: list[int],
-    threads: int,
+    thread_counts: Iterator[int],
 ) -> None:
     """Enough of them that an item has several heads: of parts of a context, and of whole ones."""
     tokens = Tokens(geometry, dtype, kv_dtype, seeded("decodes", geometry))
     expected = tokens.attend(kernels, [(LENGTH, LENGTH)])
-    results = tokens.attend(kernels, [(1, context) for context in contexts])
-    assert torch.equal(results, expected[[context - 1 for context in contexts]])
+    for threads in thread_counts:
+        for contexts in DECODED:
+            results = tokens.attend(kernels, [(1, context) for context in contexts])
+            assert torch.equal(results, expected[[context - 1 for context in contexts]]), (threads, contexts)
 
 
 @pytest.mark.parametrize(("out_size", "in_size"), [(96, 320), (70, 40), (33, 3200)])
 def test_a_row_of_a_linear_layer_does_not_depend_on_the_others(
-    kernels: CpuKernels, dtype: torch.dtype, out_size: int, in_size: int, threads: int
+    kernels: CpuKernels, dtype: torch.dtype, out_size: int, in_size: int, thread_counts: Iterator[int]
 ) -> None:
     generator = seeded("linear", in_size)
     linear = kernels.linear(random_rows(generator, out_size, in_size, dtype=dtype))
     x = random_rows(generator, 600, in_size, dtype=dtype)
     whole = linear(x)
-    for first, last in [(0, 1), (5, 22), (31, 33), (60, 100), (63, 128), (7, 300), (599, 600)]:
-        assert torch.equal(linear(x[first:last]), whole[first:last])
+    for threads in thread_counts:
+        for first, last in [(0, 600), (0, 1), (5, 22), (31, 33), (60, 100), (63, 128), (7, 300), (599, 600)]:
+            assert torch.equal(linear(x[first:last]), whole[first:last]), (threads, first)

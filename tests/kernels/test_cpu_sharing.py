@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -88,21 +88,26 @@ def test_results_do_not_depend_on_sharing(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     geometry: tuple[int, int, int, int],
-    threads: int,
+    thread_counts: Iterator[int],
 ) -> None:
     num_heads, num_kv_heads, _, block_size = geometry
-    min_sharers = _kernels.min_sharers(num_heads, num_kv_heads, threads)
-    num_sharing = 0
+    cases = []
     for seed in range(4):
         tree = Tree(geometry, dtype, kv_dtype, seed)
         seqs = tree.sequences()
-        counts = [rows for rows, _, _ in seqs]
-        qkv = tree.queries(sum(counts))
-        num_sharing += sum(map(bool, shared_keys(block_size, seqs, min_sharers)))
-        together = tree.attend(kernels, seqs, qkv).split(counts)
-        for seq, rows, result in zip(seqs, qkv.split(counts), together, strict=True):
-            assert torch.equal(result, tree.attend(kernels, [seq], rows)), (seed, seq)
-    assert num_sharing > 0
+        qkv = tree.queries(sum(rows for rows, _, _ in seqs))
+        alone = [
+            tree.attend(kernels, [seq], rows)
+            for seq, rows in zip(seqs, qkv.split([rows for rows, _, _ in seqs]), strict=True)
+        ]
+        cases.append((tree, seqs, qkv, alone))
+    for threads in thread_counts:
+        min_sharers = _kernels.min_sharers(num_heads, num_kv_heads, threads)
+        for tree, seqs, qkv, alone in cases:
+            together = tree.attend(kernels, seqs, qkv).split([rows for rows, _, _ in seqs])
+            for seq, result, expected in zip(seqs, together, alone, strict=True):
+                assert torch.equal(result, expected), (threads, seq)
+        assert any(any(shared_keys(block_size, seqs, min_sharers)) for _, seqs, _, _ in cases)
 
 
 def shared_keys(block_size: int, seqs: Sequence[tuple[int, int, list[int]]], min_sharers: int) -> list[int]:

@@ -6,6 +6,7 @@ dequantized weight, which is rounded to bfloat16 only where products are of bflo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -211,15 +212,23 @@ def test_many_rows_and_a_row_of_them_alone(
     form: QuantizedFormat,
     shape: tuple[int, int],
     num_rows: int,
-    threads: int,
+    thread_counts: Iterator[int],
 ) -> None:
     generator = seeded("many rows", form)
     weight = random_weight(form, shape, dtype, generator)
     linear = kernels.linear(weight)
     x = random_rows(generator, num_rows, shape[1], dtype=dtype)
     whole = linear(x)
-    for first, last in [(0, 1), (5, 22), (60, 100), (7, num_rows // 2), (num_rows - 1, num_rows)]:
-        assert torch.equal(linear(x[first:last]), whole[first:last])
+    for threads in thread_counts:
+        for first, last in [
+            (0, num_rows),
+            (0, 1),
+            (5, 22),
+            (60, 100),
+            (7, num_rows // 2),
+            (num_rows - 1, num_rows),
+        ]:
+            assert torch.equal(linear(x[first:last]), whole[first:last]), (threads, first)
     if kernels.sums_integers:
         assert_rounded_product(weight, x[:5], whole[:5], torch.zeros(shape[0]))
 
