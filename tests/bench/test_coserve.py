@@ -31,6 +31,8 @@ LOAD = CoserveLoad(
     offline_lines=5,
     drain_timeout=1.0,
 )
+# For what does not depend on how many requests there are.
+BRIEF = dataclasses.replace(LOAD, duration=0.5, warmup=0.25)
 
 
 def coserve(
@@ -103,7 +105,7 @@ def check_counts(factor: float) -> None:
 
 def test_no_offline_load_at_all() -> None:
     server = FakeServer()
-    figures = figures_of(coserve(server, with_mode("none")))
+    figures = figures_of(coserve(server, dataclasses.replace(BRIEF, offline_mode="none")))
     assert all(body.get("stream") for body in server.bodies)
     assert figures.offline_tok_s == 0.0 and figures.total_tok_s == figures.online_tok_s
 
@@ -174,7 +176,7 @@ def test_stopping_leaves_what_was_measured() -> None:
 
 
 def test_requests_without_a_token_count_with_what_they_waited() -> None:
-    load = dataclasses.replace(LOAD, drain_timeout=0.5, ttft_slo=0.2, offline_mode="none")
+    load = dataclasses.replace(BRIEF, drain_timeout=0.5, ttft_slo=0.2, offline_mode="none")
     figures = figures_of(coserve(_Silent(), load))
     assert figures.unfinished == figures.num_online and figures.ttft_attainment == 0.0
     assert 0.5 < (figures.ttft_p50_s or 0.0) < 30 and figures.itl_p99_s is None
@@ -198,7 +200,7 @@ def test_a_refused_batch_ends_the_run(mode: OfflineMode, message: str) -> None:
 
 
 def test_refused_offline_requests_are_counted_and_not_hammered() -> None:
-    figures = figures_of(coserve(FakeServer(refuses=429)))
+    figures = figures_of(coserve(FakeServer(refuses=429), BRIEF))
     assert 4 <= figures.offline_failed <= 4 * 8
     assert figures.errors == {"HTTP 429: no": figures.offline_failed}
     assert figures.failed == 0
