@@ -31,6 +31,41 @@ from tests.parallel.processes import wait_ended
 from tests.parallel.test_rank_tokens import tokens
 
 
+def structured_outputs(executor: TorchExecutor | ParallelExecutor) -> list[tuple[list[int], str]]:
+    """Tokens of requests with grammars, and why each has ended; the last one's cannot be compiled."""
+    forms: list[dict[str, Any]] = [
+        {"regex": "([a-f]{2,5}-){4}"},
+        {"choice": ["so", "not so"]},
+        {"regex": "[a"},
+    ]
+    requests = [
+        make_request(
+            9 + 20 * index,
+            max_tokens=24,
+            request_id=f"r{index}",
+            temperature=1.0,
+            seed=index,
+            structured_outputs=StructuredOutputsParams(**form),
+        )
+        for index, form in enumerate(forms)
+    ]
+    requests.append(make_request(12, max_tokens=24, request_id="free", ignore_eos=True))
+    engine = Engine(SchedulerConfig(max_num_batched_tokens=16), executor, WallClock())
+    outputs = [output for request in requests if (output := engine.add(request)) is not None]
+    while engine.has_unfinished:
+        outputs += engine.step()
+    engine.step()
+    ends = {output.request_id: output.message for output in outputs if output.finish_reason is not None}
+    return [(request.output_token_ids, ends[request.request_id]) for request in requests]
+
+
+def check_structured_outputs(executor: ParallelExecutor, alone: TorchExecutor) -> None:
+    expected = structured_outputs(alone)
+    assert [bool(message) for _, message in expected] == [False, False, True, False]
+    assert not expected[2][0] and all(len(tokens) > 1 for tokens, message in expected if not message)
+    assert structured_outputs(executor) == expected
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -41,13 +76,19 @@ from tests.parallel.test_rank_tokens import tokens
     ids=["tp2-offloaded", "tp2-pp2-micro-batches"],
 )
 def test_tokens_of_processes_are_those_of_one(
-    sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sizes: dict[str, int], small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of several stages also those of structured outputs."""
     monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path / "cache"))
-    save_tiny_model("llama", tmp_path)
-    common = {"model_dir": str(tmp_path), "dtype": "float32", "block_size": 8, "device": "cpu", "threads": 2}
-    alone = EngineConfig(kv_gib=2**20 / GIB, **common)  # type: ignore[arg-type]
-    divided = EngineConfig(kv_gib=2**20 / GIB, **common, **sizes)  # type: ignore[arg-type]
+    common = {
+        "model_dir": str(small_model),
+        "dtype": "float32",
+        "block_size": 8,
+        "device": "cpu",
+        "threads": 2,
+    }
+    alone = EngineConfig(kv_gib=2**22 / GIB, **common)  # type: ignore[arg-type]
+    divided = EngineConfig(kv_gib=2**22 / GIB, **common, **sizes)  # type: ignore[arg-type]
     expected = create_torch_executor(alone)
     executor = create_executor(divided)
     assert isinstance(executor, ParallelExecutor)
@@ -61,6 +102,8 @@ def test_tokens_of_processes_are_those_of_one(
             plan = StepPlan(step=10_000, work=Compute(()))
             assert executor.run(plan).weight_transfers.interval == 1
             assert executor.info.layer_bytes > 0
+        else:
+            check_structured_outputs(executor, expected)
         assert executor.info.block_bytes == expected.info.block_bytes
         assert executor.info.num_blocks == expected.info.num_blocks
         executor.fill_kv_pool(executor.info.num_blocks)
@@ -129,53 +172,5 @@ def test_tokens_of_processes_that_are_connected_by_gloo(tmp_path: Path) -> None:
     executor = create_parallel_executor(replace(alone, tensor_parallel_size=2), load_over_gloo)
     try:
         assert tokens(executor) == tokens(create_torch_executor(alone))
-    finally:
-        executor.close()
-
-
-def structured_outputs(executor: TorchExecutor | ParallelExecutor) -> list[tuple[list[int], str]]:
-    """Tokens of requests with grammars, and why each has ended; the last one's cannot be compiled."""
-    forms: list[dict[str, Any]] = [
-        {"regex": "([a-f]{2,5}-){4}"},
-        {"choice": ["so", "not so"]},
-        {"regex": "[a"},
-    ]
-    requests = [
-        make_request(
-            9 + 20 * index,
-            max_tokens=24,
-            request_id=f"r{index}",
-            temperature=1.0,
-            seed=index,
-            structured_outputs=StructuredOutputsParams(**form),
-        )
-        for index, form in enumerate(forms)
-    ]
-    requests.append(make_request(12, max_tokens=24, request_id="free", ignore_eos=True))
-    engine = Engine(SchedulerConfig(max_num_batched_tokens=16), executor, WallClock())
-    outputs = [output for request in requests if (output := engine.add(request)) is not None]
-    while engine.has_unfinished:
-        outputs += engine.step()
-    engine.step()
-    ends = {output.request_id: output.message for output in outputs if output.finish_reason is not None}
-    return [(request.output_token_ids, ends[request.request_id]) for request in requests]
-
-
-@pytest.mark.slow  # long; without ranks: tests/engine/test_structured_outputs.py
-def test_structured_outputs_of_ranks_are_those_of_one_process(small_model: Path) -> None:
-    common = {
-        "model_dir": str(small_model),
-        "dtype": "float32",
-        "block_size": 8,
-        "device": "cpu",
-        "threads": 2,
-    }
-    alone = EngineConfig(kv_gib=2**22 / GIB, **common)  # type: ignore[arg-type]
-    expected = structured_outputs(create_torch_executor(alone))
-    assert [bool(message) for _, message in expected] == [False, False, True, False]
-    assert not expected[2][0] and all(len(tokens) > 1 for tokens, message in expected if not message)
-    executor = create_parallel_executor(replace(alone, tensor_parallel_size=2, pipeline_parallel_size=2))
-    try:
-        assert structured_outputs(executor) == expected
     finally:
         executor.close()
