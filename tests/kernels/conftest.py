@@ -18,6 +18,12 @@ def kernels(request: pytest.FixtureRequest) -> CpuKernels:
     return CpuKernels(request.param)
 
 
+@pytest.fixture
+def all_kernels() -> list[CpuKernels]:
+    """One of each variant: for results that take longer to compute in another way."""
+    return [CpuKernels(isa) for isa in available_isas()]
+
+
 @pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     chosen: torch.dtype = request.param

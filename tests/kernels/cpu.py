@@ -15,9 +15,11 @@ def seeded(*key: object) -> torch.Generator:
     return torch.Generator().manual_seed(sum(ord(c) * 31**i for i, c in enumerate(repr(key))) % 2**31)
 
 
-def assert_close(actual: Tensor, expected: Tensor) -> None:
+def assert_close(actual: Tensor, expected: Tensor, name: str = "") -> None:
     tolerance = 2e-5 if actual.dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        actual, expected, rtol=tolerance, atol=tolerance, msg=lambda message: f"{name} {message}"
+    )
 
 
 def random_rows(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:

@@ -57,19 +57,21 @@ def context_slots(batch: AttentionMetadata, block_size: int) -> Tensor:
     return torch.tensor(slot_mapping)
 
 
-def assert_codes_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, *, is_exact: bool) -> None:
+def assert_codes_close(
+    actual: Tensor, expected: Tensor, dtype: torch.dtype, name: str, *, is_exact: bool
+) -> None:
     """Where what was rounded may be off by a little, a code may be off by one."""
     if is_exact:
-        assert torch.equal(actual, expected)
+        assert torch.equal(actual, expected), name
     scales, expected_scales = (each[..., -4:].contiguous().view(torch.float32) for each in (actual, expected))
-    assert_close(scales.to(dtype), expected_scales.to(dtype))
+    assert_close(scales.to(dtype), expected_scales.to(dtype), name)
     codes, expected_codes = (each[..., :-4].int() for each in (actual, expected))
     most = 1 if dtype == torch.float32 else 2
-    assert (codes - expected_codes).abs().max() <= most
+    assert (codes - expected_codes).abs().max() <= most, name
 
 
 def check_attention(
-    kernels: CpuKernels,
+    each_kernels: Sequence[CpuKernels],
     geometry: tuple[int, int, int, int],
     lens: Sequence[tuple[int, int]],
     dtype: torch.dtype,
@@ -88,7 +90,8 @@ def check_attention(
     # Slots without a token must not matter, not even as a NaN times zero.
     pool[:, 0] = unset_kv(kv_dtype)
     unset_unused(pool, context_slots(batch, block_size))
-    assert_close(kernels.attention(qkv, pool, 1, batch, num_heads, scale), expected)
+    for kernels in each_kernels:
+        assert_close(kernels.attention(qkv, pool, 1, batch, num_heads, scale), expected, kernels.isa)
 
 
 @pytest.mark.parametrize(
@@ -103,18 +106,18 @@ def check_attention(
     ids=str,
 )
 def test_attention(
-    kernels: CpuKernels,
+    all_kernels: Sequence[CpuKernels],
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     geometry: tuple[int, int, int, int],
     lens: list[tuple[int, int]],
 ) -> None:
-    check_attention(kernels, geometry, lens, dtype, kv_dtype, seeded(geometry, lens))
+    check_attention(all_kernels, geometry, lens, dtype, kv_dtype, seeded(geometry, lens))
 
 
 @pytest.mark.parametrize("case", range(12))
 def test_attention_of_random_batches(
-    kernels: CpuKernels, dtype: torch.dtype, kv_dtype: torch.dtype, case: int
+    all_kernels: Sequence[CpuKernels], dtype: torch.dtype, kv_dtype: torch.dtype, case: int
 ) -> None:
     generator = seeded("random", case)
 
@@ -127,7 +130,7 @@ def test_attention_of_random_batches(
     for _ in range(draw(1, 7)):
         context = draw(1, 220)
         lens.append((1 if draw(0, 2) else draw(1, context + 1), context))
-    check_attention(kernels, geometry, lens, dtype, kv_dtype, generator)
+    check_attention(all_kernels, geometry, lens, dtype, kv_dtype, generator)
 
 
 def test_attention_with_large_scores_stays_finite(kernels: CpuKernels, dtype: torch.dtype) -> None:
@@ -153,9 +156,9 @@ def test_attention_without_memory_raises_and_the_next_call_succeeds(
 ) -> None:
     scratch_limit(most_bytes)
     with pytest.raises(MemoryError):
-        check_attention(kernels, (9, 3, 64, 16), MIXES[mix], dtype, dtype, seeded("no memory", mix))
+        check_attention([kernels], (9, 3, 64, 16), MIXES[mix], dtype, dtype, seeded("no memory", mix))
     scratch_limit(1 << 30)
-    check_attention(kernels, (9, 3, 64, 16), MIXES[mix], dtype, dtype, seeded("no memory", mix))
+    check_attention([kernels], (9, 3, 64, 16), MIXES[mix], dtype, dtype, seeded("no memory", mix))
 
 
 def test_attention_of_an_empty_batch(kernels: CpuKernels, dtype: torch.dtype) -> None:
@@ -172,7 +175,7 @@ def test_attention_of_an_empty_batch(kernels: CpuKernels, dtype: torch.dtype) ->
 @pytest.mark.parametrize("rotary", [False, True], ids=["", "rotary"])
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_rotate_and_write_kv(
-    kernels: CpuKernels,
+    all_kernels: Sequence[CpuKernels],
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     geometry: tuple[int, int, int, int],
@@ -188,22 +191,23 @@ def test_rotate_and_write_kv(
     angles = torch.rand(40, head_dim // 2, generator=generator) * 6.28
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1) if rotary else None
     weights = [random_rows(generator, head_dim, dtype=dtype) if norm else None for _ in range(2)]
-    before, q_size = pool.clone(), num_heads * head_dim
+    first_qkv, before, q_size = qkv, pool, num_heads * head_dim
     expected_qkv, expected_pool = qkv.clone(), pool.clone()
     REFERENCE.rotate_and_write_kv(expected_qkv, expected_pool, 1, batch, num_heads, cos_sin, *weights, EPS)
-    kernels.rotate_and_write_kv(qkv, pool, 1, batch, num_heads, cos_sin, *weights, EPS)
-    assert_close(qkv[:, :q_size], expected_qkv[:, :q_size])
-    if kv_dtype == torch.int8:
-        assert_codes_close(pool, expected_pool, dtype, is_exact=not (rotary or norm))
-    else:
-        assert_close(pool, expected_pool)
     written = torch.zeros(30 * block_size, dtype=torch.bool)
     written[batch.slot_mapping] = True
     untouched = ~written.view(30, block_size)
-    assert torch.equal(
-        pool[:, 1].permute(0, 3, 1, 2, 4)[untouched], before[:, 1].permute(0, 3, 1, 2, 4)[untouched]
-    )
-    assert torch.equal(pool[:, ::2], before[:, ::2])
+    for kernels in all_kernels:
+        qkv, pool = first_qkv.clone(), before.clone()
+        kernels.rotate_and_write_kv(qkv, pool, 1, batch, num_heads, cos_sin, *weights, EPS)
+        assert_close(qkv[:, :q_size], expected_qkv[:, :q_size], kernels.isa)
+        if kv_dtype == torch.int8:
+            assert_codes_close(pool, expected_pool, dtype, kernels.isa, is_exact=not (rotary or norm))
+        else:
+            assert_close(pool, expected_pool, kernels.isa)
+        others = (each[:, 1].permute(0, 3, 1, 2, 4)[untouched] for each in (pool, before))
+        assert torch.equal(*others), kernels.isa
+        assert torch.equal(pool[:, ::2], before[:, ::2]), kernels.isa
 
 
 @pytest.mark.parametrize("rows", [1, 5, 200])
