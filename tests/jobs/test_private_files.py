@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import sqlite3
 import stat
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backfill.core.errors import ConfigError
-from backfill.jobs.private_files import make_private, write_durably
+from backfill.jobs.private_files import (
+    DataFolderLock,
+    check_own,
+    check_writable,
+    make_private,
+    write_durably,
+)
 from tests.jobs.doubles import (
     InstantRunner,
     Start,
@@ -120,3 +128,42 @@ async def test_a_data_folder_that_cannot_be_used_is_an_error(
     (tmp_path / "files").touch()  # not a folder
     with pytest.raises(ConfigError, match=r"`data_dir` .* cannot be used"):
         await make_manager(tmp_path, InstantRunner()).start()
+
+
+def foreign(folder: Path, name: str) -> None:
+    """A folder of another program, which holds a file or a folder of this name."""
+    if name == "files":
+        (folder / "files").mkdir()
+        (folder / "files" / "thesis.txt").write_text("years of work")
+    elif name == "table":
+        with closing(sqlite3.connect(folder / "jobs.db")) as database:
+            database.execute("CREATE TABLE files (name TEXT)")
+    else:
+        (folder / name).write_text('{"architectures": ["LlamaForCausalLM"]}')
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mode, path.read_bytes() if path.is_file() else b"")
+        for path in [folder, *folder.rglob("*")]
+    }
+
+
+@pytest.mark.parametrize("name", ["files", "config.json", "jobs.db", "table"])
+async def test_a_folder_of_another_program_is_refused_and_left_as_it_is(tmp_path: Path, name: str) -> None:
+    foreign(tmp_path, name)
+    before = contents(tmp_path)
+    held = {"files": "files/", "table": "jobs.db"}.get(name, name)
+    for take in (check_writable, lambda folder: DataFolderLock(folder, "http://here").acquire()):
+        with pytest.raises(ConfigError, match=rf"`data_dir` .* holds {held} of another program"):
+            take(tmp_path)
+    assert contents(tmp_path) == before
+
+
+async def test_a_folder_that_a_server_has_used_is_taken_again(tmp_path: Path, start: Start) -> None:
+    manager = await start(InstantRunner())
+    await submit(manager, input_of(3))
+    await manager.stop()
+    check_own(tmp_path)
+    (tmp_path / "store.id").unlink()  # as an earlier version left it
+    check_own(tmp_path)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
+import sqlite3
 import stat
+from contextlib import closing, suppress
 from pathlib import Path
+from urllib.parse import quote
 
 from filelock import FileLock, Timeout
 
@@ -38,7 +42,8 @@ class DataFolderLock:
         )
 
     def acquire(self) -> None:
-        """Raises: ConfigError naming the holder, or when the folder cannot be written."""
+        """Raises: ConfigError naming the holder, or if the folder cannot be written, or is not a server's."""
+        check_own(self._path.parent)
         try:
             make_folder(self._path.parent)
             self._lock.acquire()
@@ -58,13 +63,61 @@ class DataFolderLock:
 
 
 def check_writable(folder: Path) -> None:
-    """Make the data folder, if it is not there. Raises: ConfigError if it cannot be written."""
+    """Make the data folder, if it is not there. Raises: ConfigError if it cannot be, or is none."""
+    check_own(folder)
     try:
         make_folder(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise unusable(folder, error) from error
+
+
+def check_own(folder: Path) -> None:
+    """Refuse a folder of another program: a server deletes files that its database does not know.
+
+    Raises: ConfigError naming what it holds.
+    """
+    if (folder / "store.id").exists():
+        return
+    held = None
+    if _is_foreign_database(folder / "jobs.db"):
+        held = "jobs.db"
+    elif not _is_own_config(folder / "config.json"):
+        held = "config.json"
+    elif not (folder / "jobs.db").exists():
+        with suppress(OSError):  # there is none, or who opens it says what is wrong
+            held = "files/" if any(entry.is_file() for entry in os.scandir(folder / "files")) else None
+    if held is not None:
+        raise ConfigError(
+            f"`data_dir` {folder} holds {held} of another program, which a server would overwrite or delete. "
+            "Give an empty folder, or one that a Backfill server has used."
+        )
+
+
+def _is_own_config(path: Path) -> bool:
+    """Whether a server may replace it: one has written it, or there is none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError:  # who writes it says what is wrong
+        return True
+    except ValueError:
+        return False
+    return isinstance(content, dict) and {"server", "engine"} <= content.keys()
+
+
+def _is_foreign_database(path: Path) -> bool:
+    """Whether it is no database, or one without our tables. Where it cannot be read, opening it tells."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return False
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as database:
+            names = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
+    except sqlite3.OperationalError:  # such as one that waits for recovery, which writes
+        return False
+    except sqlite3.DatabaseError:
+        return True
+    return bool(names) and "data_folder" not in names
 
 
 def unusable(data_dir: Path, error: OSError) -> ConfigError:
