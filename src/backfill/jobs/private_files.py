@@ -78,14 +78,14 @@ def check_own(folder: Path) -> None:
 
     Raises: ConfigError naming what it holds.
     """
-    if (folder / "store.id").exists():
+    if os.path.exists(folder / "store.id"):  # unlike Path.exists, False where permission is missing
         return
     held = None
     if _is_foreign_database(folder / "jobs.db"):
         held = "jobs.db"
     elif not _is_own_config(folder / "config.json"):
         held = "config.json"
-    elif not (folder / "jobs.db").exists():
+    elif not os.path.exists(folder / "jobs.db"):
         with suppress(OSError):  # there is none, or who opens it says what is wrong
             held = "files/" if any(entry.is_file() for entry in os.scandir(folder / "files")) else None
     if held is not None:
@@ -108,7 +108,7 @@ def _is_own_config(path: Path) -> bool:
 
 def _is_foreign_database(path: Path) -> bool:
     """Whether it is no database, or one without our tables. Where it cannot be read, opening it tells."""
-    if not path.is_file() or path.stat().st_size == 0:
+    if not os.path.isfile(path) or os.path.getsize(path) == 0:
         return False
     try:
         with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as database:
