@@ -64,7 +64,7 @@ def test_two_nodes_answer_at_one_address_and_outlive_a_process_and_an_actor(
     options = ("--executor", "ray", "--data-parallel-size", "2", "--policy", "fcfs")
     server = launch_small(small_model, *options, data_dir=tmp_path)
     try:
-        server.logged("with 2 replicas")
+        server.logged("with 2 replicas  (ready")
         first = servers_on_nodes()
         assert len(first) == 2 and node_of(first[0]) != node_of(first[1])
         assert names_of_actors() == {"backfill-replica-0", "backfill-replica-1"}
