@@ -252,6 +252,20 @@ async def test_files_are_not_swept_away_for_an_empty_database(tmp_path: Path, st
     assert (tmp_path / "files" / file_id).exists()
 
 
+async def test_a_damaged_database_of_the_data_folder_is_told_by_that_option(
+    tmp_path: Path, start: Start
+) -> None:
+    manager = await start()
+    await manager.stop()
+    for path in tmp_path.glob("jobs.db-*"):
+        path.unlink()
+    (tmp_path / "jobs.db").write_bytes(b"damaged" * 100)
+    with pytest.raises(
+        ConfigError, match=r"`data_dir`: the database .*jobs\.db cannot be opened: file is not"
+    ):
+        await make_manager(tmp_path, InstantRunner()).start()
+
+
 def test_a_database_url_with_a_bad_port_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="`batch_database_url`"):
         open_database("postgresql://host:port/name", tmp_path)

@@ -94,7 +94,7 @@ def open_database(url: str | None, data_dir: Path) -> Engine:
     except SQLAlchemyError as error:
         reason = " ".join(str(getattr(error, "orig", None) or error).split()).rstrip(".")
         raise ConfigError(
-            f"`batch_database_url`: the database {shown_url(url, data_dir)} cannot be opened: {reason}."
+            f"{shown_option(url)}: the database {shown_url(url, data_dir)} cannot be opened: {reason}."
         ) from error
     return engine
 
@@ -112,6 +112,11 @@ def open_in_memory() -> Engine:
     event.listen(engine, "connect", _configure_sqlite)
     Record.metadata.create_all(engine)
     return engine
+
+
+def shown_option(url: str | None) -> str:
+    """The option that names the database, for messages."""
+    return "`data_dir`" if url is None else "`batch_database_url`"
 
 
 def shown_url(url: str | None, data_dir: Path) -> str:

@@ -17,7 +17,14 @@ from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import ConfigError
 from backfill.jobs.blobs import FileStore
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.database import exclusive_schema, open_database, open_in_memory, shown_url, tie_to
+from backfill.jobs.database import (
+    exclusive_schema,
+    open_database,
+    open_in_memory,
+    shown_option,
+    shown_url,
+    tie_to,
+)
 from backfill.jobs.database_results import DatabaseResults, FileResults, ResultStore
 from backfill.jobs.errors import Busy
 from backfill.jobs.leases import Leases, add_missing_leases
@@ -83,7 +90,7 @@ class JobStorage:
             reason = error.strerror or error
             raise ConfigError(f"`data_dir` {data_dir} cannot be used: {reason}.") from error
         url = config.batch_database_url
-        database = f"`batch_database_url`: the database {shown_url(url, data_dir)}"
+        database = f"{shown_option(url)}: the database {shown_url(url, data_dir)}"
         engine = await _within(threads, threads.database.run(open_database, url, data_dir), database)
         blobs = open_file_store(config.batch_file_store, data_dir)
         try:
