@@ -33,8 +33,8 @@ class RouterConfig:
         engine_timeout: seconds for an engine to be reached at the start, and, or for eight
             times ``poll_interval``, until a silent one is dead.
         retry_timeout: seconds that a request waits for an engine where none is up; then HTTP 503.
-        join_timeout: seconds for all engines to be reached at the start, by who starts them with the router;
-            None for ``engine_timeout``.
+        join_timeout: seconds for all engines to be reached where they are started with the router; None where
+            they run already, which have ``engine_timeout``.
     """
 
     engines: tuple[str, ...] = ()
