@@ -144,10 +144,11 @@ async def test_an_aborted_upload_leaves_nothing(tmp_path: Path, start: Start, me
 async def test_objects_that_belong_to_nothing_are_deleted(
     tmp_path: Path, start: Start, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_store, "GARBAGE_AGE_S", -60.0)  # the store in memory does not say when
     first = await start(limits={"batch_file_store": memory})
     kept = await store_input(first, input_of(3))
     await first.stop()
+    # The store in memory does not say when. Only now: `first` would delete a file that it is about to record.
+    monkeypatch.setattr(object_store, "GARBAGE_AGE_S", -60.0)
     store = ObjectStore(memory, tmp_path)
     store.commit("file-1", store.create("file-1"))  # of a server that died before it recorded it
     await start(limits={"batch_file_store": memory})
