@@ -65,6 +65,29 @@ class GgufTensor:
         return CorruptModel(f"{self.path} is damaged: tensor {self.name} {how}")
 
 
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """An array of strings as stored: an engine needs none of a vocabulary's hundred thousand."""
+
+    path: Path
+    data: mmap.mmap
+    start: int  # in bytes
+    count: int
+
+    def decoded(self) -> list[str]:
+        """Raises: CorruptModel for bytes that are not UTF-8."""
+        texts, start = [], self.start
+        for _ in range(self.count):
+            (size,) = _SIZE.unpack_from(self.data, start)
+            start += _SIZE.size
+            try:
+                texts.append(self.data[start : start + size].decode())
+            except UnicodeDecodeError:
+                raise CorruptModel(f"{self.path} is damaged: a string at byte {start} is not UTF-8") from None
+            start += size
+        return texts
+
+
 class GgufFile:
     """Metadata and tensors of a GGUF file (versions 2 and 3, little-endian), bounds checked.
 
@@ -73,7 +96,7 @@ class GgufFile:
     Args:
         path: the file; it stays mapped while one of its tensors lives.
     Attributes:
-        fields: metadata values by key, arrays as lists.
+        fields: metadata values by key, arrays as lists, those of strings as ``Texts``.
         tensors: by name, in the file's order.
     Raises:
         ModelNotFound: no such file.
@@ -107,6 +130,8 @@ class GgufFile:
     def get(self, key: str, kind: type[V], default: V | None = None) -> V | None:
         """A metadata value of type ``kind``, or ``default``. Raises: CorruptModel on another type."""
         value = self.fields.get(key, default)
+        if isinstance(value, Texts):
+            value = value.decoded()
         if kind is float and isinstance(value, int):
             value = float(value)
         if value is not None and not isinstance(value, kind):
@@ -166,12 +191,12 @@ class _Cursor:
 
     def text(self) -> str:
         """The next string. Raises: CorruptModel beyond the end or for bytes that are not UTF-8."""
-        return self._texts(1)[0]
+        return self._texts(1).decoded()[0]
 
-    def _texts(self, count: int) -> list[str]:
-        """The next strings. One loop: a vocabulary and its merges have a hundred thousand."""
+    def _texts(self, count: int) -> Texts:
+        """The next strings, whose sizes are checked."""
         data, end, start = self.data, len(self.data), self.offset
-        texts = []
+        texts = Texts(self.path, data, start, count)
         for _ in range(count):
             self.offset = start
             if end - start < _SIZE.size:
@@ -181,10 +206,6 @@ class _Cursor:
             if size > end - start:
                 self.offset = start
                 self.check_count("bytes of a string", size, 1)  # raises
-            try:
-                texts.append(data[start : start + size].decode())
-            except UnicodeDecodeError:
-                raise CorruptModel(f"{self.path} is damaged: a string at byte {start} is not UTF-8") from None
             start += size
         self.offset = start
         return texts
@@ -197,7 +218,7 @@ class _Cursor:
             return self._array(self.number("I"), self.number("Q"))
         return self.number(self._code(kind))
 
-    def _array(self, kind: int, length: int) -> list[Any]:
+    def _array(self, kind: int, length: int) -> list[Any] | Texts:
         if kind == GGUFValueType.STRING:
             self.check_count("strings of an array", length, _MIN_STRING_BYTES)
             return self._texts(length)

@@ -38,7 +38,7 @@ def describe_gguf(source: Path) -> dict[str, str]:
     tokenizer, tokenizer_config = build_tokenizer(file, config)
     return {
         "config.json": _json(config),
-        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "tokenizer.json": tokenizer.to_str(),
         "tokenizer_config.json": _json(tokenizer_config),
         "generation_config.json": _json(generation_config(file, config)),
     }
