@@ -28,11 +28,12 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 
-constexpr microseconds kPatience{300};       // that a thread waits awake
+constexpr microseconds kPatience{1'000};     // that a thread waits awake
 constexpr microseconds kLittlePatience{20};  // where another program needs the processors
-constexpr microseconds kCaution{100'000};    // how long patience stays little then
-constexpr microseconds kCheck{10'000};       // between two looks at how long a thread was put off
-constexpr double kMostPutOff = 0.1;          // part of the time; more is another program's work
+// Between two looks at how long a thread was put off, and how long patience stays little then. Short, since a server
+// that sends a step's tokens needs a processor for a few ms of each step.
+constexpr microseconds kCheck{5'000};
+constexpr double kMostPutOff = 0.1;  // part of the time; more is another program's work
 
 void pause() {
 #if defined(__x86_64__)
@@ -56,7 +57,7 @@ class PutOff {
                   most = (int64_t)(kMostPutOff * (double)Nanoseconds(now - checked_at_).count());
     nanoseconds_ = read();
     checked_at_ = now;
-    if (nanoseconds_ - before > most) cautious_until = (now + kCaution).time_since_epoch().count();
+    if (nanoseconds_ - before > most) cautious_until = (now + kCheck).time_since_epoch().count();
   }
 
   // The file is another thread's after a fork.
