@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backfill import LLM, SamplingParams
@@ -166,6 +168,50 @@ def test_what_is_seen_before_an_engine_starts(label: str, tmp_path: Path) -> Non
     check_weights(tmp_path, "auto", config)
     with pytest.raises(CorruptModel, match=r"tensor model\.layers\.3\.input_layernorm\.weight .* is missing"):
         check_weights(tmp_path, "auto", replace(config, num_layers=4))
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "changed", "message"),
+    [
+        (
+            "awq",
+            "qweight",
+            lambda codes: codes.float(),
+            r"qweight is F32 .* expected I32 .* for awq of 4 bits",
+        ),
+        ("awq", "scales", lambda scales: scales.int(), r"scales is I32 .* expected F16 or BF16 or F32"),
+        (
+            "gptq",
+            "qweight",
+            lambda codes: codes[:-1],
+            r"gptq of 4 bits in groups of 32 \(quantization_config",
+        ),
+        ("gptq", "qzeros", lambda zeros: None, r"qzeros \[.*\] is missing"),
+        ("pack-quantized", "weight_scale", lambda scales: scales[:, :1], "weight_scale is .* expected"),
+        ("int-quantized", "weight_scale", lambda scales: None, r"weight_scale \[.*\] is missing"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_configuration_are_refused_before_an_engine_starts(
+    layout: str, kind: str, changed: Callable[[Tensor], Tensor | None], message: str, tmp_path: Path
+) -> None:
+    save_quantized_model(Case(layout), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith(f"down_proj.{kind}"))
+    tensor = changed(tensors.pop(name))
+    if tensor is not None:
+        tensors[name] = tensor.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CorruptModel, match=message):
+        check_weights(tmp_path, "auto", ModelConfig.from_folder(tmp_path))
+
+
+def test_codes_without_a_configuration_name_what_is_missing(tmp_path: Path) -> None:
+    save_quantized_model(Case("awq"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CorruptModel, match=r"is missing .*; its qweight needs a quantization_config"):
+        check_weights(tmp_path, "auto", ModelConfig.from_folder(tmp_path))
 
 
 def test_sizes_and_keys(tmp_path: Path) -> None:

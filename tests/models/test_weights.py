@@ -112,6 +112,18 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
         checkpoint.get("ids", (3,))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_values_that_are_not_finite_are_refused_by_name(value: float, tmp_path: Path) -> None:
+    huge = torch.full((4, 8), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    damaged = torch.randn(4, 8)
+    damaged[2, 5] = value
+    save_file({"huge.weight": huge, "damaged.weight": damaged}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path, dtype=torch.bfloat16, quantization="none")
+    assert torch.equal(checkpoint.get("huge.weight", (4, 8)), huge)
+    with pytest.raises(CorruptModel, match=r"safetensors: tensor damaged\.weight holds values .* not finite"):
+        checkpoint.get("damaged.weight", (4, 8))
+
+
 def test_every_truncation_is_found_when_opening(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(make_tensors(), path)

@@ -89,13 +89,13 @@ def check_weights(folder: Path, load_format: LoadFormat, model: ModelConfig) -> 
         if find_weights(folder, load_format).suffix == ".gguf":
             return
         files = SafetensorsFiles(folder)
-        has_codes = stored_quantization(Fields.from_file(folder / "config.json")) is not None
+        stored = stored_quantization(Fields.from_file(folder / "config.json"))
         for name, shape in tensor_shapes(model):
-            if has_codes and len(shape) > 1:
-                continue  # a matrix of codes has other tensors
-            files.check(name, shape)
-            if not has_codes:
+            if stored is None or len(shape) < 2 or not files.has_codes(name, stored):
+                files.check(name, shape)
                 files.check_floats(name)
+            else:
+                files.check_codes(name, shape, stored)
 
 
 def _no_tokenizer(folder: Path) -> ModelError:

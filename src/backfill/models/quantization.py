@@ -6,15 +6,49 @@ That package needs torch, and the HTTP process, which has none, refuses models t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from backfill.models.fields import Fields
 
 SUPPORTED_METHODS = (
     "awq (4 bits, version gemm), gptq (4 and 8 bits), compressed-tensors (integers of 4 and 8 bits)"
 )
+_SCALE_TYPES = ("F16", "BF16", "F32")
+OUT, IN = 0, 1  # dimensions of a matrix
+
+
+class CodeTensors(NamedTuple):
+    """The tensors of a matrix ``[out, in]``, by what stands for ``weight`` in its name.
+
+    Layouts are those of AutoAWQ's ``WQLinear_GEMM``, AutoGPTQ's ``QuantLinear`` and compressed-tensors'
+    ``pack_to_int32``.
+
+    Attributes:
+        packed: the dimension along which words of 32 bits have neighbouring codes; None: int8, a code each.
+        has_inputs_first: tensors are ``[in, out]``.
+        order: the places of codes in a word.
+        is_zero_less_one: of what is stored of a zero point.
+    """
+
+    codes: str
+    scales: str
+    zeros: str
+    packed: int | None
+    has_inputs_first: bool = False
+    order: tuple[int, ...] | None = None
+    is_zero_less_one: bool = False
+
+
+_GPTQ = CodeTensors("qweight", "scales", "qzeros", IN, has_inputs_first=True)
+_LAYOUTS = {
+    "awq": _GPTQ._replace(packed=OUT, order=(0, 4, 1, 5, 2, 6, 3, 7)),
+    "gptq": _GPTQ._replace(is_zero_less_one=True),
+    "gptq_v2": _GPTQ,
+    "pack-quantized": CodeTensors("weight_packed", "weight_scale", "weight_zero_point", IN),
+    "int-quantized": CodeTensors("weight", "weight_scale", "weight_zero_point", None),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +70,32 @@ class StoredQuantization:
     group: int | None
     has_zero_points: bool
     has_activations: bool = False
+
+    @property
+    def tensors(self) -> CodeTensors:
+        return _LAYOUTS[self.layout]
+
+    @property
+    def code_type(self) -> str:
+        """Of codes and zero points, as safetensors name it."""
+        return "I8" if self.tensors.packed is None else "I32"
+
+    def stored_shapes(
+        self, num_outputs: int, num_inputs: int
+    ) -> Iterator[tuple[str, tuple[str, ...], list[int]]]:
+        """What stands for ``weight`` in a name, types and shape of the tensors that a matrix must have."""
+        layout, num_groups = self.tensors, -(-num_inputs // (self.group or num_inputs))
+
+        def shape(sizes: list[int], packed: int | None) -> list[int]:
+            if packed is not None:
+                sizes[packed] = -(-sizes[packed] // (32 // self.bits))
+            return sizes[::-1] if layout.has_inputs_first else sizes
+
+        yield layout.codes, (self.code_type,), shape([num_outputs, num_inputs], layout.packed)
+        yield layout.scales, _SCALE_TYPES, shape([num_outputs, num_groups], None)
+        if self.has_zero_points:
+            along = None if layout.packed is None else OUT
+            yield layout.zeros, (self.code_type,), shape([num_outputs, num_groups], along)
 
 
 def stored_quantization(config: Fields) -> StoredQuantization | None:

@@ -1,8 +1,7 @@
 """AWQ, GPTQ and compressed-tensors checkpoints: matrices of codes in safetensors, read without loss.
 
 All have a scale, and perhaps a zero point, for each group of inputs of an output: a weight is
-``(code - zero point) * scale``. Layouts are those of AutoAWQ's ``WQLinear_GEMM``, AutoGPTQ's ``QuantLinear``
-and compressed-tensors' ``pack_to_int32``; a word has its first code in the lowest bits.
+``(code - zero point) * scale``. A word has its first code in the lowest bits.
 """
 
 from __future__ import annotations
@@ -13,49 +12,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from backfill.core.errors import CorruptModel, UnsupportedModel
 from backfill.kernels.quantized import INPUT_MULTIPLE, QuantizedFormat, QuantizedWeight
-from backfill.models.quantization import StoredQuantization
+from backfill.models.quantization import IN, OUT, StoredQuantization
 from backfill.models.weights import Part, SafetensorsCheckpoint
 
 logger = logging.getLogger(__name__)
 
-_OUT, _IN = 0, 1
 _SCALE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-class _Layout(NamedTuple):
-    """The tensors of a matrix ``[out, in]``, by what stands for ``weight`` in its name.
-
-    Attributes:
-        packed: the dimension along which words of 32 bits have neighbouring codes; None: int8, a code each.
-        has_inputs_first: tensors are ``[in, out]``.
-        order: the places of codes in a word.
-        is_zero_less_one: of what is stored of a zero point.
-    """
-
-    codes: str
-    scales: str
-    zeros: str
-    packed: int | None
-    has_inputs_first: bool = False
-    order: tuple[int, ...] | None = None
-    is_zero_less_one: bool = False
-
-
-_GPTQ = _Layout("qweight", "scales", "qzeros", _IN, has_inputs_first=True)
-_LAYOUTS = {
-    "awq": _GPTQ._replace(packed=_OUT, order=(0, 4, 1, 5, 2, 6, 3, 7)),
-    "gptq": _GPTQ._replace(is_zero_less_one=True),
-    "gptq_v2": _GPTQ,
-    "pack-quantized": _Layout("weight_packed", "weight_scale", "weight_zero_point", _IN),
-    "int-quantized": _Layout("weight", "weight_scale", "weight_zero_point", None),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +78,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
     ) -> None:
         super().__init__(folder, dtype=dtype)
         self._stored = stored
-        self._layout = _LAYOUTS[stored.layout]
+        self._layout = stored.tensors
         self._keeps_codes = keeps_codes
         self._check_order()
         if stored.has_activations:
@@ -154,8 +122,8 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
                     )
 
     def _has_codes(self, name: str) -> bool:
-        kind = "I8" if self._layout.packed is None else "I32"
-        return name.endswith(".weight") and self._stored_type(self._named(name, self._layout.codes)) == kind
+        found = self._stored_type(self._named(name, self._layout.codes))
+        return name.endswith(".weight") and found == self._stored.code_type
 
     def _named(self, name: str, kind: str) -> str:
         return self._files.stored_name(name.removesuffix("weight") + kind)
@@ -186,7 +154,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         rows, columns = slice(0, num_rows), slice(0, num_inputs)
         if part is not None:
             wanted = slice(part.start, part.stop)
-            rows, columns = (wanted, columns) if part.dim == _OUT else (rows, wanted)
+            rows, columns = (wanted, columns) if part.dim == OUT else (rows, wanted)
         if (stored_shape := self._named(name, "weight_shape")) in self._files.path_of:
             found = self._read(stored_shape, (2,), (...,)).tolist()
             if found != list(shape):
@@ -210,7 +178,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         # Symmetric GPTQ has zero points nevertheless.
         if is_symmetric and (self._stored.method != "gptq" or stored not in self._files.path_of):
             return None
-        along = None if self._layout.packed is None else _OUT
+        along = None if self._layout.packed is None else OUT
         zeros = self._integers(stored, shape, (rows, slice(0, shape[1])), along)
         is_middle = is_symmetric and bool((zeros == 1 << (self._stored.bits - 1)).all())
         return None if is_middle else zeros
@@ -269,8 +237,8 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
                 sizes = sizes[::-1] if layout.has_inputs_first else sizes
                 if layout.packed is not None:
                     sizes[layout.packed] *= 32 // self._stored.bits
-                group = math.gcd(self._stored.group or sizes[_IN], sizes[_IN])
-                form = self._format(name, sizes[_IN], group, self._stored.has_zero_points)
+                group = math.gcd(self._stored.group or sizes[IN], sizes[IN])
+                form = self._format(name, sizes[IN], group, self._stored.has_zero_points)
                 width = form.bytes_per_weight if form is not None and self._keeps_codes else width
             num_bytes += math.prod(sizes) * width
             num_weights += math.prod(sizes)

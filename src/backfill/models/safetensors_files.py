@@ -13,13 +13,15 @@ from pathlib import Path
 import msgspec
 
 from backfill.core.errors import CorruptModel, UnsupportedModel
-from backfill.models.quantization import SUPPORTED_METHODS
+from backfill.models.quantization import SUPPORTED_METHODS, StoredQuantization
 from backfill.models.weight_files import check_fetched, find_weights, is_index, shards_of
 
 _LENGTH = struct.Struct("<Q")  # of the header in bytes, before it
 _MAX_HEADER_BYTES = 100_000_000  # as the library's
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1}
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+
+_CODES = ("qweight", "weight_packed")  # what may stand for a weight
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
@@ -74,10 +76,33 @@ class SafetensorsFiles:
         """Raises: CorruptModel for a tensor that is missing or has another shape."""
         found = self.find(name)
         if found is None:
-            raise CorruptModel(f"tensor {name} {list(shape)} is missing from {self._where}")
+            codes = [kind for kind in _CODES if self.find(_beside(name, kind)) is not None]
+            hint = f"; its {codes[0]} needs a quantization_config in config.json" if codes else ""
+            raise CorruptModel(f"tensor {name} {list(shape)} is missing from {self._where}{hint}")
         if found.shape != list(shape):
             path = self.path_of[self.stored_name(name)]
             raise CorruptModel(f"{path}: tensor {name} has shape {found.shape}, expected {list(shape)}")
+
+    def has_codes(self, name: str, stored: StoredQuantization) -> bool:
+        """Whether the matrix ``name`` is stored as codes, and not beside those as floats."""
+        found = self.find(_beside(name, stored.tensors.codes))
+        return found is not None and (stored.tensors.codes != "weight" or found.dtype not in _FLOATS)
+
+    def check_codes(self, name: str, shape: Sequence[int], stored: StoredQuantization) -> None:
+        """Raises: CorruptModel for a matrix of codes whose tensors are not as the configuration says."""
+        for kind, types, expected in stored.stored_shapes(*shape):
+            tensor = _beside(name, kind)
+            found = self.find(tensor)
+            if found is None:
+                raise CorruptModel(f"tensor {tensor} {expected} is missing from {self._where}")
+            if found.shape != expected or found.dtype not in types:
+                path = self.path_of[self.stored_name(tensor)]
+                groups = f"groups of {stored.group}" if stored.group else "one group"
+                raise CorruptModel(
+                    f"{path}: tensor {tensor} is {found.dtype} {found.shape}, "
+                    f"expected {' or '.join(types)} {expected} for {stored.method} of {stored.bits} bits in "
+                    f"{groups} (quantization_config in config.json)"
+                )
 
     def check_floats(self, name: str) -> None:
         """Raises: UnsupportedModel for a tensor, which is there, of integers, as quantized weights are."""
@@ -88,6 +113,11 @@ class SafetensorsFiles:
                 f"supported; supported: {', '.join(_FLOATS.values())}; with a quantization_config in "
                 f"config.json {SUPPORTED_METHODS}"
             )
+
+
+def _beside(name: str, kind: str) -> str:
+    """The tensor that stands for the ``weight`` at the end of a name."""
+    return name.removesuffix("weight") + kind
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
