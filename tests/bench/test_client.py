@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -203,6 +204,20 @@ def test_no_server_on_look_up() -> None:
     for url in ("http://127.0.0.1:1", "http://no-such-host.invalid", "http://"):
         with pytest.raises(ConfigError, match=f"No server answers at {url}: "):
             asyncio.run(look_up(url))
+
+
+def test_a_server_that_speaks_tls_alone_is_named_with_its_https_url() -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+
+    async def look_up() -> str:
+        async with await asyncio.start_server(lambda *_: None, "127.0.0.1", ssl=context) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            async with BenchClient(Endpoint(base_url=url, path="", model="")) as client:
+                with pytest.raises(ConfigError, match=f"{url}: .*its URL is https://{url[7:]}.$"):
+                    await client.get_models()
+
+    asyncio.run(look_up())
 
 
 def test_readiness_waits_for_a_success_and_names_the_last_failure() -> None:

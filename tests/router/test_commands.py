@@ -7,11 +7,13 @@ import os
 import re
 import signal
 import socket
+import ssl
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import pytest
+import trustme
 from aiohttp import web
 
 from backfill.cli.startup import bind
@@ -154,6 +156,25 @@ def test_an_engine_that_speaks_no_tls_is_named_with_that_reason() -> None:
 
     def check(factor: float) -> None:
         assert re.search("cannot be reached: .*SSL", refusal_of(Plain(), engine_timeout=0.5 * factor))
+
+    with_more_time(check)
+
+
+def test_an_engine_that_speaks_tls_alone_is_named_with_its_https_url() -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+
+    async def run(engine_timeout: float) -> tuple[str, str]:
+        async with await asyncio.start_server(lambda *_: None, "127.0.0.1", ssl=context) as server:
+            engine = StubEngine(port=server.sockets[0].getsockname()[1])
+            with pytest.raises(EngineRefused) as error:
+                async with routing([engine], engine_timeout=engine_timeout):
+                    raise AssertionError("the router has started")
+            return str(error.value), engine.url
+
+    def check(factor: float) -> None:
+        message, url = asyncio.run(run(0.5 * factor))
+        assert f"if it speaks TLS, its URL is {url.replace('http:', 'https:')}." in message
 
     with_more_time(check)
 

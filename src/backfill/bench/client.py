@@ -14,7 +14,7 @@ import msgspec
 
 from backfill.bench.record import BenchRequest, Outcome, RequestRecord
 from backfill.core.errors import ConfigError
-from backfill.http.errors import why_not_connected
+from backfill.http.errors import tls_hint, why_not_connected
 
 _DONE = b"[DONE]"
 # uvicorn closes idle connections after 5 s. A request sent on a closing connection would fail.
@@ -157,9 +157,9 @@ class BenchClient(ServerApi):
             async with self._session.get(url) as response:
                 answer = await response.json(content_type=None)
         except (aiohttp.ClientConnectionError, aiohttp.InvalidURL, TimeoutError) as error:
-            raise ConfigError(
-                f"No server answers at {self._endpoint.base_url}: {describe(error)}."
-            ) from error
+            base_url = self._endpoint.base_url
+            hint = tls_hint(base_url) if isinstance(error, aiohttp.ServerDisconnectedError) else ""
+            raise ConfigError(f"No server answers at {base_url}: {describe(error)}{hint}.") from error
         except (aiohttp.ClientError, ValueError):
             return []
         entries = answer.get("data") if isinstance(answer, dict) else None

@@ -75,3 +75,9 @@ def why_not_connected(error: OSError) -> str:
     # Negative: of a name that is not known. Errors of TLS have numbers of their own.
     number = 0 if isinstance(error, ssl.SSLError) else error.errno or 0
     return os.strerror(number) if number > 0 else error.strerror or str(error)
+
+
+def tls_hint(url: str) -> str:
+    """What may be wrong with the URL of a server that closed the connection without an answer."""
+    scheme, _, rest = url.partition("://")
+    return f"; if it speaks TLS, its URL is https://{rest}" if scheme == "http" else ""

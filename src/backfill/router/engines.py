@@ -13,7 +13,7 @@ import aiohttp
 
 from backfill.core.clock import Clock
 from backfill.engine.tasks import TaskWatch
-from backfill.http.errors import LOST_HEADER
+from backfill.http.errors import LOST_HEADER, tls_hint
 from backfill.protocol.replica_state import ReplicaState
 from backfill.router.config import RouterConfig, engine_url
 from backfill.router.engine import Engine
@@ -215,10 +215,12 @@ class Engines:
                 return await ask(self.session, url, self.key_headers, self._config.engine_timeout)
             except EngineLost as error:
                 left_s = until_s - loop.time()
+                is_closed = isinstance(error.__cause__, aiohttp.ServerDisconnectedError)
+                why = f"{error}{tls_hint(url) if is_closed else ''}"
                 if left_s <= 0:
-                    raise EngineRefused(f"The engine {url} cannot be reached: {error}.") from None
+                    raise EngineRefused(f"The engine {url} cannot be reached: {why}.") from None
                 if is_first and self._config.join_timeout is None:  # else it is just being started
-                    logger.info("waiting up to %.0f s for %s to start: %s", left_s, url, error)
+                    logger.info("waiting up to %.0f s for %s to start: %s", left_s, url, why)
                 is_first = False
             await asyncio.sleep(_RETRY_S)
 
