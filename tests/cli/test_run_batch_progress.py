@@ -69,6 +69,10 @@ def test_what_a_run_does_is_told_in_words() -> None:
     offloading = paced(199, num_failed=3)
     offloading.speed.offload_interval = 6
     assert describe(offloading, 399.0) == f"{pace}; order blend; offload interval 6"
+    assert describe(paced(1000), 399.0) == "tok/s: 1,200 in, 345 out; order blend", "nothing is left"
+    done = RequestCounts(20, 20)
+    assert describe(running(counts=done), 0.0) == "done", "an earlier run has answered all"
+    assert describe(running(counts=done, speed=speed_of(20)), 0.2) == "done"
     begun = running(speed=speed_of(10))
     begun.speed.rates.prompts.add(30_000, 0.1)
     assert describe(begun, 0.2) == "running"

@@ -313,13 +313,14 @@ def describe(run: LocalRun, now_s: float, num_columns: int | None = None) -> str
     if run.is_stopping:
         return f"stopping: {run.num_in_flight} lines in flight" if run.num_in_flight else "stopping"
     speed = run.speed
+    is_done = run.counts.total > 0 and not run.counts.unfinished
     if speed is None:
-        return run.phase
+        return "done" if is_done else run.phase
     parts = []
     prompts, outputs = speed.rates.prompts.per_s(now_s), speed.rates.outputs.per_s(now_s)
     if prompts is not None and outputs is not None:
         parts.append(f"tok/s: {prompts:,.0f} in, {outputs:,.0f} out")
-    if (left_s := speed.time_left.seconds(now_s)) is not None:
+    if not is_done and (left_s := speed.time_left.seconds(now_s)) is not None:
         parts.append(f"{_clock(left_s)} left")
     if run.counts.failed:
         parts.append(f"{run.counts.failed} failed")
@@ -334,7 +335,7 @@ def describe(run: LocalRun, now_s: float, num_columns: int | None = None) -> str
     for extra in extras if parts else ():
         if num_columns is None or len("; ".join((*parts, extra))) <= num_columns:
             parts.append(extra)
-    return "; ".join(parts) or "running"
+    return "; ".join(parts) or ("done" if is_done else "running")
 
 
 def _clock(seconds: float) -> str:
