@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,12 +20,15 @@ from transformers import AutoModelForCausalLM
 
 from backfill import (
     LLM,
+    AsyncLLM,
     EngineDead,
+    InvalidOption,
     InvalidRequest,
     RequestOutput,
     SamplingParams,
     StructuredOutputsParams,
 )
+from backfill.core.errors import InsufficientMemory, ModelNotFound
 from tests.api.servers import TIMEOUT_S, wait_until
 from tests.llm.conftest import requests_to
 
@@ -210,6 +214,28 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         generate(llm, prompts, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error"),
+    [
+        ("no-such-model", {}, ModelNotFound),
+        (str(Path(__file__).parent), {}, ModelNotFound),
+        (None, {"tensor_parallel_size": 3}, InvalidOption),
+        (None, {"kv_gib": 1 << 20}, InsufficientMemory),
+    ],
+)
+def test_a_refused_start_is_told_without_the_frames_of_threads_and_loops(
+    small_model: Path, model: str | None, options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error) as of_llm:
+        LLM(model or str(small_model), **options)
+    with pytest.raises(error) as of_async_llm:
+        asyncio.run(AsyncLLM(model or str(small_model), **options).start())
+    for raised in (of_llm, of_async_llm):
+        shown = "".join(traceback.format_exception(raised.value))
+        inner = ("concurrent", "threads.py", "resolve.py", "During handling", "direct cause")
+        assert not [each for each in inner if each in shown]
 
 
 def test_salts_of_prompts_and_conversations_reach_the_engine(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from backfill.core.config import EngineConfig, check_log_level
-from backfill.core.errors import ConfigError, EngineDead, RequestAborted
+from backfill.core.errors import BackfillError, ConfigError, EngineDead, RequestAborted
 from backfill.core.options import options_of
 from backfill.core.sampling import SamplingParams
 from backfill.costs.profile import CostProfile
@@ -87,8 +87,11 @@ class LocalEngine:
         async with self._starting:
             self.check_usable()
             if self.info is None:
-                with in_library_terms():
-                    await self._start()
+                try:
+                    with in_library_terms():
+                        await self._start()
+                except BackfillError as error:  # whose message says all; its frames are of threads
+                    raise error.with_traceback(None) from None
 
     async def close(self) -> None:
         """End the engine, also while it starts; requests in flight raise EngineDead.

@@ -13,6 +13,7 @@ from contextlib import aclosing, closing
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from backfill.core.errors import BackfillError
 from backfill.core.request import ServiceClass
 from backfill.core.sampling import RequestOutputKind, SamplingParams
 from backfill.llm.engine import BaseLLM, LocalEngine
@@ -254,7 +255,10 @@ class LoopThread:
         """Wait for a result or a signal, also one that came just before the wait or to another thread."""
         while not wait([future], _SIGNALS_S).done:
             pass
-        return future.result()
+        try:
+            return future.result()
+        except BackfillError as error:
+            raise error.with_traceback(None) from None  # of the loop's thread
 
     @property
     def is_current(self) -> bool:
