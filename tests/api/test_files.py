@@ -12,8 +12,12 @@ import openai
 import pytest
 from openai import OpenAI
 
+from backfill.jobs.config import JobsConfig
+from backfill.jobs.manager import JobManager
 from tests.api.batch_inputs import as_jsonl, chat_line, upload
+from tests.api.in_process import unstarted_app
 from tests.api.servers import RunningServer, wait_until
+from tests.jobs.doubles import InThreadReader
 
 CONTENT = as_jsonl([chat_line("a"), chat_line("b", "größer")])
 FORM = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", CONTENT)}}
@@ -52,6 +56,26 @@ def test_a_file_from_upload_to_deletion(client: OpenAI) -> None:
         with pytest.raises(openai.NotFoundError) as caught:
             call(file.id)
         assert file.id in caught.value.message
+
+
+@pytest.mark.anyio
+async def test_what_prepares_lines_starts_with_the_upload_of_a_batch(tmp_path: Path) -> None:
+    """It takes seconds, in which the file comes and its batch is created."""
+    launches: list[str] = []
+    jobs = JobManager(
+        JobsConfig(data_dir=tmp_path),
+        InThreadReader(),
+        model_names=["m"],
+        on_batch_upload=lambda: launches.append("files"),
+    )
+    await jobs.start()
+    transport = httpx.ASGITransport(unstarted_app(jobs=jobs))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        for purpose, expected in (("user_data", []), ("batch", ["files"])):
+            answer = await client.post("/v1/files", **{**FORM, "data": {"purpose": purpose}})
+            assert answer.status_code == 200, answer.text
+            assert launches == expected
+    await jobs.stop()
 
 
 def test_files_are_listed_in_pages(client: OpenAI) -> None:

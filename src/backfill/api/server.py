@@ -106,6 +106,7 @@ class Server:
                 model_names=model.names,
                 url=url,
                 on_lines=self._job_metrics.on_lines,
+                on_batch_upload=self._processes.preparation.files.launch,  # it takes seconds
                 weight_of=self.state.weight_of,
                 tasks=self._tasks,
             )

@@ -162,6 +162,8 @@ class _Receiver:
                 self._fields[event.name] = event.value
                 if event.name == "purpose":
                     check_purpose(event.value)
+                    if event.value == "batch":
+                        self._jobs.on_batch_upload()
             case FileStart():
                 if event.name != "file" or self._upload is not None:
                     raise RequestError("Send one file, in the form field 'file'.", param="file")

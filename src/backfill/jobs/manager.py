@@ -60,6 +60,7 @@ class JobManager:
         model_names: what lines may call the model.
         url: of the server, shown to a second server on the same folder.
         on_lines: called with every group of results once it is durable.
+        on_batch_upload: called when a file for a batch begins to come.
         runner: runs lines; by default on the service of ``engine_ready``.
         results: of a run without a server. It has no data folder: records are in memory. An error ends its
             batch (``OpenBatch.error``).
@@ -75,6 +76,7 @@ class JobManager:
         model_names: Sequence[str],
         url: str = "",
         on_lines: Callable[[LineOutcome, int, TokenUsage], None] | None = None,
+        on_batch_upload: Callable[[], None] = lambda: None,
         runner: LineRunner | None = None,
         results: ResultStore | None = None,
         weight_of: Callable[[str], float] = lambda owner: 1.0,
@@ -87,6 +89,7 @@ class JobManager:
         self._reader = reader
         self._model_names = model_names
         self._on_lines, self._results = on_lines, results
+        self.on_batch_upload = on_batch_upload
         self._lock = DataFolderLock(config.data_dir, url)
         self._service: CompletionService | None = None
         self._wall, self._clock = wall, clock or WallClock()

@@ -32,8 +32,8 @@ class PreparationClient:
     """Has bodies of requests prepared in one process, and input files of batches in another.
 
     A plan of many lines holds the interpreter's lock of its process; bodies do not wait for it. The second
-    process is launched when a file is first checked or opened. Jobs may be submitted before a process is up.
-    One event loop owns the client.
+    process is launched when a file is first uploaded, checked or opened. Jobs may be submitted before a
+    process is up. One event loop owns the client.
 
     Attributes:
         bodies, files: the two processes.
