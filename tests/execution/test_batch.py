@@ -6,7 +6,7 @@ import torch
 from backfill.core.block import pack_block_ref
 from backfill.core.plan import ScheduledSlice
 from backfill.core.request import RequestId
-from backfill.execution.batch import PackedArrays, build_batch, host_batch, slot_mapping_of
+from backfill.execution.batch import PackedArrays, build_batch, flat_batch, host_batch, slot_mapping_of
 
 
 def test_slices_lie_one_after_another() -> None:
@@ -26,7 +26,7 @@ def test_slices_lie_one_after_another() -> None:
     assert attention.seq_lens.tolist() == [7, 3]
     assert attention.block_table.tolist() == list(refs)
     assert attention.block_table_offsets.tolist() == [0, 2, 3]
-    assert (attention.max_query_len, attention.max_seq_len) == (4, 7)
+    assert (attention.max_query_len, attention.max_seq_len, attention.shared) == (4, 7, None)
     assert batch.sampled_rows.tolist() == [4]
 
 
@@ -63,3 +63,24 @@ def test_arrays_in_one_memory() -> None:
         view.copy_(torch.from_numpy(array))
     assert [view.tolist() for view in packed.views(memory)] == [array.tolist() for array in arrays]
     assert all(start % 16 == 0 for start in packed.starts)
+
+
+def test_shared_keys_of_decodes() -> None:
+    """For kernels that do not find them; they go to the device with the other arrays."""
+    system = tuple(map(pack_block_ref, range(130)))
+    slices = [
+        ScheduledSlice(RequestId(f"{i}"), 8320 + i, 1, (*system, pack_block_ref(200 + i)), samples=True)
+        for i in range(3)
+    ]
+    host = host_batch(slices, [np.array([i]) for i in range(3)], block_size=64).with_shared_keys(64)
+    arrays = PackedArrays.of(host)
+    memory = torch.zeros(arrays.num_bytes, dtype=torch.uint8)
+    views = arrays.views(memory)
+    for view, array in zip(views, host, strict=True):
+        view.copy_(torch.from_numpy(array))
+    shared = flat_batch(views, 1, 8323, max_shared_len=8320).attention.shared
+    assert shared is not None
+    assert shared.sharers.tolist() == [0, 1, 2]
+    assert shared.offsets.tolist() == [0, 3]
+    assert shared.lens.tolist() == [8320] * 3
+    assert flat_batch(views, 1, 8323).attention.shared is None

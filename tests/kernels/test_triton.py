@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import triton
 from torch import Tensor
 
-from backfill.kernels.inputs import AttentionMetadata
+from backfill.kernels.inputs import AttentionMetadata, SharedKeys
 from backfill.kernels.triton_ops import TritonKernels
 from tests.kernels.batches import make_batch
 from tests.kernels.reference import ReferenceKernels
@@ -68,12 +68,15 @@ def generator() -> torch.Generator:
 
 
 def on(device: str, batch: AttentionMetadata) -> AttentionMetadata:
-    tensors = {
-        field.name: value.to(device)
-        for field in dataclasses.fields(batch)
-        if isinstance(value := getattr(batch, field.name), Tensor)
-    }
-    return dataclasses.replace(batch, **tensors)
+    shared = batch.shared
+    if shared is not None:
+        shared = dataclasses.replace(shared, **tensors_on(device, shared))
+    return dataclasses.replace(batch, **tensors_on(device, batch), shared=shared)
+
+
+def tensors_on(device: str, of: AttentionMetadata | SharedKeys) -> dict[str, Any]:
+    values = {field.name: getattr(of, field.name) for field in dataclasses.fields(of)}
+    return {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def random(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backfill.core.plan import ScheduledSlice
-from backfill.kernels.inputs import AttentionMetadata
+from backfill.execution.shared_keys import SharedKeyArrays, find_shared_keys
+from backfill.kernels.inputs import AttentionMetadata, SharedKeys
 
 # Bytes, of arrays in one memory: Triton compiles a kernel anew for a pointer that is aligned to less.
 _ALIGNMENT = 16
@@ -29,7 +30,10 @@ class FlatBatch:
 
 
 class HostBatch(NamedTuple):
-    """What a ``FlatBatch`` is made of, on the host. The block table is the last: its length varies."""
+    """What a ``FlatBatch`` is made of, on the host. The block table is the last: its length varies.
+
+    Where no keys are shared, ``sharers``, ``sharer_offsets`` and ``shared_lens`` are empty.
+    """
 
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -38,6 +42,9 @@ class HostBatch(NamedTuple):
     cu_seqlens_q: NDArray[np.int32]
     seq_lens: NDArray[np.int32]
     block_table_offsets: NDArray[np.int32]
+    sharers: NDArray[np.int32]
+    sharer_offsets: NDArray[np.int32]
+    shared_lens: NDArray[np.int32]
     block_table: NDArray[np.int32]
 
     @classmethod
@@ -45,11 +52,20 @@ class HostBatch(NamedTuple):
         """Rows of no sequence, and a block table of this length."""
         rows, sequences = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows + 1, dtype=np.int32)
         blocks = np.zeros(num_blocks, dtype=np.int32)
-        return cls(rows, rows, rows, rows, sequences, sequences[1:], sequences, blocks)
+        nothing = SharedKeyArrays.empty()
+        return cls(rows, rows, rows, rows, sequences, sequences[1:], sequences, *nothing, blocks)
+
+    def with_shared_keys(self, block_size: int) -> HostBatch:
+        """The same with the keys that decodes share: for kernels that do not look for them."""
+        found = find_shared_keys(
+            self.cu_seqlens_q, self.seq_lens, self.block_table, self.block_table_offsets, block_size
+        )
+        return self._replace(**found._asdict())
 
     def padded(self, num_rows: int) -> HostBatch:
-        """A batch of decodes alone, with rows of no sequence up to ``num_rows``: they write no KV.
+        """A batch of decodes alone that share nothing, with rows of no sequence up to ``num_rows``.
 
+        They write no KV.
         Of the sampled rows only the first are those of the batch.
         """
         missing = num_rows - len(self.token_ids)
@@ -68,6 +84,7 @@ class HostBatch(NamedTuple):
             cu_seqlens_q=with_last(self.cu_seqlens_q),
             seq_lens=with_value(self.seq_lens, 0),
             block_table_offsets=with_last(self.block_table_offsets),
+            **SharedKeyArrays.empty()._asdict(),
             block_table=self.block_table,
         )
 
@@ -117,10 +134,13 @@ def build_batch(
     if device.type == "cpu":
         tensors = list(map(torch.from_numpy, host))
     else:
+        host = host.with_shared_keys(block_size)
         # In one transfer, which the host does not wait for.
         arrays = PackedArrays.of(host)
         tensors = arrays.views(arrays.pinned().to(device, non_blocking=True))
-    return flat_batch(tensors, max(each.num_tokens for each in slices), int(host.seq_lens.max()))
+    max_query_len = max(each.num_tokens for each in slices)
+    max_shared_len = int(host.shared_lens.max(initial=0))
+    return flat_batch(tensors, max_query_len, int(host.seq_lens.max()), max_shared_len)
 
 
 def host_batch(
@@ -148,13 +168,18 @@ def host_batch(
         cu_seqlens_q=cu_seqlens_q.astype(np.int32),
         seq_lens=(starts + lens).astype(np.int32),
         block_table_offsets=block_table_offsets.astype(np.int32),
+        **SharedKeyArrays.empty()._asdict(),
         block_table=block_table.astype(np.int32),
     )
 
 
-def flat_batch(tensors: Sequence[Tensor], max_query_len: int, max_seq_len: int) -> FlatBatch:
+def flat_batch(
+    tensors: Sequence[Tensor], max_query_len: int, max_seq_len: int, max_shared_len: int = 0
+) -> FlatBatch:
     """Of tensors in the order of ``HostBatch``."""
-    token_ids, positions, slot_mapping, sampled_rows, cu_seqlens_q, seq_lens, offsets, table = tensors
+    token_ids, positions, slot_mapping, sampled_rows, *of_seqs = tensors
+    cu_seqlens_q, seq_lens, offsets, sharers, sharer_offsets, shared_lens, table = of_seqs
+    shared = SharedKeys(sharers, sharer_offsets, shared_lens, max_shared_len) if max_shared_len else None
     attention = AttentionMetadata(
         positions=positions,
         slot_mapping=slot_mapping,
@@ -164,6 +189,7 @@ def flat_batch(tensors: Sequence[Tensor], max_query_len: int, max_seq_len: int) 
         block_table_offsets=offsets,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
+        shared=shared,
     )
     return FlatBatch(token_ids, attention, sampled_rows)
 

@@ -14,6 +14,23 @@ from torch import Tensor
 from backfill.core.block import KV_SCALE_BYTES
 from backfill.kernels.linears import Linear
 
+# Numbers of shared keys are multiples of it, and it is a multiple of the keys in a kernel's tile.
+SHARED_UNIT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKeys:
+    """Groups of decodes that begin with the same blocks.
+
+    A sharer has one query row, and at least one key that it does not share. Groups of no sequence may follow,
+    and more sharers than there are.
+    """
+
+    sharers: Tensor  # int32 [N]: sequences, group by group
+    offsets: Tensor  # int32 [G + 1]: index in sharers of each group's first
+    lens: Tensor  # int32 [S]: keys that a sequence shares with its group, a multiple of SHARED_UNIT
+    max_len: int
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
@@ -34,6 +51,7 @@ class AttentionMetadata:
     block_table_offsets: Tensor  # int32 [S + 1]: index in block_table of each sequence's first block
     max_query_len: int
     max_seq_len: int
+    shared: SharedKeys | None = None  # only on CUDA: the CPU's kernels find their own
 
     @property
     def num_seqs(self) -> int:

@@ -17,6 +17,21 @@ from backfill.kernels.inputs import LayerInputs
 # Smallest tile side tl.dot accepts for 16-bit operands.
 MIN_DOT = 16
 
+# A shorter split of a context would not pay for its merge: estimated, not measured. Where the longest context
+# is an upper bound, as in a CUDA graph, splits may be as short as a tile.
+_MIN_SPLIT_KEYS = 256
+
+
+@triton.jit
+def keys_per_split(num_keys, num_splits, tile_keys: tl.constexpr):
+    """Whole tiles, so that only the last split of a sequence needs masks."""
+    return tl.cdiv(tl.cdiv(num_keys, num_splits), tile_keys) * tile_keys
+
+
+def num_splits(num_programs: int, min_programs: int, max_keys: int, most: int) -> int:
+    """Splits of contexts that bring ``num_programs`` to ``min_programs`` and are not too short."""
+    return max(1, min(-(-min_programs // num_programs), max_keys // _MIN_SPLIT_KEYS, most))
+
 
 @triton.jit
 def _key_offsets(
@@ -167,15 +182,25 @@ class AttentionArguments:
         # every GPU since compute capability 8.0.
         return max(MIN_DOT, min(64, 16384 // (self.dims_padded * self.inputs.kv_pool.element_size())))
 
+    @property
+    def tile_rows(self) -> int:
+        # As many as keys: both sides of a tile are bounded by the same memory.
+        rows: int = triton.next_power_of_2(self.num_queries_per_kv)
+        return max(self.tile_keys, rows)
+
+    @property
+    def num_warps(self) -> int:
+        """Of a tile of ``tile_rows``."""
+        # float32 products run on the ordinary cores, which need more threads to hold a tile.
+        return 8 if self.inputs.qkv.element_size() == 4 else 4
+
     def for_kernel(self) -> dict[str, Tensor | float | tl.dtype]:
-        """The parameters that both kernels have, by name, and the launch option ``num_stages``."""
+        """The parameters that all kernels have, by name, and the launch option ``num_stages``."""
         qkv, kv_pool, layer, batch, _ = self.inputs
         return {
-            "out": self.out,
             "qkv": qkv,
             "kv_pool": kv_pool,
             "cu_seqlens_q": batch.cu_seqlens_q,
-            "seq_lens": batch.seq_lens,
             "block_table": batch.block_table,
             "block_table_offsets": batch.block_table_offsets,
             "scale_log2": self.scale * math.log2(math.e),

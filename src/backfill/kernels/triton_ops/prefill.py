@@ -13,7 +13,7 @@ from backfill.kernels.triton_ops.attention import AttentionArguments, DeviceSize
 
 
 @triton.jit
-def _sequence_of_tile(cu_seqlens_q, num_seqs, tile, tile_tokens: tl.constexpr):
+def sequence_of_tile(cu_seqlens_q, num_seqs, tile, tile_tokens: tl.constexpr):
     """Sequence s whose tiles, numbered from ``cu_seqlens_q[s] // tile_tokens + s``, include ``tile``.
 
     That leaves s at least ``ceil(query length / tile_tokens)`` numbers, and needs no prefix sum of tiles.
@@ -59,7 +59,7 @@ def _prefill_kernel(
     tile_tokens: tl.constexpr = num_rows // num_queries_per_kv
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    seq = _sequence_of_tile(cu_seqlens_q, num_seqs, tile, tile_tokens)
+    seq = sequence_of_tile(cu_seqlens_q, num_seqs, tile, tile_tokens)
     first_row = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - first_row
     first_token = (tile - first_row // tile_tokens - seq) * tile_tokens
@@ -114,17 +114,17 @@ def _tiling(arguments: AttentionArguments, device: DeviceSizes) -> _Tiling:
         tile_bytes = rows * arguments.dims_padded * itemsize  # of queries; so many of keys and of values
         if (1 + 3 * 2) * tile_bytes <= device.shared_memory_bytes:
             return _Tiling(rows, 128, 8, 3)
-    # As many rows as keys: both sides of a tile are bounded by the same memory.
-    rows = max(arguments.tile_keys, triton.next_power_of_2(arguments.num_queries_per_kv))
-    # float32 products run on the ordinary cores, which need more threads to hold a tile.
-    return _Tiling(rows, arguments.tile_keys, 8 if itemsize == 4 else 4, 2)
+    return _Tiling(arguments.tile_rows, arguments.tile_keys, arguments.num_warps, 2)
 
 
 def prefill(arguments: AttentionArguments, device: DeviceSizes) -> None:
     """Attention of every sequence with more than one query row."""
     tiling = _tiling(arguments, device)
-    qkv, num_seqs = arguments.inputs.qkv, arguments.inputs.batch.num_seqs
-    num_tiles = qkv.shape[0] // (tiling.num_rows // arguments.num_queries_per_kv) + num_seqs
+    qkv, batch = arguments.inputs.qkv, arguments.inputs.batch
+    num_tiles = qkv.shape[0] // (tiling.num_rows // arguments.num_queries_per_kv) + batch.num_seqs
     _prefill_kernel[(num_tiles, arguments.num_kv_heads)](
-        num_seqs=num_seqs, **{**arguments.for_kernel(), **tiling._asdict()}
+        out=arguments.out,
+        seq_lens=batch.seq_lens,
+        num_seqs=batch.num_seqs,
+        **{**arguments.for_kernel(), **tiling._asdict()},
     )

@@ -1,0 +1,136 @@
+"""Triton's attention of decodes that begin with the same blocks, against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from backfill.kernels.inputs import SHARED_UNIT, AttentionMetadata, SharedKeys
+from backfill.kernels.triton_ops import TritonKernels
+from tests.kernels.batches import make_batch
+from tests.kernels.test_triton import (
+    DEVICES,
+    LAYER,
+    LAYERS,
+    REFERENCE,
+    AttentionCase,
+    assert_close,
+    on,
+    poisoned_pool,
+    random,
+)
+
+# Of each case a group whose member's own part has no whole tile, one of more sharers than a tile has, one of
+# sharers of different lengths, sequences that share nothing, and parts of prompts.
+LENS = [
+    (1, 65),
+    (1, 128),
+    (9, 80),
+    (1, 300),
+    (1, 7),
+    *[(1, 130 + 9 * i) for i in range(18)],
+    (1, 81),
+    (30, 30),
+]
+GROUPS = [[23, 1], [6, *range(8, 23)], [7, 3]]
+CASES = [
+    pytest.param(AttentionCase(torch.float32, 16, 8, 2, 16, LENS), id="fp32-d16-gqa4-b16"),
+    pytest.param(AttentionCase(torch.bfloat16, 64, 3, 1, 32, LENS), id="bf16-d64-gqa3-b32"),
+    pytest.param(AttentionCase(torch.float16, 40, 2, 2, 8, LENS), id="fp16-d40-gqa1-b8"),
+    pytest.param(AttentionCase(torch.float32, 128, 6, 1, 48, LENS), id="fp32-d128-gqa6-b48"),
+    pytest.param(AttentionCase(torch.bfloat16, 8, 20, 1, 64, LENS), id="bf16-d8-gqa20-b64"),
+]
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """New inputs in each run; a failure's report has the seed."""
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)
+
+
+def with_shared_keys(
+    batch: AttentionMetadata, groups: Sequence[Sequence[int]], lens: Sequence[int], block_size: int
+) -> AttentionMetadata:
+    """The sequences of each group begin with the same blocks, and share so many keys of these."""
+    shared_lens = torch.zeros(batch.num_seqs, dtype=torch.int32)
+    for (first, *others), num_shared in zip(groups, lens, strict=True):
+        shared_lens[[first, *others]] = num_shared
+        num_blocks = -(-num_shared // block_size)
+        starts = batch.block_table_offsets
+        for each in others:
+            refs = batch.block_table[starts[first] : starts[first] + num_blocks].clone()
+            batch.block_table[starts[each] : starts[each] + num_blocks] = refs
+    shared = SharedKeys(
+        torch.tensor([seq for group in groups for seq in group], dtype=torch.int32),
+        torch.tensor([0, *itertools.accumulate(map(len, groups))], dtype=torch.int32),
+        shared_lens,
+        max(lens),
+    )
+    return dataclasses.replace(batch, shared=shared)
+
+
+def attend_and_compare(
+    device: str, case: AttentionCase, batch: AttentionMetadata, generator: torch.Generator, programs: int
+) -> None:
+    dtype, head_dim, num_heads, num_kv_heads, block_size, lens = case
+    num_blocks = sum(-(-context // block_size) for _, context in lens)
+    pool = poisoned_pool(batch, (num_blocks, LAYERS, 2, num_kv_heads, block_size, head_dim), dtype, generator)
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    qkv = random(generator, sum(rows for rows, _ in lens), width, dtype=dtype)
+    expected = REFERENCE.attention(qkv, pool, LAYER, batch, num_heads, head_dim**-0.5)
+    kernels = TritonKernels(torch.device(device), programs)
+    there = on(device, batch)
+    actual = kernels.attention(qkv.to(device), pool.to(device), LAYER, there, num_heads, head_dim**-0.5)
+    assert not expected.isnan().any()
+    assert_close(actual, expected)
+
+
+def made_batch(case: AttentionCase, generator: torch.Generator) -> AttentionMetadata:
+    num_blocks = sum(-(-context // case.block_size) for _, context in case.lens)
+    return make_batch(case.lens, block_size=case.block_size, num_blocks=num_blocks, generator=generator)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_groups_of_decodes(device: str, case: AttentionCase, generator: torch.Generator) -> None:
+    batch = with_shared_keys(made_batch(case, generator), GROUPS, [64, 128, 64], case.block_size)
+    attend_and_compare(device, case, batch, generator, programs=1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("programs", [1, 20, 1000])
+def test_random_groups(device: str, dtype: torch.dtype, programs: int, generator: torch.Generator) -> None:
+    """Shared keys and those of a sequence alone are split or not; some splits hold nothing."""
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    lens = [(1, draw(65, 700)) if draw(0, 6) else (draw(2, 20), draw(20, 90)) for _ in range(12)]
+    decodes = [seq for seq, (rows, _) in enumerate(lens) if rows == 1]
+    order = [decodes[i] for i in torch.randperm(len(decodes), generator=generator).tolist()]
+    first, second = (order[: len(order) // 2], order[len(order) // 2 : -1]) if len(order) > 4 else (order, [])
+    groups = [group for group in (first, second) if group]
+    shared_lens = [draw(1, (min(lens[i][1] for i in group) - 1) // SHARED_UNIT + 1) * 64 for group in groups]
+    case = AttentionCase(dtype, 40, 6, 2, 16, lens)
+    batch = with_shared_keys(made_batch(case, generator), groups, shared_lens, case.block_size)
+    attend_and_compare(device, case, batch, generator, programs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_groups_of_no_sequence(device: str, generator: torch.Generator) -> None:
+    """As in a CUDA graph: bounds are higher than what there is, and arrays are longer."""
+    case = AttentionCase(torch.float32, 16, 4, 2, 16, [(1, 150), (1, 20), (1, 200), (1, 133)])
+    batch = with_shared_keys(made_batch(case, generator), [[2, 0, 3]], [128], case.block_size)
+    assert batch.shared is not None
+    sharers = torch.cat((batch.shared.sharers, torch.zeros(5, dtype=torch.int32)))
+    offsets = torch.cat((batch.shared.offsets, torch.full((3,), 3, dtype=torch.int32)))
+    shared = dataclasses.replace(batch.shared, sharers=sharers, offsets=offsets, max_len=2000)
+    batch = dataclasses.replace(batch, shared=shared, max_seq_len=2000)
+    attend_and_compare(device, case, batch, generator, programs=100)
