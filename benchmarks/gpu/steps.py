@@ -41,12 +41,17 @@ class Limits(argparse.Namespace):
     matmul_tflop_s: float
 
 
-def decode_plan(executor: TorchExecutor, shapes: list[tuple[int, int]], temperature: float = 0.0) -> StepPlan:
-    """A step that samples a token after each (context, tokens); it can run any number of times."""
+def decode_plan(
+    executor: TorchExecutor, shapes: list[tuple[int, int]], temperature: float = 0.0, shared: int = 0
+) -> StepPlan:
+    """A step that samples a token after each (context, tokens), which have ``shared`` tokens in common.
+
+    It can run any number of times.
+    """
     size, first, slices = executor.info.block_size, 0, []
     for index, (context, count) in enumerate(shapes):
         num = -(-(context + count) // size)
-        blocks = tuple(pack_block_ref(first + block) for block in range(num))
+        blocks = tuple(pack_block_ref(block + first * (block >= shared // size)) for block in range(num))
         first += num
         slices.append(ScheduledSlice(RequestId(f"s{index}"), context, count, blocks, samples=True))
     assert first <= executor.info.num_blocks, (
@@ -110,9 +115,11 @@ def measure_step(executor: TorchExecutor, shapes: list[tuple[int, int]], limits:
     return row
 
 
-def measure_attention(executor: TorchExecutor, batch: int, context: int, count: int) -> dict[str, float]:
-    """One layer's attention: GB/s of KV read for decodes, TFLOP/s for prompts."""
-    plan = decode_plan(executor, [(context, count)] * batch)
+def measure_attention(
+    executor: TorchExecutor, batch: int, context: int, count: int, shared: int = 0
+) -> dict[str, float]:
+    """One layer's attention: GB/s of each one's KV for decodes, TFLOP/s for prompts."""
+    plan = decode_plan(executor, [(context, count)] * batch, shared=shared)
     assert isinstance(plan.work, Compute)
     attention = executor._batch_of(plan.work.slices).attention
     model, config, pool = executor._model, executor._model.config, executor._kv_pool
@@ -132,7 +139,7 @@ def measure_attention(executor: TorchExecutor, batch: int, context: int, count: 
     pairs = batch * (count * context + count * (count + 1) // 2)
     num_bytes = 4 * batch * (context + count) * config.num_kv_heads * config.head_dim
     return {
-        "batch": batch, "context": context, "tokens": count, "us": 1e6 * took_s,
+        "batch": batch, "context": context, "tokens": count, "shared": shared, "us": 1e6 * took_s,
         "kv_gb_s": num_bytes / took_s / 1e9,
         "tflop_s": 4 * pairs * config.num_heads * config.head_dim / took_s / 1e12,
     }  # fmt: skip
@@ -250,11 +257,13 @@ def main() -> None:
         )
         result["sampled"] = attempt("sampled", lambda: measure_sampled(executor))
         result["attention"] = [
-            attempt("attention", lambda b=b, c=c, n=n: measure_attention(executor, b, c, n))
-            for b, c, n in (
+            attempt("attention", lambda shape=shape: measure_attention(executor, *shape))
+            for shape in (
                 (64, 1024, 1),
                 (256, 1024, 1),
                 (64, 4096, 1),
+                (64, 4096, 1, 256),
+                (64, 4096, 1, 4032),
                 (8, 16000, 1),
                 (1, 0, 8192),
                 (8, 0, 1024),

@@ -6,7 +6,14 @@ import torch
 from backfill.core.block import pack_block_ref
 from backfill.core.plan import ScheduledSlice
 from backfill.core.request import RequestId
-from backfill.execution.batch import PackedArrays, build_batch, flat_batch, host_batch, slot_mapping_of
+from backfill.execution.batch import (
+    HostBatch,
+    PackedArrays,
+    build_batch,
+    flat_batch,
+    host_batch,
+    slot_mapping_of,
+)
 
 
 def test_slices_lie_one_after_another() -> None:
@@ -65,14 +72,19 @@ def test_arrays_in_one_memory() -> None:
     assert all(start % 16 == 0 for start in packed.starts)
 
 
-def test_shared_keys_of_decodes() -> None:
-    """For kernels that do not find them; they go to the device with the other arrays."""
+def after_one_prompt() -> HostBatch:
+    """Three decodes of 8,320 tokens in the same blocks of 64, and a few of their own."""
     system = tuple(map(pack_block_ref, range(130)))
     slices = [
         ScheduledSlice(RequestId(f"{i}"), 8320 + i, 1, (*system, pack_block_ref(200 + i)), samples=True)
         for i in range(3)
     ]
-    host = host_batch(slices, [np.array([i]) for i in range(3)], block_size=64).with_shared_keys(64)
+    return host_batch(slices, [np.array([i]) for i in range(3)], block_size=64)
+
+
+def test_shared_keys_of_decodes() -> None:
+    """For kernels that do not find them; they go to the device with the other arrays."""
+    host = after_one_prompt().with_shared_keys(64)
     arrays = PackedArrays.of(host)
     memory = torch.zeros(arrays.num_bytes, dtype=torch.uint8)
     views = arrays.views(memory)
@@ -84,3 +96,17 @@ def test_shared_keys_of_decodes() -> None:
     assert shared.offsets.tolist() == [0, 3]
     assert shared.lens.tolist() == [8320] * 3
     assert flat_batch(views, 1, 8323).attention.shared is None
+
+
+def test_padded_arrays_lie_where_those_of_padding_do() -> None:
+    alone = after_one_prompt()
+    shared = alone.with_shared_keys(64)
+    for batch, shares in ((alone, False), (shared, True)):
+        padded, padding = batch.padded(7), HostBatch.of_padding(7, shares, max_blocks=131)
+        assert PackedArrays.of(padded).starts == PackedArrays.of(padding).starts
+        assert [each.dtype for each in padded] == [each.dtype for each in padding]
+        assert all(len(x) == len(y) for x, y in zip(padded[:-1], padding[:-1], strict=True))
+    padded = shared.padded(7)
+    assert padded.sharers.tolist() == [0, 1, 2, 0, 0, 0, 0]
+    assert padded.sharer_offsets.tolist() == [0, 3, 3, 3]
+    assert padded.shared_lens.tolist() == [8320] * 3 + [0] * 4

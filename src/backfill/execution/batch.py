@@ -32,7 +32,8 @@ class FlatBatch:
 class HostBatch(NamedTuple):
     """What a ``FlatBatch`` is made of, on the host. The block table is the last: its length varies.
 
-    Where no keys are shared, ``sharers``, ``sharer_offsets`` and ``shared_lens`` are empty.
+    Where no keys are shared, ``sharers``, ``sharer_offsets`` and ``shared_lens`` are empty; where a batch is
+    padded they are as long as its rows may need.
     """
 
     token_ids: NDArray[np.int64]
@@ -48,12 +49,18 @@ class HostBatch(NamedTuple):
     block_table: NDArray[np.int32]
 
     @classmethod
-    def of_padding(cls, num_rows: int, num_blocks: int) -> HostBatch:
-        """Rows of no sequence, and a block table of this length."""
+    def of_padding(cls, num_rows: int, shares: bool, max_blocks: int) -> HostBatch:
+        """Rows of no sequence, and a block table for sequences of up to ``max_blocks``.
+
+        Args:
+            shares: with groups of no sequence.
+        """
         rows, sequences = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows + 1, dtype=np.int32)
-        blocks = np.zeros(num_blocks, dtype=np.int32)
-        nothing = SharedKeyArrays.empty()
-        return cls(rows, rows, rows, rows, sequences, sequences[1:], sequences, *nothing, blocks)
+        blocks = np.zeros(num_rows * max_blocks, dtype=np.int32)
+        groups = SharedKeyArrays.empty()
+        if shares:
+            groups = SharedKeyArrays(sequences[1:], sequences[: num_rows // 2 + 1], sequences[1:])
+        return cls(rows, rows, rows, rows, sequences, sequences[1:], sequences, *groups, blocks)
 
     def with_shared_keys(self, block_size: int) -> HostBatch:
         """The same with the keys that decodes share: for kernels that do not look for them."""
@@ -63,28 +70,29 @@ class HostBatch(NamedTuple):
         return self._replace(**found._asdict())
 
     def padded(self, num_rows: int) -> HostBatch:
-        """A batch of decodes alone that share nothing, with rows of no sequence up to ``num_rows``.
+        """A batch of decodes alone, with rows of no sequence up to ``num_rows``: they write no KV.
 
-        They write no KV.
         Of the sampled rows only the first are those of the batch.
         """
-        missing = num_rows - len(self.token_ids)
+        shares = len(self.sharers) > 0
 
-        def with_last(array: NDArray[np.int32]) -> NDArray[np.int32]:
-            return np.concatenate((array, np.repeat(array[-1:], missing)))
+        def with_last(array: NDArray[np.int32], length: int) -> NDArray[np.int32]:
+            return np.concatenate((array, np.repeat(array[-1:], length - len(array))))
 
-        def with_value(array: NDArray[Any], value: int) -> NDArray[Any]:
-            return np.concatenate((array, np.full(num_rows - len(array), value, dtype=array.dtype)))
+        def with_value(array: NDArray[Any], value: int, length: int = num_rows) -> NDArray[Any]:
+            return np.concatenate((array, np.full(length - len(array), value, dtype=array.dtype)))
 
         return HostBatch(
             token_ids=with_value(self.token_ids, 0),
             positions=with_value(self.positions, 0),
             slot_mapping=with_value(self.slot_mapping, -1),
             sampled_rows=with_value(self.sampled_rows, 0),
-            cu_seqlens_q=with_last(self.cu_seqlens_q),
+            cu_seqlens_q=with_last(self.cu_seqlens_q, num_rows + 1),
             seq_lens=with_value(self.seq_lens, 0),
-            block_table_offsets=with_last(self.block_table_offsets),
-            **SharedKeyArrays.empty()._asdict(),
+            block_table_offsets=with_last(self.block_table_offsets, num_rows + 1),
+            sharers=with_value(self.sharers, 0, num_rows if shares else 0),
+            sharer_offsets=with_last(self.sharer_offsets, num_rows // 2 + 1 if shares else 0),
+            shared_lens=with_value(self.shared_lens, 0, num_rows if shares else 0),
             block_table=self.block_table,
         )
 

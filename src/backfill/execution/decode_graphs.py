@@ -2,7 +2,8 @@
 
 A layer of such a step has ten short kernels, and the host takes longer to launch them one by one than the
 device to run them. A graph launches them at once. Each holds one layer, so that a step can still stop between
-any two, for one number of rows, to which smaller batches are padded.
+any two, for one number of rows, to which smaller batches are padded. Batches whose decodes share keys have
+graphs of their own, so that others do not launch the kernels for these.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +20,21 @@ from torch import Tensor
 from backfill.core.plan import ScheduledSlice
 from backfill.execution.batch import FlatBatch, HostBatch, PackedArrays, flat_batch
 from backfill.execution.micro_batches import is_decode
+from backfill.execution.shared_keys import MIN_SAVED_KEYS
 from backfill.models.decoder import DecoderModel, HiddenState
 
 logger = logging.getLogger(__name__)
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512)
+# Where keys are shared. Fewer: each size takes time and memory when an engine starts.
+_SHARING_SIZES = (16, 32, 64, 128, 256, 512)
+
+
+class _Form(NamedTuple):
+    """Of the batches of a graph: how many rows, and whether decodes share keys."""
+
+    num_rows: int
+    shares: bool
 
 
 class DecodeGraphs:
@@ -45,65 +56,70 @@ class DecodeGraphs:
         self._model = model
         self._kv_pool = kv_pool
         most = min(max_num_seqs, _SIZES[-1])
-        self._sizes = [*(size for size in _SIZES if size < most), most]
+        self._forms = _forms(most, max_model_len)
         max_blocks = -(-max_model_len // kv_pool.shape[4])
         layouts = {
-            size: PackedArrays.of(HostBatch.of_padding(size, size * max_blocks)) for size in self._sizes
+            form: PackedArrays.of(HostBatch.of_padding(*form, max_blocks=max_blocks)) for form in self._forms
         }
-        self._memory = torch.zeros(layouts[most].num_bytes, dtype=torch.uint8, device=kv_pool.device)
+        num_bytes = max(layout.num_bytes for layout in layouts.values())
+        self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=kv_pool.device)
         self._batches = {
-            size: flat_batch(layout.views(self._memory), 1, max_model_len) for size, layout in layouts.items()
+            form: flat_batch(layout.views(self._memory), 1, max_model_len, max_model_len * form.shares)
+            for form, layout in layouts.items()
         }
-        self._residual = model.embed(self._batches[most].token_ids, self._batches[most].attention).residual
+        largest = self._batches[self._forms[-1]]
+        self._residual = model.embed(largest.token_ids, largest.attention).residual
         self._delta = torch.empty_like(self._residual)
-        self._after: dict[int, HiddenState] = {}  # a layer, by size
-        self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        self._after: dict[_Form, HiddenState] = {}  # a layer
+        self._graphs: dict[_Form, list[torch.cuda.CUDAGraph]] = {}
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self._sizes):  # what the others need is in the memory of the largest
-            self._capture(size, pool)
+        for form in reversed(self._forms):  # what the others need is in the memory of the largest
+            self._capture(form, pool)
         logger.info(
             "captured %d CUDA graphs, for up to %d decodes, in %.1f s",
-            len(self._sizes) * model.num_layers,
+            len(self._forms) * model.num_layers,
             most,
             time.perf_counter() - began_s,
         )
 
     def holds(self, slices: Sequence[ScheduledSlice]) -> bool:
         """Whether there is a graph for a step of these slices: all are decodes, and not too many."""
-        return len(slices) <= self._sizes[-1] and all(map(is_decode, slices))
+        return len(slices) <= self._forms[-1].num_rows and all(map(is_decode, slices))
 
     def begin(self, host: HostBatch) -> tuple[FlatBatch, HiddenState]:
         """Place a batch of decodes; returns it, padded, and the input of the first layer."""
-        size = next(each for each in self._sizes if each >= len(host.token_ids))
+        host = host.with_shared_keys(self._kv_pool.shape[4])
+        form = _form_of(host, self._forms)
+        size = form.num_rows
         pinned = PackedArrays.of(host.padded(size)).pinned()
         self._memory[: len(pinned)].copy_(pinned, non_blocking=True)
-        batch = self._batches[size]
+        batch = self._batches[form]
         residual = self._residual[:size].copy_(self._model.embed(batch.token_ids, batch.attention).residual)
         sampled_rows = batch.sampled_rows[: len(host.sampled_rows)]
         return replace(batch, sampled_rows=sampled_rows), HiddenState(residual, None)
 
     def run_layer(self, layer: int, batch: FlatBatch) -> HiddenState:
         """The state of the batch that was begun last, after its next layer."""
-        size = len(batch.token_ids)
-        self._graphs[size][layer].replay()
-        return self._after[size]
+        form = _Form(len(batch.token_ids), batch.attention.shared is not None)
+        self._graphs[form][layer].replay()
+        return self._after[form]
 
-    def _capture(self, size: int, pool: Any) -> None:
-        state = HiddenState(self._residual[:size], None)
+    def _capture(self, form: _Form, pool: Any) -> None:
+        state = HiddenState(self._residual[: form.num_rows], None)
         graphs = []
         for layer in range(self._model.num_layers):
             if layer < 2:  # of each form: libraries and Triton do what cannot be captured on their first use
-                self._run(layer, state, size)
+                self._run(layer, state, form)
                 torch.cuda.synchronize(self._kv_pool.device)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                state = self._run(layer, state, size)
+                state = self._run(layer, state, form)
             graphs.append(graph)
-        self._graphs[size], self._after[size] = graphs, state
+        self._graphs[form], self._after[form] = graphs, state
 
-    def _run(self, layer: int, state: HiddenState, size: int) -> HiddenState:
+    def _run(self, layer: int, state: HiddenState, form: _Form) -> HiddenState:
         """Run a layer, and copy what follows from it to where the next one finds it."""
-        attention = self._batches[size].attention
+        attention, size = self._batches[form].attention, form.num_rows
         after, _ = self._model.run_layers(range(layer, layer + 1), state, self._kv_pool, attention)
         residual, delta = self._residual[:size], None
         if after.residual.data_ptr() != residual.data_ptr():
@@ -111,3 +127,17 @@ class DecodeGraphs:
         if after.delta is not None:
             delta = self._delta[:size].copy_(after.delta)
         return HiddenState(residual, delta)
+
+
+def _forms(most: int, max_model_len: int) -> list[_Form]:
+    """Of batches of up to ``most`` decodes; in order of size, without sharing first."""
+    forms = [_Form(size, False) for size in _SIZES if size < most] + [_Form(most, False)]
+    if (most - 1) * (max_model_len - 1) >= MIN_SAVED_KEYS:
+        forms += [_Form(size, True) for size in _SHARING_SIZES if size < most] + [_Form(most, True)]
+    return sorted(forms)
+
+
+def _form_of(host: HostBatch, forms: Sequence[_Form]) -> _Form:
+    """The smallest that holds the batch."""
+    shares = len(host.sharers) > 0
+    return next(each for each in forms if each.shares == shares and each.num_rows >= len(host.token_ids))
