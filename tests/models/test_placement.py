@@ -100,6 +100,17 @@ def test_parts_cover_a_dimension_and_rank_0_has_the_most(vocab: int, inner: int,
     assert max(shards, key=lambda each: each.layer_parameters) == shards[0]
 
 
+def test_the_inner_dimension_is_divided_at_multiples_of_32_where_each_rank_gets_one() -> None:
+    def lengths(inner: int, size: int) -> list[int]:
+        config = replace(SMOLLM2, intermediate_size=inner)
+        return [ShardSizes(config, range(1), rank, size).inner.length for rank in range(size)]
+
+    assert lengths(29568, 8) == [3712] * 4 + [3680] * 4  # Qwen2-72B
+    assert lengths(96, 2) == [64, 32]
+    assert lengths(96, 4) == [24] * 4
+    assert lengths(80, 2) == [40, 40]
+
+
 def test_one_rank_has_all_parameters(tmp_path: Path) -> None:
     for kind, (config_type, values) in CONFIGS.items():
         names = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "opt": "OPT", "llama": "Llama"}

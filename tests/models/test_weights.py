@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from backfill.kernels.cpu import CpuKernels
+from backfill.kernels.cpu_linear import CpuLinear
 from backfill.kernels.linears import ConcatenatedLinear
 from backfill.kernels.quantized import QuantizedWeight, quantize
 from backfill.models import weights
@@ -23,7 +25,7 @@ from backfill.models.config import ModelConfig
 from backfill.models.fields import Fields
 from backfill.models.quantization import StoredQuantization, stored_quantization
 from backfill.models.safetensors_files import SafetensorsFiles
-from backfill.models.shard import Span, whole_model
+from backfill.models.shard import ShardSizes, Span, whole_model
 from backfill.models.shard_loader import ShardLoader
 from backfill.models.weights import Checkpoint, DummyCheckpoint, Part
 from tests.models.quantized import Case
@@ -236,6 +238,23 @@ def test_tables_have_8_bits_and_odd_inputs_stay_as_they_are() -> None:
     assert (checkpoint.layer_width, checkpoint.table_width) == (5 / 8, 8.5 / 8)
     for shape, part in (((8, 40), None), ((8, 96), Part(1, 16, 48)), ((8, 96), Part(1, 32, 80))):
         assert isinstance(checkpoint.weight("model.layers.0.mlp.up_proj.weight", shape, part), Tensor)
+
+
+def test_every_rank_has_a_quantized_and_gated_mlp() -> None:
+    """29568 / 8, as in Qwen2-72B, is no multiple of 32."""
+    config = replace(SMOLLM2, intermediate_size=29568, hidden_size=64, num_heads=8, num_kv_heads=8)
+    checkpoint = open_checkpoint("nowhere", dtype=torch.bfloat16, load_format="dummy", quantization="int8")
+    kernels, num_bytes, num_weights = CpuKernels("generic"), 0, 0
+    for rank in (0, 7):
+        sizes = ShardSizes(config, range(1), rank, 8)
+        loader = ShardLoader(checkpoint, kernels, CPU, sizes, "layers.0.")
+        inputs = {"gate_proj": sizes.inner, "up_proj": sizes.inner}
+        gated = kernels.gated(loader.column_linear(inputs, 64, has_bias=False))
+        assert isinstance(gated, CpuLinear) and gated.is_gated
+        down = loader.row_linear("down_proj", 64, sizes.inner, has_bias=False)
+        num_bytes += sum(part.nbytes for each in (gated, down) for part in each.memory)
+        num_weights += 3 * 64 * sizes.inner.length
+    assert num_bytes == num_weights * checkpoint.layer_width
 
 
 def test_what_cannot_be_rounded_is_named() -> None:

@@ -14,6 +14,8 @@ from backfill.models.config import ModelConfig
 if TYPE_CHECKING:  # the control plane, too, asks for sizes, and has no torch
     from torch import Tensor
 
+_INNER_MULTIPLE = 32  # INPUT_MULTIPLE in kernels/quantized.py and PANEL in panels.py, which need torch
+
 
 class TensorGroup(Protocol):
     """The ranks that share every layer of a stage. All of them make the same calls in the same order."""
@@ -133,8 +135,14 @@ class ShardSizes:
 
     @property
     def inner(self) -> Span:
-        """Of ``intermediate_size``: as even as can be."""
-        return self._part_of(self.config.intermediate_size)
+        """Of ``intermediate_size``: as even as can be, at multiples of 32 where each rank gets one.
+
+        There quantized weights can be divided, and the kernels' panels end.
+        """
+        multiples, rest = divmod(self.config.intermediate_size, _INNER_MULTIPLE)
+        if rest or multiples < self.size:
+            return self._part_of(self.config.intermediate_size)
+        return self._part_of(multiples).times(_INNER_MULTIPLE)
 
     @property
     def vocabulary(self) -> Span:
