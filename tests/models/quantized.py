@@ -89,8 +89,7 @@ def _tensors(
     if case.layout == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         yield "qweight", words_of(codes.T, 4, 1, order)
-        if not case.is_symmetric:
-            yield "qzeros", words_of(zeros.T, 4, 1, order)
+        yield "qzeros", words_of(zeros.T, 4, 1, order)  # as AutoAWQ's, of symmetric codes too
         yield "scales", scales.T
     elif case.layout in ("gptq", "gptq_v2"):
         yield "qweight", words_of(codes.T, case.bits, 0)

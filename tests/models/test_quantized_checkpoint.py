@@ -229,10 +229,20 @@ def test_sizes_and_keys(tmp_path: Path) -> None:
     assert isinstance(weight, QuantizedWeight) and weight.format.bits == 8
 
 
-def test_symmetric_gptq_with_other_zero_points_keeps_them(tmp_path: Path) -> None:
-    _, values = write_matrix(tmp_path, Case("gptq"), (72, 64))
-    symmetric = Case("gptq", is_symmetric=True)
+@pytest.mark.parametrize("layout", ["awq", "gptq"])
+def test_symmetric_codes_with_other_zero_points_keep_them(layout: str, tmp_path: Path) -> None:
+    _, values = write_matrix(tmp_path, Case(layout), (72, 64))
+    symmetric = Case(layout, is_symmetric=True)
     write_config(tmp_path, {"quantization_config": symmetric.config})
+    checkpoint = open_checkpoint(tmp_path, dtype=torch.float32, quantization="auto")
+    assert torch.equal(dequantized(checkpoint.weight(f"{NAME}.weight", (72, 64))), values)
+
+
+@pytest.mark.parametrize("layout", ["awq", "gptq"])
+def test_symmetric_codes_need_no_zero_points(layout: str, tmp_path: Path) -> None:
+    tensors, values = write_matrix(tmp_path, Case(layout, is_symmetric=True), (72, 64))
+    del tensors[f"{NAME}.qzeros"]
+    save_file(tensors, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(tmp_path, dtype=torch.float32, quantization="auto")
     assert torch.equal(dequantized(checkpoint.weight(f"{NAME}.weight", (72, 64))), values)
 

@@ -175,8 +175,9 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
     def _zeros(self, name: str, shape: tuple[int, int], rows: slice) -> Tensor | None:
         """Zero points ``[out, groups]``; None: all are the middle code, as the configuration says."""
         stored, is_symmetric = self._named(name, self._layout.zeros), not self._stored.has_zero_points
-        # Symmetric GPTQ has zero points nevertheless.
-        if is_symmetric and (self._stored.method != "gptq" or stored not in self._files.path_of):
+        # Symmetric AWQ and GPTQ may have zero points nevertheless.
+        has_none = self._stored.method == "compressed-tensors" or stored not in self._files.path_of
+        if is_symmetric and has_none:
             return None
         along = None if self._layout.packed is None else OUT
         zeros = self._integers(stored, shape, (rows, slice(0, shape[1])), along)
