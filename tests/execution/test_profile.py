@@ -27,6 +27,7 @@ from backfill.costs.profile import CostProfile, Quality
 from backfill.costs.profiler import Shape, StepTimer
 from backfill.engine.engine import Engine
 from backfill.execution import profile as execution_profile
+from backfill.execution.analyzer import record_key
 from backfill.execution.create import create_torch_executor
 from backfill.execution.profile import (
     create_refiner,
@@ -41,6 +42,7 @@ from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.execution.torch_executor import TorchExecutor
 from tests.builders import make_info, make_profile, make_request
 from tests.execution.tiny import dummy_config
+from tests.models.quantized import Case, save_quantized_model
 
 Loaded: TypeAlias = tuple[EngineConfig, TorchExecutor]
 
@@ -114,6 +116,23 @@ def test_the_key_is_of_the_model_and_not_of_its_folder(running: Loaded, tmp_path
     assert profile_key(replace(config, dtype="bfloat16"), bfloat16) == replace(key, dtype="bfloat16")
     int8 = create_torch_executor(replace(config, kv_dtype="int8"))
     assert profile_key(replace(config, kv_dtype="int8"), int8) == replace(key, dtype="float32-kv-int8")
+
+
+@pytest.mark.parametrize(
+    ("case", "types"),
+    [
+        (Case("pack-quantized", scale_type=torch.bfloat16), "compressed-tensors-int4-6.00-bits"),
+        (Case("pack-quantized", group=16, scale_type=torch.bfloat16), "compressed-tensors-int4-8.00-bits"),
+        (Case("pack-quantized", scale_type=torch.float32), "compressed-tensors-int4-9.00-bits"),
+        (Case("pack-quantized", group=24), ""),  # all are dequantized
+    ],
+)
+def test_keys_say_how_wide_weights_are(case: Case, types: str, cache: Path, tmp_path: Path) -> None:
+    save_quantized_model(case, tmp_path)
+    config = EngineConfig(model_dir=str(tmp_path), device="cpu", dtype="bfloat16", threads=1, kv_gib=0.01)
+    expected = "-".join(filter(None, ("bfloat16", types)))
+    assert record_key(config).dtype == expected
+    assert profile_key(config, create_torch_executor(config)).dtype == expected
 
 
 def test_each_key_has_its_own_file_in_the_cache(cache: Path) -> None:

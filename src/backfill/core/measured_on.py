@@ -22,7 +22,7 @@ class MeasuredOn:
     Attributes:
         model: the model's shape, and a digest of its dimensions.
         device: kind of device; on CPU also the processor, the kernels and the number of threads.
-        dtype: of weights and KV, and the formats of those that are codes.
+        dtype: of weights and KV, and the formats of those that are codes, with the bits of a weight.
     """
 
     model: str
@@ -30,10 +30,11 @@ class MeasuredOn:
     dtype: str
 
     @staticmethod
-    def types(dtype: str, stored_in: str, kv_dtype: str = "") -> str:
-        """``dtype`` of a key. Args: stored_in, kv_dtype: as ``ExecutorInfo`` has them."""
+    def types(dtype: str, stored_in: str, weight_bits: float, kv_dtype: str = "") -> str:
+        """``dtype`` of a key. Args: stored_in, weight_bits, kv_dtype: as ``ExecutorInfo`` has them."""
+        weights = f"{stored_in} {weight_bits:.2f} bits" if stored_in else ""
         kv = f"kv {kv_dtype}" if kv_dtype else ""
-        return "-".join(f"{dtype} {stored_in} {kv}".lower().split())
+        return "-".join(f"{dtype} {weights} {kv}".lower().split())
 
 
 class MeasuredFile:

@@ -224,7 +224,8 @@ def record_key(config: EngineConfig) -> MeasuredOn:
     """
     target = target_of(config)
     name = device_name(config, target.device, config.threads or available_processors())
-    types = MeasuredOn.types(target.dtype_name, target.checkpoint.stored_in, target.kv_codes)
+    stored_in, weight_bits = target.checkpoint.stored_in, 8 * target.checkpoint.layer_width
+    types = MeasuredOn.types(target.dtype_name, stored_in, weight_bits, target.kv_codes)
     return MeasuredOn(target.placement.config.shape_key, name, types)
 
 

@@ -93,7 +93,7 @@ def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None 
         streamer = create_streamer(
             model,
             checkpoint,
-            name=f"{model_config.shape_key}-{MeasuredOn.types(info.dtype, info.stored_in)}",
+            name=f"{model_config.shape_key}-{MeasuredOn.types(info.dtype, info.stored_in, info.weight_bits)}",
             interval=interval,
             device=device,
             streams=streams,
@@ -149,6 +149,7 @@ def _executor_info(target: Target, plan: RankPlan) -> ExecutorInfo:
         dtype=target.dtype_name,
         kv_dtype=target.kv_codes,
         stored_in=target.checkpoint.stored_in,
+        weight_bits=8 * target.checkpoint.layer_width,
         num_layers=model_config.num_layers,
         can_stop=True,
         num_host_blocks=plan.num_host_blocks,

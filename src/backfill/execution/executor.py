@@ -35,6 +35,7 @@ class ExecutorInfo:
         device, dtype: names, for logs and metrics.
         kv_dtype: of KV that is codes; empty where it is of ``dtype``.
         stored_in: names of the formats of matrices of codes; empty where weights are of ``dtype``.
+        weight_bits: of a weight in the matrices of layers, on average, with its part of scales.
         num_layers: decoder layers of the model; safepoints lie between them.
         can_stop: the executor is a ``StoppableExecutor``.
         num_host_blocks: blocks in the KV pool in host memory.
@@ -59,6 +60,7 @@ class ExecutorInfo:
     dtype: str
     kv_dtype: str = ""
     stored_in: str = ""
+    weight_bits: float = 0.0
     num_layers: int = 1
     can_stop: bool = False
     num_host_blocks: int = 0

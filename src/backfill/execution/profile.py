@@ -70,7 +70,8 @@ def profile_key(config: EngineConfig, executor: MeasuredExecutor) -> MeasuredOn:
         device += f", offload interval {config.offload_every}"
         if config.offload_bus_gib_per_s is not None and info.device == "cpu":
             device += f", bus of {config.offload_bus_gib_per_s:g} GiB/s"
-    return MeasuredOn(model.shape_key, device, MeasuredOn.types(info.dtype, info.stored_in, info.kv_dtype))
+    types = MeasuredOn.types(info.dtype, info.stored_in, info.weight_bits, info.kv_dtype)
+    return MeasuredOn(model.shape_key, device, types)
 
 
 def device_name(config: EngineConfig, device: torch.device, num_threads: int) -> str:

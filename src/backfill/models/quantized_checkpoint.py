@@ -91,7 +91,8 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
 
     @property
     def stored_in(self) -> str:
-        return self.file_types if self._keeps_codes else ""
+        keeps_any = min(self.layer_width, self.table_width) < self.dtype.itemsize
+        return self.file_types if keeps_any else ""
 
     @property
     def file_types(self) -> str:
