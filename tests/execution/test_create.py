@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Quant
+from transformers import LlamaConfig
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import GIB, EngineConfig, SchedulerConfig
@@ -25,7 +26,14 @@ from backfill.models.config import ModelConfig
 from backfill.models.shard import whole_model
 from tests.builders import make_request
 from tests.execution.tiny import BLOCK_BYTES, dummy_config, two_tier_config
-from tests.models.gguf.builders import folder_of_gguf, write_tiny
+from tests.models.gguf.builders import (
+    SIZES,
+    folder_of_gguf,
+    make_model,
+    stored_tensors,
+    write_gguf,
+    write_tiny,
+)
 
 
 def test_end_tokens_outside_the_vocabulary_fail_no_step(tmp_path: Path) -> None:
@@ -127,6 +135,23 @@ def test_the_log_says_what_a_gguf_file_is_stored_and_computed_in(
         create_torch_executor(EngineConfig(model_dir=str(folder), device="cpu", kv_gib=0.01, **options))
     (line,) = (each for each in caplog.messages if each.startswith("kernels: "))
     assert line.partition("; ")[2].startswith(types)
+
+
+def test_layers_of_several_formats_are_not_offloaded_and_nothing_is_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Q4_K_M has more bits in some layers."""
+    monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path / "cache"))
+    model = LlamaConfig(**SIZES | {"num_hidden_layers": 4}, tie_word_embeddings=True)
+    tensors, others = stored_tensors(make_model(model)), {"blk.2.ffn_down.weight": Quant.Q8_0}
+    source = tmp_path / "m.gguf"
+    write_gguf(source, "llama", model, tensors, quant=Quant.Q4_0, other_quants=others)
+    folder = folder_of_gguf(source, tmp_path / "model")
+    config = EngineConfig(model_dir=str(folder), device="cpu", kv_gib=0.01, offload_interval=1)
+    with pytest.raises(ConfigError, match=r"`offload_interval` needs layers .* alike.* int8, int4 or none"):
+        create_torch_executor(config)
+    assert not (tmp_path / "cache").exists()
+    create_torch_executor(replace(config, quantization="int8"))
 
 
 def test_kv_of_8_bits_is_refused_on_cuda(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,19 @@ def test_a_writer_that_fails_or_was_killed_leaves_nothing(model_dir: Path, tmp_p
     assert not leftover.exists()
 
 
+def test_layers_of_several_formats_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path / "model", hidden_size=64, num_attention_heads=4)
+    source, path = Source(tmp_path / "model"), tmp_path / "packed" / "tiny.layers"
+    rounded = open_checkpoint(tmp_path / "model", dtype=torch.float32, quantization="int8")
+
+    def layer(index: int) -> MovableWeights:
+        return source.model.load_layer(rounded if index == 2 else source.checkpoint, index)
+
+    with pytest.raises(ConfigError, match=r"`offload_interval` needs layers .* alike.* int8, int4 or none"):
+        packed_file(path, source.form, source.first, layer)
+    assert {each.suffix for each in path.parent.iterdir()} <= {".lock"}
+
+
 def test_without_space_the_option_is_named_and_nothing_is_packed(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.weight_links import CudaLink, ThreadLink, WeightLink
 from backfill.models.decoder import DecoderModel
 from backfill.models.movable import MovableWeights, allocate_buffers
-from backfill.models.packed import PackedFile, PackedFormat, packed_file
+from backfill.models.packed import PackedFile, PackedFormat, layers_differ, packed_file
 from backfill.models.resolve import cache_root
 from backfill.models.shard import ModelShard
 from backfill.models.weights import Checkpoint
@@ -202,6 +202,9 @@ def create_streamer(
     """
     layers = model.shard.layers
     num_buffers = num_device_layers(len(layers), interval)
+    formats = map(checkpoint.layer_formats, layers)
+    if any(each != checkpoint.layer_formats(layers.start) for each in formats):
+        raise layers_differ()
     first = model.load_layer(checkpoint, layers.start)
     memory, num_bytes = None, num_buffers * first.buffer_bytes
     with allocating("Layers", num_bytes, f"on {device}", "lower `offload_interval`"):

@@ -127,6 +127,15 @@ def packed_file(
         raise ModelError(f"packed weights cannot be kept in {path}: {error.strerror or error}") from error
 
 
+def layers_differ() -> ConfigError:
+    """Layers exchange buffers."""
+    return ConfigError(
+        "needs layers that are stored alike, and some are in other formats than the first: "
+        "use `quantization` int8, int4 or none.",
+        field="offload_interval",
+    )
+
+
 def _is_complete(path: Path, form: PackedFormat, first: MovableWeights) -> bool:
     try:
         with path.open("rb") as file:
@@ -154,11 +163,7 @@ def _write(path: Path, form: PackedFormat, layers: Iterable[MovableWeights]) -> 
             flushed = 0
             for layer in layers:
                 if layer.layout() != form.layout:
-                    raise ConfigError(
-                        "needs layers that are stored alike, and some are in other formats than the first: "
-                        "use `quantization` int8, int4 or none.",
-                        field="offload_interval",
-                    )
+                    raise layers_differ()
                 layer.copy_to(buffer)
                 file.write(buffer.numpy().data)
                 offset = file.tell()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from backfill.core.errors import CorruptModel
-from backfill.kernels.quantized import QuantizedWeight
+from backfill.kernels.quantized import QuantizedFormat, QuantizedWeight
 from backfill.models.safetensors_files import SafetensorsFiles
 
 _CPU = torch.device("cpu")
@@ -68,6 +68,10 @@ class Checkpoint(ABC):
 
     def _mean_width(self, of_layers: bool) -> float:
         return self.dtype.itemsize
+
+    def layer_formats(self, index: int) -> Mapping[str, QuantizedFormat | None]:
+        """Of a layer's matrices, by their names in it, as far as they are known before they are read."""
+        return {}
 
     def weight(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor | QuantizedWeight:
         """The matrix ``name`` as it is to be multiplied: of codes, where it is stored or wanted so.

@@ -121,6 +121,7 @@ def write_gguf(
     *,
     pre: str | None = "gpt-2",
     quant: Quant | None = None,
+    other_quants: Mapping[str, Quant] | None = None,
     extra: Mapping[str, Any] | None = None,
     vocabulary: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> Path:
@@ -155,8 +156,8 @@ def write_gguf(
             add_field(writer, key, value)
     for name, values in tensors.items():
         if quant is not None and values.ndim == 2:
-            data = gguf.quants.quantize(values, quant)
-            writer.add_tensor(name, data, raw_dtype=quant)
+            kind = (other_quants or {}).get(name, quant)
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, values)
     writer.write_header_to_file()

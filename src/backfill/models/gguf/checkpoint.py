@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +53,11 @@ class GgufCheckpoint(Checkpoint):
     @property
     def file_types(self) -> str:
         return _names(each.kind for each in self._matrices())
+
+    def layer_formats(self, index: int) -> Mapping[str, QuantizedFormat | None]:
+        prefix = f"model.layers.{index}."
+        found = {name: each.source for name, each in self._tensors.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): self._format_of(each) for name, each in found.items()}
 
     def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
         tensor = self._planned(name, shape)
