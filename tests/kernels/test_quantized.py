@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -241,6 +242,22 @@ def test_it_can_be_placed_elsewhere(kernels: CpuKernels, dtype: torch.dtype) -> 
     assert placed.layout == linear.layout
     assert torch.equal(placed(x), linear(x))
     assert linear.layout != kernels.linear(quantize(random_rows(generator, 70, 96, dtype=dtype), 8)).layout
+
+
+def test_codes_in_pairs_are_another_layout() -> None:
+    """amx reads bf16 rows so."""
+
+    class Pairing(CpuKernels):
+        def __init__(self, pairs_codes: bool) -> None:
+            super().__init__("generic")
+            self._cpp = SimpleNamespace(pairs_codes=pairs_codes)
+
+    weight = quantize(random_rows(seeded("pairs"), 64, 64, dtype=torch.bfloat16), 4)
+    paired, plain = (Pairing(pairs_codes).linear(weight) for pairs_codes in (True, False))
+    assert not torch.equal(paired.memory[0], plain.memory[0])
+    assert paired.layout != plain.layout
+    floats = replace(weight, dtype=torch.float32)  # whose rows meet codes one by one
+    assert Pairing(True).linear(floats).layout == Pairing(False).linear(floats).layout
 
 
 @pytest.mark.parametrize("form", FORMATS[::3], ids=str)

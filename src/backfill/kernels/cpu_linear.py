@@ -60,13 +60,18 @@ class CpuLinear:
         )
 
     @property
+    def _is_paired(self) -> bool:
+        return self._form is not None and pairs_codes(self._cpp, self.dtype)
+
+    @property
     def is_padded(self) -> bool:
         """It reads inputs beyond ``in_features``, which are to be zeros."""
         return self.in_features != self._padded_features
 
     @property
     def layout(self) -> str:
-        return f"{'gated ' * self.is_gated}panels of 32, {self._form or self.dtype}"
+        kind = "gated " * self.is_gated + "paired " * self._is_paired
+        return f"{kind}panels of 32, {self._form or self.dtype}"
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -99,9 +104,8 @@ class CpuLinear:
     def rows(self, index: Tensor) -> Tensor:
         assert not self.is_gated, "its panels are not in the order of rows"
         if self._form is not None:
-            are_paired = pairs_codes(self._cpp, self.dtype)
             return rows_of_quantized_panels(
-                self._weight, self._form, self.dtype, index, are_paired=are_paired
+                self._weight, self._form, self.dtype, index, are_paired=self._is_paired
             )
         return rows_of_panels(self._weight, index)[:, : self.in_features].contiguous()
 
