@@ -65,6 +65,7 @@ def test_llama_fields(tmp_path: Path) -> None:
     assert not config.tie_word_embeddings
     assert config.attention_scale == pytest.approx(8**-0.5)
     assert config.kv_bytes_per_token(2) == 2 * 2 * 2 * 8 * 2
+    assert config.kv_bytes_per_token(1) == 2 * 2 * 2 * (8 + 4)  # a row of codes has a float32 scale
 
 
 def test_biases_and_norms_of_each_architecture(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from backfill.blending.requests import OrderName
 from backfill.blending.resources import ResourceModel
+from backfill.core.block import KVLayout
 from backfill.costs.model import PiecewiseLinear
 from backfill.models.config import ModelConfig
 from backfill.preparation.division import Division
@@ -135,7 +136,11 @@ def test_without_a_profile_costs_follow_from_the_dimensions(model: ModelConfig) 
     half = replace(FACTS, info=replace(FACTS.info, dtype="bfloat16"))
     assert resources_of(half, model) == typical_resources(model)
     codes = replace(half, info=replace(half.info, kv_dtype="int8"))
-    assert resources_of(codes, model) == typical_resources(model, dtype_bytes=1)
+    layouts = (KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, 16, size) for size in (1, 2))
+    of_codes, of_halves = (layout.block_bytes for layout in layouts)
+    assert resources_of(codes, model).cached_token_s == pytest.approx(
+        resources_of(half, model).cached_token_s * of_codes / of_halves
+    )
 
 
 def test_a_profile_says_what_was_measured(model: ModelConfig) -> None:

@@ -54,12 +54,13 @@ class ResourceModel:
         num_layers: int,
         flops_per_s: float,
         bytes_per_s: float,
-        dtype_bytes: int = 2,
+        dtype_bytes: float = 2,
     ) -> ResourceModel:
         """The model of section 2.3 for a model's dimensions and a device's peak rates.
 
         Args:
             kv_size: elements of the keys of one token in one layer: KV heads times head dimension.
+            dtype_bytes: of an element of KV, with its part of a row's scale.
 
         Raises: ConfigError if a value is not positive.
         """

@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from backfill.core.block import KVLayout
 from backfill.core.errors import CorruptModel
 from backfill.models.fields import Fields
 from backfill.models.quantization import stored_quantization
@@ -167,8 +168,8 @@ class ModelConfig:
         )
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of a token's keys and values, all layers together."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        """Bytes of a token's keys and values, all layers together. Args: see ``KVLayout``."""
+        return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, 1, dtype_bytes).block_bytes
 
 
 def _supported_architecture(fields: Fields) -> str:

@@ -39,7 +39,8 @@ def resources_of(facts: EngineFacts, model: ModelConfig) -> ResourceModel:
 
 
 def typical_resources(model: ModelConfig, dtype_bytes: int = 2) -> ResourceModel:
-    """Of the model on a device that was not measured."""
+    """Of the model on a device that was not measured. Args: dtype_bytes: as of ``KVLayout``."""
+    num_elements = 2 * model.num_layers * model.num_kv_heads * model.head_dim
     return ResourceModel.from_dimensions(
         model.num_parameters,
         model.hidden_size,
@@ -47,7 +48,7 @@ def typical_resources(model: ModelConfig, dtype_bytes: int = 2) -> ResourceModel
         model.num_layers,
         _FLOPS_PER_S,
         _BYTES_PER_S,
-        dtype_bytes,
+        model.kv_bytes_per_token(dtype_bytes) / num_elements,
     )
 
 
