@@ -326,6 +326,14 @@ def test_rounding_keeps_within_half_a_step(bits: int) -> None:
     torch.testing.assert_close(found[3:5], weight[3:5], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("std", [2e-5, 5e-6, 2e-6])
+def test_scales_that_are_subnormal_clamp_no_code(std: float) -> None:
+    weight = torch.randn(64, 512, generator=seeded("subnormal")) * std
+    found = quantize(weight, 8).dequantized()
+    assert ((found - weight).abs() <= 0.51 * (std * 6 / 127 + 2**-24)).all()
+    assert (found - weight).norm() < 0.02 * weight.norm()
+
+
 def test_other_kernels_multiply_the_dequantized_weight() -> None:
     weight = quantize(torch.randn(8, 32, generator=seeded("plain")), 4)
     x = torch.randn(3, 32)

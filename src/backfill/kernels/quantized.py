@@ -12,6 +12,7 @@ from torch import Tensor
 INPUT_MULTIPLE = 32  # of a weight, and of what a part of one begins with
 UNIT_INPUTS = 256  # that share a unit of scales
 _ROUNDED_AT_ONCE = 1 << 20  # weights
+_SUBNORMAL_STEP = 2.0**-24  # between numbers of half precision below 2**-14
 _RANGE_PARTS = (1.0, 0.95, 0.9, 0.85, 0.8)
 
 
@@ -168,7 +169,10 @@ def _rounded(weight: Tensor, bits: int) -> QuantizedWeight:
     form, shape = rounded_format(bits), weight.shape
     groups = weight.float().view(shape[0], -1, INPUT_MULTIPLE)
     if bits == 8:
-        scales = (groups.abs().amax(-1) / 127).half()
+        scales = groups.abs().amax(-1) / 127
+        # A subnormal one is rounded up: to nearest, it may be so much less that codes are clamped.
+        is_small = scales < 2.0**-14
+        scales = torch.where(is_small, (scales / _SUBNORMAL_STEP).ceil() * _SUBNORMAL_STEP, scales).half()
         codes = _codes(groups, scales, None, -127, 127).to(torch.int8)
         return QuantizedWeight(form, weight.dtype, codes.view(shape), scales, None)
     low, high = groups.amin(-1), groups.amax(-1)
