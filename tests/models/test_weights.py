@@ -325,6 +325,9 @@ def test_what_is_supported() -> None:
     integers = with_group(INTEGERS, input_activations={"num_bits": 8, "dynamic": True})
     expected = StoredQuantization("compressed-tensors", "int-quantized", 8, None, False, has_activations=True)
     assert parsed(integers) == parsed({**integers, "format": "naive-quantized"}) == expected
+    of_rounded, of_floats = (each["config_groups"]["group_0"] for each in (integers, INTEGERS))
+    for pair in ((of_rounded, of_floats), (of_floats, of_rounded)):
+        assert parsed({**INTEGERS, "config_groups": dict(zip("ab", pair, strict=True))}) == expected
 
 
 @pytest.mark.parametrize(

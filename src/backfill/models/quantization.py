@@ -7,7 +7,7 @@ That package needs torch, and the HTTP process, which has none, refuses models t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from backfill.models.fields import Fields
@@ -140,19 +140,19 @@ def _compressed_tensors(section: Fields) -> StoredQuantization:
     if (transforms := section.section("transform_config")) is not None:
         _check(section, "transform_config", ", ".join(transforms.values), ("",))
     groups = section.section("config_groups")
-    found = set[StoredQuantization]()
+    found, has_activations = set[StoredQuantization](), False
     for group in () if groups is None else map(groups.section, groups.values):
         if group is not None and (weights := group.section("weights")) is not None:
             keys = (group, "input_activations"), (group, "output_activations"), (section, "kv_cache_scheme")
-            has_others = any(place.section(key) is not None for place, key in keys)
-            found.add(_scheme(weights, layout.replace("naive", "int"), has_others))
+            has_activations |= any(place.section(key) is not None for place, key in keys)
+            found.add(_scheme(weights, layout.replace("naive", "int")))
     if len(found) != 1:
         raise section.unsupported("quantization_config.config_groups", f"with {len(found)} schemes", ("1",))
-    return found.pop()
+    return replace(found.pop(), has_activations=has_activations)
 
 
-def _scheme(weights: Fields, layout: str, has_activations: bool) -> StoredQuantization:
-    """One of the ``config_groups`` of compressed-tensors."""
+def _scheme(weights: Fields, layout: str) -> StoredQuantization:
+    """The weights of one of the ``config_groups`` of compressed-tensors."""
     bits, size = weights.size("num_bits", 8), weights.optional_integer("group_size")
     _check(weights, "type", weights.text("type", "int"), ("int",))
     _check(weights, "num_bits", bits, (4, 8))
@@ -162,7 +162,7 @@ def _scheme(weights: Fields, layout: str, has_activations: bool) -> StoredQuanti
     _check(weights, "actorder", weights.values.get("actorder"), (None, False, "static", "weight"))
     group = None if strategy == "channel" else weights.size("group_size")
     has_zeros = not weights.flag("symmetric", True)
-    return StoredQuantization("compressed-tensors", layout, bits, group, has_zeros, has_activations)
+    return StoredQuantization("compressed-tensors", layout, bits, group, has_zeros)
 
 
 def _group(section: Fields) -> int | None:
