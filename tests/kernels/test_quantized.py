@@ -308,6 +308,8 @@ def test_what_half_precision_does_not_hold_is_not_rounded(bits: int) -> None:
     weight[2, 5] = -1e8
     with pytest.raises(ValueError, match="half precision"):
         quantize(weight, bits)
+    with pytest.raises(ValueError, match="half precision"):
+        quantize(torch.full((4, 64), 1e8), bits)  # no step is too wide, but the offset
 
 
 @pytest.mark.parametrize("bits", [4, 8])

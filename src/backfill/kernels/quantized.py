@@ -178,7 +178,7 @@ def _rounded(weight: Tensor, bits: int) -> QuantizedWeight:
     low, high = groups.amin(-1), groups.amax(-1)
     least = torch.full_like(low, float("inf"))
     codes = torch.zeros_like(groups, dtype=torch.uint8)
-    scales = offsets = torch.zeros_like(low, dtype=torch.float16)
+    scales = offsets = torch.full_like(low, float("inf"), dtype=torch.float16)  # found if no error is finite
     for part in _RANGE_PARTS:
         cut = (high - low) * ((1 - part) / 2)
         new_scales, new_offsets = ((high - low) * (part / 15)).half(), (low + cut).half()
