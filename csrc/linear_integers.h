@@ -212,6 +212,7 @@ class CodesWeight {
 // Rows whose sums fill the registers.
 constexpr int kIntegerRows = kLanes == 16 ? 6 : 4;
 constexpr int kIntegerVectors = 2;
+static_assert(kIntegerRows <= kMostRows);
 
 // sums [Rows, kIntegerVectors * kLanes] = (continues ? sums : 0) + the product with the outputs from `first` of
 // a panel.

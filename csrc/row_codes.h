@@ -115,10 +115,12 @@ BACKFILL_INLINE float mean_of_squares(const T* x, int64_t depth) {
   return sum(squares[0]) / (float)depth;
 }
 
+constexpr int kMostRows = 8;  // that pack_rows packs
+
 // Zero: what stands for zero in the codes of the weight.
 template <int Inputs, int32_t Zero, class T>
 void pack_rows(const RowsToPack<T>& rows, uint32_t* group) {
-  constexpr int kWords = Inputs / 4, kMostRows = 8;
+  constexpr int kWords = Inputs / 4;
   float most[kMostRows];
   for (int64_t r = 0; r < rows.count; r++)
     most[r] = kMostOfMean * std::sqrt(mean_of_squares(rows.x + r * rows.x_stride, rows.depth));

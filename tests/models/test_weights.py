@@ -262,8 +262,10 @@ def test_what_cannot_be_rounded_is_named() -> None:
         def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
             return torch.full(tuple(shape), 1e9)
 
-    with pytest.raises(CorruptModel, match=r"tensor layers\.0\.x\.weight cannot be rounded"):
-        RoundedCheckpoint(Huge(dtype=torch.float32), 8).weight("layers.0.x.weight", (4, 64))
+    rounded = RoundedCheckpoint(Huge(dtype=torch.float32), 4)
+    for name, bits in (("layers.0.x.weight", 4), ("lm_head.weight", 8)):
+        with pytest.raises(CorruptModel, match=f"tensor {name} cannot be rounded to int{bits}: it has"):
+            rounded.weight(name, (4, 64))
 
 
 class Mixed(DummyCheckpoint):

@@ -6,12 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backfill.kernels.quantized import UNIT_INPUTS, QuantizedFormat, QuantizedWeight
+from backfill.kernels.quantized import INPUT_MULTIPLE, QuantizedFormat, QuantizedWeight
 
 # Outputs of a panel, and units of 32 bits of inputs of a tile, in csrc/linear.h.
 PANEL = 32
 _TILE_UNITS = 16
-_WORD_INPUTS = 32  # inputs whose words lie together, in csrc/quantized.h
 
 
 def padded_features(in_features: int, dtype: torch.dtype) -> int:
@@ -41,10 +40,6 @@ def rows_of_panels(panels: Tensor, index: Tensor) -> Tensor:
     return units[index // PANEL, :, outputs // 16, :, outputs % 16].flatten(1).view(panels.dtype)
 
 
-def _block_inputs(form: QuantizedFormat) -> int:
-    return UNIT_INPUTS if form.has_units else max(form.group, _WORD_INPUTS)
-
-
 def quantized_panels_of(weight: QuantizedWeight, *, are_paired: bool = False) -> Tensor:
     """A quantized weight as uint8 ``[out / 32, blocks, bytes of a block]``; outputs padded with zeros.
 
@@ -71,8 +66,8 @@ def quantized_panels_of(weight: QuantizedWeight, *, are_paired: bool = False) ->
         for parity in range(2):
             codes[:, parity] = pairs[..., parity]
     units = codes.flatten().view(torch.int64 if are_paired else torch.int32)
-    shape = -1, 2, beside, 16 // beside, num_inputs // _WORD_INPUTS, form.bits // beside
-    block = _block_inputs(form)
+    shape = -1, 2, beside, 16 // beside, num_inputs // INPUT_MULTIPLE, form.bits // beside
+    block = form.block_inputs
     num_blocks = num_inputs // block
     panels = units.view(shape).permute(0, 4, 1, 5, 2, 3).contiguous().view(torch.uint8)
     blocks = panels.view(-1, num_blocks, block * PANEL * form.bits // 8)
@@ -93,7 +88,7 @@ def rows_of_quantized_panels(
 ) -> Tensor:
     """Rows ``[T, in]`` of a weight that ``quantized_panels_of`` packed, dequantized."""
     panel, output = index // PANEL, index % PANEL
-    num_groups = _block_inputs(form) // form.group
+    num_groups = form.block_inputs // form.group
     start = 0
 
     def factors(number: int, kind: torch.dtype) -> Tensor:

@@ -38,6 +38,11 @@ class QuantizedFormat:
         return self.scale_type == torch.int8
 
     @property
+    def block_inputs(self) -> int:
+        """Inputs whose codes, scales and offsets lie together in panels: weights have whole blocks."""
+        return UNIT_INPUTS if self.has_units else max(self.group, INPUT_MULTIPLE)
+
+    @property
     def bytes_per_weight(self) -> float:
         of_group = self.scale_type.itemsize / self.group + (2 / UNIT_INPUTS if self.has_units else 0)
         return self.bits / 8 + of_group * (2 if self.has_offsets else 1)
@@ -74,7 +79,7 @@ class QuantizedWeight:
         is_known = form.bits in types and form.scale_type in scale_types
         if not is_known or not (form.group == 16 or (form.group > 0 and form.group % INPUT_MULTIPLE == 0)):
             raise ValueError(f"weight: expected 4 or 8 bits in groups of 16 or a multiple of 32, got {form}")
-        block = UNIT_INPUTS if form.has_units else max(form.group, INPUT_MULTIPLE)
+        block = form.block_inputs
         if num_inputs == 0 or num_inputs % block or (form.has_units and form.group > INPUT_MULTIPLE):
             raise ValueError(f"weight: expected inputs in {block}s, got {num_inputs} of {form}")
         factors = num_rows, num_inputs // form.group

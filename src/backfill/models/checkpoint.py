@@ -99,9 +99,8 @@ class RoundedCheckpoint(Checkpoint):
         starts = part.start if part is not None and part.dim == 1 else 0
         if found.shape[1] % INPUT_MULTIPLE or starts % INPUT_MULTIPLE:
             return found
+        bits = _TABLE_BITS if name.endswith(_TABLES) else self._bits
         try:
-            return quantize(found, _TABLE_BITS if name.endswith(_TABLES) else self._bits)
+            return quantize(found, bits)
         except ValueError as error:
-            raise CorruptModel(
-                f"tensor {name} cannot be rounded to int{self._bits}: it has {error}"
-            ) from None
+            raise CorruptModel(f"tensor {name} cannot be rounded to int{bits}: it has {error}") from None

@@ -19,7 +19,7 @@ from backfill.models.weight_files import check_fetched, find_weights, is_index, 
 _LENGTH = struct.Struct("<Q")  # of the header in bytes, before it
 _MAX_HEADER_BYTES = 100_000_000  # as the library's
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1}
-_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+FLOAT_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}  # also of GGUF files
 
 _CODES = ("qweight", "weight_packed")  # what may stand for a weight
 
@@ -107,10 +107,10 @@ class SafetensorsFiles:
     def check_floats(self, name: str) -> None:
         """Raises: UnsupportedModel for a tensor, which is there, of integers, as quantized weights are."""
         found = self.find(name)
-        if found is not None and found.dtype not in _FLOATS:
+        if found is not None and found.dtype not in FLOAT_TYPES:
             raise UnsupportedModel(
                 f"{self.path_of[self.stored_name(name)]}: tensor {name} is {found.dtype}, which is not "
-                f"supported; supported: {', '.join(_FLOATS.values())}; with a quantization_config in "
+                f"supported; supported: {', '.join(FLOAT_TYPES.values())}; with a quantization_config in "
                 f"config.json {SUPPORTED_METHODS}"
             )
 

@@ -18,11 +18,11 @@ from backfill.kernels.quantized import INPUT_MULTIPLE, QuantizedFormat, Quantize
 from backfill.models.gguf.file import GgufFile, GgufTensor
 from backfill.models.gguf.quantized import packed_format, quantized
 from backfill.models.gguf.tensors import PlannedTensor, planned_tensors
+from backfill.models.safetensors_files import FLOAT_TYPES
 from backfill.models.weight_files import GGUF_FILE
 from backfill.models.weights import Checkpoint, Part
 
 _DEQUANTIZED_AT_ONCE = 1 << 22  # weights
-_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
 class GgufCheckpoint(Checkpoint):
@@ -125,4 +125,4 @@ class GgufCheckpoint(Checkpoint):
 
 
 def _names(kinds: Iterable[GGMLQuantizationType]) -> str:
-    return " ".join(sorted({_FLOATS.get(kind.name, kind.name) for kind in kinds}))
+    return " ".join(sorted({FLOAT_TYPES.get(kind.name, kind.name) for kind in kinds}))
