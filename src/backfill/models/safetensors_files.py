@@ -20,7 +20,6 @@ _LENGTH = struct.Struct("<Q")  # of the header in bytes, before it
 _MAX_HEADER_BYTES = 100_000_000  # as the library's
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1}
 FLOAT_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}  # also of GGUF files
-
 _CODES = ("qweight", "weight_packed")  # what may stand for a weight
 
 
@@ -86,7 +85,7 @@ class SafetensorsFiles:
     def has_codes(self, name: str, stored: StoredQuantization) -> bool:
         """Whether the matrix ``name`` is stored as codes, and not beside those as floats."""
         found = self.find(_beside(name, stored.tensors.codes))
-        return found is not None and (stored.tensors.codes != "weight" or found.dtype not in _FLOATS)
+        return found is not None and (stored.tensors.codes != "weight" or found.dtype not in FLOAT_TYPES)
 
     def check_codes(self, name: str, shape: Sequence[int], stored: StoredQuantization) -> None:
         """Raises: CorruptModel for a matrix of codes whose tensors are not as the configuration says."""
