@@ -340,7 +340,6 @@ def test_what_is_supported() -> None:
             "quantization bitsandbytes .* gptq .4 and 8",
         ),
         ({"quant_method": "fp8"}, "quantization fp8 is not supported"),
-        ({}, "quantization unknown is not supported"),
         ({**AWQ, "bits": 3}, r"quantization_config\.bits 3 is not supported; supported: 4$"),
         ({**AWQ, "version": "GEMV"}, "version gemv is not supported; supported: gemm"),
         ({**GPTQ, "bits": 2}, "bits 2 is not supported; supported: 4, 8"),
@@ -365,7 +364,7 @@ def test_what_is_supported() -> None:
     ],
 )
 def test_what_is_not_is_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
-    save_tiny_llama_config(tmp_path, quantization_config=config or {"bits": 4})
+    save_tiny_llama_config(tmp_path, quantization_config=config)
     with pytest.raises(UnsupportedModel, match=message):
         ModelConfig.from_folder(tmp_path)
 
@@ -373,6 +372,7 @@ def test_what_is_not_is_refused_by_name(config: dict[str, Any], message: str, tm
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"bits": 4}, "quant_method must be one of awq, gptq, compressed-tensors, got None"),
         ({**GPTQ, "bits": "four"}, r"quantization_config\.bits must be a positive integer"),
         ({**GPTQ, "group_size": 0}, "group_size must be a positive integer, got 0"),
         (with_weights(PACKED, group_size=-2), "group_size must be a positive integer, got -2"),

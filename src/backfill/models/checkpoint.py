@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,8 +16,11 @@ from backfill.models.fields import Fields
 from backfill.models.quantization import stored_quantization
 from backfill.models.quantized_checkpoint import QuantizedCheckpoint
 from backfill.models.resolve import told_what_to_delete
+from backfill.models.safetensors_files import FLOAT_TYPES
 from backfill.models.weight_files import find_weights
 from backfill.models.weights import Checkpoint, DummyCheckpoint, Part, SafetensorsCheckpoint
+
+logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 _TABLES = ("embed_tokens.weight", "lm_head.weight")
@@ -61,6 +65,9 @@ def open_checkpoint(
                     folder, dtype=dtype, stored=stored, keeps_codes=quantization == "auto"
                 )
     if quantization in ("int8", "int4"):
+        types = checkpoint.file_types
+        if not set(types.split()) <= set(FLOAT_TYPES.values()):
+            logger.info("the model is stored in %s, and %s rounds it again", types, quantization)
         return RoundedCheckpoint(checkpoint, 8 if quantization == "int8" else 4)
     return checkpoint
 

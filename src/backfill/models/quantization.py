@@ -108,8 +108,10 @@ def stored_quantization(config: Fields) -> StoredQuantization | None:
     section = config.section("quantization_config")
     if section is None:
         return None
-    method = section.text("quant_method", "unknown")
     readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors}
+    method = section.text("quant_method", "")
+    if not method:
+        raise section.wrong("quant_method", f"one of {', '.join(readers)}")
     if method not in readers:
         raise config.unsupported("quantization", method, (SUPPORTED_METHODS, "float weights", "GGUF files"))
     return readers[method](section)
@@ -172,5 +174,5 @@ def _group(section: Fields) -> int | None:
 def _check(section: Fields, key: str, found: Any, supported: Sequence[Any]) -> None:
     """Raises: UnsupportedModel."""
     if found not in supported:
-        names = (str(each) or "none" for each in supported)
-        raise section.unsupported(f"{section.prefix}{key}", str(found) or "none", names)
+        names = dict.fromkeys(str(each or "none") for each in supported)
+        raise section.unsupported(f"{section.prefix}{key}", str(found or "none"), names)

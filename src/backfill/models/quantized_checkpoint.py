@@ -159,7 +159,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         if (stored_shape := self._named(name, "weight_shape")) in self._files.path_of:
             found = self._read(stored_shape, (2,), (...,)).tolist()
             if found != list(shape):
-                raise CorruptModel(f"tensor {name} has shape {found}, expected {list(shape)}")
+                raise self._damaged(name, f"has shape {found}, expected {list(shape)}")
         whole = self._stored.group or num_inputs
         of_scales = num_rows, -(-num_inputs // whole)
         # Parts, and a last group that is shorter, may begin or end within a group of the file.
@@ -167,7 +167,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         index = torch.arange(columns.start, columns.stop, group) // whole
         scales = self._matrix(self._named(name, layout.scales), of_scales, (rows, slice(None)))
         if not scales.isfinite().all():
-            raise CorruptModel(f"scales of tensor {name} hold values that are not finite numbers")
+            raise self._damaged(name, "has scales that are not finite numbers")
         zeros = self._zeros(name, of_scales, rows)
         zeros = None if zeros is None else zeros[:, index]
         codes = self._integers(self._named(name, layout.codes), shape, (rows, columns), layout.packed)
@@ -199,7 +199,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
             signed = self._matrix(name, shape, window, torch.int8)
             codes = signed.contiguous().view(torch.uint8) + (1 << (bits - 1))
             if bits == 4 and (codes > 15).any():
-                raise CorruptModel(f"tensor {name} holds values of more than 4 bits")
+                raise self._damaged(name, "holds values of more than 4 bits")
             return codes
         per_word = 32 // bits
         in_words, index = list(shape), list(window)
@@ -224,8 +224,12 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         else:
             tensor = self._read(name, shape, tuple(index))
         if tensor.dtype not in (_SCALE_TYPES if kind is None else (kind,)):
-            raise CorruptModel(f"tensor {name} is {tensor.dtype}, expected {kind or 'floats'}")
+            raise self._damaged(name, f"is {tensor.dtype}, expected {kind or 'floats'}")
         return tensor
+
+    def _damaged(self, name: str, how: str) -> CorruptModel:
+        """The error, for the caller to raise."""
+        return CorruptModel(f"{self._files.where}: tensor {name} {how}")
 
     def _mean_width(self, of_layers: bool) -> float:
         layout, num_bytes, num_weights = self._layout, 0.0, 0

@@ -40,6 +40,7 @@ class SafetensorsFiles:
     """The tensors of ``model.safetensors``, or of the shards that ``model.safetensors.index.json`` lists.
 
     Attributes:
+        where: the file, or the index of the shards.
         path_of: the file of each tensor.
         tensors: by the names that they are stored by.
 
@@ -48,16 +49,14 @@ class SafetensorsFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._where = where = find_weights(folder, "safetensors")
+        self.where = where = find_weights(folder, "safetensors")
         placed = shards_of(where) if is_index(where) else None
         paths = [where] if placed is None else sorted(set(placed.values()))
         headers = {path: _read_header(path) for path in paths}
         self.path_of: Mapping[str, Path] = dict.fromkeys(headers[where], where) if placed is None else placed
         for name, path in self.path_of.items():
             if name not in headers[path]:
-                raise CorruptModel(
-                    f"{path}: tensor {name} is missing, but {self._where.name} places it there"
-                )
+                raise CorruptModel(f"{path}: tensor {name} is missing, but {self.where.name} places it there")
         self.tensors: Mapping[str, StoredTensor] = {
             name: headers[path][name] for name, path in self.path_of.items()
         }
@@ -77,7 +76,7 @@ class SafetensorsFiles:
         if found is None:
             codes = [kind for kind in _CODES if self.find(_beside(name, kind)) is not None]
             hint = f"; its {codes[0]} needs a quantization_config in config.json" if codes else ""
-            raise CorruptModel(f"tensor {name} {list(shape)} is missing from {self._where}{hint}")
+            raise CorruptModel(f"tensor {name} {list(shape)} is missing from {self.where}{hint}")
         if found.shape != list(shape):
             path = self.path_of[self.stored_name(name)]
             raise CorruptModel(f"{path}: tensor {name} has shape {found.shape}, expected {list(shape)}")
@@ -93,7 +92,7 @@ class SafetensorsFiles:
             tensor = _beside(name, kind)
             found = self.find(tensor)
             if found is None:
-                raise CorruptModel(f"tensor {tensor} {expected} is missing from {self._where}")
+                raise CorruptModel(f"tensor {tensor} {expected} is missing from {self.where}")
             if found.shape != expected or found.dtype not in types:
                 path = self.path_of[self.stored_name(tensor)]
                 groups = f"groups of {stored.group}" if stored.group else "one group"

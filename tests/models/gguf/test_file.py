@@ -85,7 +85,10 @@ def test_other_files(tmp_path: Path) -> None:
     with pytest.raises(CorruptModel, match="not a GGUF file"):
         GgufFile(path)
     path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 1, 0, 0))
-    with pytest.raises(UnsupportedModel, match="version 1"):
+    with pytest.raises(UnsupportedModel, match=r"version 1 GGUF .* 2 and 3"):
+        GgufFile(path)
+    path.write_bytes(struct.pack(">4sIQQ", b"GGUF", 3, 0, 0))
+    with pytest.raises(UnsupportedModel, match="big-endian GGUF"):
         GgufFile(path)
 
 

@@ -243,7 +243,10 @@ def _read_preamble(cursor: _Cursor) -> tuple[int, int]:
         raise CorruptModel(f"{cursor.path} is not a GGUF file")
     version = cursor.number("I")
     if version not in (2, 3):
-        raise UnsupportedModel(f"{cursor.path}: GGUF version {version} is not supported; supported: 2, 3")
+        found = "big-endian" if version & 0xFFFF == 0 else f"version {version}"
+        raise UnsupportedModel(
+            f"{cursor.path}: {found} GGUF is not supported; supported: versions 2 and 3, little-endian"
+        )
     num_tensors, num_fields = cursor.number("Q"), cursor.number("Q")
     cursor.check_count("tensors", num_tensors, _MIN_TENSOR_BYTES)
     cursor.check_count("metadata fields", num_fields, _MIN_FIELD_BYTES)

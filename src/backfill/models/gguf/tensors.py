@@ -31,7 +31,8 @@ def planned_tensors(file: GgufFile, config: Mapping[str, Any]) -> Iterator[Plann
     unknown = sorted(set(file.tensors) - set(expected) - {"rope_freqs.weight"})
     if unknown:
         raise UnsupportedModel(
-            f"{file.path}: tensor {unknown[0][:60]!r} is not part of a {config['model_type']} model"
+            f"{file.path}: tensor {unknown[0][:60]!r} is not part of a {config['model_type']} model "
+            f"of {config['num_hidden_layers']} layers"
         )
     head_dim = config["head_dim"]
     for stored_name, (name, shape) in expected.items():
