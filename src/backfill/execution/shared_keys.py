@@ -1,4 +1,4 @@
-"""Which decodes of a step begin with the same blocks, so that attention reads these once for all of them."""
+"""Which decodes of a step begin with the same blocks: cascade attention reads these once for all of them."""
 
 from __future__ import annotations
 

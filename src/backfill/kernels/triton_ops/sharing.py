@@ -1,4 +1,4 @@
-"""Attention of decodes over keys that they share: rows of several sequences are in one tile.
+"""Cascade attention: rows of decodes that share keys are in one tile over these.
 
 What is left to each sequence, and the merge, are in ``decode.py``.
 """
