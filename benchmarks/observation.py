@@ -17,7 +17,7 @@ from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CopySpeed, CostProfile
 from backfill.costs.refine import ProfileRefiner
-from backfill.execution.executor import StoppableExecutor
+from backfill.execution.executor import Executor
 
 # A slow-down beside copies counts from so many standard errors, up to so much of a step's time.
 _LEAST_STANDARD_ERRORS = 2.0
@@ -43,7 +43,7 @@ class ObservedStep:
     copying_s: float
 
 
-class ObservedExecutor:
+class ObservedExecutor(Executor):
     """Passes plans on to an executor and notes what they took.
 
     Attributes:
@@ -54,7 +54,7 @@ class ObservedExecutor:
         copies: predicts how long blocks are copied; None if none are.
     """
 
-    def __init__(self, executor: StoppableExecutor, clock: Clock, copies: CopySpeed | None) -> None:
+    def __init__(self, executor: Executor, clock: Clock, copies: CopySpeed | None) -> None:
         self.info = executor.info
         self.steps: list[ObservedStep] = []
         self.gaps_s: list[float] = []

@@ -153,7 +153,6 @@ def _create_engine(device: Device, interval: int, min_interval: int | None, cloc
         device="simulated",
         dtype="bfloat16",
         num_layers=_NUM_LAYERS,
-        can_stop=True,
         num_host_blocks=_NUM_HOST_BLOCKS,
         block_bytes=_BLOCK_BYTES,
         offload_interval=interval,

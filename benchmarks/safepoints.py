@@ -28,7 +28,6 @@ from backfill.core.config import EngineConfig
 from backfill.core.plan import AdmittedRequest, Compute, Resume, Safepoints, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.execution.executor import pipelined
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.resolve import resolve_model
 from backfill.parallel.create import create_executor
@@ -103,7 +102,7 @@ def stops(
     rounds: int,
 ) -> Iterator[tuple[float, float]]:
     """Stop steps in flight at random times. Of each that stopped: when it was asked to, and when it did."""
-    rng, num_layers, steps = random.Random(0), executor.info.num_layers, pipelined(executor)
+    rng, num_layers = random.Random(0), executor.info.num_layers
     span_s = 0.7 * step_s * (1 + len(plans)) / 2
     for first in range(0, 2 * rounds * len(plans), 2 * len(plans)):
         numbers = range(first + 1, first + 1 + len(plans))
@@ -118,8 +117,8 @@ def stops(
         thread = threading.Thread(target=ask)
         thread.start()
         for number, plan in zip(numbers, plans, strict=True):
-            steps.submit(StepPlan(number, Compute(plan.slices, safepoints=points)))
-        outcomes = [steps.collect() for _ in plans]
+            executor.submit(StepPlan(number, Compute(plan.slices, safepoints=points)))
+        outcomes = [executor.collect() for _ in plans]
         thread.join()
         for number, plan, outcome in zip(numbers, plans, outcomes, strict=True):
             if outcome.stopped_at_s is not None:

@@ -28,7 +28,7 @@ from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CopySpeed, CostProfile, FitError
-from backfill.execution.executor import ExecutorInfo, PipelinedExecutor
+from backfill.execution.executor import Executor, ExecutorInfo, PipelinedExecutor
 from backfill.execution.simulated_executor import hashed_token
 
 # In the vocabularies of ``make_info`` and of tests/models/tiny.py; special tokens are below.
@@ -95,7 +95,6 @@ def make_info(
     end_token_ids: Sequence[int] = (2,),
     num_host_blocks: int = 0,
     num_layers: int = 1,
-    can_stop: bool = False,
 ) -> ExecutorInfo:
     return ExecutorInfo(
         num_blocks=num_blocks,
@@ -106,7 +105,6 @@ def make_info(
         device="none",
         dtype="none",
         num_layers=num_layers,
-        can_stop=can_stop,
         num_host_blocks=num_host_blocks,
     )
 
@@ -117,7 +115,7 @@ def flat_cost(step_s: float, row_s: float = 0.0) -> CostModel:
     return CostModel(rows, PiecewiseLinear((0.0, 1.0), (0.0, 0.0)), 0.0, 0.0, 0.0, 0.0)
 
 
-class ScriptedExecutor:
+class ScriptedExecutor(Executor):
     """Checks what a real executor relies on in each plan, and samples ``hashed_token`` or ``next_token``.
 
     A plan fails that names an unknown request, skips a token, or uses a block of another request.
@@ -138,6 +136,9 @@ class ScriptedExecutor:
         self.fail_at_step: int | None = None
         self.num_admitted_by_failure: int | None = None  # all
         self._perhaps_known: set[RequestId] = set()
+
+    def request_stop(self, step: int) -> None:
+        """Its steps do not stop."""
 
     def run(self, plan: StepPlan) -> StepOutcome:
         self.plans.append(plan)

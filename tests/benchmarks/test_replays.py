@@ -104,7 +104,7 @@ def observed(
     """What is seen of this device while it serves."""
     clock = VirtualClock()
     info = replace(
-        make_info(num_blocks, block_size=16, num_host_blocks=4000, num_layers=32, can_stop=True),
+        make_info(num_blocks, block_size=16, num_host_blocks=4000, num_layers=32),
         block_bytes=100_000,
     )
     executor = SimulatedExecutor(info, behaviour, clock, seed=5)
@@ -164,7 +164,7 @@ def test_without_copies_nothing_is_slowed() -> None:
 
 def test_copies_of_slots_count_as_their_share_of_a_block() -> None:
     clock = VirtualClock()
-    info = replace(make_info(num_blocks=8, num_host_blocks=8, can_stop=True), block_bytes=20_000_000)
+    info = replace(make_info(num_blocks=8, num_host_blocks=8), block_bytes=20_000_000)
     device = SimulatedExecutor(info, DeviceBehaviour(TRUE_COST, PROFILE.copies), clock)
     watched = ObservedExecutor(device, clock, PROFILE.copies)
     admitted = (AdmittedRequest(RequestId("r"), (5,) * 4, SamplingParams(max_tokens=1)),)

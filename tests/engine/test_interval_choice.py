@@ -429,9 +429,7 @@ def simulated_profile(interval: int | None) -> CostProfile:
     """A profile of a device whose layers take 1 ms, and the transfers of their weights 10 ms."""
     clock = VirtualClock()
     device = DeviceBehaviour(flat_cost(0.012), layer_transfer_s=0.01, layer_bytes=1)
-    info = replace(
-        make_info(num_blocks=1000), num_layers=NUM_LAYERS, can_stop=True, offload_interval=interval
-    )
+    info = replace(make_info(num_blocks=1000), num_layers=NUM_LAYERS, offload_interval=interval)
     capacity = Capacity(
         kv_tokens=info.num_blocks * info.block_size,
         block_size=info.block_size,

@@ -18,7 +18,6 @@ from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.engine.engine import Engine
-from backfill.execution.executor import PipelinedExecutor
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.execution.simulated_pipeline import SimulatedPipeline
 from tests.builders import linear_cost, make_info, make_profile, make_request
@@ -71,7 +70,7 @@ class Run:
         self.clock = VirtualClock()
         is_pipeline = len(self.stages) > 1
         info = replace(
-            make_info(1024, 16, max_model_len=4096, num_layers=sum(self.stages), can_stop=True),
+            make_info(1024, 16, max_model_len=4096, num_layers=sum(self.stages)),
             stage_layers=self.stages if is_pipeline else (),
             max_steps_in_flight=len(self.stages),
         )
@@ -371,7 +370,3 @@ def test_an_aborted_request_in_flight_ends_with_its_step() -> None:
     run.run()
     others = [each for each in requests if each is not aborted]
     assert all(len(each.output_token_ids) == 6 for each in others)
-
-
-def test_an_executor_with_run_alone_is_no_pipeline() -> None:
-    assert not isinstance(Run((4,), []).executor, PipelinedExecutor)

@@ -40,7 +40,7 @@ class LearningEngine:
 
     def __init__(self, profile: CostProfile | None = None) -> None:
         self.clock = VirtualClock()
-        info = make_info(num_blocks=4000, block_size=16, num_layers=30, can_stop=True, max_model_len=8192)
+        info = make_info(num_blocks=4000, block_size=16, num_layers=30, max_model_len=8192)
         profile = profile or coarse_profile(scaled(TRUTH, 1.5, 8.0))
         self.saved: list[CostProfile] = []
         grid = (StepLoad.of(shape) for shape in FULL.shapes(CAPACITY))
@@ -199,7 +199,7 @@ def test_a_refit_that_fails_ends_the_refining_and_nothing_else(
 
 def test_the_refiner_ignores_steps_with_another_interval_than_the_profiles() -> None:
     clock = VirtualClock()
-    info = replace(make_info(num_blocks=100, num_layers=12, can_stop=True), offload_interval=3)
+    info = replace(make_info(num_blocks=100, num_layers=12), offload_interval=3)
     executor = SimulatedExecutor(info, DeviceBehaviour(TRUTH, layer_transfer_s=0.001, layer_bytes=1), clock)
     profile = coarse_profile(TRUTH)
     refiner = ProfileRefiner(profile, (), clock)

@@ -25,6 +25,7 @@ from backfill.core.request import FinishReason, Request, ServiceClass
 from backfill.engine.engine import Engine
 from backfill.execution.copies import BlockCopier
 from backfill.execution.create import create_torch_executor
+from backfill.execution.executor import Executor
 from backfill.execution.pool_pair import CompletedCopies
 from backfill.execution.torch_executor import TorchExecutor
 from tests.builders import make_profile, make_request
@@ -213,7 +214,7 @@ def test_suspended_steps_beside_reclaimed_and_restored_blocks(
     assert num_stopped > 1
 
 
-class Clumsy:
+class Clumsy(Executor):
     """An executor that fails: alternately before the step begins and within a layer.
 
     Args:

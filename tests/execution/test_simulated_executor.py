@@ -65,7 +65,7 @@ def make_executor(stop_at_s: float) -> tuple[SimulatedExecutor, VirtualClock, St
     """Tokens cost 1 ms each."""
     clock = VirtualClock(10.0)
     events = StopAt(clock, stop_at_s)
-    info = replace(make_info(num_blocks=100), num_layers=NUM_LAYERS, can_stop=True)
+    info = replace(make_info(num_blocks=100), num_layers=NUM_LAYERS)
     executor = SimulatedExecutor(info, DeviceBehaviour(linear_cost()), clock)
     executor.events = events
     events.executor = executor
@@ -150,7 +150,7 @@ def make_device(**settings: float) -> DeviceBehaviour:
 def executor_of(device: DeviceBehaviour, seed: int = 0) -> tuple[SimulatedExecutor, VirtualClock]:
     clock = VirtualClock(10.0)
     info = replace(
-        make_info(num_blocks=100, num_host_blocks=100, num_layers=NUM_LAYERS, can_stop=True),
+        make_info(num_blocks=100, num_host_blocks=100, num_layers=NUM_LAYERS),
         block_bytes=10_000,
     )
     return SimulatedExecutor(info, device, clock, seed=seed), clock

@@ -24,7 +24,6 @@ from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.model import CostModel
-from backfill.execution.executor import OneStepAtATime, PipelinedExecutor, pipelined
 from backfill.execution.simulated_executor import SimulatedExecutor, hashed_token
 from backfill.execution.simulated_pipeline import SimulatedPipeline
 from backfill.offloading.interval import LayerTimes, num_device_layers, offloaded_layers, step_time_s
@@ -41,7 +40,7 @@ def make_pipeline(
     """Every step takes 4 s in all stages together, or what ``cost`` says."""
     clock = VirtualClock()
     info = replace(
-        make_info(num_layers=sum(stage_layers), can_stop=True),
+        make_info(num_layers=sum(stage_layers)),
         stage_layers=stage_layers,
         max_steps_in_flight=len(stage_layers),
     )
@@ -158,14 +157,11 @@ def test_a_step_in_its_last_stage_is_not_stopped() -> None:
 def test_an_executor_with_run_alone_has_one_step_in_flight() -> None:
     clock = VirtualClock()
     executor = SimulatedExecutor(make_info(), DeviceBehaviour(flat_cost(STEP_S)), clock)
-    steps = pipelined(executor)
-    assert isinstance(steps, OneStepAtATime)
-    steps.submit(plan_of(0))
+    executor.submit(plan_of(0))
     assert clock.now_s() == 0.0
-    outcome: StepOutcome = steps.collect()
+    outcome: StepOutcome = executor.collect()
     assert len(outcome.sampled) == 1 and clock.now_s() == STEP_S
     pipeline, _ = make_pipeline(1, 1)
-    assert isinstance(pipeline, PipelinedExecutor) and pipelined(pipeline) is pipeline
     for step in range(2):
         pipeline.submit(plan_of(step))
     with pytest.raises(AssertionError, match="2 steps are in flight"):
@@ -180,7 +176,7 @@ def make(
 ) -> tuple[SimulatedExecutor, VirtualClock]:
     """Steps of one token take ``num_layers * layer_s``, and each further token as long again."""
     clock = VirtualClock(10.0)
-    info = replace(make_info(num_blocks=100), num_layers=num_layers, can_stop=True, offload_interval=interval)
+    info = replace(make_info(num_blocks=100), num_layers=num_layers, offload_interval=interval)
     device = DeviceBehaviour(
         linear_cost(token_s=num_layers * layer_s, step_s=0.0),
         layer_transfer_s=transfer_s,

@@ -34,7 +34,7 @@ class FakeRank:
     def __init__(self, context: RankContext) -> None:
         sizes = context.tensor_parallel_size, context.pipeline_parallel_size
         # Ranks have different memories.
-        self.info = make_info(num_blocks=NUM_BLOCKS + context.rank, can_stop=True)
+        self.info = make_info(num_blocks=NUM_BLOCKS + context.rank)
         self._samples = context.rank == output_rank(*sizes)
         self._context = context
         self._tokens: dict[RequestId, list[int]] = {}

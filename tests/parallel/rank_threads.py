@@ -48,7 +48,7 @@ class _Done:
 
 
 class RankThreads(PipelinedExecutor):
-    """An executor whose ranks are threads. See ``PipelinedExecutor`` and ``StoppableExecutor``.
+    """An executor whose ranks are threads. See ``PipelinedExecutor``.
 
     Attributes:
         ranks: the executor of each rank.
@@ -115,10 +115,6 @@ class RankThreads(PipelinedExecutor):
             assert each is not None
             self._completed.add(each)
         return replace(outcome, completed_copies=self._completed.take()[0])
-
-    def run(self, plan: StepPlan) -> StepOutcome:
-        self.submit(plan)
-        return self.collect()
 
     def request_stop(self, step: int) -> None:
         self.state.stops.request(step)

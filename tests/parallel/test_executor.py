@@ -27,7 +27,6 @@ from backfill.core.plan import (
 )
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.execution.executor import PipelinedExecutor
 from backfill.parallel.executor import ParallelExecutor, RankFailed, merge_transfers
 from backfill.parallel.rank import RankLoader
 from tests.parallel.fake_ranks import (
@@ -112,7 +111,6 @@ def test_a_wait_for_a_step_ends_with_a_wake_but_wakes_do_not_put_off_the_look_af
 
 
 def test_ranks_know_the_tokens_of_steps_before(executor: ParallelExecutor) -> None:
-    assert isinstance(executor, PipelinedExecutor)
     assert executor.info.num_blocks == NUM_BLOCKS, "the least of the ranks"
     tokens = [1]
     for step in range(5):

@@ -134,11 +134,11 @@ def scheduler_of(
     return Scheduler(
         config,
         create_kv_cache(config, info.num_blocks, info.block_size, info.num_host_blocks, max_num_blocks),
-        create_policy(config, predictor, default_slo=slo, can_stop=info.can_stop),
+        create_policy(config, predictor, default_slo=slo, can_stop=info.num_layers > 1),
         predictor=predictor,
         default_slo=slo,
         block_copy_s=block_copy_s,
-        num_layers=info.num_layers if info.can_stop else None,
+        num_layers=info.num_layers,
         residency=residency,
         max_steps_in_flight=info.max_steps_in_flight,
         stage_layers=info.stage_layers,

@@ -11,6 +11,7 @@ from backfill.core.counters import ClassCounters
 from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import Request, ServiceClass
 from backfill.costs.model import CostModel
+from backfill.execution.executor import Executor
 from tests.builders import TwoTierExecutor, linear_cost, make_info, make_request
 from tests.integrity import check_scheduler
 from tests.scheduling.bench import scheduler_of
@@ -50,7 +51,6 @@ class CachingBench:
             BLOCK_SIZE,
             num_host_blocks=num_host_blocks,
             num_layers=num_layers or 1,
-            can_stop=num_layers is not None,
         )
         self.executor = TwoTierExecutor(info, random.Random(seed), completes=completes, stops=stops)
         self.scheduler = scheduler_of(self.config, info, cost or linear_cost(token_s=1e-5, step_s=1e-3))
@@ -93,7 +93,7 @@ class BrokenPlan(BaseException):
     """An executor found an error in a plan. No Exception, so that the engine does not continue."""
 
 
-class Unforgiving:
+class Unforgiving(Executor):
     """Turns all failures of an executor but the scripted ones into BrokenPlan."""
 
     def __init__(self, executor: TwoTierExecutor) -> None:

@@ -182,7 +182,7 @@ def stops_an_engines_step(spare_s: float, *, safepoints: bool = True, bias: floa
     """
     config = SchedulerConfig(policy="slo", preemption="discard", safepoints=safepoints, tpot_slo=1.0)
     clock = VirtualClock()
-    info = make_info(num_blocks=1000, num_layers=100, can_stop=True)
+    info = make_info(num_blocks=1000, num_layers=100)
     cost = linear_cost(token_s=0.001, step_s=1e-9)
     executor = SimulatedExecutor(info, DeviceBehaviour(cost), clock)
     engine = Engine(config, executor, clock, make_profile(cost))

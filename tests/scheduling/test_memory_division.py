@@ -83,7 +83,6 @@ INFO = ExecutorInfo(
     device="simulated",
     dtype="bfloat16",
     num_layers=NUM_LAYERS,
-    can_stop=True,
     num_host_blocks=400,
     block_bytes=1 << 20,
     offload_interval=8,

@@ -86,7 +86,6 @@ class Setting:
             BLOCK_SIZE,
             num_host_blocks=self.num_host_blocks,
             num_layers=4 if self.can_stop else 1,
-            can_stop=self.can_stop,
         )
         if self.min_interval is not None:
             info = replace(

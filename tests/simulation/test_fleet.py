@@ -78,7 +78,7 @@ def step_of_two(*, suspends: bool) -> StepPlan:
 @pytest.mark.parametrize("suspends", [True, False])
 @pytest.mark.parametrize("at_s", [0.0, 0.1234, 0.39, 0.3999])
 def test_a_split_step_stops_as_one_that_runs_at_once(at_s: float, suspends: bool) -> None:
-    info = replace(make_info(num_layers=10), can_stop=True)
+    info = make_info(num_layers=10)
     device = DeviceBehaviour(linear_cost(token_s=0.001), noise=StepNoise((0.0, 1.0), (0.9, 1.1)))
     whole_clock, clock = VirtualClock(), FleetClock()
     whole = SimulatedExecutor(info, device, whole_clock, seed=3)

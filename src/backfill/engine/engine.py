@@ -18,7 +18,7 @@ from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStats, TokenOutput
 from backfill.engine.stopping import StepStopper, SubmittedStep
-from backfill.execution.executor import Executor, pipelined
+from backfill.execution.executor import Executor
 from backfill.kvcache.create import create_kv_cache
 from backfill.offloading.residency import Residency, ResidencyPolicy, SharedLinkPolicy
 from backfill.scheduling.committed import CommittedToken
@@ -75,20 +75,19 @@ class Engine:
         self.scheduler = Scheduler(
             config,
             create_kv_cache(config, info.num_blocks, info.block_size, info.num_host_blocks, max_num_blocks),
-            create_policy(config, self.predictor, default_slo=self.default_slo, can_stop=info.can_stop)
+            create_policy(config, self.predictor, default_slo=self.default_slo, can_stop=info.num_layers > 1)
             if policy is None
             else policy(config, self.predictor),
             predictor=self.predictor,
             default_slo=self.default_slo,
             block_copy_s=None if profile is None else profile.block_copy_s(info.block_bytes),
             copy_interference=0.0 if profile is None else profile.copy_interference,
-            num_layers=info.num_layers if info.can_stop else None,
+            num_layers=info.num_layers,
             end_token_ids=info.end_token_ids,
             residency=_residency(residencies, info.num_layers, bus) if residencies else None,
             max_steps_in_flight=info.max_steps_in_flight,
             stage_layers=info.stage_layers,
         )
-        self._steps = pipelined(executor)
         self._stopper = StepStopper(self.scheduler, executor)
         self.num_failed_steps_in_a_row = 0
         self.num_stopped_steps = 0
@@ -145,7 +144,7 @@ class Engine:
             self._maybe_stop()
         except Exception:  # then the request waits for the end of the step
             logger.exception("whether to stop a running step could not be decided")
-        self._steps.wake()
+        self.executor.wake()
 
     def _maybe_stop(self) -> None:
         self._stopper.maybe_stop(self._in_flight, tuple(self._arrived), self._clock.now_s())
@@ -157,7 +156,7 @@ class Engine:
 
     def check(self) -> None:
         """Raises: ExecutorDead if no step can run any more. Steps raise it, but an engine may be idle."""
-        self._steps.check()
+        self.executor.check()
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         self._is_stalled = False
@@ -175,7 +174,7 @@ class Engine:
         Raises: ExecutorDead if no step can run any more.
         """
         outputs = self.submit_steps()
-        while self._may_submit and not self._steps.wait():
+        while self._may_submit and not self.executor.wait():
             outputs += self.submit_steps()
         return outputs + self.collect_step()
 
@@ -199,7 +198,7 @@ class Engine:
         try:
             if self._bus is not None and submitted.plan.slices:
                 self._bus.begin_step(self.default_slo.tpot_s, has_objective=self._serves_online)
-            outcome = self._steps.collect()
+            outcome = self.executor.collect()
         except ExecutorDead:
             raise
         except Exception as error:
@@ -228,7 +227,7 @@ class Engine:
         submitted = SubmittedStep(
             plan, self._kind_of(plan), planned_at_s, self._clock.now_s(), waits_s, is_alone, self._cost
         )
-        self._steps.submit(plan)
+        self.executor.submit(plan)
         self._in_flight = (*self._in_flight, submitted)
         if self._arrived:  # while the plan was made; they are not in it
             self._maybe_stop()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from backfill.core.plan import Resume, Safepoints, StepOutcome, StepPlan, max_in_flight
 from backfill.core.request import PriorityLevel, Request, ServiceClass
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.engine.messages import StepKind
-from backfill.execution.executor import Executor, StoppableExecutor
+from backfill.execution.executor import Executor
 from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, StopBudget, online_load, should_stop
 from backfill.scheduling.scheduler import Scheduler
 
@@ -99,7 +98,7 @@ class StepStopper:
                     self._budget.spend(step.stop_costs_s(now_s))
                 submitted.stop_asked_at_s = now_s
                 self._scheduler.in_flight.stop(submitted.plan.step)
-                cast(StoppableExecutor, self._executor).request_stop(submitted.plan.step)
+                self._executor.request_stop(submitted.plan.step)
 
     @staticmethod
     def latency_s(submitted: SubmittedStep, outcome: StepOutcome) -> float | None:

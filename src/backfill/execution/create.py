@@ -151,7 +151,6 @@ def _executor_info(target: Target, plan: RankPlan) -> ExecutorInfo:
         stored_in=target.checkpoint.stored_in,
         weight_bits=8 * target.checkpoint.layer_width,
         num_layers=model_config.num_layers,
-        can_stop=True,
         num_host_blocks=plan.num_host_blocks,
         block_bytes=plan.layout.block_bytes,
         offload_interval=interval,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 from backfill.core.block import SlotCopy, pack_block_ref
 from backfill.core.config import SchedulerConfig
@@ -37,7 +37,6 @@ class ExecutorInfo:
         stored_in: names of the formats of matrices of codes; empty where weights are of ``dtype``.
         weight_bits: of a weight in the matrices of layers, on average, with its part of scales.
         num_layers: decoder layers of the model; safepoints lie between them.
-        can_stop: the executor is a ``StoppableExecutor``.
         num_host_blocks: blocks in the KV pool in host memory.
         block_bytes: of one KV block, over all layers.
         offload_interval: every so many layers one is offloaded; None without offloading. At the start, and
@@ -62,7 +61,6 @@ class ExecutorInfo:
     stored_in: str = ""
     weight_bits: float = 0.0
     num_layers: int = 1
-    can_stop: bool = False
     num_host_blocks: int = 0
     block_bytes: int = 1
     offload_interval: int | None = None
@@ -114,11 +112,13 @@ class ExecutorInfo:
         sampling.check_token_ids(self.vocab_size)
 
 
-class Executor(Protocol):
-    """Executes plans one at a time, in the order in which they were made."""
+class Executor(ABC):
+    """Executes plans in the order in which they were made: one at a time, but for a ``PipelinedExecutor``."""
 
     info: ExecutorInfo
+    _next_plan: StepPlan | None = None  # submitted, without a pipeline
 
+    @abstractmethod
     def run(self, plan: StepPlan) -> StepOutcome:
         """Begin the plan's copies, then compute its slices and sample. Blocks until the slices are done.
 
@@ -134,10 +134,7 @@ class Executor(Protocol):
         - Unchanged: all else, with the other suspended slices.
         """
 
-
-class StoppableExecutor(Executor, Protocol):
-    """An executor whose steps can be stopped at safepoints. It keeps suspended slices of many steps."""
-
+    @abstractmethod
     def request_stop(self, step: int) -> None:
         """Stop the preemptible slices of the step at its next safepoint.
 
@@ -145,22 +142,13 @@ class StoppableExecutor(Executor, Protocol):
         another thread during ``run``, ``submit`` or ``collect``.
         """
 
-
-@runtime_checkable
-class PipelinedExecutor(Executor, Protocol):
-    """An executor with several steps in flight, as many as ``ExecutorInfo.max_steps_in_flight`` says.
-
-    Steps pass the stages in the order in which they were submitted, so on each rank a plan takes effect after
-    all of the plan before it. What ``Executor.run`` says of a plan and its outcome holds for each step.
-
-    Requests of the slices of steps in flight differ, but for successive chunks of one prompt, of which only
-    the last one may sample. If one fails, what the later ones compute does not count. A plan that is
-    submitted while a step is in flight moves no block, changes no memory and waits for no copy, and keeps
-    what the steps in flight may suspend.
-    """
-
     def submit(self, plan: StepPlan) -> None:
-        """Begin a step. It does not wait for its end, and reports no failure of a step."""
+        """Begin a step. It does not wait for its end, and reports no failure of a step.
+
+        Without a pipeline the step runs when it is collected.
+        """
+        assert self._next_plan is None, "a step is in flight"
+        self._next_plan = plan
 
     def collect(self) -> StepOutcome:
         """The outcome of the oldest step that was submitted and not collected. Blocks until the step is done.
@@ -168,6 +156,9 @@ class PipelinedExecutor(Executor, Protocol):
         Raises: what made the step fail. It then counts as collected, no rank writes for it any more, and the
             steps behind it are still to be collected: they have run, or fail too.
         """
+        plan, self._next_plan = self._next_plan, None
+        assert plan is not None, "no step is in flight"
+        return self.run(plan)
 
     def wait(self) -> bool:
         """Wait for the end of the oldest step, or for ``wake``; it may return sooner.
@@ -184,33 +175,29 @@ class PipelinedExecutor(Executor, Protocol):
         """Raises: ExecutorDead if no step can run any more. Steps raise it too, but none may be in flight."""
         return None  # noqa: RET501 -- as above
 
+
+class PipelinedExecutor(Executor):
+    """An executor with several steps in flight, as many as ``ExecutorInfo.max_steps_in_flight`` says.
+
+    Steps pass the stages in the order in which they were submitted, so on each rank a plan takes effect after
+    all of the plan before it. What ``Executor.run`` says of a plan and its outcome holds for each step.
+
+    Requests of the slices of steps in flight differ, but for successive chunks of one prompt, of which only
+    the last one may sample. If one fails, what the later ones compute does not count. A plan that is
+    submitted while a step is in flight moves no block, changes no memory and waits for no copy, and keeps
+    what the steps in flight may suspend.
+    """
+
+    @abstractmethod
+    def submit(self, plan: StepPlan) -> None: ...
+
+    @abstractmethod
+    def collect(self) -> StepOutcome: ...
+
     def run(self, plan: StepPlan) -> StepOutcome:
         """``submit`` and ``collect``, with no other step in flight."""
         self.submit(plan)
         return self.collect()
-
-
-class OneStepAtATime(PipelinedExecutor):
-    """``submit`` and ``collect`` of an executor that has ``run`` alone: a step runs when it is collected."""
-
-    def __init__(self, executor: Executor) -> None:
-        self.info = executor.info
-        self._executor = executor
-        self._submitted: StepPlan | None = None
-
-    def submit(self, plan: StepPlan) -> None:
-        assert self._submitted is None, "a step is in flight"
-        self._submitted = plan
-
-    def collect(self) -> StepOutcome:
-        plan, self._submitted = self._submitted, None
-        assert plan is not None, "no step is in flight"
-        return self._executor.run(plan)
-
-
-def pipelined(executor: Executor) -> PipelinedExecutor:
-    """The executor itself if it is a ``PipelinedExecutor``, else with one step in flight."""
-    return executor if isinstance(executor, PipelinedExecutor) else OneStepAtATime(executor)
 
 
 def stopped_outcome(outcome: StepOutcome, plan: StepPlan, layers_done: int, at_s: float) -> StepOutcome:

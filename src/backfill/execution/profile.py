@@ -21,13 +21,14 @@ from backfill.core.clock import Clock, WallClock
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.core.measured_on import MeasuredFile, MeasuredOn
+from backfill.costs.copy_profiler import RunsPlans
 from backfill.costs.fit import TimedStep
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CostProfile
 from backfill.costs.profiler import FULL, QUICK, Capacity, Grid, Shape, StepTimer, profile_executor
 from backfill.costs.refine import ProfileRefiner, corrected, num_as_predicted
-from backfill.execution.executor import Executor, ExecutorInfo
+from backfill.execution.executor import ExecutorInfo
 from backfill.execution.machine import StolenTime, proc_value, threads_of_rank
 from backfill.kernels.cpu import CpuKernels
 from backfill.models.config import ModelConfig
@@ -45,8 +46,10 @@ _CPU_RATES, _GPU_RATES = (150e9, 20e9), (312e12, 2.039e12)
 _LOCK_TIMEOUT_S = 10.0  # a save takes milliseconds; a start may wait for it
 
 
-class MeasuredExecutor(Executor, Protocol):
+class MeasuredExecutor(RunsPlans, Protocol):
     """An executor whose steps are timed."""
+
+    info: ExecutorInfo
 
     def fill_kv_pool(self, num_blocks: int) -> None:
         """Write to the first blocks of the pool, so that their pages are mapped."""

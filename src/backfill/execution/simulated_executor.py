@@ -25,7 +25,7 @@ from backfill.core.plan import (
 from backfill.core.request import RequestId
 from backfill.costs.behaviour import DeviceBehaviour, NoiseSource
 from backfill.costs.load import StepLoad
-from backfill.execution.executor import ExecutorInfo, stopped_outcome
+from backfill.execution.executor import Executor, ExecutorInfo, stopped_outcome
 from backfill.execution.simulated_weights import SimulatedStreamer
 
 
@@ -51,8 +51,8 @@ class StepEvents(Protocol):
         """Let all events happen that are due now."""
 
 
-class SimulatedExecutor:
-    """See ``StoppableExecutor``. Runs a plan by advancing the clock by the time it takes on the device.
+class SimulatedExecutor(Executor):
+    """Runs a plan by advancing the clock by the time it takes on the device.
 
     That time is not the predicted one: it is the device's own cost of the step, with noise, safepoints and
     concurrent copies. It is spread evenly over the layers, and offloaded ones wait for their weights. Events

@@ -55,7 +55,7 @@ class _Step:
 
 
 class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
-    """See ``PipelinedExecutor``, ``StoppableExecutor`` and ``SimulatedExecutor``.
+    """See ``PipelinedExecutor`` and ``SimulatedExecutor``.
 
     A step spends in each stage the share of its time that the stage has of the layers, and enters a stage
     once it has left the one before and the step in front of it has left this one. What stages send each other
@@ -83,9 +83,6 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
         self._stages = tuple(starmap(range, pairwise(accumulate(stage_layers, initial=0))))
         self._steps: deque[_Step] = deque()
         self._left_at_s = [0.0] * len(stage_layers)  # by the last step that was collected
-
-    def run(self, plan: StepPlan) -> StepOutcome:
-        return PipelinedExecutor.run(self, plan)
 
     def submit(self, plan: StepPlan) -> None:
         most = max_in_flight(self.info.max_steps_in_flight, (each.plan for each in self._steps))

@@ -82,7 +82,7 @@ class Stage:
         return cls(ModelShard.whole(num_layers), RankLinks(SoleSafepointGroup()), StopRequest())
 
     def request_stop(self, step: int) -> None:
-        """See ``StoppableExecutor``."""
+        """See ``Executor``."""
         self._stops.request(step)
 
     def begin_step(self, plan: StepPlan) -> None:

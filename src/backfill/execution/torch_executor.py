@@ -32,7 +32,7 @@ from backfill.execution.batch import FlatBatch, build_batch, host_batch
 from backfill.execution.collectives import Handover, Stop
 from backfill.execution.copies import BlockCopier
 from backfill.execution.decode_graphs import DecodeGraphs
-from backfill.execution.executor import ExecutorInfo, stopped_outcome
+from backfill.execution.executor import Executor, ExecutorInfo, stopped_outcome
 from backfill.execution.grammar_masks import GrammarMasks, TokenMasks
 from backfill.execution.host_memory import ReservedMemory
 from backfill.execution.layer_pass import LayerPass, MicroBatch, rows_of, sampled_rows
@@ -50,12 +50,12 @@ logger = logging.getLogger(__name__)
 _MAX_WAIT_S = 0.05
 
 
-class TorchExecutor:
+class TorchExecutor(Executor):
     """Executes plans on one rank, which may be the only one.
 
-    As the only one it is a ``StoppableExecutor``. Else all ranks run the same plans in the same order, and
-    each knows its part of the outcome: the first rank of the last stage the tokens, the last stage all stops,
-    others their own and earlier ones, and each rank its own copies and transfers.
+    Of several ranks all run the same plans in the same order, and each knows its part of the outcome: the
+    first rank of the last stage the tokens, the last stage all stops, others their own and earlier ones, and
+    each rank its own copies and transfers.
 
     Owns the rank's part of the KV pool and the tokens of admitted requests.
 

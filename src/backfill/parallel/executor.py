@@ -16,7 +16,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError
 from backfill.core.plan import Compute, StepOutcome, StepPlan, WeightTransfers
 from backfill.core.request import RequestId
-from backfill.execution.executor import ExecutorInfo
+from backfill.execution.executor import ExecutorInfo, PipelinedExecutor
 from backfill.parallel.messages import (
     Loaded,
     LoadFailed,
@@ -54,8 +54,8 @@ class RankFailed(Exception):
     """A step raised an exception on a rank, and all ranks are ready for the next one."""
 
 
-class ParallelExecutor:
-    """See ``StoppableExecutor`` and ``PipelinedExecutor``. The tensors are in the ranks' processes.
+class ParallelExecutor(PipelinedExecutor):
+    """See ``PipelinedExecutor``. The tensors are in the ranks' processes.
 
     A step that fails on one rank has failed on all. If every rank comes out of it, the engine goes on, and
     what the others sampled is dropped. If one does not, or if a process ends, all are ended and every call
@@ -193,10 +193,6 @@ class ParallelExecutor:
     def wake(self) -> None:
         self._ranks.wake()
 
-    def run(self, plan: StepPlan) -> StepOutcome:
-        self.submit(plan)
-        return self.collect()
-
     def request_stop(self, step: int) -> None:
         self._ranks.stop(step)
 
@@ -209,7 +205,7 @@ class ParallelExecutor:
             self.run(StepPlan(step=0, work=Compute(slices=()), moves=moves))
 
     def check(self) -> None:
-        """See ``PipelinedExecutor``: also if a rank has ended while no step is in flight."""
+        """See ``Executor``: also if a rank has ended while no step is in flight."""
         self._ranks.check()
 
     def close(self) -> None:

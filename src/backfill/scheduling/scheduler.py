@@ -35,7 +35,7 @@ class Scheduler:
         default_slo: of online requests that bring none.
         block_copy_s: seconds that a copy of one block between device and host takes; None if not known.
         copy_interference: seconds by which a step becomes longer for each second of copying beside it.
-        num_layers: of the model; None where the executor cannot stop a step.
+        num_layers: of the model; between two of them a step can stop.
         residency: divides device memory between weights and KV; None where that does not change.
         max_steps_in_flight: plans that may be made before the outcome of the first is committed, without some
             that resume (``max_in_flight``).
@@ -52,7 +52,7 @@ class Scheduler:
         default_slo: SLO | None = None,
         block_copy_s: float | None = None,
         copy_interference: float = 0.0,
-        num_layers: int | None = None,
+        num_layers: int = 1,
         end_token_ids: Collection[int] = (),
         residency: ResidencyPolicy | None = None,
         max_steps_in_flight: int = 1,
@@ -70,8 +70,8 @@ class Scheduler:
         self.prompt_scores = PromptScores()
         self._suspension = Suspension(
             config,
-            predictor if policy.stops_steps and num_layers is not None else None,
-            num_layers or 1,
+            predictor if policy.stops_steps and num_layers > 1 else None,
+            num_layers,
             self._count_discarded,
             policy.stops_online_steps,
         )

@@ -75,7 +75,6 @@ def executor_info(hardware: HardwareProfile, host_kv_tokens: int) -> ExecutorInf
         device=costs.key.device,
         dtype=costs.key.dtype,
         num_layers=costs.num_layers,
-        can_stop=True,
         num_host_blocks=host_kv_tokens // BLOCK_SIZE if costs.copies is not None else 0,
         block_bytes=hardware.kv_bytes_per_token * BLOCK_SIZE,
         max_steps_in_flight=max(1, len(hardware.stage_layers)),
