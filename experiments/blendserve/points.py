@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from backfill.core.durable_files import write_all
 from backfill.core.errors import ConfigError
-from backfill.jobs.private_files import write_all
 from backfill.simulation.study import PointStore
 from experiments.blendserve.mix import MixSpec
 from experiments.blendserve.pool import HARDWARE

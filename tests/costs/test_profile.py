@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,13 +45,13 @@ def test_a_disk_that_is_full_leaves_the_file_as_it_was_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = saved(tmp_path)
-    write_text = Path.write_text
+    write = os.write
 
-    def run_full(partial: Path, text: str, **keywords: Any) -> int:
-        write_text(partial, text[:100], **keywords)
+    def run_full(file: int, data: memoryview) -> int:
+        write(file, data[:100])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", run_full)
+    monkeypatch.setattr(os, "write", run_full)
     with pytest.raises(OSError, match="No space left"):
         replace(PROFILE, provenance="another").save(path)
     assert CostProfile.load(path) == PROFILE
@@ -61,18 +62,30 @@ def test_processes_with_one_id_write_different_files(tmp_path: Path, monkeypatch
     """As in two containers: the second saves while the first is about to rename its file."""
     path, first = tmp_path / "profile.json", replace(PROFILE, provenance="first")
     renamed: list[Path] = []
-    rename = Path.replace
+    rename = os.replace
 
-    def save_another_first(partial: Path, target: Path) -> Path:
+    def save_another_first(partial: Path, target: Path) -> None:
         renamed.append(partial)
         if len(renamed) == 1:
             PROFILE.save(path)
-        return rename(partial, target)
+        rename(partial, target)
 
-    monkeypatch.setattr(Path, "replace", save_another_first)
+    monkeypatch.setattr(os, "replace", save_another_first)
     first.save(path)
     assert CostProfile.load(path) == first
     assert len(set(renamed)) == 2
+
+
+def test_the_content_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut after the rename would else leave an empty profile, which a start refuses."""
+    done: list[str] = []
+    fsync, rename = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append("sync"), fsync(file)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (done.append("rename"), rename(*paths)))
+    PROFILE.save(tmp_path / "profile.json")
+    assert done[:2] == ["sync", "rename"]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
-"""Permissions of a data folder, and atomic writes of small files."""
+"""Permissions of a data folder, and which folders are refused."""
 
 from __future__ import annotations
 
-import errno
 import os
 import sqlite3
 import stat
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +16,6 @@ from backfill.jobs.private_files import (
     check_own,
     check_writable,
     make_private,
-    write_durably,
 )
 from tests.jobs.doubles import (
     InstantRunner,
@@ -82,44 +79,6 @@ def test_other_files_are_not_changed(tmp_path: Path) -> None:
     make_private(tmp_path)
     found = modes(tmp_path)
     assert (found["."], found["notes.txt"], found["server.lock"]) == (0o755, 0o644, 0o600)
-
-
-def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "store.id"
-    write_durably(path, b"old")
-    real_write = os.write
-
-    def write(file: int, data: Any) -> int:
-        real_write(file, bytes(data[:1]))
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", write)
-        with pytest.raises(OSError, match="No space"):
-            write_durably(path, b"new")
-    assert path.read_bytes() == b"old"
-    write_durably(path, b"new")
-    assert path.read_bytes() == b"new"
-
-
-def test_content_and_name_are_on_the_disk_before_it_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    real_fsync, real_replace = os.fsync, os.replace
-
-    def fsync(file: int) -> None:
-        done.append("folder" if stat.S_ISDIR(os.fstat(file).st_mode) else "file")
-        real_fsync(file)
-
-    def replace(source: Any, target: Any) -> None:
-        done.append("replace")
-        real_replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", replace)
-    write_durably(tmp_path / "store.id", b"id")
-    assert done == ["file", "replace", "folder"]
 
 
 async def test_a_data_folder_that_cannot_be_used_is_an_error(

@@ -36,6 +36,7 @@ from unittest import mock
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.exc import OperationalError
 
+from backfill.core.durable_files import write_all
 from backfill.core.errors import ConfigError, EngineDead
 from backfill.jobs import database_results, results, storage
 from backfill.jobs.config import JobsConfig
@@ -43,7 +44,6 @@ from backfill.jobs.database import open_database
 from backfill.jobs.errors import Busy, Conflict, NotFound, StorageFull
 from backfill.jobs.lines import LineResult, completed
 from backfill.jobs.manager import JobManager
-from backfill.jobs.private_files import write_all
 from backfill.jobs.threads import JobThreads
 from backfill.preparation.line_file import is_marked
 from backfill.preparation.lines import BatchLine

@@ -34,6 +34,7 @@ from backfill.cli.startup import (
     served_model,
 )
 from backfill.core.config import EngineConfig, SchedulerConfig
+from backfill.core.durable_files import write_durably
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.core.heap import freeze_imports, pause_collection
 from backfill.core.options import without_secrets
@@ -44,7 +45,7 @@ from backfill.http.config import ServerConfig
 from backfill.ipc.log_lines import name_replica
 from backfill.ipc.python_process import say_last_words
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.private_files import make_folder, unusable, write_durably
+from backfill.jobs.private_files import make_folder, unusable
 from backfill.protocol.options import read_template
 from backfill.router.config import ReplicaOptions
 

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import msgspec
 
+from backfill.core.durable_files import write_durably
 from backfill.core.errors import ConfigError
 
 
@@ -59,15 +60,12 @@ class MeasuredFile:
         return {"format": self.FORMAT, **asdict(self)}  # type: ignore[call-overload]  # a dataclass
 
     def save(self, path: Path) -> None:
-        """Write the file atomically; after an OSError it is unchanged, and no other file is left."""
+        """Write the file durably; after an OSError it is unchanged, and no other file is left."""
         path.parent.mkdir(parents=True, exist_ok=True)
         # Two containers on one volume may have the same process id.
         partial = path.with_suffix(f".{uuid4().hex}.partial")
-        try:
-            partial.write_text(json.dumps(self.content(), indent=1) + "\n", encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        text = json.dumps(self.content(), indent=1) + "\n"
+        write_durably(path, text.encode(), mode=0o666, partial=partial)
 
     @classmethod
     def load(cls, path: Path) -> Self:

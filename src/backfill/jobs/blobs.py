@@ -10,7 +10,8 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 
-from backfill.jobs.private_files import FILE_MODE, make_folder, sync_folder, write_durably
+from backfill.core.durable_files import sync, write_durably
+from backfill.jobs.private_files import FILE_MODE, make_folder
 from backfill.jobs.threads import ThreadPool
 
 CHUNK_BYTES = 1 << 20
@@ -93,7 +94,7 @@ class FileStore:
         with file:
             os.fsync(file.fileno())
         os.replace(self._partial(file_id), self.path(file_id))
-        sync_folder(self._folder)
+        sync(self._folder)
 
     def discard(self, file_id: str, file: FileIO | None) -> None:
         """Give a new file up. ``file`` is None where ``create`` was cancelled; it may have made the file."""

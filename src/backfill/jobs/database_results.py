@@ -20,10 +20,10 @@ from sqlalchemy import Connection, Engine, bindparam, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
+from backfill.core.durable_files import write_all
 from backfill.jobs.blobs import FileStore
 from backfill.jobs.leases import Lease, LeaseLost, Leases, lock_lease
 from backfill.jobs.lines import LineResult
-from backfill.jobs.private_files import write_all
 from backfill.jobs.records import (
     BatchRecord,
     LineOutcome,

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
 
+from backfill.core.durable_files import write_all
 from backfill.jobs.blobs import Download
 from backfill.jobs.errors import NotFound, StorageFull, TooLarge, TooManyUploads
-from backfill.jobs.private_files import write_all
 from backfill.jobs.records import FileRecord, Page, new_file_id
 from backfill.jobs.storage import JobStorage
 

@@ -1,4 +1,4 @@
-"""The data folder: its lock, its permissions, and durable writes of small files."""
+"""The data folder: its lock and its permissions."""
 
 from __future__ import annotations
 
@@ -152,34 +152,6 @@ def make_private(data_dir: Path) -> None:
             is_ours_alone = False
     if is_ours_alone:
         _restrict(data_dir, FOLDER_MODE)
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Replace a file as a whole: after a crash it has either the old content or the new. Raises: OSError."""
-    partial = path.with_name(path.name + ".part")
-    file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
-    try:
-        write_all(file, content)
-        os.fsync(file)
-    finally:
-        os.close(file)
-    os.replace(partial, path)
-    sync_folder(path.parent)
-
-
-def write_all(file: int, data: bytes | bytearray) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
-
-
-def sync_folder(folder: Path) -> None:
-    """Make new names in a folder survive a crash."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _restrict(path: Path, mode: int) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import msgspec
 
+from backfill.core.durable_files import sync, write_all
 from backfill.core.errors import BackfillError
 from backfill.jobs.lines import LineResult, Usage
-from backfill.jobs.private_files import FILE_MODE, sync_folder, write_all
+from backfill.jobs.private_files import FILE_MODE
 from backfill.jobs.records import LineOutcome, RequestCounts, TokenUsage
 from backfill.preparation.line_file import is_marked, mark
 
@@ -146,7 +147,7 @@ class ResultLog(ResultTally):
                 os.ftruncate(file, size)
                 files[path] = _Identity.of(os.fstat(file))
         for folder in {path.parent for path in self._paths}:
-            sync_folder(folder)
+            sync(folder)
         self._files = files
 
     def check_intact(self) -> None:

@@ -14,6 +14,7 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from backfill.core.clock import Clock, WallClock
+from backfill.core.durable_files import write_durably
 from backfill.core.errors import ConfigError
 from backfill.jobs.blobs import FileStore
 from backfill.jobs.config import JobsConfig
@@ -29,7 +30,7 @@ from backfill.jobs.database_results import DatabaseResults, FileResults, ResultS
 from backfill.jobs.errors import Busy
 from backfill.jobs.leases import Leases, add_missing_leases
 from backfill.jobs.object_store import open_file_store
-from backfill.jobs.private_files import make_private, write_durably
+from backfill.jobs.private_files import make_private
 from backfill.jobs.retry import as_os_errors, reason_of, with_retries
 from backfill.jobs.store import JobStore
 from backfill.jobs.threads import JobThreads, until_done

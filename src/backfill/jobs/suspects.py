@@ -9,8 +9,8 @@ from typing import Protocol
 
 import msgspec
 
+from backfill.core.durable_files import write_durably
 from backfill.core.errors import BackfillError
-from backfill.jobs.private_files import write_durably
 from backfill.preparation.line_file import is_marked
 
 logger = logging.getLogger(__name__)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from backfill.core.durable_files import sync
 from backfill.core.errors import ModelError
 from backfill.models.config import ModelConfig
 from backfill.models.fields import Fields
@@ -59,16 +59,17 @@ def write_folder(source: Path, folder: Path, files: Mapping[str, str], *, moves:
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
         try:
             for name, text in files.items():
-                _write_text(staging / name, text)
+                (staging / name).write_text(text + "\n", encoding="utf-8")
+                sync(staging / name)
             if moves:
-                _sync(source)
+                sync(source)
                 source.rename(staging / GGUF_FILE)
             else:
                 (staging / GGUF_FILE).symlink_to(source.resolve())
-            _sync(staging)
+            sync(staging)
             staging.chmod(0o755)
             staging.rename(folder)
-            _sync(folder.parent)
+            sync(folder.parent)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
@@ -77,20 +78,3 @@ def write_folder(source: Path, folder: Path, files: Mapping[str, str], *, moves:
 
 def _json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False)
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Write ``text`` and a newline as UTF-8, synced to the disk. Raises: OSError."""
-    with path.open("w", encoding="utf-8") as out:
-        out.write(text + "\n")
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or a folder's list of names to the disk. Raises: OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
