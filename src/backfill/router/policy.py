@@ -17,6 +17,11 @@ from backfill.router.replica import Placement, Replica
 
 PolicyName = Literal["slo", "round-robin", "least-loaded", "prefix"]
 
+# Shares of the TTFT objective: that a request may wait longer for its prefix, within which a first token is
+# predicted to be in time, and by which predicted TTFTs differ without meaning.
+IMBALANCE, MARGIN, _TIE = 0.4, 0.8, 0.01
+MIN_MATCH = 0.1  # share of a prompt from which a match counts as its prefix
+
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
@@ -60,29 +65,17 @@ class RoutingPolicy(Protocol):
         ...
 
 
-@dataclass(slots=True)
 class SloPolicy:
     """Least predicted TTFT, and the replica that has the prefix where that costs no objective.
 
     A replica without capacity for the request is passed over while another has one. Of the others, those
-    are in question whose wait is at most ``imbalance`` of the TTFT objective longer than the shortest, and
-    which would meet the objective with ``margin``. Where one of them has at least ``min_match`` of the
+    are in question whose wait is at most ``IMBALANCE`` of the TTFT objective longer than the shortest, and
+    which would meet the objective with ``MARGIN``. Where one of them has at least ``MIN_MATCH`` of the
     prompt in its cache, the one with most of it is taken: a hit saves work that other requests would wait
     for. Else the request brings a new prefix, and of those whose TTFT is about the least, the one with the
     emptiest cache is taken, so that prefixes spread over all caches. Where no replica would meet the
     objective, the least TTFT is taken.
-
-    Attributes:
-        imbalance: share of the TTFT objective that a request may wait longer for its prefix.
-        margin: share of the TTFT objective within which a first token is predicted to be in time.
-        min_match: share of a prompt from which a match counts as its prefix.
-        tie: share of the TTFT objective by which predicted TTFTs differ without meaning.
     """
-
-    imbalance: float = 0.4
-    margin: float = 0.8
-    min_match: float = 0.1
-    tie: float = 0.01
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> Candidate:
         placed = [each for each in candidates if each.replica.has_capacity(request.num_tokens)] or candidates
@@ -91,18 +84,18 @@ class SloPolicy:
         if not in_question:
             return min(placed, key=lambda each: (each.ttft_s, each.replica.num_online))
         best = min(in_question, key=lambda each: (each.tokens_to_compute, each.ttft_s))
-        if request.num_tokens - best.tokens_to_compute >= self.min_match * request.num_tokens:
+        if request.num_tokens - best.tokens_to_compute >= MIN_MATCH * request.num_tokens:
             return best
         least = min(in_question, key=lambda each: each.ttft_s)
-        most_s = least.ttft_s + self.tie * _objective_s(request, least)
+        most_s = least.ttft_s + _TIE * _objective_s(request, least)
         about_least = [each for each in in_question if each.ttft_s <= most_s]
         return min(about_least, key=lambda each: (each.cache_used, each.replica.num_online, each.ttft_s))
 
     def _is_in_question(self, request: RoutedRequest, candidate: Candidate, least_wait_s: float) -> bool:
         objective_s = _objective_s(request, candidate)
         return (
-            candidate.wait_s <= least_wait_s + self.imbalance * objective_s
-            and candidate.ttft_s <= self.margin * objective_s
+            candidate.wait_s <= least_wait_s + IMBALANCE * objective_s
+            and candidate.ttft_s <= MARGIN * objective_s
         )
 
 

@@ -11,6 +11,8 @@ from backfill.costs.model import CostModel
 from backfill.offloading.interval import StepBounds
 from backfill.scheduling.policy import RequestView
 
+# Share of the deadlines that are to be met; a little more than the 99 % that are promised.
+_ATTAINMENT = 0.993
 # Assumed of the error of a profile until steps have been observed.
 _INITIAL_ERROR = 0.1
 # Weight of the latest step in the moving average, as in TCP's of round-trip times.
@@ -46,17 +48,13 @@ class StepPredictor:
         cost: predicts steps; uncorrected.
         measured: the cost model that was measured; ``cost``, without what transfers of weights add to it.
         average_step_s: moving average of the steps that were observed; 0 before the first.
-
-    Args:
-        attainment: share of the deadlines that are to be met; a little more than the 99 % that are promised.
     """
 
-    def __init__(self, cost: CostModel, attainment: float = 0.993) -> None:
+    def __init__(self, cost: CostModel) -> None:
         self.cost = self.measured = cost
         self._bounds: StepBounds | None = None
-        self._attainment = attainment
         self._bias = BiasCorrection()
-        self._errors = ErrorQuantile(attainment, 1.0 + _INITIAL_ERROR)
+        self._errors = ErrorQuantile(_ATTAINMENT, 1.0 + _INITIAL_ERROR)
         self.average_step_s = 0.0
 
     @property
@@ -85,7 +83,7 @@ class StepPredictor:
     def observe_gaps(self, num_kept: int, num_gaps: int) -> None:
         """Learn from the gaps of a step's online tokens: how many kept to their objectives."""
         if num_gaps:
-            self._errors.adapt(num_kept / num_gaps, self._attainment)
+            self._errors.adapt(num_kept / num_gaps, _ATTAINMENT)
 
     def observe(self, predicted_s: float, step_s: float, cycle_s: float | None = None) -> None:
         """Learn from a complete step.
