@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from backfill.api.online_load import OnlineLoad, OnlineTrafficMeter, OpenChoice, Prediction, prefill_time_s
+from backfill.api.online_load import OnlineLoad, OnlineTrafficMeter, OpenChoice, Prediction
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.core.prefixes import token_keys
-from backfill.costs.load import StepLoad
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepReport, StepStats
 from backfill.preparation.messages import OnlineTraffic
 from tests.builders import linear_cost
@@ -82,20 +81,6 @@ def test_a_flood_of_another_owner_counts_up_to_the_tokens_of_ones_own() -> None:
     for choices in flood[1:]:
         end(choices)
     assert predict(load, 100, owner="late").ttft_s == pytest.approx(3 * 0.15), "there is no more of it"
-
-
-def test_prompts_are_computed_in_full_steps() -> None:
-    many = StepLoad.of([(0, 10, True)] * 25)
-    assert prefill_time_s(COST, many, 100) == pytest.approx(0.25 + 3 * 0.05)
-    assert prefill_time_s(COST, StepLoad(), 100) == 0.0
-    context = linear_cost(token_s=0.001, context_s=0.01)
-    for num_tokens in (7, 100, 250):
-        chunks = [
-            (start, min(100, num_tokens - start), start + 100 >= num_tokens)
-            for start in range(0, num_tokens, 100)
-        ]
-        predicted = prefill_time_s(context, StepLoad.of(chunks), 100)
-        assert predicted == pytest.approx(context.prefill_time_s(num_tokens, 100)), "by the cost model"
 
 
 def test_a_prompt_counts_until_its_first_token_and_a_choice_until_its_end() -> None:

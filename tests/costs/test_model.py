@@ -11,6 +11,7 @@ from backfill.core.plan import ScheduledSlice
 from backfill.core.request import RequestId
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel, PiecewiseLinear
+from tests.builders import linear_cost
 from tests.shared import examples
 
 Slice = tuple[int, int, bool]
@@ -197,6 +198,21 @@ def test_a_prompt_is_computed_in_chunks_and_the_last_one_samples() -> None:
     assert MODEL.prefill_time_s(20, 8, num_computed_tokens=8) == pytest.approx(
         sum(plain_time_s(MODEL, [chunk]) for chunk in chunks[1:])
     )
+
+
+def test_a_load_is_computed_in_full_steps() -> None:
+    cost = linear_cost(token_s=0.001, step_s=0.05)
+    many = StepLoad.of([(0, 10, True)] * 25)
+    assert cost.steps_time_s(many, 100) == pytest.approx(0.25 + 3 * 0.05)
+    assert cost.steps_time_s(StepLoad(), 100) == 0.0
+    context = linear_cost(token_s=0.001, context_s=0.01)
+    for num_tokens in (7, 100, 250):
+        chunks = [
+            (start, min(100, num_tokens - start), start + 100 >= num_tokens)
+            for start in range(0, num_tokens, 100)
+        ]
+        predicted = context.steps_time_s(StepLoad.of(chunks), 100)
+        assert predicted == pytest.approx(context.prefill_time_s(num_tokens, 100))
 
 
 def test_only_a_part_of_a_large_chunk_may_count() -> None:

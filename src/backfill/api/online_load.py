@@ -202,12 +202,12 @@ class OnlineLoad:
         for level in (self._in_time, self._relegated) if is_late else (self._in_time,):
             for other, load in level.items():
                 if other.owner != queue.owner:
-                    _add(of_others.setdefault(other.owner, StepLoad()), load)
+                    of_others.setdefault(other.owner, StepLoad()).add(load)
                 elif level is not own_level or other.priority <= queue.priority:
-                    _add(ahead, load)
+                    ahead.add(load)
         num_tokens = ahead.num_tokens
         for load in of_others.values():
-            _add(ahead, load, min(1.0, num_tokens / load.num_tokens))
+            ahead.add(load, min(1.0, num_tokens / load.num_tokens))
         return ahead
 
     def num_too_many(self, prompt_tokens: Sequence[int], limit_s: float) -> int:
@@ -307,7 +307,7 @@ class OnlineLoad:
             del loads[choice.queue]
 
     def _prefill_s(self, load: StepLoad) -> float:
-        return self._correction.mean * prefill_time_s(self._cost, load, self._step_tokens)
+        return self._correction.mean * self._cost.steps_time_s(load, self._step_tokens)
 
     def _decode_s(self, prompt_tokens: Sequence[int], num_others: int) -> float:
         """Of a step that decodes a new request and so many open choices of average context."""
@@ -357,35 +357,9 @@ class OnlineTrafficMeter:
         self._began_s, self._num_computed, self._num_reads = now_s, num_computed, 0
 
 
-def prefill_time_s(cost: CostModel, load: StepLoad, step_tokens: int) -> float:
-    """Seconds to compute all slices of a load in full steps of ``step_tokens``, without other requests."""
-    num_full, num_rest = divmod(load.num_tokens, step_tokens)
-    num_steps = num_full + (num_rest > 0)
-    if num_steps == 0:
-        return 0.0
-    return (
-        num_full * cost.rows_s(step_tokens)
-        + (cost.rows_s(num_rest) if num_rest else 0.0)
-        + num_steps * cost.sampled_s(load.num_sampled / num_steps)
-        + cost.request_s * load.num_requests
-        + cost.prefill_pair_s * load.prefill_pairs
-        + cost.prefill_context_s * load.prefill_context_tokens
-        + cost.decode_context_s * load.decode_context_tokens
-    )
-
-
 def _slices(length: int, step_tokens: int, first: int) -> list[tuple[int, int, bool]]:
     """The chunks of a prompt behind ``first``: (start, number of tokens, whether a token is sampled)."""
     return [
         (start, min(step_tokens, length - start), start + step_tokens >= length)
         for start in range(first, length, step_tokens)
     ]
-
-
-def _add(load: StepLoad, other: StepLoad, part: float = 1.0) -> None:
-    load.num_tokens += round(part * other.num_tokens)
-    load.num_sampled += round(part * other.num_sampled)
-    load.num_requests += round(part * other.num_requests)
-    load.prefill_pairs += round(part * other.prefill_pairs)
-    load.prefill_context_tokens += round(part * other.prefill_context_tokens)
-    load.decode_context_tokens += round(part * other.decode_context_tokens)

@@ -48,6 +48,15 @@ class StepLoad:
         self.num_sampled += len(starts)
         self.decode_context_tokens += sum(starts)
 
+    def add(self, other: StepLoad, part: float = 1.0) -> None:
+        """Put in all slices of another load, or about a part of them."""
+        self.num_tokens += round(part * other.num_tokens)
+        self.num_sampled += round(part * other.num_sampled)
+        self.num_requests += round(part * other.num_requests)
+        self.prefill_pairs += round(part * other.prefill_pairs)
+        self.prefill_context_tokens += round(part * other.prefill_context_tokens)
+        self.decode_context_tokens += round(part * other.decode_context_tokens)
+
     def take(self, start: int, num_tokens: int, num_sampled: int) -> None:
         """Undo a ``put`` of the same arguments."""
         self._add(start, num_tokens, num_sampled, -1)

@@ -96,6 +96,22 @@ class CostModel:
             + self.decode_context_s * load.decode_context_tokens
         )
 
+    def steps_time_s(self, load: StepLoad, step_tokens: int) -> float:
+        """Seconds of a load in full steps of ``step_tokens``, with the rest of its tokens in one more."""
+        num_full, num_rest = divmod(load.num_tokens, step_tokens)
+        num_steps = num_full + (num_rest > 0)
+        if num_steps == 0:
+            return 0.0
+        return (
+            num_full * self.rows_s(step_tokens)
+            + (self.rows_s(num_rest) if num_rest else 0.0)
+            + num_steps * self.sampled_s(load.num_sampled / num_steps)
+            + self.request_s * load.num_requests
+            + self.prefill_pair_s * load.prefill_pairs
+            + self.prefill_context_s * load.prefill_context_tokens
+            + self.decode_context_s * load.decode_context_tokens
+        )
+
     def slowed(self, factor: float) -> CostModel:
         """Of a device on which every step takes so many times as long."""
         return CostModel(
