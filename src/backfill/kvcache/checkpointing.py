@@ -65,32 +65,19 @@ class CheckpointPolicy(Protocol):
         ...
 
 
-class NoCheckpoints:
-    """Preempted requests are recomputed."""
+@dataclass(slots=True)
+class FixedCheckpoints:
+    """No full block, or every one, whatever the pool holds.
 
-    checkpoints_at_preemption = False
+    Attributes:
+        copies_full_blocks: every block as soon as it is full.
+    """
 
-    def max_blocks(self, view: PoolView) -> int:
-        return 0
-
-
-class SwapAtPreemption(NoCheckpoints):
-    """A request is checkpointed when it is preempted, and the step waits: what swapping engines do."""
-
-    checkpoints_at_preemption = True
-
-
-class LazyCheckpoints(NoCheckpoints):
-    """What other KV is about to overwrite, and the step waits (BROS, section 5.2)."""
-
-
-class EagerCheckpoints:
-    """Every block as soon as it is full."""
-
-    checkpoints_at_preemption = True
+    checkpoints_at_preemption: bool = False
+    copies_full_blocks: bool = False
 
     def max_blocks(self, view: PoolView) -> int:
-        return view.num_blocks
+        return view.num_blocks if self.copies_full_blocks else 0
 
 
 class AdaptiveCheckpoints:

@@ -7,10 +7,7 @@ from backfill.core.plan import CopyDirections
 from backfill.kvcache.checkpointing import (
     AdaptiveCheckpoints,
     CheckpointPolicy,
-    EagerCheckpoints,
-    LazyCheckpoints,
-    NoCheckpoints,
-    SwapAtPreemption,
+    FixedCheckpoints,
     UserCheckpoints,
 )
 from backfill.kvcache.manager import KVCacheManager
@@ -48,14 +45,12 @@ def create_kv_cache(
 def create_checkpoint_policy(config: SchedulerConfig) -> CheckpointPolicy:
     """The policy of ``config.checkpointing``. Raises: ConfigError if the user's own one cannot be made."""
     match config.checkpointing:
-        case None | "none":
-            return NoCheckpoints()
-        case "swap":
-            return SwapAtPreemption()
-        case "lazy":
-            return LazyCheckpoints()
+        case None | "none" | "lazy":  # lazy: as other KV is about to overwrite it (BROS, section 5.2)
+            return FixedCheckpoints()
+        case "swap":  # what swapping engines do
+            return FixedCheckpoints(checkpoints_at_preemption=True)
         case "eager":
-            return EagerCheckpoints()
+            return FixedCheckpoints(checkpoints_at_preemption=True, copies_full_blocks=True)
         case "adaptive":
             return AdaptiveCheckpoints(config.checkpoint_from, config.checkpoint_all_from)
         case path:

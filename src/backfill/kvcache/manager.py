@@ -13,7 +13,7 @@ from backfill.core.counters import ClassCounters
 from backfill.core.plan import BlockCopies, CopyDirections
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.kvcache.checkpointer import Checkpointer
-from backfill.kvcache.checkpointing import CheckpointPolicy, NoCheckpoints
+from backfill.kvcache.checkpointing import CheckpointPolicy, FixedCheckpoints
 from backfill.kvcache.content import BlockKey, Content, Evictable, KeyChain, Match
 from backfill.kvcache.copies import Copy
 from backfill.kvcache.counts import BlockCounts
@@ -76,7 +76,7 @@ class KVCacheManager:
             bidirectional,
             max_num_blocks,
         )
-        self.checkpointer = Checkpointer(self._store, policy or NoCheckpoints(), block_size, self.counters)
+        self.checkpointer = Checkpointer(self._store, policy or FixedCheckpoints(), block_size, self.counters)
         self.sharing = LastBlocks(self._store)
         if bidirectional:
             self.sharing = SharedLastBlocks(self._store, self.checkpointer, block_size)
