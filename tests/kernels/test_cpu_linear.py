@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from backfill.kernels.cpu import CpuKernels, CpuLinear
-from backfill.kernels.linears import Linear
 from backfill.kernels.quantized import quantize
 from tests.kernels.cpu import REFERENCE, assert_close, random_rows, seeded
 
@@ -37,63 +36,74 @@ for dtype in (torch.float32, torch.bfloat16):
                 assert_close(linear(x), x)
 """
 
+NUM_ROWS = (0, 1, 3, 16, 17, 70, 130)
+
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 70, 130])
 @pytest.mark.parametrize(
     ("out_size", "in_size"), [(96, 40), (96, 64), (33, 32), (40, 96), (7, 160), (2048, 320)]
 )
 def test_linear(
-    kernels: CpuKernels, dtype: torch.dtype, out_size: int, in_size: int, rows: int, bias: bool
+    all_kernels: Sequence[CpuKernels], dtype: torch.dtype, out_size: int, in_size: int, bias: bool
 ) -> None:
-    generator = seeded("linear", out_size, in_size, rows)
+    generator = seeded("linear", out_size, in_size)
     weight = random_rows(generator, out_size, in_size, dtype=dtype) / in_size**0.5
-    x = random_rows(generator, rows, in_size + 32, dtype=dtype)[:, :in_size]
     offset = random_rows(generator, out_size, dtype=dtype) if bias else None
-    expected = REFERENCE.linear(weight, offset)(x)
-    linear = kernels.linear(weight, offset)
+    rows = [random_rows(generator, num, in_size + 32, dtype=dtype)[:, :in_size] for num in NUM_ROWS]
+    expected = [REFERENCE.linear(weight, offset)(x) for x in rows]
+    linears = {kernels.isa: kernels.linear(weight, offset) for kernels in all_kernels}
     weight.zero_()
-    assert (linear.in_features, linear.out_features) == (in_size, out_size)
-    assert_close(linear(x), expected)
+    for isa, linear in linears.items():
+        assert (linear.in_features, linear.out_features) == (in_size, out_size)
+        for x, each in zip(rows, expected, strict=True):
+            assert_close(linear(x), each, isa)
 
 
 # Around the row counts of a block, and over several blocks of packed rows; and many inputs.
-MANY_ROWS = itertools.product([(96, 576), (1000, 64)], [64, 65, 81, 97, 257, 515, 1023, 2048])
-MANY_INPUTS = itertools.product([(96, 1568), (70, 4096), (40, 9632), (33, 14336)], [3, 70, 215])
+LARGE = [
+    *itertools.product([(96, 576), (1000, 64)], [[64, 65, 81, 97, 257, 515, 1023, 2048]]),
+    *itertools.product([(96, 1568), (70, 4096), (40, 9632), (33, 14336)], [[3, 70, 215]]),
+]
 
 
-@pytest.mark.parametrize(("sizes", "rows"), [*MANY_ROWS, *MANY_INPUTS])
-def test_large_linears(kernels: CpuKernels, dtype: torch.dtype, sizes: tuple[int, int], rows: int) -> None:
+@pytest.mark.parametrize(("sizes", "num_rows"), LARGE)
+def test_large_linears(
+    all_kernels: Sequence[CpuKernels], dtype: torch.dtype, sizes: tuple[int, int], num_rows: list[int]
+) -> None:
     out_size, in_size = sizes
-    generator = seeded(out_size, in_size, rows)
+    generator = seeded(out_size, in_size)
     weight = random_rows(generator, out_size, in_size, dtype=dtype) / in_size**0.5
-    x = random_rows(generator, rows, in_size, dtype=dtype)
     bias = random_rows(generator, out_size, dtype=dtype)
-    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
-    assert_close(kernels.linear(weight, bias)(x), expected.to(dtype))
+    linears = {kernels.isa: kernels.linear(weight, bias) for kernels in all_kernels}
+    for num in num_rows:
+        x = random_rows(generator, num, in_size, dtype=dtype)
+        expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).to(dtype)
+        for isa, linear in linears.items():
+            assert_close(linear(x), expected, f"{isa}, {num} rows:")
 
 
 # Of one group of rows, several, and more than stay in a cache; with deep layers in chunks of their depth.
 @pytest.mark.parametrize("bits", [0, 4, 8])
 @pytest.mark.parametrize(("width", "in_size"), [(32, 64), (96, 576), (960, 3104), (32, 9632), (40, 64)])
-def test_gated_linear(kernels: CpuKernels, dtype: torch.dtype, width: int, in_size: int, bits: int) -> None:
+def test_gated_linear(
+    all_kernels: Sequence[CpuKernels], dtype: torch.dtype, width: int, in_size: int, bits: int
+) -> None:
     generator = seeded("gated", width, in_size, bits)
-    weight = random_rows(generator, 2 * width, in_size, dtype=dtype) / in_size**0.5
+    floats = random_rows(generator, 2 * width, in_size, dtype=dtype) / in_size**0.5
+    weight = quantize(floats, bits) if bits else floats
     bias = random_rows(generator, 2 * width, dtype=dtype)
-
-    def linear() -> Linear:
-        return kernels.linear(quantize(weight, bits) if bits else weight.clone(), bias)
-
-    plain, gated = linear(), kernels.gated(linear())
-    assert isinstance(gated, CpuLinear) == (width % 32 == 0)
-    assert (gated.in_features, gated.out_features) == (in_size, width)
-    assert gated.layout != plain.layout or width % 32
-    placed = gated.placed([each.clone() for each in gated.memory])
-    for rows in (0, 1, 2, 33, 70, 288):
-        x = random_rows(generator, rows, in_size + 32, dtype=dtype)[:, :in_size]
-        expected = kernels.silu_and_mul(plain(x))
-        assert torch.equal(gated(x), expected)
-        assert torch.equal(placed(x), expected)
+    rows = [
+        random_rows(generator, num, in_size + 32, dtype=dtype)[:, :in_size] for num in (0, 1, 2, 33, 70, 288)
+    ]
+    for kernels in all_kernels:
+        plain, gated = kernels.linear(weight, bias), kernels.gated(kernels.linear(weight, bias))
+        assert isinstance(gated, CpuLinear) == (width % 32 == 0)
+        assert (gated.in_features, gated.out_features) == (in_size, width)
+        assert gated.layout != plain.layout or width % 32
+        for x in rows:
+            assert torch.equal(gated(x), kernels.silu_and_mul(plain(x))), kernels.isa
+        placed = gated.placed([each.clone() for each in gated.memory])
+        assert torch.equal(placed(rows[3]), gated(rows[3])), kernels.isa
 
 
 def test_linear_without_memory_raises_and_the_next_call_succeeds(

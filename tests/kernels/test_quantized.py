@@ -6,7 +6,7 @@ dequantized weight, which is rounded to bfloat16 only where products are of bflo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backfill.kernels.cpu import CpuKernels, available_isas
+from backfill.kernels.cpu import CpuKernels
 from backfill.kernels.linears import ConcatenatedLinear
 from backfill.kernels.quantized import UNIT_INPUTS, QuantizedFormat, QuantizedWeight, quantize
 from tests.kernels.cpu import REFERENCE, random_rows, seeded
@@ -88,51 +88,53 @@ def integer_linear(weight: QuantizedWeight, x: Tensor) -> tuple[Tensor, Tensor]:
     return terms.sum(-1), bounds.sum(-1)
 
 
-def assert_rounded_product(weight: QuantizedWeight, x: Tensor, found: Tensor, bias: Tensor) -> None:
+def assert_rounded_product(
+    weight: QuantizedWeight, x: Tensor, bias: Tensor, results: dict[str, Tensor]
+) -> None:
+    """Of each variant of the kernels, by its name."""
     sums, bounds = integer_linear(weight, x)
     expected = sums + bias.double()
     # Offsets and zeros may be many times what is left of them.
     tolerance = 1e-6 * bounds * min(weight.format.group, 96)
-    if found.dtype == torch.bfloat16:
+    if x.dtype == torch.bfloat16:
         tolerance += expected.abs() * 2**-8
-    assert ((found.double() - expected).abs() <= tolerance).all(), x.shape
+    for isa, found in results.items():
+        assert found.dtype == x.dtype
+        assert ((found.double() - expected).abs() <= tolerance).all(), (isa, x.shape)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize("size", range(3))
 def test_a_linear_layer_of_codes(
-    kernels: CpuKernels, dtype: torch.dtype, form: QuantizedFormat, size: int
+    all_kernels: Sequence[CpuKernels], dtype: torch.dtype, form: QuantizedFormat, size: int
 ) -> None:
+    """Sums of integers are equal on all instruction sets."""
     shape = (SIZES_IN_UNITS if form.has_units else SIZES)[size]
     generator = seeded("codes", form, shape)
     weight = random_weight(form, shape, dtype, generator)
     bias = random_rows(generator, shape[0], dtype=dtype)
-    linear = kernels.linear(weight, bias)
-    for rows in (0, 1, 13, 70):
-        x = random_rows(generator, rows, shape[1], dtype=dtype)
+    rows = [random_rows(generator, num, shape[1], dtype=dtype) for num in (0, 1, 13, 70)]
+    for x in rows:
         x[:, 32:64] = 0.0
-        found = linear(x)
-        if kernels.sums_integers:
-            assert_rounded_product(weight, x, found, bias)
-        else:
-            product_dtype = dtype if kernels.isa == "amx" else torch.float32
-            plain = kernels.linear(replace(weight, dtype=product_dtype).dequantized(), bias.to(product_dtype))
-            assert torch.equal(found, plain(x.to(product_dtype)).to(dtype)), rows
     index = torch.tensor([shape[0] - 1, 0, 31, 32, 0])
-    assert torch.equal(linear.rows(index), weight.dequantized()[index])
-
-
-@pytest.mark.parametrize("form", FORMATS, ids=str)
-def test_sums_of_integers_are_equal_on_all_instruction_sets(
-    dtype: torch.dtype, form: QuantizedFormat
-) -> None:
-    generator = seeded("instruction sets", form)
-    weight = random_weight(form, (70, 768), dtype, generator)
-    x = random_rows(generator, 9, 768, dtype=dtype)
-    every = [CpuKernels(isa) for isa in available_isas()]
-    results = [each.linear(weight)(x) for each in every if each.sums_integers]
-    for each in results[1:]:
-        assert torch.equal(each, results[0])
+    dequantized = weight.dequantized()
+    sums: list[dict[str, Tensor]] = [{} for _ in rows]
+    for kernels in all_kernels:
+        linear = kernels.linear(weight, bias)
+        assert torch.equal(linear.rows(index), dequantized[index]), kernels.isa
+        if kernels.sums_integers:
+            for x, results in zip(rows, sums, strict=True):
+                results[kernels.isa] = linear(x)
+            continue
+        product_dtype = dtype if kernels.isa == "amx" else torch.float32
+        plain = kernels.linear(replace(weight, dtype=product_dtype).dequantized(), bias.to(product_dtype))
+        for x in rows:
+            assert torch.equal(linear(x), plain(x.to(product_dtype)).to(dtype)), (kernels.isa, x.shape)
+    for x, results in zip(rows, sums, strict=True):
+        if results:
+            assert_rounded_product(weight, x, bias, results)
+            first = next(iter(results.values()))
+            assert all(torch.equal(each, first) for each in results.values()), x.shape
 
 
 def test_extremes_of_rows_and_codes(kernels: CpuKernels) -> None:
@@ -231,7 +233,7 @@ def test_many_rows_and_a_row_of_them_alone(
         ]:
             assert torch.equal(linear(x[first:last]), whole[first:last]), (threads, first)
     if kernels.sums_integers:
-        assert_rounded_product(weight, x[:5], whole[:5], torch.zeros(shape[0]))
+        assert_rounded_product(weight, x[:5], torch.zeros(shape[0]), {kernels.isa: whole[:5]})
 
 
 def test_it_can_be_placed_elsewhere(kernels: CpuKernels, dtype: torch.dtype) -> None:
