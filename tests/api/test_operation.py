@@ -81,7 +81,7 @@ def test_a_client_that_disconnects_has_its_request_aborted(server: RunningServer
 
 @pytest.fixture(scope="module")
 def own_server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server of this module with room for four requests, whose engine tests may kill."""
+    """A server of this module with room for four requests, which tests may kill; the last one ends it."""
     limits = ("--max-num-seqs", "2", "--max-queued-requests", "2")
     with small_server(small_model, *limits, data_dir=tmp_path_factory.mktemp("data")) as server:
         yield server
@@ -140,6 +140,19 @@ def test_requests_sent_while_the_engine_dies_get_an_answer(own_server: RunningSe
     assert own_server.http.get("/load").json() == {"server_load": 0}
 
 
+def test_a_second_signal_ends_at_once(own_server: RunningServer) -> None:
+    """The last test of this server."""
+    server = own_server
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(server.http.post, "/v1/completions", json=LONGER)
+        wait_until(lambda: server.metric("backfill:num_requests_running") == 1, "it to run")
+        with server.paused_engine():
+            server.process.send_signal(signal.SIGINT)
+            wait_until(lambda: server.http.get("/health").status_code == 503, "draining")
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(TIMEOUT_S) != 0
+
+
 def test_shutdown_lets_online_requests_end_and_stops_offline_ones(small_model: Path, tmp_path: Path) -> None:
     """Also if the whole process group gets the signal."""
     patient = ("--shutdown-timeout", str(TIMEOUT_S))
@@ -158,17 +171,6 @@ def test_shutdown_lets_online_requests_end_and_stops_offline_ones(small_model: P
         assert flex.result().status_code == 503
         assert server.process.wait(TIMEOUT_S) == 0
         assert not Path(f"/proc/{engine}").exists()
-
-
-def test_a_second_signal_ends_at_once(small_model: Path, tmp_path: Path) -> None:
-    with small_server(small_model, data_dir=tmp_path) as server, ThreadPoolExecutor(1) as pool:
-        pool.submit(server.http.post, "/v1/completions", json=LONGER)
-        wait_until(lambda: server.metric("backfill:num_requests_running") == 1, "it to run")
-        with server.paused_engine():
-            server.process.send_signal(signal.SIGINT)
-            wait_until(lambda: server.http.get("/health").status_code == 503, "draining")
-            server.process.send_signal(signal.SIGINT)
-            assert server.process.wait(TIMEOUT_S) != 0
 
 
 def test_health_is_503_while_loading_keys_are_required_and_the_engine_ends_with_its_server(
