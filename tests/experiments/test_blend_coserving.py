@@ -25,7 +25,7 @@ from experiments.blendserve.sources import SOURCES
 from experiments.blendserve.traffic import KINDS, OnlineTraffic
 from tests.cli.running import assert_fits, run_cli_here
 
-TINY = Coserving(traffics="alternating", density=2.5, requests=400, phase=3.0, duration=300.0)
+TINY = Coserving(traffics="alternating", density=2.5, requests=280, phase=3.0, duration=100.0)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_orders_run_beside_online_requests_that_meet_their_objectives() -> None:
 
 @pytest.mark.usefixtures("_short_answers")
 def test_a_pool_that_outlasts_the_traffic_is_refused() -> None:
-    with pytest.raises(ConfigError, match="400 requests did not end within 2 s"):
+    with pytest.raises(ConfigError, match="280 requests did not end within 2 s"):
         run_to_the_end("fcfs", replace(TINY, duration=2.0).run_of("alternating", "fcfs", 1))
 
 
