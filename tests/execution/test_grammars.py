@@ -6,6 +6,7 @@ import json
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,6 +58,24 @@ def calls(**fields: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def compiler(default_model: Path) -> GrammarCompiler:
     return GrammarCompiler(default_model, VOCAB_SIZE, END_TOKEN_IDS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(default_model: Path) -> Tokenizer:
+    return Tokenizer.from_folder(default_model)
+
+
+@pytest.fixture(scope="module")
+def is_whole(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> Callable[[StructuredOutputsParams, str], bool]:
+    """Whether a text is an output that a grammar allows, and that may end there."""
+
+    def is_whole(params: StructuredOutputsParams, text: str) -> bool:
+        matcher = compiler.matcher(params)
+        return matcher.consume_tokens(tokenizer.encode(text)) and matcher.is_accepting()
+
+    return is_whole
 
 
 @pytest.mark.parametrize(
@@ -209,13 +228,13 @@ def test_what_cannot_be_used_is_refused_with_its_place(
     ],
 )
 def test_what_follows_a_grammar_is_accepted(
-    compiler: GrammarCompiler, default_model: Path, fields: dict[str, Any], text: str | None
+    compiler: GrammarCompiler, tokenizer: Tokenizer, fields: dict[str, Any], text: str | None
 ) -> None:
     if text is None:
         with pytest.raises(RequestError):
             StructuredOutputsParams(**fields)
         return
-    token_ids = Tokenizer.from_folder(default_model).encode(text, add_special_tokens=False)
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
     matcher = compiler.matcher(StructuredOutputsParams(**fields))
     assert matcher.consume_tokens(token_ids) and matcher.is_accepting()
     other = compiler.matcher(StructuredOutputsParams(**fields))  # it begins at the start
@@ -295,20 +314,14 @@ def test_what_follows_a_grammar_is_accepted(
     ],
 )
 def test_no_output_of_a_schema_is_invalid(
-    compiler: GrammarCompiler,
-    default_model: Path,
+    is_whole: Callable[[StructuredOutputsParams, str], bool],
     schema: dict[str, Any],
     allowed: list[str],
     refused: list[str],
 ) -> None:
-    tokenizer = Tokenizer.from_folder(default_model)
-
-    def is_whole(text: str) -> bool:
-        matcher = compiler.matcher(StructuredOutputsParams(json=schema))
-        return matcher.consume_tokens(tokenizer.encode(text)) and matcher.is_accepting()
-
-    assert [text for text in allowed if not is_whole(text)] == []
-    assert [text for text in refused if is_whole(text)] == []
+    params = StructuredOutputsParams(json=schema)
+    assert [text for text in allowed if not is_whole(params, text)] == []
+    assert [text for text in refused if is_whole(params, text)] == []
 
 
 def test_the_largest_grammars_take_seconds_at_most_and_the_cache_is_bounded(
@@ -496,18 +509,11 @@ G = '<call>{"name": "g", "arguments": {"b": [1]}}</call>'
     ],
 )
 def test_an_output_has_the_format_of_a_structural_tag(
-    compiler: GrammarCompiler,
+    is_whole: Callable[[StructuredOutputsParams, str], bool],
     form: dict[str, Any],
     allowed: list[str],
     refused: list[str],
-    default_model: Path,
 ) -> None:
-    tokenizer = Tokenizer.from_folder(default_model)
     params = StructuredOutputsParams(structural_tag={"format": form})
-
-    def is_whole(text: str) -> bool:
-        matcher = compiler.matcher(params)
-        return matcher.consume_tokens(tokenizer.encode(text)) and matcher.is_accepting()
-
-    assert [text for text in allowed if not is_whole(text)] == []
-    assert [text for text in refused if is_whole(text)] == []
+    assert [text for text in allowed if not is_whole(params, text)] == []
+    assert [text for text in refused if is_whole(params, text)] == []
