@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -127,22 +127,27 @@ def test_there_are_enough_prompts(prompts: list[list[int]]) -> None:
     assert len(prompts) >= 50
 
 
+@pytest.fixture(scope="module")
+def theirs(default_model: Path) -> Any:
+    """The default model of transformers."""
+    return transformers_model(default_model)
+
+
 def compared_with_transformers(
-    default_model: Path, prompts: list[list[int]], quantization: Quantization
+    default_model: Path, theirs: Any, prompts: list[list[int]], quantization: Quantization
 ) -> list[tuple[list[int], list[int]]]:
     """Of each prompt its greedy output, and transformers' choice after each of the output's prefixes."""
     executor = create_executor(default_model, 0.25, quantization=quantization)
     # Chunks of prompts beside decodes, and more prompts than one batch holds.
     limits = {"max_num_seqs": 16, "max_prefill_chunk_tokens": 16}
     outputs, _ = generate(executor, prompts, num_new_tokens=NUM_REAL_TOKENS, **limits)
-    model = transformers_model(default_model)
     pairs = []
     for first in range(0, len(prompts), NUM_COMPARED_AT_ONCE):
         compared = range(first, min(first + NUM_COMPARED_AT_ONCE, len(prompts)))
         prefixes = [prompts[index] + outputs[index][:-1] for index in compared]
         longest = max(map(len, prefixes))
         # Attention is causal: what is added on the right changes nothing before it.
-        logits = model(torch.tensor([each + [0] * (longest - len(each)) for each in prefixes])).logits
+        logits = theirs(torch.tensor([each + [0] * (longest - len(each)) for each in prefixes])).logits
         for index, prefix, choices in zip(compared, prefixes, logits.argmax(-1).tolist(), strict=True):
             output = outputs[index]
             assert len(output) == NUM_REAL_TOKENS or output[-1] in executor.info.end_token_ids
@@ -151,18 +156,21 @@ def compared_with_transformers(
 
 
 @torch.inference_mode()
-def test_greedy_tokens_equal_transformers(default_model: Path, prompts: list[list[int]]) -> None:
+def test_greedy_tokens_equal_transformers(default_model: Path, theirs: Any, prompts: list[list[int]]) -> None:
+    """Of a third of the prompts, of all shapes."""
     # One pass gives its choice after every prefix: if each is ours, its greedy output is ours.
-    for output, choices in compared_with_transformers(default_model, prompts[::2], "none"):
+    for output, choices in compared_with_transformers(default_model, theirs, prompts[::3], "none"):
         assert output == choices
 
 
 @torch.inference_mode()
-def test_rows_of_8_bits_change_few_choices(default_model: Path, prompts: list[list[int]]) -> None:
+def test_rows_of_8_bits_change_few_choices(
+    default_model: Path, theirs: Any, prompts: list[list[int]]
+) -> None:
     """Where linear layers of codes round them (docs/kernels.md)."""
-    pairs = compared_with_transformers(default_model, prompts[1::6], "auto")
+    pairs = compared_with_transformers(default_model, theirs, prompts[1::6], "auto")
     equal = [
-        ours == theirs for output, choices in pairs for ours, theirs in zip(output, choices, strict=True)
+        ours == choice for output, choices in pairs for ours, choice in zip(output, choices, strict=True)
     ]
     assert len(equal) > 100
     assert sum(equal) >= 0.9 * len(equal)
@@ -200,8 +208,9 @@ def test_tokens_do_not_depend_on_the_chunks(
 def test_tokens_of_a_prompt_alone(
     executor: TorchExecutor, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    outputs, _ = generate(executor, prompts, num_new_tokens=NUM_TOKENS_ALONE, max_num_seqs=1)
-    assert outputs == [output[:NUM_TOKENS_ALONE] for output in expected]
+    """A third of them, of all shapes."""
+    outputs, _ = generate(executor, prompts[::3], num_new_tokens=NUM_TOKENS_ALONE, max_num_seqs=1)
+    assert outputs == [output[:NUM_TOKENS_ALONE] for output in expected[::3]]
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
