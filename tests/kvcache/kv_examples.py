@@ -37,7 +37,7 @@ def make_cache(
 def expect_reuse(model: CacheModel) -> None:
     """Online requests have found all of their prompts so far, so what they leave is protected."""
     for _ in range(50):
-        model.cache._store._protection.observe([BlockKey(b"key")], 1, None, 0.0)
+        model.cache.protection.observe([BlockKey(b"key")], 1, None, 0.0)
 
 
 def submit(model: CacheModel, tokens: Sequence[int], service_class: ServiceClass = OFFLINE) -> Running:

@@ -57,7 +57,7 @@ class CachingBench:
 
     def expect_no_reuse(self) -> None:
         """Protect nothing, as after many online requests that found nothing."""
-        self.scheduler.kv._store._protection._reused_share = 0.0
+        self.scheduler.kv.protection._reused_share = 0.0
 
     def add(self, *requests: Request) -> None:
         for request in requests:

@@ -81,6 +81,7 @@ class KVCacheManager:
         if bidirectional:
             self.sharing = SharedLastBlocks(self._store, self.checkpointer, block_size)
         self._device = self._store.device
+        self.protection = self._store.protection
         self._tables: dict[RequestId, BlockTable] = {}
         self.counts = BlockCounts(self._store, self._tables, block_size)
         self.resizing = Resizing(self._store, self._tables)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from backfill.kvcache.content import BlockKey
 
@@ -11,6 +13,21 @@ _MOST_SHARE = 0.5  # of a pool
 _REUSE_TIMES = 4.0  # protection lasts this many times the mean time until content is used again
 _LEAST_S, _MOST_S = 5.0, 60.0
 _WEIGHT = 0.1  # of the latest online request in the means
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReuse:
+    """What online requests have used before, as far as it was cached or is remembered.
+
+    Attributes:
+        blocks: of one request, in the mean.
+        interval_s: from one request to the next.
+        per_s: how often a block that is protected is used again.
+    """
+
+    blocks: float
+    interval_s: float
+    per_s: float
 
 
 class CacheProtection:
@@ -23,6 +40,10 @@ class CacheProtection:
 
     Args:
         num_blocks: in the device's pool; as many keys of evicted content are remembered.
+
+    Attributes:
+        max_blocks: of the device, that are protected at most: what pays beside offline requests
+            (``KeptCache``); inf where that is not known.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -30,6 +51,10 @@ class CacheProtection:
         self._num_blocks = num_blocks
         self._reused_share = _MOST_SHARE  # until it shows that it does not pay
         self._reuse_s = _MOST_S / _REUSE_TIMES
+        self._reused_blocks = 0.0
+        self._observed_at_s = -math.inf
+        self._interval_s = _MOST_S
+        self.max_blocks = math.inf
 
     @property
     def max_share(self) -> float:
@@ -40,6 +65,13 @@ class CacheProtection:
     def kept_s(self) -> float:
         """How long content is protected after its release."""
         return min(max(_REUSE_TIMES * self._reuse_s, _LEAST_S), _MOST_S)
+
+    @property
+    def reuse(self) -> CacheReuse:
+        """Observed lately. Content that nobody comes back for is protected for ``kept_s``."""
+        share = self._reused_share
+        kept_s = share * self._reuse_s + (1.0 - share) * self.kept_s
+        return CacheReuse(self._reused_blocks, self._interval_s, share / kept_s)
 
     def remember(self, key: BlockKey, released_at_s: float) -> None:
         """Online content was evicted everywhere."""
@@ -67,5 +99,9 @@ class CacheProtection:
             num_used_before += 1
             released_at_s = evicted_at_s
         self._reused_share += _WEIGHT * (num_used_before / len(keys) - self._reused_share)
+        self._reused_blocks += _WEIGHT * (num_used_before - self._reused_blocks)
+        if self._observed_at_s > -math.inf:
+            self._interval_s += _WEIGHT * (now_s - self._observed_at_s - self._interval_s)
+        self._observed_at_s = now_s
         if released_at_s is not None:
             self._reuse_s += _WEIGHT * (now_s - released_at_s - self._reuse_s)

@@ -45,7 +45,7 @@ class ContentStore:
         self._is_shared = is_shared
         self._is_bidirectional = is_bidirectional
         self._now_s = 0.0
-        self._protection = CacheProtection(max_num_blocks or num_blocks)
+        self.protection = CacheProtection(max_num_blocks or num_blocks)
 
     def update(self, content: Content) -> None:
         """What the content is used for, or where it resides, has changed."""
@@ -164,14 +164,16 @@ class ContentStore:
 
     @property
     def _protected_since_s(self) -> float:
-        return self._now_s - self._protection.kept_s
+        return self._now_s - self.protection.kept_s
 
     def advance(self, now_s: float) -> None:
         """Set the time, and end the protection of what has had it long enough, or has too much of a pool."""
         self._now_s = now_s
         since_s = self._protected_since_s
         for pool in (self.device, self.host):
-            most = self._protection.max_share * pool.num_blocks if pool is self.device else math.inf
+            most = math.inf
+            if pool is self.device:
+                most = min(self.protection.max_share * pool.num_blocks, self.protection.max_blocks)
             for _ in range(_MOST_EXPIRED):
                 block = pool.first(BlockState.PROTECTED)
                 if block is None:
@@ -195,7 +197,7 @@ class ContentStore:
         released_at_s = None
         if last is not None and last.service_class is ServiceClass.ONLINE and not is_in_use:
             released_at_s = last.released_at_s
-        self._protection.observe(keys, len(found), released_at_s, self._now_s)
+        self.protection.observe(keys, len(found), released_at_s, self._now_s)
 
     # Evictions.
 
@@ -245,4 +247,4 @@ class ContentStore:
     def _forget(self, content: Content, key: BlockKey) -> None:
         del self.by_key[key]
         if self._is_shared and content.service_class is ServiceClass.ONLINE:
-            self._protection.remember(key, content.released_at_s)
+            self.protection.remember(key, content.released_at_s)

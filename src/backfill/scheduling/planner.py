@@ -23,6 +23,7 @@ from backfill.scheduling.batch import Batch
 from backfill.scheduling.builder import StepBuilder
 from backfill.scheduling.giving_way import GivingWay
 from backfill.scheduling.in_flight import StepsInFlight
+from backfill.scheduling.kept_cache import KeptCache
 from backfill.scheduling.memory_division import OFFLINE_LEVELS, MemoryChanges, MemoryDivision
 from backfill.scheduling.owner_shares import prompts_in_turn
 from backfill.scheduling.policy import Policy, RequestView, Snapshot, split
@@ -81,6 +82,11 @@ class StepPlanner:
     _num_plans: int = field(init=False, default=0)
     _shared_at_s: float = field(init=False, default=-math.inf)  # when several owners last had online ones
     giving: GivingWay = field(init=False, default_factory=GivingWay)
+    _kept_cache: KeptCache | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.policy.protects_online_cache and self.predictor is not None:
+            self._kept_cache = KeptCache(self.config, self.kv, self.requests, self.preemption, self.predictor)
 
     @property
     def has_releases(self) -> bool:
@@ -97,6 +103,8 @@ class StepPlanner:
     def plan(self, now_s: float) -> StepPlan:
         """See ``Scheduler.plan_step``."""
         self.requests.change_levels(now_s, self.in_flight.closed)
+        if self._kept_cache is not None:
+            self._kept_cache.decide(now_s)
         self.kv.advance(now_s)
         if self.division is not None:
             self.division.prepare(now_s)
@@ -126,6 +134,8 @@ class StepPlanner:
             self.suspension.discard(request_id)
         giving.begin(batch.members)
         predicted_s = batch.predicted_s
+        if self._kept_cache is not None:
+            self._kept_cache.observe(batch, predicted_s)
         is_yielding = view.yielding_owner is not None and self._is_mostly_online(batch)
         slices = self._slices_of(batch, view.yielding_owner if is_yielding else None)
         safepoints = self.suspension.safepoints(slices, predicted_s, self.in_flight.num_suspendable_tokens)

@@ -1,0 +1,162 @@
+"""How much of the prefix cache is kept for online requests, and how much of its memory offline ones get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from backfill.core.config import SchedulerConfig
+from backfill.core.request import PriorityLevel, Request
+from backfill.costs.load import StepLoad
+from backfill.costs.model import CostModel
+from backfill.kvcache.manager import KVCacheManager
+from backfill.scheduling.batch import Batch
+from backfill.scheduling.memory_division import OFFLINE_LEVELS
+from backfill.scheduling.prediction import StepPredictor, decode_load
+from backfill.scheduling.preemption import Preemption
+from backfill.scheduling.queues import UnfinishedRequests
+
+_EVERY_S = 1.0  # seconds between two decisions
+_NUM_PARTS = 16  # parts in which the pool is divided
+# Part of a TTFT objective that computing again what was not kept may take.
+_TTFT_SHARE = 0.25
+_ONLINE_LEVELS = (PriorityLevel.ONLINE, PriorityLevel.RELEGATED)
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineDecodes:
+    """Offline requests that decode beside the online ones.
+
+    Attributes:
+        cost: predicts steps.
+        online: decodes of online requests in each step.
+        context_tokens: of one offline request in the mean.
+        blocks: of one offline request in the mean.
+        most: requests that there are, or that a step may have.
+        limit_s: what a step may take, as predicted; inf where nothing limits it.
+    """
+
+    cost: CostModel
+    online: StepLoad
+    context_tokens: float
+    blocks: float
+    most: int
+    limit_s: float
+
+    def per_s(self, num_blocks: float) -> float:
+        """Offline tokens a second of decode steps, with so many blocks for offline requests."""
+        most = min(float(self.most), num_blocks / self.blocks)
+        least_s, step_s = self._step_s(0.0), self._step_s(most)
+        if step_s > max(self.limit_s, least_s):  # it grows about evenly
+            most *= max(0.0, self.limit_s - least_s) / (step_s - least_s)
+            step_s = self._step_s(most)
+        return most / step_s if step_s > 0.0 else 0.0
+
+    def _step_s(self, num_requests: float) -> float:
+        load, count = self.online.copy(), round(num_requests)
+        load.num_tokens += count
+        load.num_sampled += count
+        load.num_requests += count
+        load.decode_context_tokens += round(num_requests * self.context_tokens)
+        return self.cost.step_time_s(load)
+
+
+@dataclass(slots=True, eq=False)
+class KeptCache:
+    """Decides once a second how many blocks are kept, from one cost model for both uses.
+
+    - A kept block saves the time in which it would be computed again beside the decodes of a step, as often
+      as such blocks are used again (``CacheReuse``).
+    - One block more makes the batch of offline decodes larger, as far as requests wait, a step may have them,
+      and TPOT objectives leave time. That counts for the part of the time that prompts do not take.
+
+    Where computing again would take too much of a TTFT objective, as much is kept as is used again.
+    """
+
+    config: SchedulerConfig
+    kv: KVCacheManager
+    requests: UnfinishedRequests
+    preemption: Preemption
+    predictor: StepPredictor
+    _decided_at_s: float = field(init=False, default=-math.inf)
+    # Predicted, of the steps since then, and less and less of those before: all of it, and decodes alone.
+    _steps_s: float = field(init=False, default=0.0)
+    _decodes_s: float = field(init=False, default=0.0)
+    _ttft_s: float = field(init=False, default=math.inf)  # the tightest objective when there was one
+
+    def observe(self, batch: Batch, predicted_s: float) -> None:
+        """A step was planned."""
+        decodes_s = predicted_s
+        if batch.num_prefill_tokens:
+            count = batch.load.num_tokens - batch.num_prefill_tokens
+            context_tokens = batch.load.decode_context_tokens
+            decodes = StepLoad(count, count, count, decode_context_tokens=context_tokens)
+            decodes_s = self.predictor.cost.step_time_s(decodes)
+        self._steps_s += predicted_s
+        self._decodes_s += decodes_s
+
+    def decide(self, now_s: float) -> None:
+        """Set how many blocks are kept at most, if it is time to."""
+        if now_s < self._decided_at_s + _EVERY_S:
+            return
+        self._decided_at_s = now_s
+        self.kv.protection.max_blocks = self._best()
+        self._steps_s /= 2
+        self._decodes_s /= 2
+
+    def _best(self) -> float:
+        """Inf where what is used again is to be kept, whatever it costs offline requests."""
+        kv, cost, holders = self.kv, self.predictor.cost, self.preemption.block_holders
+        online = [each for each in holders if each.priority_level in _ONLINE_LEVELS]
+        slos = [each.slo for each in online if each.slo is not None]
+        limit_s = min((slo.tpot_s for slo in slos), default=math.inf) * self.predictor.usable_share
+        self._ttft_s = min((slo.ttft_s for slo in slos), default=self._ttft_s)
+        offline = [each for each in holders if each.priority_level in OFFLINE_LEVELS]
+        offline = offline or self._first_waiting()
+        reuse, decodes = kv.protection.reuse, decode_load(online)
+        num_tokens = round(reuse.blocks * kv.block_size)
+        if not offline or not num_tokens:
+            return math.inf
+        if not self._is_in_time(num_tokens, reuse.interval_s, decodes, limit_s):
+            return math.inf
+        rates = self._offline_decodes(offline, decodes, len(online), limit_s)
+        num_blocks, online_blocks = kv.num_blocks, kv.counts.online
+        # Computed beside the decodes of a step.
+        saved_s = cost.time_with_s(decodes, 0, num_tokens, 1) - cost.step_time_s(decodes)
+        saved_share = self.predictor.time_scale * saved_s / reuse.blocks * reuse.per_s
+        decode_share = self._decodes_s / self._steps_s if self._steps_s else 1.0
+
+        def gain(kept: int) -> float:
+            rate = rates.per_s(max(0, num_blocks - online_blocks - kept))
+            return saved_share * kept + decode_share * math.log(rate) if rate else -math.inf
+
+        return max((num_blocks * part // _NUM_PARTS for part in range(_NUM_PARTS, -1, -1)), key=gain)
+
+    def _is_in_time(self, num_tokens: int, interval_s: float, decodes: StepLoad, limit_s: float) -> bool:
+        """Whether prompts have time to compute so many tokens again, with others like them before them."""
+        cost, config = self.predictor.cost, self.config
+        at_most = min(num_tokens, config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
+        chunk = cost.max_tokens(decodes, 0, num_tokens, limit_s, at_most)
+        if not chunk:
+            return False
+        prompt_s = self.predictor.worst_scale * cost.time_with_s(decodes, 0, chunk, 1) * num_tokens / chunk
+        return prompt_s < _TTFT_SHARE * self._ttft_s * (1.0 - prompt_s / interval_s)
+
+    def _first_waiting(self) -> list[Request]:
+        queues = [self.requests.waiting[level].requests for level in OFFLINE_LEVELS]
+        return [requests[0] for requests in queues if requests]
+
+    def _offline_decodes(
+        self, offline: Sequence[Request], online: StepLoad, num_online: int, limit_s: float
+    ) -> OfflineDecodes:
+        num_waiting = sum(len(self.requests.waiting[level]) for level in OFFLINE_LEVELS)
+        num = len(offline)
+        return OfflineDecodes(
+            self.predictor.cost,
+            online,
+            sum(each.num_tokens for each in offline) / num,
+            sum(self.kv.blocks_for(each.num_tokens) for each in offline) / num,
+            min(num + num_waiting, max(1, self.config.max_num_seqs - num_online)),
+            limit_s,
+        )
