@@ -88,7 +88,8 @@ def report_of(
     totals = ClassCounters(num_prefix_queried_tokens=num_queried, num_prefix_hit_tokens=num_hit)
     none = ClassStats(0, 0, ClassCounters())
     step = StepStats("offline", num_tokens, 0.0, 0.0)
-    return StepReport([], EngineStats(none, ClassStats(0, 0, totals), kv_usage_frac, 0, 0.0, 0, step))
+    stats = EngineStats(none, ClassStats(0, 0, totals), kv_usage_frac, 0, 0.0, 0, step, num_blocks=125)
+    return StepReport([], stats)
 
 
 def test_a_run_tells_its_prefix_hits_and_what_its_work_is_bound_by() -> None:

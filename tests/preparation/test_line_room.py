@@ -8,19 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from backfill.blending.requests import OrderName
 from backfill.blending.resources import ResourceModel
 from backfill.core.block import KVLayout
+from backfill.core.counters import ClassCounters
 from backfill.costs.model import PiecewiseLinear
+from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
 from backfill.models.config import ModelConfig
+from backfill.preparation.client import PreparationClient
 from backfill.preparation.division import Division
 from backfill.preparation.line_file import is_marked
 from backfill.preparation.line_pool import LinePool
 from backfill.preparation.lines import parse_line
-from backfill.preparation.messages import OnlineTraffic
+from backfill.preparation.messages import KVRoom, OnlineTraffic, PreparationSetup
 from backfill.preparation.resources import create_pool, resources_of, typical_resources
+from backfill.protocol.preparer import ServedModel
 from tests.builders import linear_cost, make_profile
 from tests.preparation.facts import FACTS
 from tests.preparation.pool_doubles import KV_TOKENS, index_all, lines_of, make_pool, open_file, take_all
@@ -96,6 +101,36 @@ def test_the_kv_of_online_requests_is_left_to_them(tmp_path: Path) -> None:
     assert lengths(take_sparse(pool, 2)) == [LONG, SHORTER]
     pool.note_online(OnlineTraffic(0.0, 0.0, 0))
     assert lengths(take_sparse(pool, 1)) == [LONG]
+
+
+def test_the_room_follows_the_pool_while_the_engine_runs(tmp_path: Path) -> None:
+    pool = mixed_pool(tmp_path)
+    pool.note_room(KV_TOKENS // 2)
+    assert lengths(take_sparse(pool, 2)) == [LONG, SHORTER]
+    pool.note_room(KV_TOKENS)
+    assert lengths(take_sparse(pool, 1)) == [LONG]
+
+
+def test_the_engine_s_reports_tell_the_room_without_what_is_kept_for_online_requests(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = ServedModel(names=("m",), root="m", folder=small_model, created=0)
+    for order, rooms in (("blend", [70, 40]), ("fcfs", [])):
+        client, sent = PreparationClient(PreparationSetup(model=served, order=order)), list[object]()
+        client.on_report(report_of(50, 0), 9.0)
+        client.configure(FACTS)
+        monkeypatch.setattr(client.files, "send", sent.append)
+        client.on_report(report_of(100, 30), 10.0)
+        client.on_report(report_of(90, 30), 10.5)
+        client.on_report(report_of(80, 40), 11.0)
+        assert sent == [KVRoom(room * FACTS.info.block_size) for room in rooms]
+
+
+def report_of(num_blocks: int, num_protected_blocks: int) -> StepReport:
+    idle = ClassStats(0, 0, ClassCounters())
+    stats = EngineStats(idle, idle, 0.0, 0, 0.0, 0, StepStats("none", 0, 0.0, 0.0))
+    blocks = {"num_blocks": num_blocks, "num_protected_blocks": num_protected_blocks}
+    return StepReport([], msgspec.structs.replace(stats, **blocks))
 
 
 def test_the_choices_of_a_line_need_kv_each(tmp_path: Path) -> None:

@@ -266,8 +266,10 @@ class Server:
             self.state.metrics.engine.on_report(report)
         if self.state.online_load is not None:
             self.state.online_load.on_report(report)
+        now_s = time.monotonic()
+        self._processes.preparation.on_report(report, now_s)
         if self._traffic is not None:
-            traffic = self._traffic.on_report(report, time.monotonic())
+            traffic = self._traffic.on_report(report, now_s)
             if traffic is not None:
                 self._processes.preparation.note_online(traffic)
 

@@ -70,7 +70,7 @@ class MemoryForecast:
     mean size all the time.
 
     Attributes:
-        kv_tokens: of the device's pool.
+        kv_tokens: that all requests may have. It may be set at any time.
         slack_tokens: of an output, that its last KV blocks leave unused.
         online_tokens: KV that is left to online requests. It may be set at any time.
     """

@@ -334,7 +334,9 @@ class LocalRun:
 
     def _on_report(self, report: StepReport) -> None:
         if self.speed is not None:
-            self.speed.on_report(report, time.monotonic())
+            now_s = time.monotonic()
+            self.speed.on_report(report, now_s)
+            self._processes.preparation.on_report(report, now_s)
 
 
 def _records(path: Path) -> tuple[FileRecord, BatchRecord]:

@@ -133,20 +133,17 @@ class WorkShares:
 
     Compute is in proportion to the tokens computed. Memory traffic is in proportion to the KV in use, which
     each step reads.
-
-    Args:
-        kv_tokens: that the KV pool holds.
     """
 
-    def __init__(self, resources: ResourceModel, kv_tokens: int, started_at_s: float) -> None:
+    def __init__(self, resources: ResourceModel, block_size: int, started_at_s: float) -> None:
         self._resources = resources
-        self._kv_tokens = kv_tokens
+        self._block_size = block_size
         self._compute = SlidingRate(started_at_s)
         self._memory = SlidingRate(started_at_s)
 
     def on_report(self, report: StepReport, now_s: float) -> None:
         if report.stats.step.kind != "none":
-            num_read = report.stats.kv_usage_frac * self._kv_tokens
+            num_read = report.stats.kv_usage_frac * report.stats.num_blocks * self._block_size
             self._compute.add(self._resources.token_s * report.stats.step.num_tokens, now_s)
             self._memory.add(self._resources.cached_token_s * num_read, now_s)
 
@@ -172,7 +169,7 @@ class RunSpeed:
         self, resources: ResourceModel, info: ExecutorInfo, *, num_lines: int, num_at_once: int, now_s: float
     ) -> None:
         self.rates = TokenRates(now_s)
-        self.work = WorkShares(resources, info.num_blocks * info.block_size, now_s)
+        self.work = WorkShares(resources, info.block_size, now_s)
         self.time_left = TimeLeft(num_lines, num_at_once, now_s)
         self.offload_interval = self.least_offload_interval = info.offload_interval
 

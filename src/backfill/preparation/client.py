@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 from backfill.core.request import ServiceClass
+from backfill.engine.messages import StepReport
 from backfill.engine.tasks import TaskWatch
 from backfill.preparation.messages import (
     AnswerBody,
@@ -12,6 +14,7 @@ from backfill.preparation.messages import (
     Configure,
     InputLimits,
     InputReport,
+    KVRoom,
     LineSelection,
     OnlineTraffic,
     PreparationSetup,
@@ -26,6 +29,7 @@ from backfill.protocol.preparer import EngineFacts, RequestContext, TextEndpoint
 # Bodies of a class in the process at once. More wait here, where a client that disconnects frees its body.
 _MAX_ONLINE_BODIES = 4
 _MAX_OFFLINE_BODIES = 1
+_ROOM_EVERY_S = 1.0  # seconds between two messages of the KV that lines may have
 
 
 class PreparationClient:
@@ -47,6 +51,7 @@ class PreparationClient:
         self._readers = LineReaders(self.files)
         self._indexing: asyncio.Task[None] | None = None
         self._facts: EngineFacts | None = None
+        self._room_told_at_s = -math.inf
         self._body_turns = {
             ServiceClass.ONLINE: OwnerTurns(_MAX_ONLINE_BODIES),
             ServiceClass.OFFLINE: OwnerTurns(_MAX_OFFLINE_BODIES),
@@ -85,6 +90,18 @@ class PreparationClient:
     def note_online(self, traffic: OnlineTraffic) -> None:
         """Tell what online requests take of the engine; nothing where there is no process for files."""
         self.files.send(traffic)
+
+    def on_report(self, report: StepReport, now_s: float) -> None:
+        """Tell how much KV requests may have, where the order of lines asks for it.
+
+        It changes while the engine runs: the pool with the memory of the weights, and what is kept of the
+        prefix cache with online requests.
+        """
+        if self.setup.order != "blend" or self._facts is None or now_s < self._room_told_at_s + _ROOM_EVERY_S:
+            return
+        self._room_told_at_s = now_s
+        num_blocks = report.stats.num_blocks - report.stats.num_protected_blocks
+        self.files.send(KVRoom(num_blocks * self._facts.info.block_size))
 
     async def prepare(
         self,

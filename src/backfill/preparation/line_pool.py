@@ -229,6 +229,11 @@ class LinePool:
         if self._forecast is not None:
             self._forecast.online_tokens = traffic.held_tokens
 
+    def note_room(self, num_tokens: int) -> None:
+        """All requests together may have KV of so many tokens at present."""
+        if self._forecast is not None:
+            self._forecast.kv_tokens = num_tokens
+
     # ---- Adding ----
 
     def _room(self, reader: _Reader) -> int:

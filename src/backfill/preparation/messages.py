@@ -255,7 +255,13 @@ class OnlineTraffic(msgspec.Struct, tag=True, frozen=True):
     held_tokens: int
 
 
-LineChange = OpenLines | CloseLines | EndLine | LinesProgress | OnlineTraffic
+class KVRoom(msgspec.Struct, tag=True, frozen=True):
+    """Tokens of KV that requests may have at present."""
+
+    num_tokens: int
+
+
+LineChange = OpenLines | CloseLines | EndLine | LinesProgress | OnlineTraffic | KVRoom
 ToPreparation = Job | Configure | CancelJob | LineChange
 
 
