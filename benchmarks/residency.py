@@ -2,22 +2,27 @@
 
 Simulated, on the virtual clock: a device with 32 layers of 1 ms in a step of few tokens, weights of 32 MiB a
 layer, and KV blocks of 1 MiB. All settings divide the same memory. Offline requests wait all the time; online
-requests come every two seconds, or with a seed at random as often, in phases.
+requests come every two seconds, or with a seed at random as often, in phases. With ``--think`` each chat asks
+again some time after its answer, and the prefix cache is kept for online requests in three ways: as weighed
+against offline work (``KeptCache``), as much as is used again (reuse), or not at all (none).
 
 Usage: residency.py [--transfer-ms 8] [--blocks 64] [--seconds 240] [--phase 40] [--tpot-ms 45] [--seed 1]
-[--chats 8] [--prefix 800]. The last line is a JSON object.
+[--ttft-ms 1000] [--chats 8] [--prefix 800] [--answer 100] [--think 20]. The last line is a JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import itertools
 import json
+import math
 import random
 import statistics
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal, get_args
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
@@ -47,6 +52,8 @@ _COST = CostModel(
 )
 _COPIES = CopySpeed(1e10, 1e10)
 
+CacheRule = Literal["weighed", "reuse", "none"]
+
 
 @dataclass(frozen=True)
 class Device:
@@ -60,7 +67,8 @@ class Device:
 class Load:
     """Seconds; ``seed`` is None for online requests at even intervals, which ``num_chats`` send in turn.
 
-    ``prefix`` is the tokens that a chat begins with each time; without any no two prompts are alike.
+    ``prefix`` is the tokens that a chat begins with each time; without any no two prompts are alike. With
+    ``think_s``, the mean time from a chat's answer to its next request, chats do not send in turn.
     """
 
     seconds: float
@@ -69,6 +77,8 @@ class Load:
     seed: int | None
     num_chats: int
     prefix: int
+    num_output: int
+    think_s: float | None
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ class Outcome:
         kept: share of the gaps between online tokens that kept to the objective.
         p99_gap_ms: of online requests.
         mean_ttft_s: of theirs.
+        first_in_time: share of the first tokens that kept to the objective.
         num_late_while_draining: late gaps that began or ended while the pool was drained.
         num_changes: how often memory was divided anew, or was about to be.
     """
@@ -87,36 +98,77 @@ class Outcome:
     kept: float
     p99_gap_ms: float
     mean_ttft_s: float
+    first_in_time: float
     num_late: int
     num_late_while_draining: int
     preemptions: int
     num_changes: int
 
 
-def serve(device: Device, interval: int, min_interval: int | None, load: Load) -> Outcome:
-    clock = VirtualClock()
+class OnlineArrivals:
+    """When online requests come, in the phases that have any, and of which chat."""
+
+    def __init__(self, load: Load) -> None:
+        self._load, self._rng, self._num = load, random.Random(load.seed), 0
+        self._due: list[tuple[float, int]] = [(0.0, 0)]
+        if load.think_s is not None:
+            self._due = [(self._rng.uniform(0.0, load.think_s), chat) for chat in range(load.num_chats)]
+            heapq.heapify(self._due)
+        self._chat_of: dict[RequestId, int] = {}
+
+    def take(self, now_s: float) -> list[Request]:
+        """Those that have come."""
+        load, taken = self._load, list[Request]()
+        while self._due and self._due[0][0] <= now_s:
+            at_s, chat = heapq.heappop(self._due)
+            is_in_phase = at_s % (2 * load.phase_s) < load.phase_s
+            if load.think_s is None:
+                next_s = 2.0 if load.seed is None else self._rng.expovariate(0.5)
+                chat = self._num % load.num_chats
+                heapq.heappush(self._due, (at_s + next_s, 0))
+            elif not is_in_phase:  # the chat waits for the next one
+                begins_s = (at_s // (2 * load.phase_s) + 1) * 2 * load.phase_s
+                heapq.heappush(self._due, (begins_s + self._rng.uniform(0.0, load.think_s), chat))
+            if is_in_phase:
+                prefix = _tokens(f"chat-{chat}", load.prefix)
+                taken.append(_request(f"online-{self._num}", 50, load.num_output, now_s, load.slo, prefix))
+                self._chat_of[taken[-1].request_id] = chat
+                self._num += 1
+        return taken
+
+    def end(self, request_id: RequestId, now_s: float) -> None:
+        """The chat has its answer."""
+        if self._load.think_s is not None:
+            again_s = now_s + self._rng.expovariate(1.0 / self._load.think_s)
+            heapq.heappush(self._due, (again_s, self._chat_of[request_id]))
+
+
+def serve(
+    device: Device, interval: int, min_interval: int | None, load: Load, cache: CacheRule = "weighed"
+) -> Outcome:
+    clock, arrivals = VirtualClock(), OnlineArrivals(load)
     engine = _create_engine(device, interval, min_interval, clock)
+    if cache != "weighed":
+        engine.scheduler._planner._kept_cache = None
+        engine.scheduler.kv.protection.max_blocks = math.inf if cache == "reuse" else 0.0
     draining_at_s = set[float]()
     arrived_at_s: dict[RequestId, float] = {}
     tokens_at_s: dict[RequestId, list[float]] = {}
-    num_offline = num_online = num_tokens = num_changes = 0
-    next_online_s, num_blocks, rng = 0.0, engine.scheduler.kv.num_blocks, random.Random(load.seed)
+    num_offline = num_tokens = num_changes = 0
+    num_blocks = engine.scheduler.kv.num_blocks
     while clock.now_s() < load.seconds:
         waiting = engine.scheduler.count_by_class()[ServiceClass.OFFLINE][1]
         for _ in range(64 - waiting):
             engine.add(_request(f"offline-{num_offline}", 100, 400, clock.now_s(), None))
             num_offline += 1
-        if clock.now_s() >= next_online_s:
-            if next_online_s % (2 * load.phase_s) < load.phase_s:
-                name = f"online-{num_online}"
-                chat = _tokens(f"chat-{num_online % load.num_chats}", load.prefix)
-                engine.add(_request(name, 50, 100, clock.now_s(), load.slo, chat))
-                arrived_at_s[RequestId(name)] = clock.now_s()
-                num_online += 1
-            next_online_s += 2.0 if load.seed is None else rng.expovariate(0.5)
+        for request in arrivals.take(clock.now_s()):
+            engine.add(request)
+            arrived_at_s[request.request_id] = clock.now_s()
         for output in engine.step():
-            if output.request_id.startswith("online"):
+            if output.request_id in arrived_at_s:
                 tokens_at_s.setdefault(output.request_id, []).append(clock.now_s())
+                if output.finish_reason is not None:
+                    arrivals.end(output.request_id, clock.now_s())
             else:
                 num_tokens += output.token_id is not None
         stats = engine.stats()
@@ -128,13 +180,13 @@ def serve(device: Device, interval: int, min_interval: int | None, load: Load) -
     pairs = [pair for each in tokens_at_s.values() for pair in itertools.pairwise(each)]
     late = [(a, b) for a, b in pairs if b - a > load.slo.tpot_s]
     gaps = sorted(b - a for a, b in pairs)
+    ttfts_s = [each[0] - arrived_at_s[name] for name, each in tokens_at_s.items()]
     return Outcome(
         offline=round(num_tokens / clock.now_s(), 1),
         kept=round(1.0 - len(late) / len(gaps), 4),
         p99_gap_ms=round(1e3 * gaps[int(0.99 * len(gaps))], 1),
-        mean_ttft_s=round(
-            statistics.fmean(each[0] - arrived_at_s[name] for name, each in tokens_at_s.items()), 3
-        ),
+        mean_ttft_s=round(statistics.fmean(ttfts_s), 3),
+        first_in_time=round(sum(each <= load.slo.ttft_s for each in ttfts_s) / len(arrived_at_s), 4),
         num_late=len(late),
         num_late_while_draining=sum(not draining_at_s.isdisjoint(pair) for pair in late),
         preemptions=engine.scheduler.counters[ServiceClass.OFFLINE].num_preemptions,
@@ -208,25 +260,38 @@ def main() -> None:
     parser.add_argument(
         "--prefix", type=int, default=0, help="tokens that each request of a chat begins with"
     )
+    parser.add_argument("--ttft-ms", type=float, default=1000.0, help="objective of the online requests")
+    parser.add_argument("--answer", type=int, default=100, help="tokens of each answer to an online request")
+    parser.add_argument("--think", type=float, help="mean seconds from a chat's answer to its next request")
     options = parser.parse_args()
     device = Device(options.transfer_ms / 1e3, options.blocks)
-    slo = SLO(ttft_s=1.0, tpot_s=options.tpot_ms / 1e3)
-    load = Load(options.seconds, options.phase, slo, options.seed, options.chats, options.prefix)
-    settings: list[tuple[int, int | None]] = [(each, None) for each in (8, 5, 4, 3, 2)]
-    settings.append((8, 2))
+    slo = SLO(ttft_s=options.ttft_ms / 1e3, tpot_s=options.tpot_ms / 1e3)
+    load = Load(
+        options.seconds,
+        options.phase,
+        slo,
+        options.seed,
+        options.chats,
+        options.prefix,
+        options.answer,
+        options.think,
+    )
+    intervals: list[tuple[int, int | None]] = [(each, None) for each in (8, 5, 4, 3, 2)]
+    intervals.append((8, 2))
+    rules: Sequence[CacheRule] = ("weighed",) if options.think is None else get_args(CacheRule)
     found = {}
     print(
-        f"{'interval':>10} {'offline tokens/s':>17} {'in time':>8} {'P99 gap, ms':>12} {'TTFT, s':>8} "
-        f"{'changes':>8}"
+        f"{'interval':>10} {'cache':>8} {'offline tokens/s':>17} {'in time':>8} {'P99 gap, ms':>12} "
+        f"{'TTFT, s':>8} {'in time':>8} {'changes':>8}"
     )
-    for interval, least in settings:
+    for (interval, least), rule in itertools.product(intervals, rules):
         name = str(interval) if least is None else f"{least} to {interval}"
-        outcome = serve(device, interval, least, load)
-        found[name] = asdict(outcome)
-        kept = f"{outcome.kept:.1%}"
+        outcome = serve(device, interval, least, load, rule)
+        found[name if len(rules) == 1 else f"{name}, {rule}"] = asdict(outcome)
+        kept, first = f"{outcome.kept:.1%}", f"{outcome.first_in_time:.1%}"
         print(
-            f"{name:>10} {outcome.offline:>17.0f} {kept:>8} {outcome.p99_gap_ms:>12.1f} "
-            f"{outcome.mean_ttft_s:>8.2f} {outcome.num_changes:>8}"
+            f"{name:>10} {rule:>8} {outcome.offline:>17.0f} {kept:>8} {outcome.p99_gap_ms:>12.1f} "
+            f"{outcome.mean_ttft_s:>8.2f} {first:>8} {outcome.num_changes:>8}"
         )
     print(json.dumps(found))
 
