@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from backfill.core.config import SchedulerConfig
 from backfill.core.request import PriorityLevel, Request
 from backfill.costs.load import StepLoad
-from backfill.costs.model import CostModel
 from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.memory_division import OFFLINE_LEVELS
@@ -22,44 +21,6 @@ _NUM_PARTS = 16  # parts in which the pool is divided
 # Part of a TTFT objective that computing again what was not kept may take.
 _TTFT_SHARE = 0.25
 _ONLINE_LEVELS = (PriorityLevel.ONLINE, PriorityLevel.RELEGATED)
-
-
-@dataclass(frozen=True, slots=True)
-class OfflineDecodes:
-    """Offline requests that decode beside the online ones.
-
-    Attributes:
-        cost: predicts steps.
-        online: decodes of online requests in each step.
-        context_tokens: of one offline request in the mean.
-        blocks: of one offline request in the mean.
-        most: requests that there are, or that a step may have.
-        limit_s: what a step may take, as predicted; inf where nothing limits it.
-    """
-
-    cost: CostModel
-    online: StepLoad
-    context_tokens: float
-    blocks: float
-    most: int
-    limit_s: float
-
-    def per_s(self, num_blocks: float) -> float:
-        """Offline tokens a second of decode steps, with so many blocks for offline requests."""
-        most = min(float(self.most), num_blocks / self.blocks)
-        least_s, step_s = self._step_s(0.0), self._step_s(most)
-        if step_s > max(self.limit_s, least_s):  # it grows about evenly
-            most *= max(0.0, self.limit_s - least_s) / (step_s - least_s)
-            step_s = self._step_s(most)
-        return most / step_s if step_s > 0.0 else 0.0
-
-    def _step_s(self, num_requests: float) -> float:
-        load, count = self.online.copy(), round(num_requests)
-        load.num_tokens += count
-        load.num_sampled += count
-        load.num_requests += count
-        load.decode_context_tokens += round(num_requests * self.context_tokens)
-        return self.cost.step_time_s(load)
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +81,6 @@ class KeptCache:
             return math.inf
         if not self._is_in_time(num_tokens, reuse.interval_s, decodes, limit_s):
             return math.inf
-        rates = self._offline_decodes(offline, decodes, len(online), limit_s)
         num_blocks, online_blocks = kv.num_blocks, kv.counts.online
         # Computed beside the decodes of a step.
         saved_s = cost.time_with_s(decodes, 0, num_tokens, 1) - cost.step_time_s(decodes)
@@ -128,10 +88,31 @@ class KeptCache:
         decode_share = self._decodes_s / self._steps_s if self._steps_s else 1.0
 
         def gain(kept: int) -> float:
-            rate = rates.per_s(max(0, num_blocks - online_blocks - kept))
-            return saved_share * kept + decode_share * math.log(rate) if rate else -math.inf
+            rate = self._offline_per_s(num_blocks - online_blocks - kept, offline, decodes, limit_s)
+            return saved_share * kept + decode_share * math.log(rate) if rate > 0.0 else -math.inf
 
         return max((num_blocks * part // _NUM_PARTS for part in range(_NUM_PARTS, -1, -1)), key=gain)
+
+    def _offline_per_s(
+        self, num_blocks: int, offline: Sequence[Request], online: StepLoad, limit_s: float
+    ) -> float:
+        """Tokens a second of steps that decode offline requests like these, with so many blocks for them."""
+        tokens = sum(each.num_tokens for each in offline) / len(offline)
+        blocks = sum(self.kv.blocks_for(each.num_tokens) for each in offline) / len(offline)
+        num_waiting = sum(len(self.requests.waiting[level]) for level in OFFLINE_LEVELS)
+        num_places = max(1, self.config.max_num_seqs - online.num_requests)
+        most = min(len(offline) + num_waiting, num_places, max(0.0, num_blocks / blocks))
+
+        def step_s(count: float) -> float:
+            load = online.copy()
+            load.put_decodes([round(tokens)] * round(count))
+            return self.predictor.cost.step_time_s(load)
+
+        least_s, most_s = step_s(0), step_s(most)
+        if most_s > max(limit_s, least_s):  # it grows about evenly
+            most *= max(0.0, limit_s - least_s) / (most_s - least_s)
+            most_s = step_s(most)
+        return most / most_s if most_s > 0.0 else 0.0
 
     def _is_in_time(self, num_tokens: int, interval_s: float, decodes: StepLoad, limit_s: float) -> bool:
         """Whether prompts have time to compute so many tokens again, with others like them before them."""
@@ -146,17 +127,3 @@ class KeptCache:
     def _first_waiting(self) -> list[Request]:
         queues = [self.requests.waiting[level].requests for level in OFFLINE_LEVELS]
         return [requests[0] for requests in queues if requests]
-
-    def _offline_decodes(
-        self, offline: Sequence[Request], online: StepLoad, num_online: int, limit_s: float
-    ) -> OfflineDecodes:
-        num_waiting = sum(len(self.requests.waiting[level]) for level in OFFLINE_LEVELS)
-        num = len(offline)
-        return OfflineDecodes(
-            self.predictor.cost,
-            online,
-            sum(each.num_tokens for each in offline) / num,
-            sum(self.kv.blocks_for(each.num_tokens) for each in offline) / num,
-            min(num + num_waiting, max(1, self.config.max_num_seqs - num_online)),
-            limit_s,
-        )
