@@ -152,7 +152,7 @@ def test_the_default_keeps_up_with_no_safepoints(kind: type[Slow1]) -> None:
 def test_a_slower_device_takes_longer_for_everything() -> None:
     fast = load_hardware_profile("a100-40g-llama-2-7b")
     slow = fast.slowed(10)
-    assert slow.slowness == 10 and slow.kv_tokens == fast.kv_tokens
+    assert slow.kv_tokens == fast.kv_tokens
     assert slow.costs.cost.rows_s(100) == pytest.approx(10 * fast.costs.cost.rows_s(100))
     assert slow.costs.cost.decode_context_s == pytest.approx(10 * fast.costs.cost.decode_context_s)
     assert slow.costs.copies is not None and fast.costs.copies is not None

@@ -26,7 +26,6 @@ class HardwareProfile:
         kv_bytes_per_token: all layers, all devices together.
         max_model_len: the model's context, in tokens.
         stage_layers: layers of each stage of a pipeline; empty for one stage.
-        slowness: steps and copies take so many times as long as on the device that was measured.
     """
 
     name: str
@@ -35,7 +34,6 @@ class HardwareProfile:
     kv_bytes_per_token: _Positive
     max_model_len: _Positive
     stage_layers: tuple[int, ...] = ()
-    slowness: float = 1.0
 
     def resized(
         self, kv_tokens: int | None, kv_bytes_per_token: int | None = None, max_model_len: int | None = None
@@ -57,8 +55,7 @@ class HardwareProfile:
                 to_host_bytes_per_s=copies.to_host_bytes_per_s / factor,
                 to_device_bytes_per_s=copies.to_device_bytes_per_s / factor,
             )
-        costs = replace(costs, cost=costs.cost.slowed(factor), copies=copies)
-        return replace(self, costs=costs, slowness=factor * self.slowness)
+        return replace(self, costs=replace(costs, cost=costs.cost.slowed(factor), copies=copies))
 
 
 def hardware_profile_names() -> list[str]:
