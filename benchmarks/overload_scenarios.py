@@ -37,6 +37,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import get_args
 
+import clone  # noqa: F401
 import numpy as np
 from mixed_replay import Flood, Kind, KindFigures, Load, figures_of, replay
 from observation import noise_of_ratios
@@ -50,7 +51,7 @@ from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CostProfile, FitError
 from backfill.simulation.replay import Arrival, Lengths
 from backfill.simulation.study import FIRST_REPORTED_SEED
-from backfill.simulation.workloads import gamma_workload
+from experiments.workloads import gamma_workload
 
 POLICIES = "online-only,fcfs,priority,slo"
 STATIC_LIMITS = (8, 16, 32, 64, 128)

@@ -19,6 +19,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 
+import clone  # noqa: F401
 import numpy as np
 from in_process import check_no_prefix_hits, restart_in_engine_environment
 from live_replay import LiveReplay
@@ -42,7 +43,7 @@ from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.resolve import resolve_model
 from backfill.simulation.metrics import PolicyMetrics, metrics_of
 from backfill.simulation.replay import Lengths, Replay, ReplayResult, Workload
-from backfill.simulation.workloads import gamma_workload
+from experiments.workloads import gamma_workload
 
 _SLO = SLO(ttft_s=1.0, tpot_s=0.15)
 _ROWS = (

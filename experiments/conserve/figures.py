@@ -22,13 +22,13 @@ from backfill.simulation.replay import Lengths, Workload
 from backfill.simulation.workloads import (
     arrivals_of,
     drawn_conversations,
-    gamma_workload,
     lengths_of,
     summarization_lengths,
     within_context,
 )
 from backfill.workloads.traces import read_trace
 from experiments.phases import Phase, phased_arrivals, reshaped
+from experiments.workloads import gamma_workload
 
 _HARDWARE = "a100-40g-llama-2-7b"
 _SLO = SLO(ttft_s=1.5, tpot_s=0.11)

@@ -28,7 +28,7 @@ from backfill.costs.profile import CopySpeed, FitError
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.simulation.replay import Arrival, Lengths, Replay, Workload
-from backfill.simulation.workloads import gamma_workload
+from experiments.workloads import gamma_workload
 from tests.builders import ScriptedExecutor, linear_cost, make_info, make_profile
 from tests.costs.test_behaviour import draws
 

@@ -20,7 +20,7 @@ from backfill.scheduling.prediction import StepPredictor
 from backfill.simulation.replay import Lengths, simulate
 from backfill.simulation.study import run_study
 from backfill.simulation.variants import OWN_POLICIES, VARIANTS
-from backfill.simulation.workloads import SHAREGPT, gamma_workload
+from backfill.simulation.workloads import SHAREGPT
 from experiments.__main__ import app
 from experiments.bros.cache import (
     BASELINES,
@@ -41,6 +41,7 @@ from experiments.bros.tradeoff import (
     compare,
     summary,
 )
+from experiments.workloads import gamma_workload
 from tests.builders import make_profile
 from tests.cli.running import assert_fits, run_cli_here
 

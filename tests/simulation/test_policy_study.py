@@ -20,7 +20,7 @@ from backfill.simulation.policy_study import PolicyPoint, PolicyStudy, Scenario,
 from backfill.simulation.replay import Lengths
 from backfill.simulation.study import FIRST_REPORTED_SEED, TUNING_SEED, Run, run_study
 from backfill.simulation.variants import COLOURS, VARIANTS
-from backfill.simulation.workloads import gamma_workload
+from experiments.workloads import gamma_workload
 from tests.cli.running import run_cli_here
 
 SEEDS = (1, 2, 3)

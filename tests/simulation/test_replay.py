@@ -26,7 +26,7 @@ from backfill.simulation.replay import (
     simulate,
     unique_prompt,
 )
-from backfill.simulation.workloads import gamma_workload
+from experiments.workloads import gamma_workload
 from tests.builders import linear_cost, make_info, make_profile
 
 LOOSE = SLO(ttft_s=5.0, tpot_s=0.2)
