@@ -77,7 +77,7 @@ class KVUsage:
     num_copied: int = 0
 
     def on_step(self, engine: Engine, began_s: float, ended_s: float) -> None:
-        """See ``StepObserver``."""
+        """See ``Observer``."""
         if began_s >= self.duration_s:
             return
         kv = engine.scheduler.kv

@@ -20,6 +20,7 @@ from backfill.simulation.replay import ReplayResult
 from backfill.simulation.study import Outcomes, names_of
 from backfill.simulation.tables import cell, table_of
 from backfill.simulation.variants import COLOURS, Simulation
+from experiments.bros.engine import observed_by
 from experiments.bros.tradeoff import Bros, Setting
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class StepTimes:
     _scheduling_s: float = 0.0
 
     def on_step(self, engine: Engine, began_s: float, ended_s: float) -> None:
-        """See ``StepObserver``."""
+        """See ``Observer``."""
         decision_s = engine.scheduling_s - self._scheduling_s
         self._scheduling_s = engine.scheduling_s
         if began_s < ended_s and began_s < self.duration_s:
@@ -89,7 +90,7 @@ def run_repeatedly(simulation: Simulation, *, repeats: int) -> OverheadRun:
     runs = []
     for _ in range(repeats):
         times = StepTimes(duration_s)
-        result = simulation.replay(times)
+        result = simulation.replay(observed_by(times))
         if not times.step_s:
             raise ConfigError(f"`duration`: no step begins within {duration_s:g} s.")
         runs.append(times)

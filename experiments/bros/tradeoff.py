@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -155,13 +155,15 @@ class Bros(Study[Point]):
     online_lengths: Path | None = None
     policies: str = ",".join(POLICIES)
 
+    known_policies: ClassVar[Collection[str]] = VARIANTS
+
     def validate(self) -> None:
         """Raises: ConfigError."""
         super().validate()
         workloads = names_of(self.workloads)
         check_names("models", names_of(self.models), MODELS)
         check_names("workloads", workloads, WORKLOADS)
-        check_names("policies", self.all_policies, VARIANTS)
+        check_names("policies", self.all_policies, self.known_policies)
         check_positive(duration=self.duration)
         if self.duration < LEAST_DURATION_S:
             raise ConfigError(f"`duration` must be at least {LEAST_DURATION_S:g}, got {self.duration:g}.")

@@ -14,22 +14,24 @@ from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.costs.hardware import HardwareProfile
 from backfill.engine.engine import Engine
-from backfill.scheduling.policies.bros import BrosPolicy
-from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
 from backfill.simulation.replay import Lengths, simulate
 from backfill.simulation.study import run_study
-from backfill.simulation.variants import OWN_POLICIES, VARIANTS
+from backfill.simulation.variants import VARIANTS
 from backfill.simulation.workloads import SHAREGPT
 from experiments.__main__ import app
+from experiments.bros import cache
 from experiments.bros.cache import (
     BASELINES,
     BIDIRECTIONAL,
     CACHE_POLICIES,
+    LATE,
     PAPER_RATIOS,
+    WITHOUT,
     Cache,
     CachePoint,
 )
+from experiments.bros.engine import LateBros, late_bros, observed_by
 from experiments.bros.kv_usage import SAMPLE_S, KVSample, KVUsage
 from experiments.bros.overhead import GROUPS, Overhead, OverheadStudy, run_repeatedly
 from experiments.bros.tradeoff import (
@@ -153,31 +155,27 @@ def test_ratios_are_over_the_baselines_share_of_requests() -> None:
 
 
 def test_the_policies_differ_in_the_kv_cache_alone() -> None:
-    late, without = BASELINES
-    assert VARIANTS[late] == VARIANTS[without]
-    assert OWN_POLICIES.keys() == {late}
-    configs = {policy: VARIANTS[policy] for policy in CACHE_POLICIES}
+    assert BASELINES == (LATE, WITHOUT)
+    configs = {policy: VARIANTS[policy] for policy in CACHE_POLICIES if policy != LATE}
     assert {config.policy for config in configs.values()} == {"bros"}
-    assert configs[without].checkpointing == "none"
+    assert configs[WITHOUT].checkpointing == "none"
     assert [name for name, each in configs.items() if each.shares_blocks] == [BIDIRECTIONAL]
     shipped = EngineConfig(scheduler=SchedulerConfig(policy="bros")).with_checkpointing().scheduler
     assert configs[BIDIRECTIONAL].checkpointing == shipped.checkpointing == "lazy"
     assert shipped.shares_blocks
 
 
-def test_a_variant_with_a_policy_of_its_own_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    late, made = BASELINES[0], list[Policy]()
-    create = OWN_POLICIES[late]
+def test_late_recomputation_has_a_policy_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
 
-    def creating(config: SchedulerConfig, predictor: StepPredictor | None) -> Policy:
-        made.append(create(config, predictor))
+    def creating(config: SchedulerConfig, predictor: StepPredictor | None) -> LateBros:
+        made.append(late_bros(config, predictor))
         return made[-1]
 
-    monkeypatch.setitem(OWN_POLICIES, late, creating)
-    run_study(replace(SHARED, policies=f"{late},bros"))
+    monkeypatch.setattr(cache, "late_bros", creating)
+    run_study(replace(SHARED, policies=f"{LATE},bros"))
     (policy,) = made
-    assert isinstance(policy, BrosPolicy)
-    assert not policy._may_preempt
+    assert not policy.may_preempt
 
 
 def test_cache_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
@@ -277,7 +275,7 @@ def observe(layout: str, **settings: Any) -> KVUsage:
     hardware = HardwareProfile("test", make_profile(), 16 * NUM_BLOCKS, 1000, max_model_len=400)
     config = SchedulerConfig(policy="slo", kv_layout=layout, **settings)  # type: ignore[arg-type]
     usage = CheckedUsage(DURATION_S)
-    simulate(config, workload, hardware, 32 * NUM_BLOCKS, observer=usage)
+    simulate(config, workload, hardware, 32 * NUM_BLOCKS, create_engine=observed_by(usage))
     return usage
 
 

@@ -16,6 +16,7 @@ from backfill.costs.load import StepLoad
 from backfill.scheduling.builder import StepBuilder
 from backfill.scheduling.policies.bros import INITIAL_BATCH_SIZE, BrosPolicy, Residuals
 from backfill.scheduling.prediction import StepPredictor
+from experiments.bros.engine import LateBros
 from tests.builders import ScriptedExecutor, linear_cost, make_info, make_request
 from tests.integrity import check_scheduler
 from tests.scheduling.bench import Bench, bros_policy, offline, policy_workloads, scheduler_of, sizes
@@ -137,11 +138,11 @@ def test_offline_requests_join_by_what_must_be_computed_again() -> None:
     assert list(sizes(bench.step())) == ["new", "victim"]
 
 
-def test_a_waiting_online_request_preempts_offline_ones_unless_that_is_off() -> None:
-    for preempts in (True, False):
+def test_a_waiting_online_request_preempts_offline_ones_unless_the_policy_is_late() -> None:
+    for kind in (BrosPolicy, LateBros):
         bench = Observed(
-            lambda predictor, preempts=preempts: BrosPolicy(  # type: ignore[misc]
-                predictor, max_num_seqs=64, max_chunk_tokens=1000, preempts_for_waiting=preempts
+            lambda predictor, kind=kind: kind(  # type: ignore[misc]
+                predictor, max_num_seqs=64, max_chunk_tokens=1000
             ),
             num_blocks=12,
         )
@@ -150,7 +151,7 @@ def test_a_waiting_online_request_preempts_offline_ones_unless_that_is_off() -> 
         bench.step(chat)
         assert (job.status, chat.status) == (
             (RequestStatus.PREEMPTED, RequestStatus.RUNNING)
-            if preempts
+            if kind is BrosPolicy
             else (RequestStatus.RUNNING, RequestStatus.WAITING)
         )
 

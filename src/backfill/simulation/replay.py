@@ -6,8 +6,9 @@ import itertools
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from backfill.core.clock import Clock, VirtualClock
 from backfill.core.config import SchedulerConfig
@@ -19,12 +20,14 @@ from backfill.costs.hardware import HardwareProfile
 from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
-from backfill.scheduling.policies.create import PolicyFactory
+from backfill.execution.executor import Executor
 from backfill.simulation.device import create_simulated_executor, exact_behaviour, executor_info
 
 FILLER = 5  # of prompts and outputs; every model has this id
 _QUEUE_DEPTH = 32
 BIN_S = 5.0
+
+EngineFactory = Callable[[SchedulerConfig, Executor, Clock, CostProfile], Engine]
 
 
 class Lengths(NamedTuple):
@@ -107,13 +110,6 @@ class ReplayResult:
     num_prefix_hit_tokens: int
 
 
-class StepObserver(Protocol):
-    """Sees each step of a replay."""
-
-    def on_step(self, engine: Engine, began_s: float, ended_s: float) -> None:
-        """A step was planned, run and committed between these times of the replay."""
-
-
 class Totals(NamedTuple):
     """What a replay has counted so far."""
 
@@ -131,18 +127,9 @@ class Replay:
     Args:
         clock: the engine's.
         host_s: seconds that pass on a virtual clock after each step, before its tokens are delivered.
-        observer: told of each step.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        clock: Clock,
-        workload: Workload,
-        *,
-        host_s: float = 0.0,
-        observer: StepObserver | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, clock: Clock, workload: Workload, *, host_s: float = 0.0) -> None:
         self._engine = engine
         self._clock = clock
         self._online = workload.online
@@ -150,7 +137,6 @@ class Replay:
         self._duration_s = workload.duration_s
         self._origin_s = clock.now_s()
         self._host_s = host_s
-        self._observer = observer
         self._numbers = itertools.count()  # of all requests, in both classes
         self._next_arrival = 0
         self._num_offline = 0
@@ -226,11 +212,8 @@ class Replay:
         return self._clock.now_s() - self._origin_s
 
     def _step(self) -> None:
-        began_s = self._elapsed_s
         outputs = self._engine.step()
         self._num_steps += 1
-        if self._observer is not None:
-            self._observer.on_step(self._engine, began_s, self._elapsed_s)
         if isinstance(self._clock, VirtualClock):
             self._clock.advance(self._host_s)
         now_s = self._clock.now_s()
@@ -299,9 +282,8 @@ def simulate(
     *,
     behaviour: DeviceBehaviour | None = None,
     profile: CostProfile | None = None,
-    policy: PolicyFactory | None = None,
     seed: int = 0,
-    observer: StepObserver | None = None,
+    create_engine: EngineFactory = Engine,
 ) -> ReplayResult:
     """Replay a workload on a virtual clock.
 
@@ -310,18 +292,16 @@ def simulate(
         host_kv_tokens: size of the KV pool in host memory.
         behaviour: what steps take; by default exactly the hardware profile's times.
         profile: what the engine predicts with; by default the hardware profile.
-        policy: makes the engine's policy instead of that of ``config``.
         seed: of the device's noise.
-        observer: told of each step.
     """
     clock = VirtualClock()
     behaviour = behaviour or exact_behaviour(hardware.costs)
     info = executor_info(hardware, host_kv_tokens)
     executor = create_simulated_executor(info, behaviour, clock, seed)
-    engine = Engine(config, executor, clock, profile or hardware.costs, policy=policy)
+    engine = create_engine(config, executor, clock, profile or hardware.costs)
     if config.policy == "online-only":
         workload = replace(workload, offline=())
-    replay = Replay(engine, clock, workload, host_s=behaviour.host_s, observer=observer)
+    replay = Replay(engine, clock, workload, host_s=behaviour.host_s)
     executor.events = replay
     return replay.run()
 

@@ -11,13 +11,10 @@ from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.hardware import HardwareProfile
 from backfill.costs.profile import CostProfile
-from backfill.scheduling.policies.bros import BrosPolicy
-from backfill.scheduling.policies.create import PolicyFactory
-from backfill.scheduling.policy import Policy
-from backfill.scheduling.prediction import StepPredictor
+from backfill.engine.engine import Engine
 from backfill.simulation.device import measured_profile, typical_behaviour
 from backfill.simulation.metrics import PolicyMetrics, metrics_of
-from backfill.simulation.replay import ReplayResult, StepObserver, Workload, simulate
+from backfill.simulation.replay import EngineFactory, ReplayResult, Workload, simulate
 
 _HOST_POOL_RATIO = 4
 
@@ -46,8 +43,6 @@ VARIANTS: Mapping[str, SchedulerConfig] = {
     "bros-checkpoint": _bros(checkpointing="adaptive"),
     "bros-swap": _bros(checkpointing="swap", kv_restore="blocking"),
     "bros-recompute": _bros(checkpointing="none"),
-    # As its section 7.4.1 may be read: a waiting online request preempts nobody.
-    "bros-recompute-late": _bros(checkpointing="none"),
     # Two requests in one block.
     "slo-bidirectional": SchedulerConfig(policy="slo", checkpointing="adaptive", kv_layout="bidirectional"),
 }
@@ -70,24 +65,9 @@ COLOURS = {
     "bros": "#de77ae",
     "bros-swap": "#f1b6da",
     "bros-recompute": "#c51b7d",
-    "bros-recompute-late": "#7a0177",
     "bros-checkpoint": "#8e0152",
     "slo-bidirectional": "#00441b",
 }
-
-
-def _late_bros(config: SchedulerConfig, predictor: StepPredictor | None) -> Policy:
-    assert predictor is not None, "simulations have a cost profile"
-    return BrosPolicy(
-        predictor,
-        max_num_seqs=config.max_num_seqs,
-        max_chunk_tokens=min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens),
-        preempts_for_waiting=False,
-    )
-
-
-OWN_POLICIES: Mapping[str, PolicyFactory] = {"bros-recompute-late": _late_bros}
-"""Policies of variants that no configuration has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +92,8 @@ class Simulation:
     behaviour: DeviceBehaviour | None = None
     profile: CostProfile | None = None
 
-    def replay(self, observer: StepObserver | None = None) -> ReplayResult:
-        """The host's KV pool is four times the device's. ``observer`` is told of each step."""
+    def replay(self, create_engine: EngineFactory = Engine) -> ReplayResult:
+        """The host's KV pool is four times the device's."""
         config = replace(
             VARIANTS[self.policy],
             max_num_batched_tokens=self.max_step_tokens,
@@ -129,9 +109,8 @@ class Simulation:
             _HOST_POOL_RATIO * self.hardware.kv_tokens,
             behaviour=behaviour,
             profile=self.profile or measured_profile(self.hardware, behaviour, self.seed),
-            policy=OWN_POLICIES.get(self.policy),
             seed=self.seed,
-            observer=observer,
+            create_engine=create_engine,
         )
         num_hits = replay.num_prefix_hit_tokens
         assert num_hits == 0, f"{self.policy}: {num_hits} tokens of prompts that differ are prefix hits"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import chain
-from typing import Generic
+from typing import ClassVar, Generic
 
 from backfill.core.request import PriorityLevel
 from backfill.costs.load import StepLoad
@@ -26,7 +26,6 @@ from backfill.scheduling.policy import (
 )
 from backfill.scheduling.prediction import StepPredictor
 
-_OFFLINE = frozenset({PriorityLevel.OFFLINE})
 # The batch size to begin with. The paper's is lost in print. A step of so few decodes takes about as long as
 # one of a single decode, because reading the weights bounds it.
 INITIAL_BATCH_SIZE = 32
@@ -46,13 +45,13 @@ class BrosPolicy(Policy):
     Args:
         max_num_seqs: bounds the batch size.
         max_chunk_tokens: of one prompt in a step.
-        preempts_for_waiting: offline requests are preempted for an online one that waits for blocks.
 
     Attributes:
         batch_size: most requests of the next step (adaptive batch sizing).
     """
 
     orders_by_deadline = True
+    may_preempt: ClassVar[Collection[PriorityLevel]] = (PriorityLevel.OFFLINE,)  # for waiting online requests
 
     def __init__(
         self,
@@ -60,18 +59,16 @@ class BrosPolicy(Policy):
         *,
         max_num_seqs: int,
         max_chunk_tokens: int,
-        preempts_for_waiting: bool = True,
     ) -> None:
         self.batch_size = min(INITIAL_BATCH_SIZE, max_num_seqs)
         self._predictor = predictor
         self._max_num_seqs = max_num_seqs
         self._max_chunk_tokens = max_chunk_tokens
-        self._may_preempt = _OFFLINE if preempts_for_waiting else frozenset[PriorityLevel]()
 
     def build(self, view: Snapshot[R], builder: BatchBuilder[R]) -> None:
         average_s = self._predictor.average_step_s
         residuals = Residuals(self._predictor, view.now_s, average_s, self._max_chunk_tokens)
-        step = _Step(view, builder, self.batch_size, residuals, self._may_preempt)
+        step = _Step(view, builder, self.batch_size, residuals, self.may_preempt)
         is_violated = step.add_online()  # lines 3 to 15
         if not is_violated:
             step.add_offline()  # lines 17 to 33
@@ -171,7 +168,7 @@ class _Step(Generic[R]):
     builder: BatchBuilder[R]
     batch_size: int
     residuals: Residuals
-    may_preempt: Collection[PriorityLevel]  # for waiting online requests
+    may_preempt: Collection[PriorityLevel]
     _bound_s: float = field(init=False, default=math.inf)
     _swap_s: float = field(init=False, default=0.0)  # of restoring what was admitted, as a predicted time
     _owners_begun: set[str] = field(init=False, default_factory=set)  # with a prompt that is computed
