@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -19,9 +18,9 @@ from backfill.blending.requests import OrderName
 from backfill.cli.startup import check_folder
 from backfill.cli.studies import command_of
 from backfill.core.errors import ConfigError
+from backfill.simulation.processes import RunShare
 from backfill.simulation.study import (
     Outcomes,
-    PointStore,
     Run,
     Study,
     check_names,
@@ -31,7 +30,7 @@ from backfill.simulation.study import (
 )
 from experiments.blendserve.mix import MixSpec
 from experiments.blendserve.overlap import INTERFERENCE
-from experiments.blendserve.points import PointFile, settings_of
+from experiments.blendserve.points import add_point, read_points, settings_of
 from experiments.blendserve.pool import HARDWARE, PoolResult, run_pool
 from experiments.blendserve.result import (
     BLEND,
@@ -190,7 +189,12 @@ class Grid(Pools):
 
     def heading(self, seed: int) -> list[str]:
         figure = GRID_FIGURES[self.source]
-        return [f"BlendServe, figure {figure}: {self.source}, mmlu and openvid"]
+        lines = [f"BlendServe, figure {figure}: {self.source}, mmlu and openvid"]
+        if self.output is not None:
+            targets, finished = self.targets(), read_points(self.output, {})
+            num_finished = sum(target in finished for target in targets)
+            lines.append(f"{num_finished} of {len(targets)} points are in {self.output}")
+        return lines
 
     def validate(self) -> None:
         """Raises: ConfigError."""
@@ -202,28 +206,43 @@ class Grid(Pools):
         sharings = numbers_of("sharings", self.sharings, GRID_SHARINGS)
         return [Target(density, sharing) for sharing in sharings for density in densities]
 
-    @contextmanager
-    def store(self, console: Console, num_seeds: int) -> Iterator[PointStore[BlendPoint]]:
+    def runs(self, seeds: Sequence[int]) -> list[Run]:
+        """Those of points in ``output`` give the point."""
+        runs = super().runs(seeds)
         if self.output is None:
-            with super().store(console, num_seeds) as nothing:
-                yield nothing
-            return
-        targets = self.targets()
-        settings = settings_of(self.mix(targets[0], 1), self.all_orders, self.interference, num_seeds)
-        with closing(PointFile(self.output, settings)) as file:
-            num_finished = sum(target in file.finished for target in targets)
-            line = f"{num_finished} of {len(targets)} points are in {self.output}"
-            console.print(line, markup=False, soft_wrap=True)
-            yield file
+            return runs
+        finished = read_points(self.output, self._settings(len(seeds)))
+        return [
+            replace(run, simulate=partial(_finished, finished[target]))
+            if (target := cast("Target", run.point)) in finished
+            else run
+            for run in runs
+        ]
+
+    def point(self, setting: Target, outcomes: Outcomes) -> BlendPoint:
+        first = next(iter(outcomes.values()))
+        if isinstance(first[0], BlendPoint):
+            return first[0]
+        point = super().point(setting, outcomes)
+        if self.output is not None:
+            add_point(self.output, self._settings(len(first)), point)
+        return point
+
+    def describe(self, run: Run, outcome: PoolResult | BlendPoint) -> str:
+        return "" if isinstance(outcome, BlendPoint) else super().describe(run, outcome)
+
+    def _settings(self, num_seeds: int) -> dict[str, Any]:
+        mix = self.mix(self.targets()[0], 1)
+        return settings_of(mix, self.all_orders, self.interference, num_seeds)
 
     def report(self, console: Console, points: Sequence[BlendPoint]) -> None:
         print_grid(console, self.source, points)
 
-    def cannot_draw(self, points: Sequence[BlendPoint]) -> str | None:
-        return None if speedups_of(points) else f"it compares {BLEND} with {REFERENCE}"
-
     def draw(self, figure: Figure, points: Sequence[BlendPoint]) -> None:
         """Colours begin at 1, or at the least value below it, so that they say how much is gained."""
+        if not speedups_of(points):
+            figure.text(0.5, 0.5, f"This compares {BLEND} with {REFERENCE}.", ha="center")
+            return
         densities = sorted({point.target.density for point in points})
         sharings = sorted({point.target.sharing for point in points}, reverse=True)
         values = np.full((len(sharings), len(densities)), np.nan)
@@ -307,6 +326,11 @@ class UsageStudy(Pools):
         axes[0].set_ylim(bottom=0)
         axes[0].legend(fontsize=8)
         axes[-1].set(xlabel="step")
+
+
+def _finished(point: BlendPoint) -> BlendPoint:
+    RunShare().note(1.0)
+    return point
 
 
 table2, grid, usage = (command_of(study, "EXPERIMENTS_") for study in (Table2, Grid, UsageStudy))

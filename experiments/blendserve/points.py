@@ -10,7 +10,6 @@ from typing import Any
 
 from backfill.core.durable_files import write_all
 from backfill.core.errors import ConfigError
-from backfill.simulation.study import PointStore
 from experiments.blendserve.mix import MixSpec
 from experiments.blendserve.pool import HARDWARE
 from experiments.blendserve.result import BlendPoint, Target
@@ -28,74 +27,59 @@ _OPTIONS = {
 }
 
 
-class PointFile(PointStore[BlendPoint]):
-    """A line for each finished point, with the settings of its runs.
+def read_points(path: Path, settings: Mapping[str, Any]) -> dict[Target, BlendPoint]:
+    """The points of a file, which is begun if there is none, those of other targets included.
 
-    Attributes:
-        finished: the points that the file had, those of other targets included.
+    Raises: ConfigError for a file that cannot be used, or that has points of other settings.
     """
-
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """Raises: ConfigError for a file that cannot be used, or that has points of other settings."""
-        self._path = path
-        self._settings = settings
-        try:
-            self._file = path.open("a+b", buffering=0)
-        except OSError as error:
-            raise self._unusable(error) from error
-        try:
-            self.finished = self._read()
-        except BaseException:
-            self._file.close()
-            raise
-
-    def add(self, point: BlendPoint) -> None:
-        """Append a point. Raises: ConfigError."""
-        line = json.dumps({"settings": self._settings, **point.as_json()}) + "\n"
-        try:
-            write_all(self._file.fileno(), line.encode())
-        except OSError as error:
-            raise self._unusable(error) from error
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _read(self) -> dict[Target, BlendPoint]:
-        """Raises: ConfigError."""
-        try:
-            self._file.seek(0)
-            *lines, torn = self._file.read().split(b"\n")
+    try:
+        with path.open("a+b", buffering=0) as file:
+            file.seek(0)
+            *lines, torn = file.read().split(b"\n")
             if not _HEAD.startswith(torn[: len(_HEAD)]):
-                raise self._foreign(len(lines) + 1)
-            points = [self._point(number, line) for number, line in enumerate(lines, 1)]
+                raise _foreign(path, len(lines) + 1)
+            points = [_point(path, settings, number, line) for number, line in enumerate(lines, 1)]
             # A line without an end was being written when its command was ended.
-            self._file.truncate(self._file.tell() - len(torn))
-        except OSError as error:
-            raise self._unusable(error) from error
-        return {point.target: point for point in points}
+            file.truncate(file.tell() - len(torn))
+    except OSError as error:
+        raise _unusable(path, error) from error
+    return {point.target: point for point in points}
 
-    def _point(self, number: int, line: bytes) -> BlendPoint:
-        """Raises: ConfigError."""
-        try:
-            content = json.loads(line)
-            settings, point = content["settings"], BlendPoint.from_json(content)
-            others = [name for name, value in self._settings.items() if settings[name] != value]
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise self._foreign(number) from None
-        if others:
-            name = others[0]
-            raise ConfigError(
-                f"`output` {self._path} has points of other settings: {_OPTIONS.get(name, name)} was "
-                f"{_shown(settings[name])}, and is {_shown(self._settings[name])}. Give the same settings, "
-                "or another file."
-            )
-        return point
 
-    def _foreign(self, number: int) -> ConfigError:
-        return ConfigError(f"`output` {self._path}: line {number} is no point of a grid.")
+def add_point(path: Path, settings: Mapping[str, Any], point: BlendPoint) -> None:
+    """Append a line with a finished point and the settings of its runs. Raises: ConfigError."""
+    line = json.dumps({"settings": settings, **point.as_json()}) + "\n"
+    try:
+        with path.open("ab", buffering=0) as file:
+            write_all(file.fileno(), line.encode())
+    except OSError as error:
+        raise _unusable(path, error) from error
 
-    def _unusable(self, error: OSError) -> ConfigError:
-        return ConfigError(f"`output` {self._path} cannot be written: {error.strerror or error}.")
+
+def _point(path: Path, expected: Mapping[str, Any], number: int, line: bytes) -> BlendPoint:
+    """Raises: ConfigError."""
+    try:
+        content = json.loads(line)
+        settings, point = content["settings"], BlendPoint.from_json(content)
+        others = [name for name, value in expected.items() if settings[name] != value]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise _foreign(path, number) from None
+    if others:
+        name = others[0]
+        raise ConfigError(
+            f"`output` {path} has points of other settings: {_OPTIONS.get(name, name)} was "
+            f"{_shown(settings[name])}, and is {_shown(expected[name])}. Give the same settings, "
+            "or another file."
+        )
+    return point
+
+
+def _foreign(path: Path, number: int) -> ConfigError:
+    return ConfigError(f"`output` {path}: line {number} is no point of a grid.")
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"`output` {path} cannot be written: {error.strerror or error}.")
 
 
 def settings_of(mix: MixSpec, orders: Sequence[str], interference: str, num_seeds: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from backfill.core.errors import ConfigError
 from experiments.__main__ import app
 from experiments.blendserve import figures
 from experiments.blendserve.mix import MixSpec
-from experiments.blendserve.points import PointFile, settings_of
+from experiments.blendserve.points import add_point, read_points, settings_of
 from experiments.blendserve.pool import PoolResult
 from experiments.blendserve.result import Target
 from tests.cli.running import run_cli_here
@@ -91,26 +91,22 @@ def test_other_files_are_left_as_they_are(content: str) -> None:
     path = Path("notes.txt")
     path.write_text(content)
     with pytest.raises(ConfigError, match=r"`output` notes.txt: line 1 is no point of a grid"):
-        PointFile(path, SETTINGS)
+        read_points(path, SETTINGS)
     assert path.read_text() == content
 
 
 def test_a_point_that_is_written_in_part_is_an_error_and_the_next_run_drops_it() -> None:
     path = Path("points.jsonl")
     assert run_cli_here(*GRID, "--densities", "0.8", "--output", str(path), commands=app).returncode == 0
-    file = PointFile(path, SETTINGS)
-    (point,) = file.finished.values()
+    (point,) = read_points(path, SETTINGS).values()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
     try:
         with pytest.raises(ConfigError, match=r"`output` points.jsonl cannot be written: File too large"):
-            file.add(replace(point, target=Target(0.9, 0.4)))
+            add_point(path, SETTINGS, replace(point, target=Target(0.9, 0.4)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    file.close()
-    again = PointFile(path, SETTINGS)
-    assert list(again.finished) == [point.target]
-    again.close()
+    assert list(read_points(path, SETTINGS)) == [point.target]
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_runs(tmp_path: Path) -> None:

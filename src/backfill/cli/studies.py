@@ -85,14 +85,11 @@ def _run_command(study: Study[Any], options: StudyOptions) -> None:
         if line := study.describe(run, outcome):
             console.print(line, style="dim", soft_wrap=True)
 
-    with study.store(console, options.seeds) as store:
-        num_runs = sum(run.point not in store.finished for run in runs) if study.tells_progress else 0
-        with interruptible(), live_progress(console, num_runs) as progress:
-            points = run_study(study, seeds, options.jobs, on_done, progress, store)
+    num_runs = len(runs) if study.tells_progress else 0
+    with interruptible(), live_progress(console, num_runs) as progress:
+        points = run_study(study, seeds, options.jobs, on_done, progress)
     study.report(console, points)
-    if path is not None and (reason := study.cannot_draw(points)):
-        console.print(f"No plot: {reason}.", highlight=False)
-    elif path is not None:
+    if path is not None:
         _draw(study, points, path)
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
     if options.json:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from rich.console import Console
@@ -52,15 +50,6 @@ Outcomes = Mapping[str, Sequence[Any]]
 """Outcomes of a point by system, in the order of the seeds."""
 
 
-class PointStore(Generic[Point]):
-    """Keeps finished points between runs of a command. This one keeps none."""
-
-    finished: Mapping[Any, Point] = MappingProxyType({})
-
-    def add(self, point: Point) -> None:
-        """A point has been run."""
-
-
 class Study(ABC, Generic[Point]):
     """Systems compared at some settings. A subclass is a frozen dataclass.
 
@@ -96,11 +85,6 @@ class Study(ABC, Generic[Point]):
     def point(self, setting: Any, outcomes: Outcomes) -> Point:
         """Figures of a setting whose runs have ended."""
 
-    @contextmanager
-    def store(self, console: Console, num_seeds: int) -> Iterator[PointStore[Point]]:
-        """Points that have been run already, which are not run again."""
-        yield PointStore()
-
     def describe(self, run: Run, outcome: Any) -> str:
         """A line for a run that has ended; empty for none."""
         return f"{run.point}: {run.system} done"
@@ -116,10 +100,6 @@ class Study(ABC, Generic[Point]):
     def draw(self, figure: Figure, points: Sequence[Point]) -> None:
         """Draw into a figure whose size it sets. Studies that write a plot do."""
 
-    def cannot_draw(self, points: Sequence[Point]) -> str | None:
-        """Why there is nothing to draw."""
-        return None
-
 
 def run_study(
     study: Study[Point],
@@ -127,7 +107,6 @@ def run_study(
     num_processes: int = 1,
     on_done: Callable[[Run, Any], None] = lambda *_: None,
     progress: Progress | None = None,
-    store: PointStore[Point] | None = None,
 ) -> list[Point]:
     """Run every system at every setting under every seed.
 
@@ -136,20 +115,17 @@ def run_study(
     Raises: ConfigError.
     """
     study.validate()
-    kept = store or PointStore()
     runs = study.runs(seeds)
     left = Counter(run.point for run in runs)
-    points: dict[Hashable, Point] = {each: kept.finished[each] for each in left if each in kept.finished}
-    new = [run for run in runs if run.point not in points]
+    points: dict[Hashable, Point] = {}
     outcomes: dict[Hashable, dict[str, list[Any]]] = {}
     with processes(num_processes, progress) as map_runs:
-        for run, outcome in zip(new, map_runs(_simulate, new), strict=True):
+        for run, outcome in zip(runs, map_runs(_simulate, runs), strict=True):
             outcomes.setdefault(run.point, {}).setdefault(run.system, []).append(outcome)
             on_done(run, outcome)
             left[run.point] -= 1
             if not left[run.point]:
                 points[run.point] = study.point(run.point, outcomes.pop(run.point))
-                kept.add(points[run.point])
     return [points[each] for each in left]
 
 
