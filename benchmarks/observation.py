@@ -8,16 +8,18 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import clone  # noqa: F401
 import numpy as np
 
 from backfill.core.clock import Clock, VirtualClock
 from backfill.core.plan import Compute, CopyDirections, StepOutcome, StepPlan
-from backfill.costs.behaviour import DeviceBehaviour, StepNoise
+from backfill.costs.behaviour import StepNoise
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CopySpeed, CostProfile
 from backfill.costs.refine import ProfileRefiner
 from backfill.execution.executor import Executor
+from experiments.layered_device import LayeredDevice
 
 # A slow-down beside copies counts from so many standard errors, up to so much of a step's time.
 _LEAST_STANDARD_ERRORS = 2.0
@@ -109,7 +111,7 @@ def observed_behaviour(
     grid: Iterable[StepLoad],
     *,
     safepoint_s: float,
-) -> DeviceBehaviour:
+) -> LayeredDevice:
     """The behaviour of the device on which these steps ran.
 
     Its typical step times are fitted to the steps as ``ProfileRefiner`` does. The noise is of the steps over
@@ -135,7 +137,7 @@ def observed_behaviour(
         refiner.observe(step.plan, step.seconds)
     refiner.refine()
     cost = refiner.profile.cost
-    return DeviceBehaviour(
+    return LayeredDevice(
         cost,
         profile.copies,
         noise=noise_of_ratios([_ratio(step, cost) for step in bare]),

@@ -24,21 +24,22 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
+import clone  # noqa: F401
+
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
 from backfill.core.measured_on import MeasuredOn
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
-from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CopySpeed, CostProfile, FitError
 from backfill.engine.engine import Engine
 from backfill.execution.executor import ExecutorInfo
-from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.offloading.interval import step_bounds
 from backfill.offloading.residency import residencies
 from backfill.scheduling.prediction import StreamedCost
+from experiments.layered_device import LayeredDevice, LayeredExecutor
 
 _NUM_LAYERS, _LAYER_BYTES, _BLOCK_BYTES = 32, 32 << 20, 1 << 20
 _LARGEST, _NUM_HOST_BLOCKS = 8, 2000
@@ -211,9 +212,7 @@ def _create_engine(device: Device, interval: int, min_interval: int | None, cloc
         min_offload_interval=min_interval,
         layer_bytes=_LAYER_BYTES,
     )
-    behaviour = DeviceBehaviour(
-        _COST, copies=_COPIES, layer_transfer_s=device.transfer_s, layer_bytes=_LAYER_BYTES
-    )
+    layered = LayeredDevice(_COST, copies=_COPIES, layer_transfer_s=device.transfer_s)
     profile = CostProfile(
         key=MeasuredOn("made up", "simulated", "bfloat16"),
         quality="full",
@@ -227,7 +226,7 @@ def _create_engine(device: Device, interval: int, min_interval: int | None, cloc
         provenance="made up",
     )
     config = SchedulerConfig(policy="slo", checkpointing="adaptive")
-    return Engine(config, SimulatedExecutor(info, behaviour, clock), clock, profile)
+    return Engine(config, LayeredExecutor(info, layered, clock), clock, profile)
 
 
 def _tokens(name: str, count: int) -> list[int]:

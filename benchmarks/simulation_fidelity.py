@@ -30,7 +30,6 @@ from backfill.core.clock import VirtualClock, WallClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.plan import Compute, StepPlan
 from backfill.core.slo import SLO
-from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile
 from backfill.costs.profiler import FULL
@@ -38,11 +37,11 @@ from backfill.engine.engine import Engine
 from backfill.execution.create import create_torch_executor
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.profile import load_or_measure_profile, step_capacity
-from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.resolve import resolve_model
 from backfill.simulation.metrics import PolicyMetrics, metrics_of
 from backfill.simulation.replay import Lengths, Replay, ReplayResult, Workload
+from experiments.layered_device import LayeredDevice, LayeredExecutor
 from experiments.workloads import gamma_workload
 
 _SLO = SLO(ttft_s=1.0, tpot_s=0.15)
@@ -87,11 +86,11 @@ def run_simulated(
     config: EngineConfig,
     info: ExecutorInfo,
     profile: CostProfile,
-    behaviour: DeviceBehaviour,
+    behaviour: LayeredDevice,
     workload: Workload,
 ) -> ReplayResult:
     clock = VirtualClock()
-    executor = SimulatedExecutor(info, behaviour, clock, seed=_SEED)
+    executor = LayeredExecutor(info, behaviour, clock, seed=_SEED)
     engine = Engine(config.scheduler, executor, clock, profile)
     replay = Replay(engine, clock, workload, host_s=behaviour.host_s)
     executor.events = replay
@@ -115,7 +114,7 @@ def observe(
     profile: CostProfile,
     safepoint_s: float,
     runs: list[ObservedExecutor],
-) -> DeviceBehaviour:
+) -> LayeredDevice:
     return observed_behaviour(
         [step for run in runs for step in run.steps],
         [gap_s for run in runs for gap_s in run.gaps_s],
@@ -160,7 +159,7 @@ def main() -> None:
     devices = {
         "simulated": behaviour,
         "own": observe(config, info, profile, safepoint_s, [live_steps]),
-        "exact": DeviceBehaviour(profile.cost, profile.copies),
+        "exact": LayeredDevice(profile.cost, profile.copies),
     }
     figures = {"real": metrics_of(live, _SLO)}
     for name, device in devices.items():
@@ -176,7 +175,7 @@ def main() -> None:
 
 
 def report(
-    figures: dict[str, PolicyMetrics], profile: CostProfile, behaviour: DeviceBehaviour, info: ExecutorInfo
+    figures: dict[str, PolicyMetrics], profile: CostProfile, behaviour: LayeredDevice, info: ExecutorInfo
 ) -> None:
     noise = behaviour.noise
     low, middle, high = np.interp([0.05, 0.5, 0.95], noise.probabilities, noise.ratios)

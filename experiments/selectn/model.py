@@ -15,7 +15,7 @@ from backfill.core.measured_on import MeasuredOn
 from backfill.core.plan import AdmittedRequest, Compute, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.costs.behaviour import DeviceBehaviour, NoiseSource, StepNoise
+from backfill.costs.behaviour import NoiseSource, StepNoise
 from backfill.costs.derived import derive_cost_model, measured_error
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
@@ -25,6 +25,7 @@ from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.offloading.interval import LayerTimes, num_device_layers, offloaded_layers
 from backfill.offloading.record import OBJECTIVE_GRAIN_S, PerformanceRecord, Phase, RecordedLoad
 from backfill.simulation.device import HOST_S
+from experiments.layered_device import LayeredDevice, LayeredExecutor
 
 # NVIDIA A10 Tensor Core GPU data sheet: 24 GB of GDDR6 at 600 GB/s, 125 TFLOP/s of fp16 tensor cores, dense.
 # That 23,028 MiB of them can be used is assumed.
@@ -168,14 +169,11 @@ class OffloadedModel:
             dtype="float16",
             num_layers=self.shape.num_layers,
             offload_interval=interval,
-        )
-        behaviour = DeviceBehaviour(
-            self.cost,
-            noise=self.noise,
-            layer_transfer_s=portion * self.transfer_s,
             layer_bytes=round(portion * self.shape.layer_bytes),
         )
-        executor = SimulatedExecutor(info, behaviour, clock, seed=seed)
+        device = LayeredDevice(self.cost, noise=self.noise, layer_transfer_s=portion * self.transfer_s)
+        kind = SimulatedExecutor if interval is None else LayeredExecutor
+        executor = kind(info, device, clock, seed=seed)
         ids = [RequestId(str(index)) for index in range(load.batch_size)]
         slices = tuple(
             ScheduledSlice(request_id, start, num_tokens, (), samples)

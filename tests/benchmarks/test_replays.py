@@ -21,13 +21,13 @@ from backfill.core.plan import AdmittedRequest, BlockCopies, Compute, ScheduledS
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
-from backfill.costs.behaviour import DeviceBehaviour, StepNoise
+from backfill.costs.behaviour import StepNoise
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.costs.profile import CopySpeed, FitError
 from backfill.engine.engine import Engine
-from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.simulation.replay import Arrival, Lengths, Replay, Workload
+from experiments.layered_device import LayeredDevice, LayeredExecutor
 from experiments.workloads import gamma_workload
 from tests.builders import ScriptedExecutor, linear_cost, make_info, make_profile
 from tests.costs.test_behaviour import draws
@@ -98,16 +98,14 @@ TRUE_COST = linear_cost(token_s=1.3e-4, step_s=6e-3, context_s=1e-6)
 GRID = [StepLoad.of([(0, 2**power, True)]) for power in range(11)]
 
 
-def observed(
-    behaviour: DeviceBehaviour, *, num_blocks: int = 600
-) -> tuple[DeviceBehaviour, ObservedExecutor]:
+def observed(behaviour: LayeredDevice, *, num_blocks: int = 600) -> tuple[LayeredDevice, ObservedExecutor]:
     """What is seen of this device while it serves."""
     clock = VirtualClock()
     info = replace(
         make_info(num_blocks, block_size=16, num_host_blocks=4000, num_layers=32),
         block_bytes=100_000,
     )
-    executor = SimulatedExecutor(info, behaviour, clock, seed=5)
+    executor = LayeredExecutor(info, behaviour, clock, seed=5)
     watched = ObservedExecutor(executor, clock, behaviour.copies)
     config = SchedulerConfig(policy="slo", ttft_slo=1.0, tpot_slo=0.15, checkpointing="adaptive")
     load = gamma_workload(2.0, 1.0, 40.0, Lengths(200, 20), offline=(Lengths(600, 40),), seed=3)
@@ -127,7 +125,7 @@ def typical_ratio(found: CostModel, true: CostModel, watched: ObservedExecutor) 
 
 def test_what_a_device_does_is_found_from_its_steps() -> None:
     noise = replace(StepNoise.of_error(FitError(0.04, 0.12, 100)), correlation=0.5)
-    truth = DeviceBehaviour(
+    truth = LayeredDevice(
         TRUE_COST, CopySpeed(1e10, 1e10), noise=noise, host_s=0.002, safepoint_s=2e-5, copy_slowdown=0.0
     )
     found, watched = observed(truth)
@@ -144,20 +142,20 @@ def test_what_a_device_does_is_found_from_its_steps() -> None:
 
 def test_a_device_three_times_slower_than_its_profile_is_observed_too() -> None:
     slow = linear_cost(token_s=3e-4, step_s=15e-3, context_s=3e-6)
-    found, watched = observed(DeviceBehaviour(slow, PROFILE.copies))
+    found, watched = observed(LayeredDevice(slow, PROFILE.copies))
     assert typical_ratio(found.cost, slow, watched) == pytest.approx(1.0, abs=0.05)
     assert np.interp(0.5, found.noise.probabilities, found.noise.ratios) == pytest.approx(1.0, abs=0.05)
 
 
 def test_steps_beside_copies_show_how_much_copies_slow_them() -> None:
-    truth = DeviceBehaviour(TRUE_COST, CopySpeed(1e8, 1e8), copy_slowdown=0.4)
+    truth = LayeredDevice(TRUE_COST, CopySpeed(1e8, 1e8), copy_slowdown=0.4)
     found, watched = observed(truth)
     assert any(step.copying_s for step in watched.steps)
     assert found.copy_slowdown == pytest.approx(0.4, abs=0.12)
 
 
 def test_without_copies_nothing_is_slowed() -> None:
-    found, watched = observed(DeviceBehaviour(TRUE_COST, PROFILE.copies), num_blocks=4000)
+    found, watched = observed(LayeredDevice(TRUE_COST, PROFILE.copies), num_blocks=4000)
     assert not any(step.copying_s for step in watched.steps)
     assert found.copy_slowdown == 0.0
 
@@ -165,7 +163,7 @@ def test_without_copies_nothing_is_slowed() -> None:
 def test_copies_of_slots_count_as_their_share_of_a_block() -> None:
     clock = VirtualClock()
     info = replace(make_info(num_blocks=8, num_host_blocks=8), block_bytes=20_000_000)
-    device = SimulatedExecutor(info, DeviceBehaviour(TRUE_COST, PROFILE.copies), clock)
+    device = LayeredExecutor(info, LayeredDevice(TRUE_COST, PROFILE.copies), clock)
     watched = ObservedExecutor(device, clock, PROFILE.copies)
     admitted = (AdmittedRequest(RequestId("r"), (5,) * 4, SamplingParams(max_tokens=1)),)
     work = Compute((ScheduledSlice(RequestId("r"), 0, 4, (pack_block_ref(0),), samples=False),))
@@ -177,7 +175,7 @@ def test_copies_of_slots_count_as_their_share_of_a_block() -> None:
 
 
 def test_stopped_and_resumed_steps_are_left_out() -> None:
-    _, watched = observed(DeviceBehaviour(TRUE_COST, PROFILE.copies))
+    _, watched = observed(LayeredDevice(TRUE_COST, PROFILE.copies))
     assert all(step.plan.slices and step.seconds > 0 for step in watched.steps)
     assert len(watched.steps) < len(watched.gaps_s) + 1
 

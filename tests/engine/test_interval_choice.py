@@ -19,7 +19,6 @@ from backfill.core.config import GIB, EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.core.measured_on import MeasuredOn
 from backfill.core.slo import SLO
-from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.profile import CostProfile
 from backfill.costs.profiler import Capacity, profile_executor
 from backfill.engine.interval_choice import _save_correction, create_record_check, with_chosen_interval
@@ -27,11 +26,11 @@ from backfill.engine.process import load_engine
 from backfill.execution import analyzer
 from backfill.execution.analyzer import Analysis, analyze, load_or_measure_record, record_key, record_path
 from backfill.execution.create import create_torch_executor, target_of
-from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.offloading.loads import LoadGrid
 from backfill.offloading.record import PerformanceRecord, Phase, RecordedLoad
 from backfill.scheduling.objectives import impossible_objectives
+from experiments.layered_device import LayeredDevice, LayeredExecutor
 from tests.builders import flat_cost, make_info, make_request
 from tests.costs.test_profiler import SMALL_GRID
 from tests.models.tiny import save_tiny_model
@@ -428,7 +427,7 @@ def test_requests_with_objectives_that_the_interval_cannot_meet_are_refused() ->
 def simulated_profile(interval: int | None) -> CostProfile:
     """A profile of a device whose layers take 1 ms, and the transfers of their weights 10 ms."""
     clock = VirtualClock()
-    device = DeviceBehaviour(flat_cost(0.012), layer_transfer_s=0.01, layer_bytes=1)
+    device = LayeredDevice(flat_cost(0.012), layer_transfer_s=0.01)
     info = replace(make_info(num_blocks=1000), num_layers=NUM_LAYERS, offload_interval=interval)
     capacity = Capacity(
         kv_tokens=info.num_blocks * info.block_size,
@@ -437,6 +436,6 @@ def simulated_profile(interval: int | None) -> CostProfile:
         max_num_seqs=32,
         max_num_batched_tokens=2048,
     )
-    executor = SimulatedExecutor(info, device, clock)
+    executor = LayeredExecutor(info, device, clock)
     key = MeasuredOn("model", "device", "dtype")
     return profile_executor(executor, clock, capacity, SMALL_GRID, key=key, num_layers=NUM_LAYERS)

@@ -27,6 +27,7 @@ from backfill.engine.process import EngineLoop
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.scheduling.objectives import achievable_slo, impossible_slo, server_slo
 from backfill.scheduling.policies.slo import SloPolicy
+from experiments.layered_device import LayeredDevice, LayeredExecutor
 from tests.builders import make_info, make_request
 from tests.costs.test_profiler import TRUTH
 from tests.costs.test_refine import CAPACITY, Service, coarse_profile, scaled
@@ -200,7 +201,7 @@ def test_a_refit_that_fails_ends_the_refining_and_nothing_else(
 def test_the_refiner_ignores_steps_with_another_interval_than_the_profiles() -> None:
     clock = VirtualClock()
     info = replace(make_info(num_blocks=100, num_layers=12), offload_interval=3)
-    executor = SimulatedExecutor(info, DeviceBehaviour(TRUTH, layer_transfer_s=0.001, layer_bytes=1), clock)
+    executor = LayeredExecutor(info, LayeredDevice(TRUTH, layer_transfer_s=0.001), clock)
     profile = coarse_profile(TRUTH)
     refiner = ProfileRefiner(profile, (), clock)
     observed: list[float] = []

@@ -1,24 +1,20 @@
-"""Stages on the virtual clock, and steps with offloaded layers."""
+"""Stages on the virtual clock."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from backfill.core.clock import VirtualClock
 from backfill.core.plan import (
     AdmittedRequest,
     Compute,
-    DeviceMemory,
     Resume,
     Safepoints,
     ScheduledSlice,
     StepOutcome,
     StepPlan,
-    WeightTransfers,
 )
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
@@ -26,9 +22,7 @@ from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.model import CostModel
 from backfill.execution.simulated_executor import SimulatedExecutor, hashed_token
 from backfill.execution.simulated_pipeline import SimulatedPipeline
-from backfill.offloading.interval import LayerTimes, num_device_layers, offloaded_layers, step_time_s
 from tests.builders import flat_cost, linear_cost, make_info
-from tests.execution.test_simulated_executor import StopAt, plan
 
 STEP_S = 4.0
 SUSPENDS = Safepoints(2, suspends=True)
@@ -166,119 +160,3 @@ def test_an_executor_with_run_alone_has_one_step_in_flight() -> None:
         pipeline.submit(plan_of(step))
     with pytest.raises(AssertionError, match="2 steps are in flight"):
         pipeline.submit(plan_of(2))
-
-
-LAYER_BYTES = 1000
-
-
-def make(
-    num_layers: int, interval: int | None, layer_s: float, transfer_s: float
-) -> tuple[SimulatedExecutor, VirtualClock]:
-    """Steps of one token take ``num_layers * layer_s``, and each further token as long again."""
-    clock = VirtualClock(10.0)
-    info = replace(make_info(num_blocks=100), num_layers=num_layers, offload_interval=interval)
-    device = DeviceBehaviour(
-        linear_cost(token_s=num_layers * layer_s, step_s=0.0),
-        layer_transfer_s=transfer_s,
-        layer_bytes=LAYER_BYTES,
-    )
-    return SimulatedExecutor(info, device, clock), clock
-
-
-def timed(
-    executor: SimulatedExecutor, clock: VirtualClock, other_s: float = 0.0
-) -> tuple[float, StepOutcome]:
-    began_s = clock.now_s()
-    outcome = executor.run(plan(online=1))
-    clock.advance(other_s)
-    return clock.now_s() - began_s, outcome
-
-
-@given(st.integers(1, 24), st.integers(1, 24), st.integers(0, 30), st.integers(0, 60), st.integers(0, 60))
-def test_mean_steps_take_what_the_formula_says(
-    num_layers: int, interval: int, layer_ms: int, transfer_ms: int, other_ms: int
-) -> None:
-    """What the executor decides to transfer when is the pipeline that the formula is derived from."""
-    interval = min(interval, num_layers)
-    times = LayerTimes(num_layers, layer_ms / 1e3, transfer_ms / 1e3, other_ms / 1e3)
-    executor, clock = make(num_layers, interval, times.compute_s, times.transfer_s)
-    steps = [timed(executor, clock, times.other_s)[0] for _ in range(480)]
-    assert sum(steps[240:]) / 240 == pytest.approx(step_time_s(times, interval), rel=1e-6, abs=1e-9)
-
-
-def test_outcomes_report_transfers_and_stalls() -> None:
-    executor, clock = make(num_layers=12, interval=3, layer_s=0.001, transfer_s=0.01)
-    for _ in range(10):
-        seconds, outcome = timed(executor, clock)
-    assert seconds == pytest.approx(0.040)
-    found = outcome.weight_transfers
-    assert (found.interval, found.num_bytes) == (3, 4 * LAYER_BYTES)
-    assert found.stall_s == pytest.approx(0.040 - 0.012)
-
-
-def test_without_offloading_nothing_is_transferred() -> None:
-    executor, clock = make(num_layers=12, interval=None, layer_s=0.001, transfer_s=0.01)
-    seconds, outcome = timed(executor, clock)
-    assert seconds == pytest.approx(0.012)
-    assert outcome.weight_transfers == WeightTransfers()
-
-
-def test_a_step_stops_at_a_safepoint_while_layers_wait_for_weights() -> None:
-    executor, clock = make(num_layers=12, interval=1, layer_s=0.001, transfer_s=0.01)
-    for _ in range(3):
-        timed(executor, clock)
-    executor.events = events = StopAt(clock, clock.now_s() + 0.035)
-    events.executor = executor
-    points = Safepoints(layers_apart=1, suspends=True)
-    began_s = clock.now_s()
-    mixed = plan(offline=1, safepoints=points)
-    outcome = executor.run(mixed)
-    assert 0.035 <= clock.now_s() - began_s <= 0.035 + 0.011
-    assert 3 <= outcome.layers_done <= 5
-    assert outcome.suspended == ("job",)
-    # Another step runs from the first layer; then the suspended one goes on at its layer.
-    timed(executor, clock)
-    began_s = clock.now_s()
-    left = 12 - outcome.layers_done
-    resumed = executor.run(replace(mixed, step=1, work=Resume(mixed.slices, left, 0.0, points), admitted=()))
-    assert [each.request_id for each in resumed.sampled] == ["job"]
-    # Two transfers for the next pass were begun, and come first.
-    assert clock.now_s() - began_s <= (left + 2) * 0.011
-
-
-@given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 15))
-def test_whatever_stops_later_steps_take_their_usual_time(num_layers: int, interval: int, stop: int) -> None:
-    interval = min(interval, num_layers)
-    times = LayerTimes(num_layers, 0.001, 0.004)
-    executor, clock = make(num_layers, interval, times.compute_s, times.transfer_s)
-    executor.events = events = StopAt(clock, clock.now_s() + stop / 1e3)
-    events.executor = executor
-    points = Safepoints(layers_apart=1, suspends=False)
-    executor.run(plan(offline=1, safepoints=points))
-    steps = [timed(executor, clock) for _ in range(60)]
-    mean_s = sum(seconds for seconds, _ in steps[30:]) / 30
-    # An interval with n transfers may repeat after more than 30 steps, so a mean of 30 is only close.
-    assert mean_s == pytest.approx(step_time_s(times, interval), rel=0.02)
-    num_offloaded = len(offloaded_layers(num_layers, interval))
-    assert steps[-1][1].weight_transfers.num_bytes == num_offloaded * LAYER_BYTES
-
-
-def test_a_plan_changes_the_interval_and_how_many_layers_have_memory() -> None:
-    """From the interval that the memory was divided for to a smaller one with less memory, and back."""
-    executor, clock = make(num_layers=12, interval=6, layer_s=0.001, transfer_s=0.002)
-    for interval, usual in ((3, False), (3, True), (1, False), (1, True), (6, False), (6, True)):
-        memory = DeviceMemory(num_blocks=100, num_layers=num_device_layers(12, interval))
-        changed = replace(plan(online=1), offload_interval=interval, memory=None if usual else memory)
-        executor.run(changed)
-        steps = [timed(executor, clock) for _ in range(60)]
-        mean_s = sum(seconds for seconds, _ in steps[20:]) / 40
-        assert mean_s == pytest.approx(step_time_s(LayerTimes(12, 0.001, 0.002), interval), rel=0.02)
-        transfers = steps[-1][1].weight_transfers
-        assert (transfers.interval, transfers.transfer_s) == (interval, 0.002)
-        assert transfers.num_bytes == len(offloaded_layers(12, interval)) * LAYER_BYTES
-
-
-def test_an_interval_that_the_memory_has_no_room_for_is_refused() -> None:
-    executor, _ = make(num_layers=12, interval=3, layer_s=0.001, transfer_s=0.002)
-    with pytest.raises(ValueError, match="interval 6 needs 12 layers in memory, and 10 fit"):
-        executor.run(replace(plan(online=1), offload_interval=6))

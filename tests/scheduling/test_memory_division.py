@@ -16,15 +16,14 @@ from backfill.core.config import PolicyName, SchedulerConfig
 from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import FinishReason, Request, ServiceClass
 from backfill.core.slo import SLO
-from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.model import CostModel
 from backfill.costs.profile import CopySpeed
 from backfill.engine.engine import Engine
 from backfill.execution.executor import ExecutorInfo
-from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.offloading.interval import num_device_layers
 from backfill.offloading.residency import Residency, ResidencyPolicy, Situation
 from backfill.scheduling import memory_division
+from experiments.layered_device import LayeredDevice, LayeredExecutor
 from tests.builders import linear_cost, make_info, make_profile, make_request
 from tests.scheduling.test_two_tier_schedules import Run, Setting, all_settings, crowd
 from tests.shared import examples
@@ -90,9 +89,7 @@ INFO = ExecutorInfo(
 )
 # A step of few tokens takes 32 ms: weights are read once, 1 ms a layer. A transfer takes 3 ms.
 COST = linear_cost(token_s=5e-5, step_s=0.032, context_s=1e-7)
-DEVICE = DeviceBehaviour(
-    COST, copies=CopySpeed(1e10, 1e10), layer_transfer_s=3e-3, layer_bytes=INFO.layer_bytes
-)
+DEVICE = LayeredDevice(COST, copies=CopySpeed(1e10, 1e10), layer_transfer_s=3e-3)
 
 
 @dataclass
@@ -119,7 +116,7 @@ class Server:
         sizes = {each.num_layers: each.num_blocks for each in base.residencies}
         self.info = replace(changed, num_blocks=sizes[num_device_layers(NUM_LAYERS, interval)])
         self.clock = VirtualClock()
-        self.executor = SimulatedExecutor(self.info, DEVICE, self.clock)
+        self.executor = LayeredExecutor(self.info, DEVICE, self.clock)
         config = SchedulerConfig(
             policy=policy, checkpointing="adaptive", max_prefill_chunk_tokens=max_chunk_tokens
         )
@@ -337,7 +334,7 @@ def test_one_decision_beats_both_fixed_intervals() -> None:
 
 def test_without_a_profile_of_steps_residency_stays() -> None:
     info = replace(make_info(num_blocks=20), num_layers=8, offload_interval=4, min_offload_interval=1)
-    executor = SimulatedExecutor(info, DEVICE, VirtualClock())
+    executor = LayeredExecutor(info, DEVICE, VirtualClock())
     engine = Engine(SchedulerConfig(), executor, VirtualClock())
     engine.add(make_request(4, 4))
     plans: list[StepPlan] = []

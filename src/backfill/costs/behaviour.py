@@ -89,26 +89,16 @@ class DeviceBehaviour:
         copies: None without a pool in host memory.
         noise: of each step; all layers of a step share it.
         host_s: seconds between two steps: planning, committing and delivering tokens.
-        safepoint_s: seconds that each safepoint adds to a step that has them.
-        copy_slowdown: fraction of its time that computing takes more while blocks are copied.
-        layer_transfer_s: seconds to transfer the weights of an offloaded layer.
-        layer_bytes: of these weights.
     """
 
     cost: CostModel
     copies: CopySpeed | None = None
     noise: StepNoise = StepNoise()
     host_s: float = 0.0
-    safepoint_s: float = 0.0
-    copy_slowdown: float = 0.0
-    layer_transfer_s: float = 0.0
-    layer_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("host_s", "safepoint_s", "copy_slowdown", "layer_transfer_s"):
-            value = getattr(self, name)
-            if not 0.0 <= value < math.inf:
-                raise ValueError(f"{name} must be a finite number of at least 0, got {value}")
+        if not 0.0 <= self.host_s < math.inf:
+            raise ValueError(f"host_s must be a finite number of at least 0, got {self.host_s}")
 
 
 class NoiseSource:

@@ -20,13 +20,11 @@ from backfill.core.plan import (
     StepOutcome,
     StepPlan,
     WaitForCopies,
-    WeightTransfers,
 )
 from backfill.core.request import RequestId
 from backfill.costs.behaviour import DeviceBehaviour, NoiseSource
 from backfill.costs.load import StepLoad
 from backfill.execution.executor import Executor, ExecutorInfo, stopped_outcome
-from backfill.execution.simulated_weights import SimulatedStreamer
 
 
 def hashed_token(request_id: RequestId, position: int, info: ExecutorInfo) -> int:
@@ -54,13 +52,11 @@ class StepEvents(Protocol):
 class SimulatedExecutor(Executor):
     """Runs a plan by advancing the clock by the time it takes on the device.
 
-    That time is not the predicted one: it is the device's own cost of the step, with noise, safepoints and
-    concurrent copies. It is spread evenly over the layers, and offloaded ones wait for their weights. Events
-    that fall into a step with safepoints are delivered at their instants, and may call ``request_stop``;
-    those of other steps wait for the step's end. Copies run one after another, in both directions over one
-    link, beside the steps; a copy of slots takes their share of a block's time. Moves within the device take
-    as long as restores, and the step waits for them. Weights come over another link. Sampled tokens are
-    ``hashed_token``. Host time passes between steps, so it is not part of ``run``.
+    That time is not the predicted one: it is the device's own cost of the step, with noise. It is spread
+    evenly over the layers. Events that fall into a step with safepoints are delivered at their instants, and
+    may call ``request_stop``; those of other steps wait for the step's end. Copies run one after another, in
+    both directions over one link, beside the steps; a copy of slots takes their share of a block's time.
+    Sampled tokens are ``hashed_token``. Host time passes between steps, so it is not part of ``run``.
 
     Attributes:
         load: of the step that was computed last.
@@ -81,11 +77,6 @@ class SimulatedExecutor(Executor):
         self._step_to_stop = -1
         self._num_tokens: dict[RequestId, int] = {}
         self._suspended_at: dict[RequestId, int] = {}  # layers that suspended slices have passed
-        self._streamer: SimulatedStreamer | None = None
-        if info.offload_interval is not None:
-            self._streamer = SimulatedStreamer(
-                info.num_layers, info.offload_interval, device.layer_transfer_s, device.layer_bytes
-            )
         self._copying_until_s = 0.0
         # In flight, with the instant of completion.
         self._copies: deque[tuple[float, BlockCopy | SlotCopy]] = deque()
@@ -94,7 +85,6 @@ class SimulatedExecutor(Executor):
         self._step_to_stop = max(self._step_to_stop, step)
 
     def run(self, plan: StepPlan) -> StepOutcome:
-        self._change_memory(plan)
         self._release(plan)
         for admitted in plan.admitted:
             self._num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
@@ -135,16 +125,9 @@ class SimulatedExecutor(Executor):
         (first,) = {self._suspended_at.pop(scheduled.request_id) for scheduled in plan.slices}
         return first
 
-    def _change_memory(self, plan: StepPlan) -> None:
-        if self._streamer is not None:
-            num_buffers = None if plan.memory is None else plan.memory.num_layers
-            self._streamer.change(plan.offload_interval, num_buffers, self._clock.now_s())
-        if plan.moves and self._device.copies is not None:
-            self._wait(len(plan.moves) * self._copy_block_s(CopyDirections.RESTORE))
-
     def _outcome(self, sampled: tuple[SampledToken, ...]) -> StepOutcome:
         """Of a step without stopped slices, with the copies that have completed."""
-        if not self._copies and self._streamer is None:
+        if not self._copies:
             return StepOutcome(sampled)
         completed = []
         while self._copies and self._copies[0][0] <= self._clock.now_s():
@@ -153,7 +136,6 @@ class SimulatedExecutor(Executor):
             sampled,
             completed_copies=tuple(copy for copy in completed if isinstance(copy, BlockCopy)),
             completed_slot_copies=tuple(copy for copy in completed if isinstance(copy, SlotCopy)),
-            weight_transfers=WeightTransfers() if self._streamer is None else self._streamer.take_transfers(),
         )
 
     def _begin_copies(self, copies: BlockCopies, at_s: float) -> float:
@@ -187,52 +169,20 @@ class SimulatedExecutor(Executor):
         """
         num_layers, points, events = self.info.num_layers, plan.safepoints, self.events
         layer_s = ratio * self._seconds(plan.slices) / num_layers
-        if points is not None:
-            layer_s += self._device.safepoint_s / points.layers_apart
-        if self._streamer is not None:
-            return self._pass_offloaded_layers(plan, first, last, layer_s)
         began_s = self._clock.now_s()
-        ends_at_s = self._computed_at_s(began_s, (last - first) * layer_s)
+        ends_at_s = began_s + (last - first) * layer_s
         while points is not None and events is not None and events.next_at_s() < ends_at_s:
             self._wait(events.next_at_s() - self._clock.now_s())
             events.deliver()
             if self._step_to_stop == plan.step:
-                passed = self._computed_s(began_s, self._clock.now_s()) / (layer_s * points.layers_apart)
+                passed = (self._clock.now_s() - began_s) / (layer_s * points.layers_apart)
                 stop_at = first + max(1, math.ceil(passed)) * points.layers_apart
                 if first < stop_at < last:
-                    stops_at_s = self._computed_at_s(began_s, (stop_at - first) * layer_s)
-                    self._wait(stops_at_s - self._clock.now_s())
+                    self._wait(began_s + (stop_at - first) * layer_s - self._clock.now_s())
                     return stop_at
                 break
         self._wait(ends_at_s - self._clock.now_s())
         return last if last < num_layers else None
-
-    def _pass_offloaded_layers(self, plan: StepPlan, first: int, last: int, layer_s: float) -> int | None:
-        """The same, one layer after another, because each may wait for its weights."""
-        points, events, streamer, clock = plan.safepoints, self.events, self._streamer, self._clock
-        assert streamer is not None
-        for layer in range(first, last):
-            at_safepoint = points is not None and layer > first and (layer - first) % points.layers_apart == 0
-            if at_safepoint and self._step_to_stop == plan.step:
-                return layer
-            ends_at_s = self._computed_at_s(streamer.before(layer, clock.now_s()), layer_s)
-            while points is not None and events is not None and events.next_at_s() < ends_at_s:
-                self._wait(events.next_at_s() - clock.now_s())
-                events.deliver()
-            self._wait(ends_at_s - clock.now_s())
-            streamer.after(layer, clock.now_s())
-        return last if last < self.info.num_layers else None
-
-    def _computed_at_s(self, began_s: float, seconds: float) -> float:
-        """When computing ends that begins at ``began_s`` and takes ``seconds`` without concurrent copies."""
-        slowness = 1.0 + self._device.copy_slowdown
-        beside_copies_s = min(slowness * seconds, max(0.0, self._copying_until_s - began_s))
-        return began_s + beside_copies_s + (seconds - beside_copies_s / slowness)
-
-    def _computed_s(self, began_s: float, now_s: float) -> float:
-        """The inverse: the seconds of computing done by now, as they are without concurrent copies."""
-        beside_copies_s = min(now_s - began_s, max(0.0, self._copying_until_s - began_s))
-        return beside_copies_s / (1.0 + self._device.copy_slowdown) + (now_s - began_s - beside_copies_s)
 
     def _seconds(self, slices: tuple[ScheduledSlice, ...]) -> float:
         self.load = StepLoad.of_slices(slices)

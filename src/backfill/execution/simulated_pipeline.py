@@ -62,9 +62,8 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
     takes no time. A step stops at the next safepoint of the stage that it is in or waits for, where stages
     have them (``Stage.safepoints``). Its other slices go on in the time of a step of their own.
 
-    Copies begin when the first stage is free for their step, and steps that are submitted while copies are in
-    flight are slower for as long as these are. Events are delivered during steps with safepoints, during
-    those beside them, and in ``wait``.
+    Copies begin when the first stage is free for their step. Events are delivered during steps with
+    safepoints, during those beside them, and in ``wait``.
 
     Args:
         info: nothing is offloaded.
@@ -135,13 +134,8 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
                 self._stop(each, each.plan.safepoints)
 
     def _time_layers(self, step: _Step) -> None:
-        plan, begins_at_s, num_layers = step.plan, step.ready_at_s, self.info.num_layers
         step.noise = self._noise.draw()
-        layer_s = step.noise * self._seconds(plan.slices) / num_layers
-        if plan.safepoints is not None:
-            layer_s += self._device.safepoint_s / plan.safepoints.layers_apart
-        num_passed = step.last - step.first
-        step.layer_s = (self._computed_at_s(begins_at_s, num_passed * layer_s) - begins_at_s) / num_passed
+        step.layer_s = step.noise * self._seconds(step.plan.slices) / self.info.num_layers
 
     def _stop(self, step: _Step, points: Safepoints) -> None:
         """At the next safepoint that comes before ``last``, if one does."""
