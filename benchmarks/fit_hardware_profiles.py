@@ -19,13 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+import clone  # noqa: F401
 import numpy as np
 
 from backfill.core.measured_on import MeasuredOn
 from backfill.costs.fit import TimedStep, fit_cost_model, fit_error
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
-from backfill.costs.model_work import (
+from backfill.costs.profile import CopySpeed, CostProfile, FitError
+from experiments.model_work import (
     ACTIVATIONS_BYTES,
     BANDWIDTH_FRAC,
     FLOPS_FRAC,
@@ -39,7 +41,6 @@ from backfill.costs.model_work import (
     modelled_time_s,
     operator_work,
 )
-from backfill.costs.profile import CopySpeed, CostProfile, FitError
 
 PEAK_FLOPS = 312e12  # fp16 tensor cores, NVIDIA A100 datasheet
 KERNEL_GAP_S = 1e-6

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from backfill.costs.derived import rows_roofline_s
 from backfill.costs.load import StepLoad
-from backfill.costs.model_work import Device, ModelShape, operator_work
 from backfill.offloading.interval import NUM_STAGING_BUFFERS
+from experiments.derived import rows_roofline_s
+from experiments.model_work import Device, ModelShape, operator_work
 from experiments.selectn.model import OffloadedModel, PhaseLoad
 
 

@@ -16,16 +16,16 @@ from backfill.core.plan import AdmittedRequest, Compute, ScheduledSlice, StepPla
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.costs.behaviour import NoiseSource, StepNoise
-from backfill.costs.derived import derive_cost_model, measured_error
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
-from backfill.costs.model_work import Device, ModelShape
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.offloading.interval import LayerTimes, num_device_layers, offloaded_layers
 from backfill.offloading.record import OBJECTIVE_GRAIN_S, PerformanceRecord, Phase, RecordedLoad
 from backfill.simulation.device import HOST_S
+from experiments.derived import derive_cost_model, measured_error
 from experiments.layered_device import LayeredDevice, LayeredExecutor
+from experiments.model_work import Device, ModelShape
 
 # NVIDIA A10 Tensor Core GPU data sheet: 24 GB of GDDR6 at 600 GB/s, 125 TFLOP/s of fp16 tensor cores, dense.
 # That 23,028 MiB of them can be used is assumed.

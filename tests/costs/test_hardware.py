@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
 from importlib import resources
 
 import pytest
 
 from backfill.core.errors import ConfigError
-from backfill.costs.derived import LLAMA_2_7B, derive_cost_model
 from backfill.costs.hardware import HardwareProfile, hardware_profile_names, load_hardware_profile
 from backfill.costs.load import StepLoad
-from backfill.costs.parallel import (
-    A100_80G,
+from backfill.costs.parallel import all_reduce_times, parallel_hardware, stage_layers
+from experiments.derived import A100_80G, LLAMA_2_7B, derive_cost_model
+from experiments.parallel_costs import (
     DEVICES,
     LLAMA_3_8B,
     LLAMA_3_70B,
     MODELS,
-    all_reduce_times,
     derive_parallel_cost,
-    parallel_hardware,
-    stage_layers,
+    machine,
 )
 from experiments.selectn.baselines import peak_step_s
 from experiments.selectn.model import A10, SHAPES
@@ -259,8 +258,7 @@ def test_stages_are_even() -> None:
 
 
 def test_kv_heads_that_are_fewer_than_ranks_are_replicated() -> None:
-    shape = MODELS["llama-3-8b"]
-    assert parallel_hardware("a100-80g-llama-3-8b", 8).kv_bytes_per_token == shape.kv_bytes_per_token
+    assert parallel_hardware("a100-80g-llama-3-8b", 8).kv_bytes_per_token == LLAMA_3_8B.kv_bytes_per_token
 
 
 @pytest.mark.parametrize(
@@ -287,4 +285,9 @@ def test_all_reduces_become_slower_with_size_and_devices() -> None:
 
 def test_every_named_model_and_device_has_a_cost() -> None:
     for device, model in itertools.product(DEVICES, MODELS):
-        assert parallel_hardware(f"{device}-{model}", 8).costs.cost.step_time_s(DECODE) > 0
+        assert parallel_hardware(f"{device.name}-{model.name}", 8).costs.cost.step_time_s(DECODE) > 0
+
+
+def test_the_packages_derived_costs_are_those_of_the_derivation() -> None:
+    file = resources.files("backfill.costs").joinpath("machines", "a100-dgx.json")
+    assert json.loads(file.read_text(encoding="utf-8")) == json.loads(json.dumps(machine()))

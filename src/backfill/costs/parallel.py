@@ -7,27 +7,54 @@ hidden states are sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
+from itertools import product
+from operator import add
+from typing import Any
 
 import msgspec
 
 from backfill.core.errors import ConfigError
-from backfill.core.measured_on import MeasuredOn
-from backfill.costs.derived import A100_40G, A100_80G, LLAMA_2_7B, derive_cost_model, measured_error
 from backfill.costs.hardware import HardwareProfile, hardware_profile_names, load_hardware_profile
 from backfill.costs.model import CostModel, PiecewiseLinear
-from backfill.costs.model_work import VALUE_BYTES, Device, ModelShape
 from backfill.costs.profile import CopySpeed, CostProfile
 
-LLAMA_3_8B = ModelShape("llama-3-8b", 32, 4096, 32, 8, 14336, 128256, 8192)
-LLAMA_3_70B = ModelShape("llama-3-70b", 80, 8192, 64, 8, 28672, 128256, 8192)
-MODELS: Mapping[str, ModelShape] = {each.name: each for each in (LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B)}
-DEVICES: Mapping[str, Device] = {each.name: each for each in (A100_40G, A100_80G)}
-
 _LINK_BYTES_PER_S = 25e9  # of two devices to the host, which share a switch in a DGX A100
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelModel:
+    """Sizes of a model in fp16.
+
+    Attributes:
+        hidden_bytes: of a token's hidden state.
+    """
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    hidden_bytes: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What can be put on a machine of eight devices.
+
+    Attributes:
+        usable_bytes: memory for weights and KV, by device.
+        models: by name.
+        costs: derived profiles as JSON has them, by the name of a stage; for sizes that were not measured.
+    """
+
+    usable_bytes: Mapping[str, float]
+    models: Mapping[str, ParallelModel]
+    costs: Mapping[str, dict[str, Any]]
 
 
 def parallel_hardware(
@@ -35,32 +62,32 @@ def parallel_hardware(
 ) -> HardwareProfile:
     """A model on ``tensor_parallel_size * pipeline_parallel_size`` devices of one machine.
 
-    Where operators were measured at that tensor-parallel size the profile of the package is taken, else the
-    cost is derived (docs/hardware-profiles.md). The time of a step is from its first stage to its last.
+    Where operators were measured at that tensor-parallel size their profile is taken, else the derived one
+    (docs/hardware-profiles.md). The time of a step is from its first stage to its last.
 
     Args:
         name: device and model, such as a100-80g-llama-3-70b.
     Raises: ConfigError for sizes that do not divide the model, were not measured, or leave no memory for KV.
     """
-    shape, device = _known(name)
-    _check_sizes(shape, tensor_parallel_size, pipeline_parallel_size)
+    model, device = _known(name)
+    _check_sizes(model, tensor_parallel_size, pipeline_parallel_size)
     num_devices = tensor_parallel_size * pipeline_parallel_size
     stage = f"{name}-tp{tensor_parallel_size}" if tensor_parallel_size > 1 else name
     if stage in hardware_profile_names():
         costs = load_hardware_profile(stage).costs
     else:
-        costs = _derived(shape, device, tensor_parallel_size)
+        costs = CostProfile.parse(a100_dgx().costs[stage], stage)
     if pipeline_parallel_size > 1:
-        costs = replace(costs, cost=with_transfers(costs.cost, shape, pipeline_parallel_size - 1))
+        costs = replace(costs, cost=with_transfers(costs.cost, model, pipeline_parallel_size - 1))
     suffix = f"-pp{pipeline_parallel_size}" if pipeline_parallel_size > 1 else ""
     link = _LINK_BYTES_PER_S * max(1, num_devices // 2)
     # KV heads that are fewer than the ranks are on several of them.
-    kv_bytes = shape.kv_bytes_per_token * max(1, tensor_parallel_size // shape.num_kv_heads)
-    kv_tokens = int((num_devices * device.usable_bytes - shape.weight_bytes) / kv_bytes)
-    if kv_tokens < shape.max_model_len:
+    kv_bytes = model.kv_bytes_per_token * max(1, tensor_parallel_size // model.num_kv_heads)
+    kv_tokens = int((num_devices * a100_dgx().usable_bytes[device] - model.weight_bytes) / kv_bytes)
+    if kv_tokens < model.max_model_len:
         raise ConfigError(
-            f"{shape.name} does not fit {num_devices} x {device.name}: its weights have "
-            f"{shape.weight_bytes / 1e9:.0f} GB; take more devices.",
+            f"{model.name} does not fit {num_devices} x {device}: its weights have "
+            f"{model.weight_bytes / 1e9:.0f} GB; take more devices.",
             field="tensor_parallel_size",
         )
     return HardwareProfile(
@@ -72,36 +99,20 @@ def parallel_hardware(
         ),
         kv_tokens,
         kv_bytes,
-        shape.max_model_len,
-        stage_layers(shape.num_layers, pipeline_parallel_size) if pipeline_parallel_size > 1 else (),
+        model.max_model_len,
+        stage_layers(model.num_layers, pipeline_parallel_size) if pipeline_parallel_size > 1 else (),
     )
 
 
-def derive_parallel_cost(shape: ModelShape, device: Device, tensor_parallel_size: int) -> CostModel:
-    """Steps on ranks that have their part of the weights and heads, with two all-reduces a layer.
-
-    Args:
-        tensor_parallel_size: one at which all-reduces were measured.
-    """
-    part = derive_cost_model(shape, device, tensor_parallel_size)
-    if tensor_parallel_size == 1:
-        return part
-    all_reduce_s = all_reduce_times()[tensor_parallel_size]
-    return _with_rows(
-        part, lambda num_tokens: 2 * shape.num_layers * all_reduce_s(num_tokens * shape.hidden * VALUE_BYTES)
-    )
-
-
-def with_transfers(cost: CostModel, shape: ModelShape, num_transfers: int) -> CostModel:
+def with_transfers(cost: CostModel, model: ParallelModel, num_transfers: int) -> CostModel:
     """The same steps, whose hidden states pass so many links between stages.
 
     Links were not measured. An all-reduce between two devices moves as many bytes each way over the same
     link, so its time is an upper bound.
     """
-    transfer_s = all_reduce_times()[2]
-    return _with_rows(
-        cost, lambda num_tokens: num_transfers * transfer_s(num_tokens * shape.hidden * VALUE_BYTES)
-    )
+    x, transfer_s = cost.rows_s.x, all_reduce_times()[2]
+    more_s = (num_transfers * transfer_s(num_tokens * model.hidden_bytes) for num_tokens in x)
+    return replace(cost, rows_s=PiecewiseLinear(x, tuple(map(add, cost.rows_s.y, more_s))))
 
 
 def stage_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -121,51 +132,32 @@ def all_reduce_times() -> Mapping[int, PiecewiseLinear]:
     return {int(size): PiecewiseLinear(tuple(of["x"]), tuple(of["y"])) for size, of in times.items()}
 
 
-def _known(name: str) -> tuple[ModelShape, Device]:
-    for device in DEVICES.values():
-        shape = MODELS.get(name.removeprefix(f"{device.name}-"))
-        if shape is not None and name.startswith(f"{device.name}-"):
-            return shape, device
-    known = ", ".join(f"{device}-{model}" for device in DEVICES for model in MODELS)
-    raise ConfigError(f"{name!r} cannot be put on several devices; these can: {known}.", field="hardware")
+@lru_cache(maxsize=1)
+def a100_dgx() -> Machine:
+    """Part of the package, made by ``experiments/parallel_costs.py``."""
+    file = resources.files(__package__).joinpath("machines", "a100-dgx.json")
+    return msgspec.json.decode(file.read_bytes(), type=Machine)
 
 
-def _check_sizes(shape: ModelShape, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
-    def splits(size: int) -> bool:
-        kv_heads = shape.num_kv_heads
-        is_even = shape.num_heads % size == 0 and shape.intermediate % size == 0
-        return is_even and (kv_heads % size == 0 or size % kv_heads == 0)
+def _known(name: str) -> tuple[ParallelModel, str]:
+    """The model, and the name of the device."""
+    pairs = product(a100_dgx().usable_bytes, a100_dgx().models.values())
+    known = {f"{device}-{model.name}": (model, device) for device, model in pairs}
+    if name not in known:
+        names = ", ".join(known)
+        raise ConfigError(f"{name!r} cannot be put on several devices; these can: {names}.", field="hardware")
+    return known[name]
 
-    measured = (1, *all_reduce_times())
-    allowed = [size for size in measured if splits(size)]
+
+def _check_sizes(model: ParallelModel, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
+    allowed = (1, *all_reduce_times())  # each divides every model of the machine
     if tensor_parallel_size not in allowed:
         raise ConfigError(
-            f"must be one of {', '.join(map(str, allowed))} for {shape.name}, got {tensor_parallel_size}.",
+            f"must be one of {', '.join(map(str, allowed))} for {model.name}, got {tensor_parallel_size}.",
             field="tensor_parallel_size",
         )
-    if not 1 <= pipeline_parallel_size <= shape.num_layers:
+    if not 1 <= pipeline_parallel_size <= model.num_layers:
         raise ConfigError(
-            f"must be 1 to {shape.num_layers}, the layers of {shape.name}, got {pipeline_parallel_size}.",
+            f"must be 1 to {model.num_layers}, the layers of {model.name}, got {pipeline_parallel_size}.",
             field="pipeline_parallel_size",
         )
-
-
-def _derived(shape: ModelShape, device: Device, tensor_parallel_size: int) -> CostProfile:
-    parallel = f"-tp{tensor_parallel_size}" if tensor_parallel_size > 1 else ""
-    return CostProfile(
-        key=MeasuredOn(shape.name, device.name + parallel, "float16"),
-        quality="full",
-        num_layers=shape.num_layers,
-        cost=derive_parallel_cost(shape, device, tensor_parallel_size),
-        error=measured_error(),
-        known_tokens=shape.max_model_len,
-        known_chunk_tokens=min(shape.max_model_len, 4096),
-        copies=None,
-        provenance=f"Derived from {LLAMA_2_7B.name} on a {A100_80G.name} (backfill.costs.parallel).",
-    )
-
-
-def _with_rows(cost: CostModel, more_s: Callable[[float], float]) -> CostModel:
-    """The same, with row-wise work that takes longer."""
-    x, y = cost.rows_s.x, cost.rows_s.y
-    return replace(cost, rows_s=PiecewiseLinear(x, tuple(s + more_s(n) for n, s in zip(x, y, strict=True))))

@@ -12,7 +12,8 @@ import numpy as np
 from backfill.costs.hardware import load_hardware_profile
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel, PiecewiseLinear
-from backfill.costs.model_work import (
+from backfill.costs.profile import FitError
+from experiments.model_work import (
     GIB,
     Device,
     ModelShape,
@@ -20,7 +21,6 @@ from backfill.costs.model_work import (
     modelled_time_s,
     operator_work,
 )
-from backfill.costs.profile import FitError
 
 A100_40G = Device("a100-40g", 39.4 * GIB, 1.555e12, 312e12)
 A100_80G = Device("a100-80g", 79.2 * GIB, 2.039e12, 312e12)
