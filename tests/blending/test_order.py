@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from backfill.blending.order import (
 from backfill.blending.requests import TOKEN_BYTES, PoolRequest
 from backfill.blending.resources import Floats
 from backfill.blending.scanner import MOST_PASSED, Cursor
-from backfill.blending.split import split_requests
+from backfill.blending.split import CUT_LOSS_FRAC, MOST_PAIRS, split_requests
 from backfill.blending.tree import PrefixTree
 from backfill.blending.waiting import Waiting
 from backfill.core.errors import ConfigError, RequestError
@@ -309,6 +310,32 @@ def test_few_prefixes_are_computed_by_two_shards() -> None:
     num_prefixes = sum(len({i % 50 for i in shard}) for shard in shards)
     assert num_prefixes <= 50 + 2 * 4
     assert num_shared(requests[0].prompt_token_ids, requests[50].prompt_token_ids) == 201  # type: ignore[arg-type]
+
+
+def test_shards_have_a_share_of_all_that_begins_alike() -> None:
+    """What is expected of prompts that begin alike may be wrong, and is so in all shards."""
+    outputs = [round(4 * 1.2**task) for task in range(32)]
+    rng = random.Random(3)
+    requests = [
+        make_request(i, [i % 32, *range(1000 * i, 1000 * i + rng.randint(100, 140))], 1000)
+        for i in range(32 * 40)
+    ]
+
+    def spread(most_pairs: int) -> float:
+        shards = split_requests(requests, 4, MODEL, most_pairs=most_pairs)
+        sums = [sum(outputs[i % 32] for i in shard) for shard in shards]
+        return max(sums) / min(sums)
+
+    assert spread(MOST_PAIRS) < 1.5
+    assert spread(1) > 3
+
+
+def test_cuts_compute_few_prompt_tokens_again() -> None:
+    """Long documents with a few questions each: blocks of few requests would cut most of them."""
+    requests = [make_request(i, [i % 200, *range(500), 1000 + i], 100) for i in range(200 * 8)]
+    shards = split_requests(requests, 4, MODEL)
+    num_documents = sum(len({i % 200 for i in shard}) for shard in shards)
+    assert 200 < num_documents <= 200 * (1 + CUT_LOSS_FRAC) + 2 * 4
 
 
 def test_errors() -> None:

@@ -19,7 +19,7 @@ from backfill.costs.model import PiecewiseLinear
 from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
 from backfill.models.config import ModelConfig
 from backfill.preparation.client import PreparationClient
-from backfill.preparation.division import Division
+from backfill.preparation.division import Division, spread
 from backfill.preparation.line_file import is_marked
 from backfill.preparation.line_pool import LinePool
 from backfill.preparation.lines import parse_line
@@ -234,3 +234,18 @@ def test_each_line_is_in_one_part_and_each_run_finds_the_same() -> None:
 def test_lines_that_begin_alike_are_in_one_part() -> None:
     first, second = ({number % 8 for number in numbers_in(part)} for part in division_of(64).parts_of(2))
     assert len(first & second) <= 2, "only those on the cuts are computed twice"
+
+
+def test_parts_that_follow_each_other_are_from_all_over_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server takes some that follow each other: it has lines of all kinds, in `fcfs` those of the file."""
+    half = division_of(64).parts()[:8]
+    assert {number % 8 for part in half for number in numbers_in(part)} == set(range(8))
+    parts = division_of(64, "fcfs").parts()
+    assert [number for part in parts for number in sorted(numbers_in(part))] == list(range(1, 65))
+    monkeypatch.setattr("backfill.preparation.division.MAX_PLANNED_BYTES", 0)
+    parts = division_of(64).parts()
+    first, last = sorted(numbers_in(parts[0])), sorted(numbers_in(parts[-1]))
+    assert first[0] <= 8 and first[-1] > 48 and last[0] <= 8 and last[-1] > 48
+    assert sorted(number for part in parts for number in numbers_in(part)) == list(range(1, 65))
+    assert [len(spread(range(num))) for num in range(9)] == list(range(9))
+    assert spread(range(8)) == [0, 4, 2, 6, 1, 5, 3, 7]

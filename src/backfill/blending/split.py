@@ -7,25 +7,40 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from backfill.blending.estimates import OutputHistory
 from backfill.blending.requests import PoolRequest
-from backfill.blending.resources import Floats, ResourceModel
+from backfill.blending.resources import Floats, Ints, ResourceModel
 from backfill.blending.run import Entry, Run
+from backfill.blending.tree import shared_prefix_tokens
 from backfill.core.errors import ConfigError, RequestError
+
+CUT_LOSS_FRAC = 0.02
+"""Of the prompt tokens of a pool, each shared prefix counted once, those that cuts may compute again."""
+
+MOST_PAIRS = 16
+"""More would hardly make shards more alike."""
+
+_LEAST_BLOCK = 8  # requests of a block, in the mean
 
 
 def split_requests(
-    requests: Sequence[PoolRequest], num_shards: int, resources: ResourceModel
+    requests: Sequence[PoolRequest],
+    num_shards: int,
+    resources: ResourceModel,
+    *,
+    most_pairs: int = MOST_PAIRS,
 ) -> list[list[int]]:
     """Request ids of each shard, in the order given. Every request is in one shard.
 
-    Each shard is one block from the left end of the blend's order and one from its right end, of equal
-    expected compute and equal expected memory time in all shards, to within about a request at each end. So
-    only prefixes on the cuts are computed by more than one shard. The result depends on the arguments
-    alone.
+    The blend's order is cut into ranges, of which the first and the last are a pair, and so on inwards. Each
+    shard has one block from the left end of each pair and one from its right end, of equal expected compute
+    and equal expected memory time in all shards, to within about a request at each end. So a shard has
+    requests from all over the order, and its share of what is expected wrongly. There are as many pairs as
+    keep what cuts compute again below ``CUT_LOSS_FRAC``. The result depends on the arguments alone.
 
     Raises: ConfigError for less than one shard; RequestError for a malformed request or an id used twice.
     """
@@ -37,13 +52,25 @@ def split_requests(
         return [[] for _ in range(num_shards)]
     run = Run([Entry.of(request, number) for number, request in enumerate(requests)], 1)
     run.plan("blend", resources, OutputHistory())
-    cuts = _Cuts(run.costs.compute_s[run.sequence], run.costs.memory_s[run.sequence])
-    shards: list[list[int]] = []
-    for num_left in range(num_shards, 0, -1):
-        blocks = cuts.next(num_left)
-        numbers = sorted(run.entries[index].sequence for block in blocks for index in run.sequence[block])
-        shards.append([requests[number].request_id for number in numbers])
-    return shards
+    shards: list[list[int]] = [[] for _ in range(num_shards)]
+    for sequence in _pairs(run, num_shards, most_pairs):
+        cuts = _Cuts(run.costs.compute_s[sequence], run.costs.memory_s[sequence])
+        shards.reverse()  # the first one has the outermost blocks
+        for number, shard in enumerate(shards):
+            for block in cuts.next(num_shards - number):
+                shard += [run.entries[index].sequence for index in sequence[block]]
+    return [[requests[number].request_id for number in sorted(shard)] for shard in shards]
+
+
+def _pairs(run: Run, num_shards: int, most_pairs: int) -> list[Ints]:
+    """Ranges of the order, each followed by the one as far from the other end."""
+    prompts = [run.entries[index].prompt for index in run.sequence]
+    num_shared = sum(shared_prefix_tokens(*neighbours) for neighbours in pairwise(prompts))
+    loss_frac = 2 * num_shards * num_shared / len(prompts) / run.costs.num_unique_tokens  # of a pair's cuts
+    most = min(len(prompts) // (2 * num_shards * _LEAST_BLOCK), most_pairs)
+    num_pairs = max(1, min(most, int(CUT_LOSS_FRAC / loss_frac) if loss_frac else most))
+    ranges = np.array_split(run.sequence, 2 * num_pairs)
+    return [np.concatenate((ranges[pair], ranges[-1 - pair])) for pair in range(num_pairs)]
 
 
 class _Cuts:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -20,7 +20,10 @@ MAX_PLANNED_BYTES = 256 << 20
 # Servers take part after part. Small ones end together, and each claim costs a reading of the file.
 _NUM_PARTS = 32
 _LEAST_LINES, _MOST_LINES = 4, 512
+_NUM_BLOCKS = 16  # of neighbours in the file that each part has, where it is too large to be planned
 _UNKNOWN_OUTPUT_TOKENS = 256  # of a line that names no limit
+
+Part = TypeVar("Part")
 
 
 class _Lengths(msgspec.Struct):
@@ -46,7 +49,8 @@ class Division:
     def __init__(self, order: OrderName, resources: ResourceModel) -> None:
         self._resources = resources
         self._numbers: list[int] = []
-        self._num_bytes = MAX_PLANNED_BYTES + 1 if order == "fcfs" else 0
+        self._is_fcfs = order == "fcfs"
+        self._num_bytes = MAX_PLANNED_BYTES + 1 if self._is_fcfs else 0
         self._requests: list[PoolRequest] = []
 
     def add(self, line: InputLine) -> None:
@@ -58,18 +62,26 @@ class Division:
             self._requests.clear()
 
     def parts(self) -> list[bytes]:
-        """Small parts, as ``parts_of``; none where there are too few lines to divide."""
-        num_lines = min(max(math.ceil(len(self._numbers) / _NUM_PARTS), _LEAST_LINES), _MOST_LINES)
-        num_parts = math.ceil(len(self._numbers) / num_lines)
-        return [] if num_parts < 2 else [part for part in self.parts_of(num_parts) if any(part)]
+        """Small parts, as ``parts_of``; none where there are too few lines to divide.
+
+        A server takes some that follow each other. But with ``fcfs`` these are far apart in the order, so
+        that all it has at a time is alike in all servers and until the end.
+        """
+        num_parts = num_parts_of(len(self._numbers))
+        if num_parts < 2:
+            return []
+        parts = self.parts_of(num_parts)
+        return [part for part in (parts if self._is_fcfs else spread(parts)) if any(part)]
 
     def parts_of(self, num_parts: int) -> list[bytes]:
         """So many parts. Each has a bit for each line of the file, as in ``LineSelection``."""
         if self._requests:
             divided = split_requests(self._requests, num_parts, self._resources)
         else:
-            cuts = [len(self._numbers) * part // num_parts for part in range(num_parts + 1)]
-            divided = [self._numbers[start:end] for start, end in pairwise(cuts)]
+            num_blocks = num_parts * (1 if self._is_fcfs else _NUM_BLOCKS)
+            divided = [[] for _ in range(num_parts)]
+            for index, number in enumerate(self._numbers):
+                divided[index * num_blocks // len(self._numbers) % num_parts].append(number)
         return [self._bits(part) for part in divided]
 
     def _bits(self, numbers: Iterable[int]) -> bytes:
@@ -77,6 +89,17 @@ class Division:
         for number in numbers:
             mark(bits, number)
         return bytes(bits)
+
+
+def spread(parts: Sequence[Part]) -> list[Part]:
+    """The parts in an order in which any that follow each other are far apart: by their reversed bits."""
+    num_bits = len(parts).bit_length()
+    return [parts[i] for i in sorted(range(len(parts)), key=lambda i: f"{i:0{num_bits}b}"[::-1])]
+
+
+def num_parts_of(num_lines: int) -> int:
+    """Of a file's lines."""
+    return math.ceil(num_lines / min(max(math.ceil(num_lines / _NUM_PARTS), _LEAST_LINES), _MOST_LINES))
 
 
 def pool_request(line: InputLine, complete_by_s: float | None = None) -> PoolRequest:
