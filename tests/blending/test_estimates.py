@@ -21,7 +21,7 @@ from backfill.blending.estimates import (
 from backfill.blending.memory_forecast import MemoryForecast, reserve_frac
 from backfill.blending.resources import OnlineUse, ResourceModel, Work, target_density
 from backfill.core.errors import ConfigError
-from tests.blending.builders import LLAMA_8B_ON_A100, make_tree, prompts
+from tests.blending.builders import LLAMA_8B_ON_A100, make_pool, make_request, make_tree, prompts
 from tests.shared import examples
 
 # Sorted: two questions about 1, three about 2, one about 3.
@@ -345,3 +345,22 @@ def test_work_has_the_density_of_its_parts() -> None:
     assert (work.density, work.time_s) == (2.0, 2.0)
     work.remove(3.0, 1.0)
     assert (work.compute_s, work.memory_s) == (0.0, 0.0)
+
+
+def test_what_has_ended_elsewhere_is_a_sample_and_tells_of_those_that_begin_alike() -> None:
+    assert choose_samples([True, None] * 500, 0.01, 0.0)[0] == []
+    pool = make_pool(sample_share=0.5)
+    waiting = [make_request(number, [number % 2, 7, number], 1000) for number in range(20)]
+    ended = [
+        replace(
+            make_request(100 + number, [number % 2, 7, 100 + number], 1000), observed_output_tokens=tokens
+        )
+        for number, tokens in enumerate((5, 900, 7, 900))
+    ]
+    pool.add([*waiting, *ended])
+    assert pool.num_waiting == 20
+    assert pool.learned.outputs.count == 4
+    expected = {each.request_id % 2: each.expected_output_tokens for each in iter(pool.take, None)}
+    assert expected == {0: 6.0, 1: 900.0}
+    pool.add([replace(ended[0], request_id=1000)])
+    assert pool.take() is None

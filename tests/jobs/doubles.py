@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from backfill.blending.resources import ResourceModel
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.feed import LineSource
@@ -88,6 +90,7 @@ class InThreadLines:
     def __init__(self, selection: LineSelection, prepare: Prepare | None) -> None:
         self.ended: dict[int, int | None] = {}  # by number: output tokens
         self.progress: dict[int, int] = {}
+        selection = msgspec.structs.replace(selection, observed={})  # no pool estimates anything
         self._read = partial(read_names, selection) if prepare is None else LineFile(selection, prepare).read
         self._position = START
 

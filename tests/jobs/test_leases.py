@@ -473,6 +473,26 @@ def test_results_that_vanish_from_the_database_are_noticed(engine: Engine, tmp_p
         log.check_intact()
 
 
+def test_lengths_are_known_of_parts_that_have_ended(engine: Engine, tmp_path: Path) -> None:
+    """Of lines in other parts the short ones end first: they would tell too little."""
+    batch = add_batch(engine, 1)
+    first, second = servers(engine, tmp_path)
+    with engine.begin() as connection:
+        add_lease(connection, batch, [b"\6", b"\x18", b"\x60"], first=1)
+    first.claim(max_lines=2)
+    first.record(first.held[batch], 1)
+    ended = first.held.pop(batch)
+    first.record(ended, 2)
+    first.leases.end_lines(ended)
+    first.claim(max_lines=2)
+    first.record(first.held[batch], 3)
+    second.claim(max_lines=2)
+    log = second.results.log_of(second.store.get_batch("o", batch), second.held[batch])
+    log.open()
+    assert log.done == b"\x0e"
+    assert log.observed == {1: 1, 2: 1}
+
+
 def test_which_lines_were_lost_is_known_to_the_server_that_goes_on(engine: Engine, tmp_path: Path) -> None:
     batch_id = add_batch(engine, 1)
     first, second = servers(engine, tmp_path)

@@ -155,6 +155,30 @@ def has_ended(folder: Path) -> bool:
 
 
 @pytest.mark.usefixtures("each_database")
+async def test_the_next_start_knows_the_lengths_of_finished_lines(start: Start) -> None:
+    """Of all of them; where several servers divide the lines, of those in parts that have ended."""
+    runner, reader = InstantRunner(), InThreadReader()
+
+    def on_lines(*_: object) -> None:
+        if runner.runs.total() >= 26:
+            runner.hold()
+
+    first = await start(runner, num_in_flight=1, on_lines=on_lines)
+    batch = await submit(first, input_of(30))
+    ready(first)
+    async with asyncio.timeout(TIMEOUT_S):
+        while not (runner.runs.total() >= 26 and runner.held):
+            await asyncio.sleep(0.001)
+    await first.stop()
+    second = await start(reader=reader)
+    ready(second)
+    await ended(second, batch.id)
+    observed = reader.selections[0].observed
+    # One line runs, so all parts of four lines but its own and the next have ended.
+    assert len(observed) >= 16 and set(observed.values()) == {1}
+    assert set(observed) <= {int(name.removeprefix("r")) + 1 for name in runner.runs}
+
+
 async def test_cancelling_keeps_finished_lines(start: Start) -> None:
     runner = InstantRunner()
     manager = await start(runner)

@@ -20,7 +20,7 @@ from backfill.generation.generator import TextGenerator
 from backfill.generation.timeline import Observer
 from backfill.jobs.lines import LineResult, ServiceRunner, completed, of_a_choice, unanswered
 from backfill.jobs.records import TokenUsage
-from backfill.jobs.results import ForeignResults, ResultLog, ResultsLost
+from backfill.jobs.results import MAX_OBSERVED, ForeignResults, ResultLog, ResultsLost
 from backfill.jobs.suspects import MAX_LONE_LOSSES, MAX_ONLY_LINE_LOSSES, Losses, LossFile, Suspects
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.encoding import EncodedList
@@ -285,3 +285,14 @@ def test_a_file_that_cannot_be_decoded_is_ignored(
         suspects.load()
     assert len(suspects) == 0
     assert "are ignored" in caplog.text
+
+
+def test_lengths_of_some_lines_are_kept_from_all_over_the_file(paths: tuple[Path, Path]) -> None:
+    log = reopened(paths)
+    log.append([result(number, fails=number % 10 == 0) for number in range(1, 3001)])
+    for known in (log, reopened(paths)):
+        assert MAX_OBSERVED / 3 < len(known.observed) <= MAX_OBSERVED
+        assert set(known.observed.values()) == {1}
+        for lines in (range(1, 3001, 2), range(2, 3001, 2), range(1, 1000), range(2000, 3000)):
+            assert len(known.observed.keys() & set(lines)) > len(known.observed) / 5
+        assert not any(number % 10 == 0 for number in known.observed), "they have no answer"

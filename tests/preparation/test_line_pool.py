@@ -395,3 +395,24 @@ def test_namespaces_of_closed_files_are_forgotten(tmp_path: Path) -> None:
     assert len(pool._namespaces) == 20
     pool.close(0)
     assert [salt for _, salt in pool._namespaces] == ["s3"]
+
+
+def test_lines_that_have_ended_tell_how_long_answers_are_and_do_not_run(tmp_path: Path) -> None:
+    """Here two outputs each. What needs no estimate, or cannot be prepared, tells nothing."""
+    bodies = [{"prompt": [number % 2, 5, number], "max_tokens": 50, "n": 2} for number in range(8)]
+    bodies += [{"prompt": [0, 5, 9], "max_tokens": 50, "ignore_eos": True}, {"prompt": "refused"}]
+    observed = {1: 20, 2: 80, 9: 50, 10: 3}
+    pool = make_pool("blend")
+    open_file(pool, tmp_path / "in", lines_of(*bodies), done=bytes([0b11111110, 0b111]), observed=observed)
+    first = pool.index(0, START, 2)
+    assert (first.num_lines, first.is_end, first.is_held_up) == (0, False, False)
+    assert pool.index(0, first.position, 20).num_lines == 0
+    assert not take_all(pool)
+    open_file(pool, tmp_path / "in", lines_of(*bodies), done=bytes([0b00000110, 0b110]), observed=observed)
+    assert pool.index(0, START, 20).num_lines == 6
+    taken = [each for _ in range(6) for each in pool.take("", 1).lines]
+    assert sorted(each.line.number for each in taken) == [3, 4, 5, 6, 7, 8]
+    assert {(each.line.number % 2, each.tokens.expected_output_tokens) for each in taken if each.tokens} == {
+        (1, 10.0),
+        (0, 40.0),
+    }

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import msgspec
 import pytest
@@ -439,3 +440,9 @@ async def test_a_new_process_knows_the_kv_of_lines_that_run(tmp_path: Path) -> N
         lines.close()
         assert outputs() == []
     assert process.num_prepared.total() > len(process.num_prepared) == 20
+
+
+def test_lines_that_were_observed_are_not_read_again_by_the_next_process(tmp_path: Path) -> None:
+    """One of them may have ended the last one."""
+    selection = selection_of(tmp_path / "in", done=b"\6", observed={1: 9, 2: 9})
+    assert PreparedLines(mock.Mock(), 0, selection).selection_left().observed == {}

@@ -36,10 +36,10 @@ class OutputHistory:
     total: float = 0.0
     total_square: float = 0.0
 
-    def add(self, num_output_tokens: int) -> None:
-        self.count += 1
-        self.total += num_output_tokens
-        self.total_square += num_output_tokens * num_output_tokens
+    def add(self, *nums_output_tokens: int) -> None:
+        self.count += len(nums_output_tokens)
+        self.total += sum(nums_output_tokens)
+        self.total_square += sum(num * num for num in nums_output_tokens)
 
     @property
     def moments(self) -> tuple[float, float]:
@@ -110,16 +110,19 @@ OutputEstimator = Callable[[PrefixTree, Lengths, OutputHistory], Moments]
 """A function like ``output_moments``."""
 
 
-def choose_samples(is_unknown: Sequence[bool], share: float, phase: float) -> tuple[list[int], float]:
+def choose_samples(is_unknown: Sequence[bool | None], share: float, phase: float) -> tuple[list[int], float]:
     """Every (1 / share)-th prompt of unknown length in sorted order, so that they spread over all subtrees.
 
     Args:
+        is_unknown: of each prompt; None for one that has ended, which is a sample already.
         phase: in [0, 1): how much of the way to the next sample lies behind.
 
     Returns: indices, and the phase that the next prompts begin with.
     """
     chosen: list[int] = []
     for index, unknown in enumerate(is_unknown):
+        if unknown is None:
+            phase = 0.0
         if not unknown:
             continue
         phase += share

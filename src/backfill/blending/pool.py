@@ -141,22 +141,23 @@ class OfflinePool:
         *,
         merges_all: bool = False,
     ) -> None:
-        """Add requests and plan them.
+        """Add requests and plan them; nothing where all have ended.
 
         Args:
             merges_all: plan all that waits together, however much that is.
-            progress: called with the requests indexed so far and their number. The pool is not to be used
-                in it.
+            progress: called with the requests indexed so far and their number, and not to use the pool.
 
         Raises: RequestError for a request that is malformed or whose id is in use. Nothing was added then.
         """
         added = self._new_entries(requests)
-        if not added:
+        waiting = [entry for entry in added if entry.state is State.WAITING]
+        if not waiting:
             return
         self._num_added += len(added)
-        self._entries.update((entry.request_id, entry) for entry in added)
+        self._entries.update((entry.request_id, entry) for entry in waiting)
+        self._history.add(*(entry.num_output_tokens for entry in added if entry.state is State.ENDED))
         self._queue_samples(added)
-        num_waiting, merged, replaced = len(added), list(added), []
+        num_waiting, merged, replaced = len(waiting), list(added), []
         while self._runs and (merges_all or self._runs[-1].waiting.count <= MERGE_FACTOR * num_waiting):
             replaced.append(self._runs.pop())
             num_waiting += replaced[-1].waiting.count
@@ -289,8 +290,8 @@ class OfflinePool:
 
     def _queue_samples(self, added: Sequence[Entry]) -> None:
         by_prompt = sorted(added, key=lambda entry: entry.prompt)
-        is_unknown = [entry.known_output_tokens is None for entry in by_prompt]
-        chosen, self._sample_phase = choose_samples(is_unknown, self._sample_share, self._sample_phase)
+        flags = [entry.is_unknown for entry in by_prompt]
+        chosen, self._sample_phase = choose_samples(flags, self._sample_share, self._sample_phase)
         self._random.shuffle(chosen)
         for index in chosen:
             entry = by_prompt[index]

@@ -34,6 +34,8 @@ class PoolRequest:
         group: whose request it is; ``take`` can be limited to a group.
         complete_by_s: deadline on the clock of ``OfflinePool.take``.
         num_choices: outputs of the prompt, which is computed once; lengths are of each.
+        observed_output_tokens: of a request that has ended elsewhere: it never runs, and is there for the
+            estimates of others.
     """
 
     request_id: int
@@ -43,6 +45,7 @@ class PoolRequest:
     group: str = ""
     complete_by_s: float | None = None
     num_choices: int = 1
+    observed_output_tokens: int | None = None
 
 
 class PlannedRequest(NamedTuple):

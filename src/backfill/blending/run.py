@@ -86,7 +86,14 @@ class Entry:
             sequence=sequence,
             random_key=random_key,
             num_choices=request.num_choices,
+            num_output_tokens=request.observed_output_tokens or 0,
+            state=State.WAITING if request.observed_output_tokens is None else State.ENDED,
         )
+
+    @property
+    def is_unknown(self) -> bool | None:
+        """Whether its length is not known; None once it has ended."""
+        return None if self.state is State.ENDED else self.known_output_tokens is None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -9,6 +9,7 @@ written to result files under new ids, and the transaction that ends it names th
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from backfill.jobs.leases import Lease, LeaseLost, Leases, lock_lease
 from backfill.jobs.lines import LineResult
 from backfill.jobs.records import (
     BatchRecord,
+    LeasedPart,
     LineOutcome,
     RecordedResult,
     SavedLosses,
@@ -35,6 +37,7 @@ from backfill.jobs.records import (
 from backfill.jobs.results import ResultLog, ResultsLost, ResultTally
 from backfill.jobs.retry import as_os_errors
 from backfill.jobs.suspects import LossStore, merged
+from backfill.preparation.line_file import is_marked, union
 
 logger = logging.getLogger(__name__)
 
@@ -160,14 +163,20 @@ class DatabaseResultLog(ResultTally):
         self._hold = hold
 
     def open(self) -> None:
-        """Read which lines are done. Raises: LeaseLost, OSError where the database does not answer."""
+        """Read which lines are done, and the lengths of those in parts that have ended: short ones end first.
+
+        Raises: LeaseLost, OSError where the database does not answer.
+        """
         tokens = RecordedResult.input_tokens, RecordedResult.cached_tokens, RecordedResult.output_tokens
         query = select(RecordedResult.number, RecordedResult.is_completed, *tokens)
         query = query.where(RecordedResult.batch_id == self._batch_id)
+        parts = select(LeasedPart.lines).where(LeasedPart.batch_id == self._batch_id)
         with as_os_errors(), self._engine.begin() as connection:
             self._hold(connection)  # waits for a write of an earlier holder
+            running = functools.reduce(union, (lines or b"" for lines in connection.scalars(parts)), b"")
             for number, is_completed, *usage in connection.execute(query):
-                self._note(number, is_completed, TokenUsage(*usage))
+                is_observed = not is_marked(running, number)
+                self._note(number, is_completed, TokenUsage(*usage), is_observed=is_observed)
 
     def append(self, results_of_lines: Sequence[LineResult]) -> None:
         """Record a group, whole or not at all.

@@ -17,6 +17,9 @@ from backfill.jobs.private_files import FILE_MODE
 from backfill.jobs.records import LineOutcome, RequestCounts, TokenUsage
 from backfill.preparation.line_file import is_marked, mark
 
+MAX_OBSERVED = 512
+"""Lines whose lengths are kept for the estimates of others: to read as many takes some tenths of a second."""
+
 
 class ForeignResults(BackfillError):
     """A result file holds results of another input, or lines that are not results."""
@@ -72,6 +75,9 @@ class _Identity:
 class ResultTally:
     """Which lines of an input are done, and the counts of their results.
 
+    Attributes:
+        observed: output tokens of lines, by number: of at most ``MAX_OBSERVED``, at random.
+
     Args:
         name: distinguishes this input's lines: the ids of results are ``batch_req_NAME_NUMBER``.
     """
@@ -86,6 +92,8 @@ class ResultTally:
         self.num_completed = 0
         self.num_failed = 0
         self.usage = TokenUsage()
+        self.observed: dict[int, int] = {}
+        self._observed_below = 1 << 32
 
     def line_id(self, number: int) -> str:
         """Of a line's result."""
@@ -106,13 +114,27 @@ class ResultTally:
     def counts(self, total: int) -> RequestCounts:
         return RequestCounts(total, self.num_completed, self.num_failed)
 
-    def _note(self, number: int, is_completed: bool, usage: TokenUsage) -> None:
+    def _note(self, number: int, is_completed: bool, usage: TokenUsage, *, is_observed: bool = True) -> None:
         mark(self._done, number)
         if is_completed:
             self.num_completed += 1
             self.usage += usage
+            if is_observed and usage.output_tokens and _hash(number) < self._observed_below:
+                self._observe(number, usage.output_tokens)
         else:
             self.num_failed += 1
+
+    def _observe(self, number: int, num_output_tokens: int) -> None:
+        self.observed[number] = num_output_tokens
+        while len(self.observed) > MAX_OBSERVED:
+            self._observed_below //= 2
+            kept = {each: num for each, num in self.observed.items() if _hash(each) < self._observed_below}
+            self.observed = kept
+
+
+def _hash(number: int) -> int:
+    """From 0 to 2**32 (Knuth's multiplicative one): neighbours are far apart."""
+    return number * 2654435761 % (1 << 32)
 
 
 class ResultLog(ResultTally):

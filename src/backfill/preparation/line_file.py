@@ -36,7 +36,7 @@ class LinesAt:
 
 @dataclass(slots=True, eq=False)
 class LineFile:
-    """The selected lines of one file. The file is closed between calls.
+    """The selected lines of one file, and those observed. The file is closed between calls.
 
     Args:
         prepare: turns a body into a generation; raises RequestError.
@@ -48,6 +48,8 @@ class LineFile:
 
     def __post_init__(self) -> None:
         self._done = bytearray(self.selection.done)
+        for number in self.selection.observed:
+            unmark(self._done, number)
 
     def mark_done(self, numbers: Collection[int]) -> None:
         """Leave out these lines from now on."""
@@ -133,6 +135,13 @@ def mark(bits: bytearray, number: int) -> None:
     if byte >= len(bits):
         bits.extend(bytes(byte + 1 - len(bits)))
     bits[byte] |= 1 << bit
+
+
+def unmark(bits: bytearray, number: int) -> None:
+    """Clear the bit of a line."""
+    byte, bit = divmod(number, 8)
+    if byte < len(bits):
+        bits[byte] &= ~(1 << bit)
 
 
 def complement(lines: bytes) -> bytes:

@@ -8,7 +8,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -106,6 +106,7 @@ class LinePool:
         self._namespaces: dict[tuple[str, str], int] = {}  # of open readers
         self._namespace_numbers = itertools.count()
         self._to_plan: dict[int, PoolRequest] = {}  # by id
+        self._observed: list[PoolRequest] = []  # to be planned beside them
         self._unpooled: dict[str, deque[_Line]] = {}  # by owner: lines with nothing to compute
         self._num_waiting = 0
         self._num_waiting_tokens = 0
@@ -155,14 +156,14 @@ class LinePool:
             return LinesIndexed(0, position, is_end=True)
         max_lines = min(max_lines, self._room(reader))
         if max_lines <= 0:
-            return LinesIndexed(0, position, is_end=False)
+            return LinesIndexed(0, position, is_end=False, is_held_up=True)
         found = reader.file.read(position, max_lines)
-        self._add(reader_id, reader, found.lines)
-        reader.num_indexed += len(found.lines)
+        num_lines = self._add(reader_id, reader, found.lines)
+        reader.num_indexed += num_lines
         if not found.lines:
             # A large file's lines are planned as one; a small file does not plan the others' again.
             self._plan(merges_all=reader.num_indexed > _GROUP_SHARE * self._num_waiting)
-        return LinesIndexed(len(found.lines), found.position, is_end=not found.lines)
+        return LinesIndexed(num_lines, found.position, is_end=not found.lines)
 
     def take(self, owner: str, max_lines: int) -> LinesTaken:
         """The next lines of an owner.
@@ -242,7 +243,10 @@ class LinePool:
             return WINDOW_LINES - reader.num_waiting
         return max(MAX_LINES - self._num_waiting, WINDOW_LINES - reader.num_waiting)
 
-    def _add(self, reader_id: int, reader: _Reader, lines: Sequence[BatchLine]) -> None:
+    def _add(self, reader_id: int, reader: _Reader, found: Sequence[BatchLine]) -> int:
+        """Returns: how many of the lines wait; the others have ended, and tell how long answers are."""
+        reader.file.mark_done([line.number for line in found])
+        lines = [line for line in found if not self._observe(reader_id, reader.selection, line)]
         stored = self._store(reader, [_encoder.encode(line) for line in lines])
         for read, where in zip(lines, stored, strict=True):
             line = _Line(reader_id, read.number, next(self._ids), stored=where)
@@ -252,10 +256,24 @@ class LinePool:
             else:
                 self._to_plan[line.request_id] = self._request_of(line, reader.selection, read.generation)
             self._count_waiting(line, 1)
-        reader.file.mark_done([line.number for line in lines])
         num_planned = self._num_waiting - len(self._to_plan)
         if len(self._to_plan) >= max(_LEAST_GROUP_LINES, _GROUP_SHARE * num_planned):
             self._plan()
+        return len(lines)
+
+    def _observe(self, reader_id: int, selection: LineSelection, read: BatchLine) -> bool:
+        """Note what a line generated that has ended. Returns: whether it has."""
+        num_tokens = selection.observed.get(read.number)
+        if num_tokens is None:
+            return False
+        if read.generation is not None:
+            request = self._request_of(
+                _Line(reader_id, read.number, next(self._ids)), selection, read.generation
+            )
+            if request.known_output_tokens is None:
+                of_a_choice = max(1, num_tokens // request.num_choices)
+                self._observed.append(replace(request, observed_output_tokens=of_a_choice))
+        return True
 
     def _store(self, reader: _Reader, records: list[bytes]) -> Sequence[Span | bytes]:
         """On the disk, or in memory once the disk has refused."""
@@ -305,7 +323,8 @@ class LinePool:
     def _plan(self, *, merges_all: bool = False) -> None:
         """Give the pool the lines that it does not have."""
         if self._to_plan:
-            requests, self._to_plan = list(self._to_plan.values()), {}
+            requests, self._to_plan = [*self._to_plan.values(), *self._observed], {}
+            self._observed = []
             self._planner().add(requests, merges_all=merges_all)
 
     def _planner(self) -> OfflinePool:

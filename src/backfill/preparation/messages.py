@@ -100,6 +100,8 @@ class LineSelection(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         done: a bit for each line to skip: line i is bit i % 8 of byte i // 8.
+        observed: of some of these, by number, the tokens of all outputs. They are read for the estimates of
+            others.
         unprepared: lines whose bodies are not read, because one of them ended the process.
         complete_by_s: end of the lines' completion window, on the monotonic clock.
         owner, owner_weight: of their batch; see ``Request``.
@@ -111,6 +113,7 @@ class LineSelection(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     max_line_bytes: int
     done: bytes = b""
+    observed: dict[int, int] = {}
     unprepared: frozenset[int] = frozenset()
     complete_by_s: float | None = None
     owner: str = ""
@@ -269,14 +272,16 @@ class LinesIndexed(msgspec.Struct, tag=True, frozen=True):
     """What a job has indexed.
 
     Attributes:
-        num_lines: 0 also while the process holds as many lines as it may.
+        num_lines: that wait; 0 also where all were read for their lengths alone.
         position: where indexing continues.
         is_end: the file has no more lines.
+        is_held_up: the process holds as many lines as it may.
     """
 
     num_lines: int
     position: Position
     is_end: bool
+    is_held_up: bool = False
 
 
 class TakenLine(msgspec.Struct, frozen=True):

@@ -179,7 +179,7 @@ class LineReaders:
             if num_restarts == lines.num_restarts:
                 lines.position = found.position
                 lines.is_indexed = found.is_end
-                lines.is_held_up = not (found.num_lines or found.is_end)
+                lines.is_held_up = found.is_held_up
 
     def _note_error(self, lines: PreparedLines, error: Exception) -> None:
         """Indexing stops for a while. Its reader may not ask for long: other lines of the owner go first."""
@@ -286,10 +286,11 @@ class PreparedLines:
         self.num_taken += 1
 
     def selection_left(self) -> LineSelection:
-        """The lines that were not taken."""
+        """The lines that were not taken. None is observed again: one may have ended the process."""
         return msgspec.structs.replace(
             self.selection,
             done=bytes(self._done),
+            observed={},
             unprepared=self.unprepared,
             is_spooled=self.is_spooled,
         )

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -152,7 +153,11 @@ class RoutedLines:
         with Path(selection.path).open("rb") as file:
             offset = 0
             for number, data in read_lines(file, selection.max_line_bytes):
-                if not is_marked(selection.done, number):
+                num_tokens = selection.observed.get(number)
+                if num_tokens is not None and is_planned:
+                    request = pool_request(parse_line(number, data, selection.max_line_bytes))
+                    requests.append(replace(request, observed_output_tokens=num_tokens))
+                elif not is_marked(selection.done, number):
                     offsets[number] = offset
                     is_planned = is_planned and self._planned.take(self, len(data))
                     if is_planned:
