@@ -23,6 +23,7 @@ PAPERS = {
         "usage": Command("blendserve.figures:usage", "Figure 8: resources of the steps."),
         "coserving": Command("blendserve.coserving:app", "Orders beside online traffic (ours)."),
         "lengths": Command("blendserve.lengths:app", "Estimates of output lengths (ours)."),
+        "engines": Command("blendserve.engines:app", "Several engines on one batch (ours)."),
     },
     "bros": {
         "tradeoff": Command("bros.tradeoff:app", "Figures 10 and 11: online latency and offline throughput."),

@@ -207,6 +207,7 @@ class PoolLoop:
         outputs: true output lengths.
         cost: of the device; the pool plans with it.
         estimate: of output lengths that are not known.
+        waiting: those of the requests that the pool has from the start; all where none are given.
 
     Attributes:
         compute_s, memory_s: seconds of either resource in each step.
@@ -223,11 +224,12 @@ class PoolLoop:
         max_step_tokens: int,
         seed: int,
         estimate: OutputEstimator = output_moments,
+        waiting: Sequence[PoolRequest] | None = None,
     ) -> None:
         self._pool = OfflinePool(
             order, resource_model(cost), kv_tokens=hardware.kv_tokens, seed=seed, estimate=estimate
         )
-        self._pool.add(requests)
+        self._pool.add(requests if waiting is None else waiting)
         self._cost = cost
         self.clock = VirtualClock()
         info = executor_info(hardware, 0)
@@ -263,24 +265,27 @@ class PoolLoop:
     def run(self) -> None:
         self._feed.top_up()
         while self.engine.has_work:
-            began_s = self.clock.now_s()
-            outputs = self.engine.step()
-            if self.clock.now_s() > began_s:
-                compute_s, memory_s = self._cost.resources_s(self._executor.load)
-                self.compute_s.append(compute_s)
-                self.memory_s.append(memory_s)
-                self._feed.on_step()
-                if self._is_blend:
-                    self._set_step_size(memory_s)
-                if len(self.compute_s) % _PROGRESS_STEPS == 0:
-                    self._note_share()
-            for output in outputs:
-                assert output.message is None, f"{output.request_id}: {output.message}"
-                if output.finish_reason is not None:
-                    self._finish(output.request_id)
-            self._feed.top_up()
+            self.step()
         assert not self._pool.num_waiting, "the engine is idle and requests wait"
         self._share.note(1.0)
+
+    def step(self) -> None:
+        began_s = self.clock.now_s()
+        outputs = self.engine.step()
+        if self.clock.now_s() > began_s:
+            compute_s, memory_s = self._cost.resources_s(self._executor.load)
+            self.compute_s.append(compute_s)
+            self.memory_s.append(memory_s)
+            self._feed.on_step()
+            if self._is_blend:
+                self._set_step_size(memory_s)
+            if len(self.compute_s) % _PROGRESS_STEPS == 0:
+                self._note_share()
+        for output in outputs:
+            assert output.message is None, f"{output.request_id}: {output.message}"
+            if output.finish_reason is not None:
+                self._finish(output.request_id)
+        self._feed.top_up()
 
     def _note_share(self) -> None:
         """Of all tokens, or of the steps if these are fewer: the longest output may outlast the others."""
