@@ -407,15 +407,17 @@ async def test_a_database_that_hangs_delays_no_reader_for_long(
 async def test_a_server_that_hangs_in_a_transaction_freezes_no_other(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    timeouts = {**database_module._SESSION_TIMEOUTS_MS, "idle_in_transaction_session_timeout": 300}
-    monkeypatch.setattr(database_module, "_SESSION_TIMEOUTS_MS", timeouts)
     runner = InstantRunner()
     runner.hold()
     manager = await fleet.add(runner)
     batch = await submit(manager, input_of(9))
     await until_held(runner)
     other = database_module.open_database(fleet.options["batch_database_url"], tmp_path)
-    with other.connect() as hanging:
+    timeouts = {**database_module._SESSION_TIMEOUTS_MS, "idle_in_transaction_session_timeout": 300}
+    with monkeypatch.context() as patched:  # not of the manager's, which end so on a busy machine
+        patched.setattr(database_module, "_SESSION_TIMEOUTS_MS", timeouts)
+        hanging = other.connect()
+    with hanging:
         hanging.execute(select(LeasedPart).with_for_update())
         runner.release()
         await check_completed(manager, await ended(manager, batch.id), 9)
