@@ -114,7 +114,6 @@ class PoolReplay(Replay):
     Args:
         requests: whose ids are the indices of ``outputs``.
         outputs: true output lengths.
-        is_blend: the pool's order is ``blend``.
         knows_online: the pool is told what online requests use.
     """
 
@@ -129,7 +128,6 @@ class PoolReplay(Replay):
         outputs: Sequence[int],
         *,
         cost: OverlappedCostModel,
-        is_blend: bool,
         knows_online: bool,
     ) -> None:
         super().__init__(engine, clock, workload)
@@ -143,7 +141,6 @@ class PoolReplay(Replay):
             pool,
             requests,
             outputs,
-            is_blend=is_blend,
             queue_depth=_QUEUE_DEPTH,
             tells_reuse=True,
         )

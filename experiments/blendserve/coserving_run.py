@@ -111,7 +111,6 @@ def run_coserving(run: CoserveRun) -> CoserveResult:
         requests,
         outputs,
         cost=cost,
-        is_blend=run.order == "blend",
         knows_online=run.knows_online,
     )
     executor.events = replay

@@ -20,14 +20,13 @@ class PoolFeed:
     """Keeps a few requests waiting in an engine, so that the order is the pool's.
 
     A request joins when the KV that all are expected to need fits the device (``MemoryForecast``). One that
-    does not fit is put back. Under ``blend`` the pool is told how far requests are, and memory-bound ones
-    leave the others' part of the KV.
+    does not fit is put back. In every order the pool is told how far requests are; ``blend`` alone takes by
+    kind, so that its memory-bound requests leave the others' part of the KV.
 
     Args:
         pool: with all its requests.
         requests: whose ids are the indices of ``outputs``.
         outputs: true output lengths.
-        is_blend: the pool's order is ``blend``.
         queue_depth: requests that wait in the engine at most, so that a step never lacks prompts.
         tells_reuse: the engine is told how much of a prompt is shared with requests that wait in the pool,
             and evicts the rest first.
@@ -44,14 +43,13 @@ class PoolFeed:
         requests: Sequence[PoolRequest],
         outputs: Sequence[int],
         *,
-        is_blend: bool,
         queue_depth: int,
         tells_reuse: bool = False,
     ) -> None:
         self.in_flight: dict[RequestId, Request] = {}
         self._engine, self._clock, self._pool = engine, clock, pool
         self._requests, self._outputs = requests, outputs
-        self._is_blend, self._queue_depth, self._tells_reuse = is_blend, queue_depth, tells_reuse
+        self._queue_depth, self._tells_reuse = queue_depth, tells_reuse
         self._waiting = engine.scheduler.requests.waiting[PriorityLevel.OFFLINE]
         self._forecast = MemoryForecast(
             engine.executor.info.num_blocks * BLOCK_SIZE, SLACK_BLOCKS * BLOCK_SIZE
@@ -87,7 +85,7 @@ class PoolFeed:
     def on_step(self) -> None:
         """A step has been computed."""
         self._num_steps += 1
-        if self._num_steps % _PROGRESS_STEPS == 0 and self._is_blend:
+        if self._num_steps % _PROGRESS_STEPS == 0:
             self.note_progress()
             self._set_reserve()
 
@@ -105,8 +103,7 @@ class PoolFeed:
         return self.in_flight.pop(request_id)
 
     def _set_reserve(self) -> None:
-        if self._is_blend:
-            self._reserve_frac = reserve_frac(self._pool.compute_bound_memory_frac)
+        self._reserve_frac = reserve_frac(self._pool.compute_bound_memory_frac)
 
     def _num_own_tokens(self, planned: PlannedRequest) -> int:
         """Prompt tokens that requests not yet taken do not begin with."""

@@ -31,7 +31,7 @@ from backfill.simulation.study import (
 from experiments.blendserve.mix import MixSpec
 from experiments.blendserve.overlap import INTERFERENCE
 from experiments.blendserve.points import add_point, read_points, settings_of
-from experiments.blendserve.pool import HARDWARE, PoolResult, run_pool
+from experiments.blendserve.pool import HARDWARE, PoolResult, StepSizes, run_pool
 from experiments.blendserve.result import (
     BLEND,
     GRID_DENSITIES,
@@ -69,6 +69,8 @@ class Pools(Study[BlendPoint]):
         orders: orders to run, separated by commas: fcfs, random, dfs, batchllm, blend.
         interference: how compute and memory traffic of a step disturb each other: blendserve, nanoflow,
             ideal (not at all) or sequential (they do not overlap).
+        steps: tokens of a step, in every order: density, those that the memory traffic of the step before
+            needs beside it; fixed, those that a full KV cache does.
     """
 
     source: str = "burstgpt"
@@ -76,6 +78,7 @@ class Pools(Study[BlendPoint]):
     requests: int = 100_000
     orders: str = ",".join(ORDERS)
     interference: str = "blendserve"
+    steps: str = "density"
 
     tells_progress: ClassVar[bool] = True
 
@@ -93,6 +96,7 @@ class Pools(Study[BlendPoint]):
         check_names("source", (self.source,), COMPUTE_SOURCES)
         check_names("orders", self.all_orders, get_args(OrderName))
         check_names("interference", (self.interference,), INTERFERENCE)
+        check_names("steps", (self.steps,), get_args(StepSizes))
         check_positive(requests=self.requests)
         for target in self.targets():
             check_positive(densities=target.density)
@@ -109,7 +113,9 @@ class Pools(Study[BlendPoint]):
                 target,
                 order,
                 seed,
-                partial(run_pool, self.mix(target, seed), order, self.interference),
+                partial(
+                    run_pool, self.mix(target, seed), order, self.interference, cast("StepSizes", self.steps)
+                ),
             )
             for target, seed in itertools.product(self.targets(), seeds)
             for order in self.all_orders
@@ -141,6 +147,7 @@ class Pools(Study[BlendPoint]):
             "source": self.source,
             "num_requests": self.requests,
             "interference": self.interference,
+            "steps": self.steps,
             "points": [point.as_json() for point in points],
             "speedup_mean": fmean(speedups) if speedups else None,
         }
@@ -233,7 +240,7 @@ class Grid(Pools):
 
     def _settings(self, num_seeds: int) -> dict[str, Any]:
         mix = self.mix(self.targets()[0], 1)
-        return settings_of(mix, self.all_orders, self.interference, num_seeds)
+        return settings_of(mix, self.all_orders, self.interference, self.steps, num_seeds)
 
     def report(self, console: Console, points: Sequence[BlendPoint]) -> None:
         print_grid(console, self.source, points)

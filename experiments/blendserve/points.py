@@ -24,6 +24,7 @@ _OPTIONS = {
     "num_seeds": "`seeds`",
     "orders": "`orders`",
     "interference": "`interference`",
+    "steps": "`steps`",
 }
 
 
@@ -82,7 +83,9 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"`output` {path} cannot be written: {error.strerror or error}.")
 
 
-def settings_of(mix: MixSpec, orders: Sequence[str], interference: str, num_seeds: int) -> dict[str, Any]:
+def settings_of(
+    mix: MixSpec, orders: Sequence[str], interference: str, steps: str, num_seeds: int
+) -> dict[str, Any]:
     """What a point's figures depend on beside its target; a file of lengths counts by its content."""
     return {
         "hardware": HARDWARE,
@@ -92,6 +95,7 @@ def settings_of(mix: MixSpec, orders: Sequence[str], interference: str, num_seed
         "num_seeds": num_seeds,
         "orders": list(orders),
         "interference": interference,
+        "steps": steps,
     }
 
 

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,7 @@ _NUM_BINS = 400
 _PROGRESS_STEPS = 64
 
 Floats = NDArray[np.float64]
+StepSizes = Literal["density", "fixed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +122,8 @@ def device(interference: str) -> tuple[HardwareProfile, OverlappedCostModel]:
     return hardware, OverlappedCostModel.of(hardware.costs.cost, INTERFERENCE[interference])
 
 
-def run_pool(spec: MixSpec, order: OrderName, interference: str) -> PoolResult:
-    """Draw the pool, and run it. The same for the same spec. Raises: ConfigError."""
+def run_pool(spec: MixSpec, order: OrderName, interference: str, steps: StepSizes = "density") -> PoolResult:
+    """Draw the pool, and run it. The same for the same arguments. Raises: ConfigError."""
     mix, requests, outputs = _drawn(spec)
     hardware, cost = device(interference)
     loop = PoolLoop(
@@ -132,6 +134,7 @@ def run_pool(spec: MixSpec, order: OrderName, interference: str) -> PoolResult:
         cost,
         max_step_tokens=step_tokens(cost, spec.density, hardware.kv_tokens),
         seed=spec.seed,
+        steps=steps,
     )
     loop.run()
     counters = loop.engine.scheduler.counters[ServiceClass.OFFLINE]
@@ -179,8 +182,8 @@ def step_tokens(cost: OverlappedCostModel, density: float, kv_tokens: int) -> in
     return next((size for size in sizes if size >= needed), sizes[-1])
 
 
-def blend_step_sizes(cost: CostModel, max_step_tokens: int) -> list[int]:
-    """Sizes of the blend's steps: multiples of 128 below the first efficient size, and the efficient ones."""
+def tracking_step_sizes(cost: CostModel, max_step_tokens: int) -> list[int]:
+    """Sizes of steps: multiples of 128 below the first efficient size, and the efficient ones."""
     efficient = cost.efficient_step_sizes(_STEP_EFFICIENCY, max_step_tokens)
     return [*range(_TILE_TOKENS, efficient[0], _TILE_TOKENS), *efficient]
 
@@ -206,6 +209,7 @@ class PoolLoop:
         requests: whose ids are the indices of ``outputs``.
         outputs: true output lengths.
         cost: of the device; the pool plans with it.
+        steps: how many tokens a step has, at most ``max_step_tokens``.
         estimate: of output lengths that are not known.
         waiting: those of the requests that the pool has from the start; all where none are given.
 
@@ -223,6 +227,7 @@ class PoolLoop:
         *,
         max_step_tokens: int,
         seed: int,
+        steps: StepSizes = "density",
         estimate: OutputEstimator = output_moments,
         waiting: Sequence[PoolRequest] | None = None,
     ) -> None:
@@ -242,16 +247,16 @@ class PoolLoop:
         )
         self._policy = SizedSteps(max_step_tokens)
         self.engine = Engine(config, self._executor, self.clock, policy=lambda *_: self._policy)
-        self._is_blend = order == "blend"
         self._token_s = resource_model(cost).token_s
-        self._step_sizes = blend_step_sizes(cost, max_step_tokens)
+        self._step_sizes = (
+            tracking_step_sizes(cost, max_step_tokens) if steps == "density" else [max_step_tokens]
+        )
         self._feed = PoolFeed(
             self.engine,
             self.clock,
             self._pool,
             requests,
             outputs,
-            is_blend=self._is_blend,
             queue_depth=_QUEUE_DEPTH,
         )
         self.compute_s = array("d")
@@ -277,8 +282,7 @@ class PoolLoop:
             self.compute_s.append(compute_s)
             self.memory_s.append(memory_s)
             self._feed.on_step()
-            if self._is_blend:
-                self._set_step_size(memory_s)
+            self._set_step_size(memory_s)
             if len(self.compute_s) % _PROGRESS_STEPS == 0:
                 self._note_share()
         for output in outputs:

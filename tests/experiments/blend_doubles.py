@@ -9,7 +9,7 @@ from experiments.blendserve.mix import MixSpec, draw_mix
 from experiments.blendserve.pool import PoolResult
 
 
-def invented(spec: MixSpec, order: str, interference: str) -> PoolResult:
+def invented(spec: MixSpec, order: str, interference: str, steps: str) -> PoolResult:
     """Of a run that did not take place: ``blend`` takes 1 / 1.25 of the others' time, and 0.9 is optimal."""
     mix = draw_mix(spec)
     seconds = 1000.0 / (1.25 if order == "blend" else 1.0)

@@ -20,7 +20,7 @@ from tests.cli.running import run_cli_here
 from tests.experiments.blend_doubles import invented
 
 GRID = ("blendserve", "grid", "--requests", "2000", "--sharings", "0.4", "--plot", "grid.png")
-SETTINGS = settings_of(MixSpec("burstgpt", 0.8, 0.4, 2000, 1), ("dfs", "blend"), "blendserve", 1)
+SETTINGS = settings_of(MixSpec("burstgpt", 0.8, 0.4, 2000, 1), ("dfs", "blend"), "blendserve", "density", 1)
 RAN: list[tuple[float, str]] = []
 
 
@@ -28,11 +28,11 @@ RAN: list[tuple[float, str]] = []
 def _invented_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A pool of density 1.1 ends the command, as a signal would."""
 
-    def run(spec: MixSpec, order: str, interference: str) -> PoolResult:
+    def run(spec: MixSpec, order: str, interference: str, steps: str) -> PoolResult:
         if spec.density == 1.1:
             raise KeyboardInterrupt
         RAN.append((spec.density, order))
-        return invented(spec, order, interference)
+        return invented(spec, order, interference, steps)
 
     monkeypatch.chdir(tmp_path)
     with mock.patch.object(figures, "run_pool", run):
@@ -70,6 +70,7 @@ def test_an_interrupted_grid_goes_on() -> None:
         (("--orders", "blend"), "--orders was dfs,blend, and is blend"),
         (("--source", "azure"), "--source was burstgpt, and is azure"),
         (("--interference", "ideal"), "--interference was blendserve, and is ideal"),
+        (("--steps", "fixed"), "--steps was density, and is fixed"),
         (("--source-lengths", "lengths.csv"), "--source-lengths was not given, and is "),
         (("--source-lengths", "none.csv"), "--source-lengths none.csv cannot be read"),
     ],

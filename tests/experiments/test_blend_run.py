@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, replace
+from typing import get_args
 from unittest import mock
 
 import pytest
@@ -22,7 +23,7 @@ from backfill.simulation.processes import Progress, processes
 from experiments.blendserve.feed import PoolFeed
 from experiments.blendserve.mix import MixSpec
 from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
-from experiments.blendserve.pool import HARDWARE, PoolLoop, run_pool, step_tokens
+from experiments.blendserve.pool import HARDWARE, PoolLoop, StepSizes, run_pool, step_tokens
 from tests.experiments.small_sources import small_sources
 from tests.integrity import check_scheduler
 
@@ -50,10 +51,14 @@ def pool(num_chats: int = 60, num_videos: int = 6, video_tokens: int = 300, pref
     return Pool(requests, outputs)
 
 
-def loop(made: Pool, order: OrderName = "blend", kv_tokens: int = 4096) -> PoolLoop:
+def loop(
+    made: Pool, order: OrderName = "blend", kv_tokens: int = 4096, steps: StepSizes = "density"
+) -> PoolLoop:
     hardware = replace(load_hardware_profile(HARDWARE), kv_tokens=kv_tokens)
     cost = OverlappedCostModel.of(hardware.costs.cost, INTERFERENCE["blendserve"])
-    return PoolLoop(made.requests, made.outputs, order, hardware, cost, max_step_tokens=512, seed=1)
+    return PoolLoop(
+        made.requests, made.outputs, order, hardware, cost, max_step_tokens=512, seed=1, steps=steps
+    )
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -164,7 +169,6 @@ class Fed:
             self.pool,
             requests,
             outputs,
-            is_blend=order == "blend",
             queue_depth=queue_depth,
         )
 
@@ -213,13 +217,26 @@ def test_a_request_that_fits_no_more_joins_an_idle_engine() -> None:
     assert len(fed.feed.in_flight) == 1
 
 
-def test_the_pool_learns_how_far_requests_are_under_blend_only() -> None:
-    for order, is_told in (("dfs", False), ("blend", True)):
-        fed = Fed("blend" if order == "blend" else "dfs")
-        with mock.patch.object(fed.pool, "note_progress") as note_progress:
-            for _ in range(32):
-                fed.step()
-        told = {call.args for call in note_progress.call_args_list}
-        running = {int(each.request_id): len(each.output_token_ids) for each in fed.feed.in_flight.values()}
-        assert bool(told) == is_told
-        assert told <= set(running.items())
+@pytest.mark.parametrize("order", ["dfs", "blend"])
+def test_the_pool_learns_how_far_requests_are(order: OrderName) -> None:
+    fed = Fed(order)
+    with mock.patch.object(fed.pool, "note_progress") as note_progress:
+        for _ in range(32):
+            fed.step()
+    told = {call.args for call in note_progress.call_args_list}
+    running = {int(each.request_id): len(each.output_token_ids) for each in fed.feed.in_flight.values()}
+    assert told and told <= set(running.items())
+
+
+@pytest.mark.parametrize("order", ["dfs", "blend"])
+def test_steps_are_sized_alike_in_every_order(order: OrderName) -> None:
+    sizes = dict[StepSizes, set[int]]()
+    for steps in get_args(StepSizes):
+        running = loop(pool(), order, steps=steps)
+        running._feed.top_up()
+        sizes[steps] = set()
+        while running.engine.has_work:
+            running.step()
+            sizes[steps].add(running._policy.step_tokens)
+    assert sizes["fixed"] == {512}
+    assert len(sizes["density"]) > 1 and max(sizes["density"]) <= 512
