@@ -179,6 +179,30 @@ async def test_the_next_start_knows_the_lengths_of_finished_lines(start: Start) 
     assert set(observed) <= {int(name.removeprefix("r")) + 1 for name in runner.runs}
 
 
+@pytest.mark.parametrize(("num_done", "is_told"), [(14, False), (15, True)])
+async def test_without_parts_lengths_are_known_once_half_of_the_lines_are_done(
+    start: Start, num_done: int, is_told: bool
+) -> None:
+    """Of those that ran at the same time the short ones have ended: they would tell too little."""
+    runner, reader = InstantRunner(), InThreadReader()
+
+    def on_lines(*_: object) -> None:
+        if runner.runs.total() >= num_done:
+            runner.hold()
+
+    first = await start(runner, num_in_flight=1, on_lines=on_lines)
+    batch = await submit(first, input_of(30))
+    ready(first)
+    async with asyncio.timeout(TIMEOUT_S):
+        while not (runner.runs.total() >= num_done and runner.held):
+            await asyncio.sleep(0.001)
+    await first.stop()
+    second = await start(reader=reader)
+    ready(second)
+    await ended(second, batch.id)
+    assert len(reader.selections[0].observed) == is_told * num_done
+
+
 async def test_cancelling_keeps_finished_lines(start: Start) -> None:
     runner = InstantRunner()
     manager = await start(runner)

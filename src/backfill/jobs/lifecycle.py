@@ -350,7 +350,7 @@ class BatchDriver:
             path=str(path),
             max_line_bytes=self.storage.config.max_line_bytes,
             done=union(job.log.done, not_here),
-            observed=dict(job.log.observed),
+            observed=job.lengths,
             complete_by_s=job.deadline_s,
             owner=job.batch.owner,
             owner_weight=self.feeder.weight_of(job.batch.owner),

@@ -69,6 +69,17 @@ class OpenBatch:
         return self.log.counts(self.batch.request_counts.total)
 
     @property
+    def lengths(self) -> dict[int, int]:
+        """Output tokens of lines that have ended, by number, for the estimates of others.
+
+        Parts that run are left out (``DatabaseResultLog``). Without parts nothing tells which lines ran
+        together, of which the short ones end first: there are none until half of the lines are done.
+        """
+        counts = self.counts()
+        is_biased = self.lines is None and 2 * counts.unfinished > counts.total
+        return {} if is_biased else dict(self.log.observed)
+
+    @property
     def left_s(self) -> float:
         """Of its window; negative where that has ended."""
         return self.deadline_s - self._clock.now_s()
