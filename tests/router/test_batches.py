@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from backfill.blending.requests import OrderName
+from backfill.blending.requests import OrderName, PoolRequest
 from backfill.core.clock import WallClock
 from backfill.jobs.feed import InputChanged
 from backfill.jobs.suspects import MAX_LONE_LOSSES
@@ -484,6 +485,26 @@ async def test_leases_plan_so_many_bytes_of_prompts_together(tmp_path: Path) -> 
     assert await order_of(third) != in_file, "lines that have ended have none"
     third.close()
     assert await order_of(reader.open_lines(selection)) != in_file
+
+
+@pytest.mark.parametrize(("order", "lengths"), [("blend", [6, 1]), ("dfs", [])])
+async def test_an_order_by_lengths_is_told_those_of_a_choice_of_lines_that_ended(
+    tmp_path: Path, order: OrderName, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, added = tmp_path / "lines.jsonl", list[PoolRequest]()
+    bodies = [completion_line(f"c{n}", "a prompt", model=None, max_tokens=9, n=3) for n in range(3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in bodies))
+    selection = LineSelection(
+        path=str(path), max_line_bytes=1000, done=bytes([0b110]), observed={1: 18, 2: 2}
+    )
+    lines = RoutedReader(order).open_lines(selection)
+    monkeypatch.setattr(lines._pool, "add", added.extend)
+    assert [line.number for _, line in await lines.read(3)] == [3]
+    assert [each.observed_output_tokens for each in added if each.observed_output_tokens] == lengths
+    finish = Mock()
+    monkeypatch.setattr(lines._pool, "finish", finish)
+    lines.end(3, 12)
+    finish.assert_called_once_with(3, 4)
 
 
 def line_of(number: int, prompt: str) -> dict[str, Any]:

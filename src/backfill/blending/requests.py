@@ -13,6 +13,8 @@ TokenIds: TypeAlias = "bytes | bytearray | memoryview | array[int]"
 """uint32 token ids in the machine's byte order. Of a numpy array: its ``data``."""
 
 OrderName = Literal["fcfs", "dfs", "random", "batchllm", "blend"]
+PLANNED_BY_LENGTH: frozenset[OrderName] = frozenset(("blend", "batchllm"))
+"""Orders that expected lengths decide."""
 TOKEN_BYTES = 4
 
 

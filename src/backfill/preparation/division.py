@@ -31,6 +31,7 @@ class _Lengths(msgspec.Struct):
     prompt: msgspec.Raw = msgspec.Raw()
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    n: int | None = None
 
 
 _lengths_decoder = msgspec.json.Decoder(_Lengths)
@@ -115,4 +116,5 @@ def pool_request(line: InputLine, complete_by_s: float | None = None) -> PoolReq
         prompt_token_ids=prompt + b" " * (-len(prompt) % TOKEN_BYTES),
         max_output_tokens=max(1, asked),
         complete_by_s=complete_by_s,
+        num_choices=max(1, lengths.n or 1),
     )

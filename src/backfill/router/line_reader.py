@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from backfill.blending.pool import OfflinePool
-from backfill.blending.requests import OrderName
+from backfill.blending.requests import PLANNED_BY_LENGTH, OrderName
 from backfill.blending.resources import ResourceModel
 from backfill.core.clock import Clock, WallClock
 from backfill.jobs.feed import InputChanged, LineSource
@@ -118,6 +118,7 @@ class RoutedLines:
         planned.open(self)
         self._offsets: dict[int, int] | None = None  # of the lines that are not read yet
         self._planned_bytes: dict[int, int] = {}  # of lines in the pool
+        self._num_choices: dict[int, int] = {}  # of those that have several
         self._pool = OfflinePool(order, _RESOURCES, kv_tokens=_KV_TOKENS)
 
     async def read(self, max_lines: int) -> Sequence[tuple[LineSource, BatchLine]]:
@@ -133,11 +134,13 @@ class RoutedLines:
         return [(self, line) for line in lines]
 
     def end(self, number: int, num_output_tokens: int | None) -> None:
+        """A line has ended, with so many tokens of all its choices: they are not known where it ran."""
+        num_choices = self._num_choices.pop(number, 1)
         self._planned.free(self, self._planned_bytes.pop(number, 0))
         if num_output_tokens is None:
             self._pool.cancel([number])
         else:
-            self._pool.finish(number, num_output_tokens)
+            self._pool.finish(number, num_output_tokens // num_choices)
 
     def note_progress(self, num_output_tokens: object) -> None:
         """Answers of engines come whole."""
@@ -150,13 +153,15 @@ class RoutedLines:
         """Where the selected lines are. Raises: BadLine, OSError."""
         selection, offsets, requests = self._selection, dict[int, int](), []
         is_planned = self._order != "fcfs"
+        observed = selection.observed if self._order in PLANNED_BY_LENGTH else {}
         with Path(selection.path).open("rb") as file:
             offset = 0
             for number, data in read_lines(file, selection.max_line_bytes):
-                num_tokens = selection.observed.get(number)
+                num_tokens = observed.get(number)
                 if num_tokens is not None and is_planned:
                     request = pool_request(parse_line(number, data, selection.max_line_bytes))
-                    requests.append(replace(request, observed_output_tokens=num_tokens))
+                    of_a_choice = max(1, num_tokens // request.num_choices)
+                    requests.append(replace(request, observed_output_tokens=of_a_choice))
                 elif not is_marked(selection.done, number):
                     offsets[number] = offset
                     is_planned = is_planned and self._planned.take(self, len(data))
@@ -164,6 +169,8 @@ class RoutedLines:
                         self._planned_bytes[number] = len(data)
                         line = parse_line(number, data, selection.max_line_bytes)
                         requests.append(pool_request(line, selection.complete_by_s))
+                        if requests[-1].num_choices > 1:
+                            self._num_choices[number] = requests[-1].num_choices
                 offset = file.tell()
         if is_planned:
             self._pool.add(requests)
