@@ -126,17 +126,16 @@ def test_the_engine_s_reports_tell_the_room_without_what_is_kept_for_online_requ
         assert sent == [KVRoom(room * FACTS.info.block_size) for room in rooms]
 
 
-def test_lengths_of_a_file_s_lines_are_read_once_and_where_the_order_asks_for_them(
+def test_lengths_of_lines_are_read_where_the_order_asks_for_them(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = ServedModel(names=("m",), root="m", folder=small_model, created=0)
-    for order, lengths_read in (("blend", [{1: 5}, {2: 6}, {1: 5}]), ("fcfs", [{}, {}, {}])):
-        client, opened = PreparationClient(PreparationSetup(model=served, order=order)), list[LineSelection]()
+    for order, lengths_read in (("blend", {1: 5}), ("fcfs", {})):
+        client = PreparationClient(PreparationSetup(model=served, order=order))
         monkeypatch.setattr(client.files, "launch", lambda: None)
-        monkeypatch.setattr(client._readers, "open", opened.append)
-        for path, observed in (("a", {1: 5}), ("a", {1: 5, 2: 6}), ("b", {1: 5})):
-            client.open_lines(LineSelection(path=path, max_line_bytes=100, observed=observed))
-        assert [selection.observed for selection in opened] == lengths_read
+        assert client.open_lines(LineSelection(path="a", max_line_bytes=9, observed={1: 5})).observed == (
+            lengths_read
+        )
 
 
 def report_of(num_blocks: int, num_protected_blocks: int) -> StepReport:

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
-from unittest import mock
 
 import msgspec
 import pytest
@@ -442,7 +441,39 @@ async def test_a_new_process_knows_the_kv_of_lines_that_run(tmp_path: Path) -> N
     assert process.num_prepared.total() > len(process.num_prepared) == 20
 
 
-def test_lines_that_were_observed_are_not_read_again_by_the_next_process(tmp_path: Path) -> None:
-    """One of them may have ended the last one."""
-    selection = selection_of(tmp_path / "in", done=b"\6", observed={1: 9, 2: 9})
-    assert PreparedLines(mock.Mock(), 0, selection).selection_left().observed == {}
+async def test_lengths_of_a_file_s_lines_are_read_once_by_each_process(tmp_path: Path) -> None:
+    """A reader that is closed early, or a process that ends, loses none."""
+    process = Process("blend")
+    path = write(tmp_path / "in", *[[n] for n in range(4)])
+    selection = selection_of(path, done=b"\6", observed={1: 9, 2: 9})
+
+    def num_read() -> int:
+        return process.num_prepared["[0]"] + process.num_prepared["[1]"]
+
+    async with process.running(allowed=False) as readers:
+        readers.open(selection).close()
+        lines = readers.open(selection)
+        readers.restart()  # the first process is ready
+        assert readers.open(selection).observed == {}, "an open file has them"
+        readers.allow()
+        await until(lambda: lines.is_indexed)
+        assert num_read() == 2
+        again = readers.open(selection)
+        await until(lambda: again.is_indexed)
+        assert (num_read(), again.observed) == (2, {})
+        assert readers.open(selection_of(path, done=b"\x0e", observed={1: 9, 3: 1})).observed == {3: 1}
+        process.die()
+        await until(lambda: lines.is_indexed)
+        assert num_read() == 4
+        lines.close()
+        process.die()
+        assert readers.open(selection).observed == {1: 9, 2: 9}
+
+
+async def test_an_observed_line_that_ends_the_process_is_not_read_again(tmp_path: Path) -> None:
+    process = Process("blend")
+    path = write(tmp_path / "in", [66666], [1], [2])
+    async with process.running() as readers:
+        lines = readers.open(selection_of(path, done=b"\6", observed={1: 9, 2: 9}))
+        assert numbers(await rest(lines)) == [3]
+    assert (process.num_deaths, lines.unprepared) == (2, frozenset())

@@ -7,6 +7,7 @@ import math
 
 import msgspec
 
+from backfill.blending.requests import PLANNED_BY_LENGTH
 from backfill.core.request import ServiceClass
 from backfill.engine.messages import StepReport
 from backfill.engine.tasks import TaskWatch
@@ -31,8 +32,6 @@ from backfill.protocol.preparer import EngineFacts, RequestContext, TextEndpoint
 # Bodies of a class in the process at once. More wait here, where a client that disconnects frees its body.
 _MAX_ONLINE_BODIES = 4
 _MAX_OFFLINE_BODIES = 1
-_PLANNED_ORDERS = frozenset(("blend", "batchllm"))  # which expected lengths decide
-_MAX_OBSERVED_FILES = 64
 _ROOM_EVERY_S = 1.0  # seconds between two messages of the KV that lines may have
 
 
@@ -56,7 +55,6 @@ class PreparationClient:
         self._indexing: asyncio.Task[None] | None = None
         self._facts: EngineFacts | None = None
         self._room_told_at_s = -math.inf
-        self._observed: dict[str, set[int]] = {}  # lines of the latest files, by path
         self._body_turns = {
             ServiceClass.ONLINE: OwnerTurns(_MAX_ONLINE_BODIES),
             ServiceClass.OFFLINE: OwnerTurns(_MAX_OFFLINE_BODIES),
@@ -134,18 +132,9 @@ class PreparationClient:
     def open_lines(self, selection: LineSelection) -> PreparedLines:
         """The lines of a file, prepared, in the order of ``setup``. Close it after use."""
         self.files.launch()
-        return self._readers.open(msgspec.structs.replace(selection, observed=self._new_lengths(selection)))
-
-    def _new_lengths(self, selection: LineSelection) -> dict[int, int]:
-        """Those of lines not yet read for them: a file is opened anew for each claim of its parts."""
-        if self.setup.order not in _PLANNED_ORDERS:
-            return {}
-        observed = self._observed.setdefault(selection.path, set())
-        new = {number: num for number, num in selection.observed.items() if number not in observed}
-        observed.update(new)
-        if len(self._observed) > _MAX_OBSERVED_FILES:
-            del self._observed[next(iter(self._observed))]
-        return new
+        if self.setup.order not in PLANNED_BY_LENGTH:
+            selection = msgspec.structs.replace(selection, observed={})
+        return self._readers.open(selection)
 
     def _configure_bodies(self) -> None:
         if self._facts is not None:

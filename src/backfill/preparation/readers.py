@@ -35,6 +35,7 @@ _INDEX_LINES = 256
 _FEW_LINES = 64
 # Until a file that could not be read is tried again.
 _RETRY_S = 5.0
+_MAX_OBSERVED_FILES = 64
 
 
 class LineReaders:
@@ -55,10 +56,18 @@ class LineReaders:
         self._can_index = False
         self._num_taken = 0  # lines since files that are held up were last tried
         self._learned: Learned | None = None
+        # By path: lines of the latest files that the pool was given for their lengths. Batches over one file
+        # share them: their lines are alike, so the lengths are as good for each.
+        self._observed: dict[str, set[int]] = {}
         self._changed = asyncio.Event()  # there may be something to index
         self._more_ready = asyncio.Event()  # more lines may be taken; replaced each time
 
     def open(self, selection: LineSelection) -> PreparedLines:
+        """Of the lines observed, those are read that the pool has not: a file is opened for each claim."""
+        same = (lines.observed for lines in self._open.values() if lines.selection.path == selection.path)
+        known = self._observed.get(selection.path, set()).union(*same)
+        new = {number: num for number, num in selection.observed.items() if number not in known}
+        selection = msgspec.structs.replace(selection, observed=new)
         lines = PreparedLines(self, next(self._ids), selection)
         self._open[lines.reader_id] = lines
         self.process.send(OpenLines(lines.reader_id, selection))
@@ -78,6 +87,7 @@ class LineReaders:
 
     def restart(self) -> None:
         """There is a new process."""
+        self._observed.clear()
         for lines in self._open.values():
             self._restart(lines)
 
@@ -130,6 +140,8 @@ class LineReaders:
         lines = None if taken.unreadable is None else self._open.get(taken.unreadable)
         if lines is not None:
             lines.is_spooled = False
+            self._note_observed(lines)  # the pool has these, and would count them twice
+            lines.observed = {}
             self._restart(lines)
 
     def _note_ready(self) -> None:
@@ -165,6 +177,10 @@ class LineReaders:
             work = IndexLines(lines.reader_id, position, 1 if lines.num_single > 0 else _INDEX_LINES)
             found = await self.process.ask(work, LinesIndexed)
         except PreparationDied:
+            if lines.observed:
+                lines.observed = {}  # one of them may have ended the process
+                if lines.reader_id in self._open:
+                    self._restart(lines)
             if lines.num_single > 0:
                 lines.num_single = 0
                 await self._leave_out_next(lines, position)
@@ -180,6 +196,16 @@ class LineReaders:
                 lines.position = found.position
                 lines.is_indexed = found.is_end
                 lines.is_held_up = found.is_held_up
+                if found.is_end and lines.reader_id in self._open:
+                    self._note_observed(lines)
+
+    def _note_observed(self, lines: PreparedLines) -> None:
+        """The pool has the lengths of a file that was indexed to its end."""
+        if not lines.observed:
+            return
+        self._observed.setdefault(lines.selection.path, set()).update(lines.observed)
+        if len(self._observed) > _MAX_OBSERVED_FILES:
+            del self._observed[next(iter(self._observed))]
 
     def _note_error(self, lines: PreparedLines, error: Exception) -> None:
         """Indexing stops for a while. Its reader may not ask for long: other lines of the owner go first."""
@@ -214,6 +240,7 @@ class PreparedLines:
         is_held_up: the process holds as many lines as it may.
         num_single: next lines to be indexed one by one, because the process ended over a group of them.
         is_spooled: prepared lines wait on a disk.
+        observed: as of ``LineSelection``: empty once the process ended twice while it indexed this file.
         error: why indexing stopped; the next read without a line raises it.
         running: by number: lines taken that have not ended, where their KV is forecast.
     """
@@ -232,9 +259,11 @@ class PreparedLines:
     error: Exception | None = None
     unprepared: frozenset[int] = frozenset()
     running: dict[int, RunningTokens] = field(default_factory=dict)
+    observed: dict[int, int] = field(init=False)
     _done: bytearray = field(init=False)
 
     def __post_init__(self) -> None:
+        self.observed = self.selection.observed
         self._done = bytearray(self.selection.done)
 
     @property
@@ -286,11 +315,11 @@ class PreparedLines:
         self.num_taken += 1
 
     def selection_left(self) -> LineSelection:
-        """The lines that were not taken. None is observed again: one may have ended the process."""
+        """The lines that were not taken."""
         return msgspec.structs.replace(
             self.selection,
             done=bytes(self._done),
-            observed={},
+            observed=self.observed,
             unprepared=self.unprepared,
             is_spooled=self.is_spooled,
         )
