@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from backfill.blending.requests import OrderName
 from backfill.blending.resources import ResourceModel
@@ -29,6 +32,7 @@ from backfill.protocol.preparer import ServedModel
 from tests.builders import linear_cost, make_profile
 from tests.preparation.facts import FACTS
 from tests.preparation.pool_doubles import KV_TOKENS, index_all, lines_of, make_pool, open_file, take_all
+from tests.shared import examples
 
 # Reading KV is dear beside them: lines with long outputs are memory-bound, those with long prompts are not.
 SLOW_READS = ResourceModel(token_s=1e-5, prompt_pair_s=1e-10, cached_token_s=1e-7)
@@ -248,6 +252,20 @@ def test_lines_that_begin_alike_are_in_one_part() -> None:
     assert len(first & second) <= 2, "only those on the cuts are computed twice"
 
 
+@pytest.mark.parametrize("order", ["blend", "fcfs"])
+@given(num_lines=st.integers(1, 200), num_parts=st.integers(1, 40))
+@settings(max_examples=examples(50), deadline=None)
+def test_parts_of_a_file_that_is_too_large_to_plan_are_even(
+    order: str, num_lines: int, num_parts: int
+) -> None:
+    with mock.patch("backfill.preparation.division.MAX_PLANNED_BYTES", 0):
+        parts = [numbers_in(part) for part in division_of(num_lines, order).parts_of(num_parts)]
+    assert sorted(number for part in parts for number in part) == list(range(1, num_lines + 1))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= (max(1, num_lines // (16 * num_parts)) if order == "blend" else 1)
+    assert min(sizes) > 0 or num_lines < num_parts
+
+
 def test_parts_that_follow_each_other_are_from_all_over_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server takes some that follow each other: it has lines of all kinds, in `fcfs` those of the file."""
     half = division_of(64).parts()[:8]
@@ -257,7 +275,7 @@ def test_parts_that_follow_each_other_are_from_all_over_the_order(monkeypatch: p
     monkeypatch.setattr("backfill.preparation.division.MAX_PLANNED_BYTES", 0)
     parts = division_of(64).parts()
     first, last = sorted(numbers_in(parts[0])), sorted(numbers_in(parts[-1]))
-    assert first[0] <= 8 and first[-1] > 48 and last[0] <= 8 and last[-1] > 48
+    assert first[0] <= 16 and first[-1] > 48 and last[0] <= 16 and last[-1] > 48
     assert sorted(number for part in parts for number in numbers_in(part)) == list(range(1, 65))
     assert [len(spread(range(num))) for num in range(9)] == list(range(9))
     assert spread(range(8)) == [0, 4, 2, 6, 1, 5, 3, 7]

@@ -20,7 +20,7 @@ MAX_PLANNED_BYTES = 256 << 20
 # Servers take part after part. Small ones end together, and each claim costs a reading of the file.
 _NUM_PARTS = 32
 _LEAST_LINES, _MOST_LINES = 4, 512
-_NUM_BLOCKS = 16  # of neighbours in the file that each part has, where it is too large to be planned
+_NUM_BLOCKS = 16  # of neighbours in the file that each part has at least, where it is too large to be planned
 _UNKNOWN_OUTPUT_TOKENS = 256  # of a line that names no limit
 
 Part = TypeVar("Part")
@@ -79,10 +79,12 @@ class Division:
         if self._requests:
             divided = split_requests(self._requests, num_parts, self._resources)
         else:
-            num_blocks = num_parts * (1 if self._is_fcfs else _NUM_BLOCKS)
+            num_lines = len(self._numbers)
+            block = max(1, num_lines // (num_parts * _NUM_BLOCKS))
             divided = [[] for _ in range(num_parts)]
             for index, number in enumerate(self._numbers):
-                divided[index * num_blocks // len(self._numbers) % num_parts].append(number)
+                part = index * num_parts // num_lines if self._is_fcfs else index // block % num_parts
+                divided[part].append(number)
         return [self._bits(part) for part in divided]
 
     def _bits(self, numbers: Iterable[int]) -> bytes:
