@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from backfill.core.durable_files import write_durably
+from tests.builders import linear_cost, make_profile
 
 
 def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,3 +51,23 @@ def test_content_and_name_are_on_the_disk_before_it_returns(
     monkeypatch.setattr(os, "replace", replace)
     write_durably(tmp_path / "store.id", b"id")
     assert done == ["file", "replace", "folder"]
+
+
+def test_a_measured_file_is_saved_where_folders_cannot_be_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What must not be lost is not: its writer hears of it, with the new content in place."""
+    real_fsync = os.fsync
+
+    def fsync(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real_fsync(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    profile = make_profile(linear_cost(1e-3))
+    profile.save(tmp_path / "profile.json")
+    assert type(profile).load(tmp_path / "profile.json") == profile
+    with pytest.raises(OSError, match="Invalid"):
+        write_durably(tmp_path / "store.id", b"id")
+    assert {path.name for path in tmp_path.iterdir()} == {"profile.json", "store.id"}

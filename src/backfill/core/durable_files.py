@@ -8,6 +8,17 @@ from pathlib import Path
 
 
 def write_durably(path: Path, content: bytes, *, mode: int = 0o600, partial: Path | None = None) -> None:
+    """Replace a file as a whole, for good: after a crash it has the old content, or the new if this returned.
+
+    Args:
+        mode, partial: as of ``replace``.
+    Raises: OSError; the file is as it was, or it is new and a crash may bring back the old one.
+    """
+    replace(path, content, mode=mode, partial=partial)
+    sync(path.parent)
+
+
+def replace(path: Path, content: bytes, *, mode: int = 0o600, partial: Path | None = None) -> None:
     """Replace a file as a whole: after a crash it has either the old content or the new.
 
     Args:
@@ -28,7 +39,6 @@ def write_durably(path: Path, content: bytes, *, mode: int = 0o600, partial: Pat
         with suppress(OSError):
             partial.unlink()
         raise
-    sync(path.parent)
 
 
 def write_all(file: int, data: bytes | bytearray) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import msgspec
 
-from backfill.core.durable_files import write_durably
+from backfill.core.durable_files import replace, sync
 from backfill.core.errors import ConfigError
 
 
@@ -60,12 +60,14 @@ class MeasuredFile:
         return {"format": self.FORMAT, **asdict(self)}  # type: ignore[call-overload]  # a dataclass
 
     def save(self, path: Path) -> None:
-        """Write the file durably; after an OSError it is unchanged, and no other file is left."""
+        """Replace the file as a whole; after an OSError it is unchanged, and no other file is left."""
         path.parent.mkdir(parents=True, exist_ok=True)
         # Two containers on one volume may have the same process id.
         partial = path.with_suffix(f".{uuid4().hex}.partial")
         text = json.dumps(self.content(), indent=1) + "\n"
-        write_durably(path, text.encode(), mode=0o666, partial=partial)
+        replace(path, text.encode(), mode=0o666, partial=partial)
+        with suppress(OSError):  # not every file system syncs folders, and the file is there
+            sync(path.parent)
 
     @classmethod
     def load(cls, path: Path) -> Self:
