@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -416,3 +417,15 @@ def test_lines_that_have_ended_tell_how_long_answers_are_and_do_not_run(tmp_path
         (1, 10.0),
         (0, 40.0),
     }
+
+
+def test_lengths_that_no_plan_had_go_with_their_reader(tmp_path: Path) -> None:
+    """It is opened again for them, and they would count twice."""
+    pool, added = make_pool("blend"), list[PoolRequest]()
+    lines = lines_of(*({"prompt": [number], "max_tokens": 50} for number in range(3)))
+    for _ in range(2):
+        open_file(pool, tmp_path / "in", lines, done=b"\6", observed={1: 20, 2: 30})
+        pool.index(0, START, 2)
+    with mock.patch.object(pool._planner(), "add", lambda requests, **_: added.extend(requests)):
+        index_all(pool)
+    assert sorted(each.observed_output_tokens or 0 for each in added) == [0, 20, 30]

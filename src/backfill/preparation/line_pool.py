@@ -73,6 +73,7 @@ class _Reader:
     spool: Spool
     is_spooling: bool
     num_indexed: int = 0
+    observed: list[PoolRequest] = field(default_factory=list)  # to be planned beside lines that wait
     num_waiting: int = 0
     lines: dict[int, _Line] = field(default_factory=dict)  # by number
     namespaces: set[tuple[str, str]] = field(default_factory=set)  # of its lines
@@ -106,7 +107,6 @@ class LinePool:
         self._namespaces: dict[tuple[str, str], int] = {}  # of open readers
         self._namespace_numbers = itertools.count()
         self._to_plan: dict[int, PoolRequest] = {}  # by id
-        self._observed: list[PoolRequest] = []  # to be planned beside them
         self._unpooled: dict[str, deque[_Line]] = {}  # by owner: lines with nothing to compute
         self._num_waiting = 0
         self._num_waiting_tokens = 0
@@ -246,7 +246,7 @@ class LinePool:
     def _add(self, reader_id: int, reader: _Reader, found: Sequence[BatchLine]) -> int:
         """Returns: how many of the lines wait; the others have ended, and tell how long answers are."""
         reader.file.mark_done([line.number for line in found])
-        lines = [line for line in found if not self._observe(reader_id, reader.selection, line)]
+        lines = [line for line in found if not self._observe(reader_id, reader, line)]
         stored = self._store(reader, [_encoder.encode(line) for line in lines])
         for read, where in zip(lines, stored, strict=True):
             line = _Line(reader_id, read.number, next(self._ids), stored=where)
@@ -261,19 +261,16 @@ class LinePool:
             self._plan()
         return len(lines)
 
-    def _observe(self, reader_id: int, selection: LineSelection, read: BatchLine) -> bool:
+    def _observe(self, reader_id: int, reader: _Reader, read: BatchLine) -> bool:
         """Note what a line generated that has ended. Returns: whether it has."""
-        num_tokens = selection.observed.get(read.number)
-        if num_tokens is None:
-            return False
-        if read.generation is not None:
-            request = self._request_of(
-                _Line(reader_id, read.number, next(self._ids)), selection, read.generation
-            )
+        num_tokens = reader.selection.observed.get(read.number)
+        if num_tokens is not None and read.generation is not None:
+            line = _Line(reader_id, read.number, next(self._ids))
+            request = self._request_of(line, reader.selection, read.generation)
             if request.known_output_tokens is None:
                 of_a_choice = max(1, num_tokens // request.num_choices)
-                self._observed.append(replace(request, observed_output_tokens=of_a_choice))
-        return True
+                reader.observed.append(replace(request, observed_output_tokens=of_a_choice))
+        return num_tokens is not None
 
     def _store(self, reader: _Reader, records: list[bytes]) -> Sequence[Span | bytes]:
         """On the disk, or in memory once the disk has refused."""
@@ -323,8 +320,10 @@ class LinePool:
     def _plan(self, *, merges_all: bool = False) -> None:
         """Give the pool the lines that it does not have."""
         if self._to_plan:
-            requests, self._to_plan = [*self._to_plan.values(), *self._observed], {}
-            self._observed = []
+            requests, self._to_plan = list(self._to_plan.values()), {}
+            for reader in self._readers.values():
+                requests += reader.observed
+                reader.observed.clear()
             self._planner().add(requests, merges_all=merges_all)
 
     def _planner(self) -> OfflinePool:
