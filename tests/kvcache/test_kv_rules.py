@@ -345,6 +345,18 @@ def test_it_follows_a_lower_use_down_again() -> None:
     assert protection.max_share == pytest.approx(0.1, abs=0.01)
 
 
+def test_an_idle_night_does_not_stand_for_how_soon_content_is_used_again() -> None:
+    protection = CacheProtection(10)
+    for now_s in range(0, 300, 3):
+        protection.observe(KEYS, 5, now_s - 10.0, now_s)
+    evening, night_s = protection.reuse, 300 + 36_000.0
+    for minutes in range(5):
+        released_at_s = 290.0 if minutes == 0 else night_s + 60 * minutes - 10.0
+        protection.observe(KEYS, 5, released_at_s, night_s + 60.0 * minutes)
+    assert protection.reuse.interval_s <= 60.0
+    assert protection.reuse.per_s > evening.per_s / 2
+
+
 def test_content_that_was_evicted_too_early_counts_as_used_again() -> None:
     protection = CacheProtection(10)
     for now_s in range(100):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from backfill.core.request import Request, RequestStatus, ServiceClass
+from backfill.core.slo import SLO
+from backfill.costs.load import StepLoad
 from tests.builders import linear_cost
 from tests.scheduling.caching import CachingBench, request_of, tokens
 
@@ -134,3 +136,32 @@ def test_without_offline_requests_nothing_is_weighed() -> None:
         bench.finish(request_of(tokens("chat", HISTORY_TOKENS), max_tokens=5))
         bench.clock.advance(2.0)
     assert bench.scheduler.kv.protection.max_blocks == math.inf
+
+
+def test_a_request_with_an_objective_that_no_step_keeps_decides_nothing() -> None:
+    """It is late, or counts as tight as leaves prompts their share of a step."""
+    bench = make_bench(CHEAP_S)
+    load = Load(bench)
+    load.serve(30.0, think_s=8.0)
+    hurried = request_of(tokens("hurried", 40), max_tokens=400)
+    hurried.slo = SLO(0.5, 1e-4)
+    bench.add(hurried)
+    load.serve(2.0, think_s=8.0)
+    assert hurried.status is not RequestStatus.FINISHED
+    assert bench.scheduler.kv.protection.max_blocks < math.inf
+
+
+def test_several_steps_in_flight_have_a_part_of_the_decodes_each() -> None:
+    """So many stages decode as many times the requests in a step's time, and want their KV."""
+    kept = []
+    for max_steps in (1, 4):
+        bench = make_bench(DEAR_S)
+        load = Load(bench)
+        load.serve(30.0, think_s=8.0)
+        kept_cache = bench.scheduler._planner._kept_cache
+        assert kept_cache is not None
+        kept_cache.in_flight.max_steps = max_steps
+        offline = [each for each in kept_cache.preemption.block_holders if each in load.jobs]
+        per_s = kept_cache._offline_per_s(offline, StepLoad(), 0.03)
+        kept.append(per_s(NUM_BLOCKS) / per_s(NUM_BLOCKS // 4))
+    assert kept[0] < kept[1], "what one step has no time for, four have"

@@ -12,7 +12,7 @@ from backfill.kvcache.content import BlockKey
 _MOST_SHARE = 0.5  # of a pool
 _REUSE_TIMES = 4.0  # protection lasts this many times the mean time until content is used again
 _LEAST_S, _MOST_S = 5.0, 60.0
-_WEIGHT = 0.1  # of the latest online request in the means
+_WEIGHT = 0.1  # of the latest online request in the means; an idle night counts in them as a minute or two
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,9 @@ class CacheProtection:
         self._reused_share += _WEIGHT * (num_used_before / len(keys) - self._reused_share)
         self._reused_blocks += _WEIGHT * (num_used_before - self._reused_blocks)
         if self._observed_at_s > -math.inf:
-            self._interval_s += _WEIGHT * (now_s - self._observed_at_s - self._interval_s)
+            gap_s = min(now_s - self._observed_at_s, _MOST_S)
+            self._interval_s += _WEIGHT * (gap_s - self._interval_s)
         self._observed_at_s = now_s
         if released_at_s is not None:
-            self._reuse_s += _WEIGHT * (now_s - released_at_s - self._reuse_s)
+            reuse_s = min(now_s - released_at_s, 2 * _MOST_S)
+            self._reuse_s += _WEIGHT * (reuse_s - self._reuse_s)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from backfill.core.config import SchedulerConfig
+from backfill.core.decaying_peak import DecayingPeak
 from backfill.core.request import PriorityLevel, Request
 from backfill.costs.load import StepLoad
 from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.batch import Batch
+from backfill.scheduling.in_flight import StepsInFlight
 from backfill.scheduling.memory_division import OFFLINE_LEVELS
+from backfill.scheduling.objectives import least_tpot_slo
 from backfill.scheduling.prediction import StepPredictor, decode_load
 from backfill.scheduling.preemption import Preemption
 from backfill.scheduling.queues import UnfinishedRequests
@@ -40,11 +43,14 @@ class KeptCache:
     requests: UnfinishedRequests
     preemption: Preemption
     predictor: StepPredictor
+    in_flight: StepsInFlight
     _decided_at_s: float = field(init=False, default=-math.inf)
     # Predicted, of the steps since then, and less and less of those before: all of it, and decodes alone.
     _steps_s: float = field(init=False, default=0.0)
     _decodes_s: float = field(init=False, default=0.0)
-    _ttft_s: float = field(init=False, default=math.inf)  # the tightest objective when there was one
+    # One over the tightest objectives of online requests that are not late: one moment's would say little.
+    _per_ttft: DecayingPeak = field(init=False, default_factory=DecayingPeak)
+    _per_tpot: DecayingPeak = field(init=False, default_factory=DecayingPeak)
 
     def observe(self, batch: Batch, predicted_s: float) -> None:
         """A step was planned."""
@@ -62,67 +68,83 @@ class KeptCache:
         if now_s < self._decided_at_s + _EVERY_S:
             return
         self._decided_at_s = now_s
-        self.kv.protection.max_blocks = self._best()
+        self.kv.protection.max_blocks = self._best(now_s)
         self._steps_s /= 2
         self._decodes_s /= 2
 
-    def _best(self) -> float:
+    def _best(self, now_s: float) -> float:
         """Inf where what is used again is to be kept, whatever it costs offline requests."""
         kv, cost, holders = self.kv, self.predictor.cost, self.preemption.block_holders
-        online = [each for each in holders if each.priority_level in _ONLINE_LEVELS]
-        slos = [each.slo for each in online if each.slo is not None]
-        limit_s = min((slo.tpot_s for slo in slos), default=math.inf) * self.predictor.usable_share
-        self._ttft_s = min((slo.ttft_s for slo in slos), default=self._ttft_s)
-        offline = [each for each in holders if each.priority_level in OFFLINE_LEVELS]
-        offline = offline or self._first_waiting()
-        reuse, decodes = kv.protection.reuse, decode_load(online)
-        num_tokens = round(reuse.blocks * kv.block_size)
+        num_blocks, online_blocks = kv.num_blocks, kv.counts.online
+        slos = [each.slo for each in holders if each.priority_level is PriorityLevel.ONLINE and each.slo]
+        per_ttft = self._per_ttft.note(max((1.0 / slo.ttft_s for slo in slos), default=0.0), now_s)
+        per_tpot = self._per_tpot.note(max((1.0 / slo.tpot_s for slo in slos), default=0.0), now_s)
+        offline = [each for each in holders if each.priority_level in OFFLINE_LEVELS] or self._first_waiting()
+        num_tokens = round(kv.protection.reuse.blocks * kv.block_size)
         if not offline or not num_tokens:
             return math.inf
-        if not self._is_in_time(num_tokens, reuse.interval_s, decodes, limit_s):
+        online = [each for each in holders if each.priority_level in _ONLINE_LEVELS]
+        decodes = decode_load(online[:: self.in_flight.max_steps])
+        limit_s = self.predictor.usable_share / per_tpot if per_tpot else math.inf
+        limit_s = max(limit_s, least_tpot_slo(cost.step_time_s(decodes)))
+        if not self._is_in_time(num_tokens, 1.0 / per_ttft if per_ttft else math.inf, decodes, limit_s):
             return math.inf
-        num_blocks, online_blocks = kv.num_blocks, kv.counts.online
+        reuse = kv.protection.reuse
         # Computed beside the decodes of a step.
         saved_s = cost.time_with_s(decodes, 0, num_tokens, 1) - cost.step_time_s(decodes)
         saved_share = self.predictor.time_scale * saved_s / reuse.blocks * reuse.per_s
         decode_share = self._decodes_s / self._steps_s if self._steps_s else 1.0
+        per_s = self._offline_per_s(offline, decodes, limit_s)
 
         def gain(kept: int) -> float:
-            rate = self._offline_per_s(num_blocks - online_blocks - kept, offline, decodes, limit_s)
+            rate = per_s(num_blocks - online_blocks - kept)
             return saved_share * kept + decode_share * math.log(rate) if rate > 0.0 else -math.inf
 
         return max((num_blocks * part // _NUM_PARTS for part in range(_NUM_PARTS, -1, -1)), key=gain)
 
     def _offline_per_s(
-        self, num_blocks: int, offline: Sequence[Request], online: StepLoad, limit_s: float
-    ) -> float:
-        """Tokens a second of steps that decode offline requests like these, with so many blocks for them."""
-        tokens = sum(each.num_tokens for each in offline) / len(offline)
+        self, offline: Sequence[Request], online: StepLoad, limit_s: float
+    ) -> Callable[[float], float]:
+        """Tokens a second of steps that decode offline requests like these, by the blocks for them.
+
+        Args:
+            online: decodes of online requests in one step, of the several that may be in flight.
+        """
+        cost, num_steps = self.predictor.cost, self.in_flight.max_steps
         blocks = sum(self.kv.blocks_for(each.num_tokens) for each in offline) / len(offline)
+        tokens = sum(each.num_tokens for each in offline) // len(offline)
         num_waiting = sum(len(self.requests.waiting[level]) for level in OFFLINE_LEVELS)
-        num_places = max(1, self.config.max_num_seqs - online.num_requests)
-        most = min(len(offline) + num_waiting, num_places, max(0.0, num_blocks / blocks))
+        num_places = max(1, self.config.max_num_seqs - num_steps * online.num_requests)
+        decode = StepLoad()
+        decode.put_decodes([max(1, tokens)])
 
         def step_s(count: float) -> float:
             load = online.copy()
-            load.put_decodes([round(tokens)] * round(count))
-            return self.predictor.cost.step_time_s(load)
+            load.add(decode, count / num_steps)
+            return cost.step_time_s(load)
 
-        least_s, most_s = step_s(0), step_s(most)
-        if most_s > max(limit_s, least_s):  # it grows about evenly
-            most *= max(0.0, limit_s - least_s) / (most_s - least_s)
+        least_s = step_s(0.0)
+
+        def per_s(num_blocks: float) -> float:
+            most = min(len(offline) + num_waiting, num_places, max(0.0, num_blocks / blocks))
             most_s = step_s(most)
-        return most / most_s if most_s > 0.0 else 0.0
+            if most_s > max(limit_s, least_s):  # it grows about evenly
+                most *= max(0.0, limit_s - least_s) / (most_s - least_s)
+                most_s = step_s(most)
+            return most / most_s if most_s > 0.0 else 0.0
 
-    def _is_in_time(self, num_tokens: int, interval_s: float, decodes: StepLoad, limit_s: float) -> bool:
+        return per_s
+
+    def _is_in_time(self, num_tokens: int, ttft_s: float, decodes: StepLoad, limit_s: float) -> bool:
         """Whether prompts have time to compute so many tokens again, with others like them before them."""
         cost, config = self.predictor.cost, self.config
         at_most = min(num_tokens, config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
         chunk = cost.max_tokens(decodes, 0, num_tokens, limit_s, at_most)
         if not chunk:
             return False
-        prompt_s = self.predictor.worst_scale * cost.time_with_s(decodes, 0, chunk, 1) * num_tokens / chunk
-        return prompt_s < _TTFT_SHARE * self._ttft_s * (1.0 - prompt_s / interval_s)
+        chunk_s = cost.time_with_s(decodes, (num_tokens - chunk) // 2, chunk, 1)  # in the mean
+        prompt_s = self.predictor.worst_scale * chunk_s * num_tokens / chunk
+        return prompt_s < _TTFT_SHARE * ttft_s * (1.0 - prompt_s / self.kv.protection.reuse.interval_s)
 
     def _first_waiting(self) -> list[Request]:
         queues = [self.requests.waiting[level].requests for level in OFFLINE_LEVELS]

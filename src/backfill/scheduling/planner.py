@@ -86,7 +86,9 @@ class StepPlanner:
 
     def __post_init__(self) -> None:
         if self.policy.protects_online_cache and self.predictor is not None:
-            self._kept_cache = KeptCache(self.config, self.kv, self.requests, self.preemption, self.predictor)
+            self._kept_cache = KeptCache(
+                self.config, self.kv, self.requests, self.preemption, self.predictor, self.in_flight
+            )
 
     @property
     def has_releases(self) -> bool:
