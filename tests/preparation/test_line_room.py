@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from backfill.blending.requests import OrderName
 from backfill.blending.resources import ResourceModel
 from backfill.core.block import KVLayout
-from backfill.core.counters import ClassCounters
+from backfill.core.counters import ClassCounters, TierBlocks
 from backfill.costs.model import PiecewiseLinear
 from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
 from backfill.models.config import ModelConfig
@@ -109,17 +109,25 @@ def test_the_kv_of_online_requests_is_left_to_them(tmp_path: Path) -> None:
 
 def test_the_room_follows_the_pool_while_the_engine_runs(tmp_path: Path) -> None:
     pool = mixed_pool(tmp_path)
-    pool.note_room(KV_TOKENS // 2)
+    pool.note_room(KVRoom(KV_TOKENS // 2, 0))
     assert lengths(take_sparse(pool, 2)) == [LONG, SHORTER]
-    pool.note_room(KV_TOKENS)
+    pool.note_room(KVRoom(KV_TOKENS, 0))
     assert lengths(take_sparse(pool, 1)) == [LONG]
 
 
-def test_the_engine_s_reports_tell_the_room_without_what_is_kept_for_online_requests(
+def test_what_is_kept_for_online_requests_is_a_part_of_what_is_left_to_them(tmp_path: Path) -> None:
+    for held, kept in ((KV_TOKENS // 2, 0), (0, KV_TOKENS // 2), (KV_TOKENS // 2, KV_TOKENS // 2)):
+        pool = mixed_pool(tmp_path)
+        pool.note_online(OnlineTraffic(0.0, 0.0, held))
+        pool.note_room(KVRoom(KV_TOKENS, kept))
+        assert lengths(take_sparse(pool, 2)) == [LONG, SHORTER]
+
+
+def test_the_engine_s_reports_tell_the_room_and_what_online_requests_have_of_it(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = ServedModel(names=("m",), root="m", folder=small_model, created=0)
-    for order, rooms in (("blend", [70, 40]), ("fcfs", [])):
+    for order, rooms in (("blend", [(100, 35), (80, 45)]), ("fcfs", [])):
         client, sent = PreparationClient(PreparationSetup(model=served, order=order)), list[object]()
         client.on_report(report_of(50, 0), 9.0)
         client.configure(FACTS)
@@ -127,7 +135,7 @@ def test_the_engine_s_reports_tell_the_room_without_what_is_kept_for_online_requ
         client.on_report(report_of(100, 30), 10.0)
         client.on_report(report_of(90, 30), 10.5)
         client.on_report(report_of(80, 40), 11.0)
-        assert sent == [KVRoom(room * FACTS.info.block_size) for room in rooms]
+        assert sent == [KVRoom(*(num * FACTS.info.block_size for num in room)) for room in rooms]
 
 
 def test_lengths_of_lines_are_read_where_the_order_asks_for_them(
@@ -146,7 +154,7 @@ def report_of(num_blocks: int, num_protected_blocks: int) -> StepReport:
     idle = ClassStats(0, 0, ClassCounters())
     stats = EngineStats(idle, idle, 0.0, 0, 0.0, 0, StepStats("none", 0, 0.0, 0.0))
     blocks = {"num_blocks": num_blocks, "num_protected_blocks": num_protected_blocks}
-    return StepReport([], msgspec.structs.replace(stats, **blocks))
+    return StepReport([], msgspec.structs.replace(stats, device_blocks=TierBlocks(online=5), **blocks))
 
 
 def test_the_choices_of_a_line_need_kv_each(tmp_path: Path) -> None:

@@ -70,13 +70,16 @@ class MemoryForecast:
     mean size all the time.
 
     Attributes:
-        kv_tokens: that all requests may have. It may be set at any time.
+        kv_tokens: of the device's pool.
         slack_tokens: of an output, that its last KV blocks leave unused.
-        online_tokens: KV that is left to online requests. It may be set at any time.
+        online_tokens: KV that is left to online requests, which may come again.
+        kept_tokens: KV that they have now, or that is kept for them in the prefix cache.
+
+        All but ``slack_tokens`` may be set at any time.
     """
 
     def __init__(self, kv_tokens: int, slack_tokens: int) -> None:
-        self.kv_tokens, self.online_tokens = kv_tokens, 0
+        self.kv_tokens, self.online_tokens, self.kept_tokens = kv_tokens, 0, 0
         self.slack_tokens = slack_tokens
         # ``free`` is asked for with each request that is taken, so it loops over none.
         self._columns = np.empty((len(_Column), 64))
@@ -92,7 +95,7 @@ class MemoryForecast:
     @property
     def offline_tokens(self) -> int:
         """KV beside online requests."""
-        return max(self.kv_tokens - self.online_tokens, 0)
+        return max(self.kv_tokens - max(self.online_tokens, self.kept_tokens), 0)
 
     def add(
         self, request_id: Hashable, num_prompt_tokens: int, output_tokens: float, num_choices: int = 1

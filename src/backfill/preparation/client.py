@@ -103,8 +103,9 @@ class PreparationClient:
         if self.setup.order != "blend" or self._facts is None or now_s < self._room_told_at_s + _ROOM_EVERY_S:
             return
         self._room_told_at_s = now_s
-        num_blocks = report.stats.num_blocks - report.stats.num_protected_blocks
-        self.files.send(KVRoom(num_blocks * self._facts.info.block_size))
+        stats, block_size = report.stats, self._facts.info.block_size
+        num_online = stats.device_blocks.online + stats.num_protected_blocks
+        self.files.send(KVRoom(stats.num_blocks * block_size, num_online * block_size))
 
     async def prepare(
         self,

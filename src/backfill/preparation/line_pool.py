@@ -19,6 +19,7 @@ from backfill.core.config import PrefixCacheScope
 from backfill.preparation.line_file import LineFile
 from backfill.preparation.lines import BatchLine, as_taken
 from backfill.preparation.messages import (
+    KVRoom,
     LineSelection,
     LinesIndexed,
     LinesTaken,
@@ -213,13 +214,11 @@ class LinePool:
             line = self._taken(reader_id, number)
             if line is None or self._pool is None:
                 continue
-            expected = None  # it stays as it was for a line that the pool does not know
             if line.num_prompt_tokens:
                 num_known += 1
                 self._pool.note_progress(line.request_id, num_tokens)
-                if self._forecast is not None:
-                    expected = self._pool.expected_output_tokens(line.request_id)
-            if self._forecast is not None:
+            if self._forecast is not None:  # a line that the pool does not know is expected to end as before
+                expected = self._pool.expected_output_tokens(line.request_id)
                 self._forecast.note_progress(line.request_id, num_tokens, expected)
         logger.debug("%d of %d running lines go on", num_known, len(num_output_tokens))
 
@@ -230,10 +229,9 @@ class LinePool:
         if self._forecast is not None:
             self._forecast.online_tokens = traffic.held_tokens
 
-    def note_room(self, num_tokens: int) -> None:
-        """All requests together may have KV of so many tokens at present."""
+    def note_room(self, room: KVRoom) -> None:
         if self._forecast is not None:
-            self._forecast.kv_tokens = num_tokens
+            self._forecast.kv_tokens, self._forecast.kept_tokens = room.num_tokens, room.num_online_tokens
 
     # ---- Adding ----
 
@@ -279,11 +277,9 @@ class LinePool:
         try:
             return reader.spool.append(records)
         except OSError as error:
-            logger.warning(
-                "%s: its lines run in the order of the file, because prepared lines cannot be stored: %s",
-                reader.selection.path,
-                error.strerror or error,
-            )
+            reason = error.strerror or error
+            text = "%s: its lines run in the order of the file, because prepared lines cannot be stored: %s"
+            logger.warning(text, reader.selection.path, reason)
             reader.is_spooling = False
             return records
 

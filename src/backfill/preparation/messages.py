@@ -259,9 +259,10 @@ class OnlineTraffic(msgspec.Struct, tag=True, frozen=True):
 
 
 class KVRoom(msgspec.Struct, tag=True, frozen=True):
-    """Tokens of KV that requests may have at present."""
+    """Tokens of the KV pool at present, and of these what online requests have, in service or cached."""
 
     num_tokens: int
+    num_online_tokens: int
 
 
 LineChange = OpenLines | CloseLines | EndLine | LinesProgress | OnlineTraffic | KVRoom

@@ -168,8 +168,8 @@ class Preparation:
                     self._pool.note_progress(reader_id, num_output_tokens)
                 case OnlineTraffic() as traffic:
                     self._pool.note_online(traffic)
-                case KVRoom(num_tokens):
-                    self._pool.note_room(num_tokens)
+                case KVRoom() as room:
+                    self._pool.note_room(room)
         except Exception:
             logger.exception("a %s failed", type(message).__name__)
             self._abandon_lines()
