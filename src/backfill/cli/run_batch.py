@@ -67,6 +67,8 @@ class RunBatchOptions(OrderOptions):
         if self.shard is None:
             if self.shards > 1:
                 raise ConfigError(f"is needed with `shards`: from 0 to {self.shards - 1}.", field="shard")
+        elif self.shards == 1:
+            raise ConfigError("is needed with `shard`: the number of parts.", field="shards")
         elif not 0 <= self.shard < self.shards:
             raise ConfigError(
                 f"must be from 0 to {self.shards - 1}, one less than `shards`, got {self.shard}.",

@@ -218,7 +218,12 @@ class BatchDriver:
         num_lines = job.num_unfinished
         if num_lines == 0:
             return
-        suspects = self._suspects_of(job)
+        counts = job.counts()
+        if counts.unfinished < counts.total:
+            done = counts.total - counts.unfinished
+            logger.info("%s: goes on, %d of %d lines are done", job.batch.id, done, counts.total)
+        # Named as the results are: a run's batch is another each time, its input the same.
+        suspects = Suspects(self.storage.results.losses_of(job.batch, job.lease), job.log.name)
         await self.storage.threads.results.run(suspects.load)
         if self.ends_at_errors:  # whoever runs it again may have mended what the engine died of
             suspects.num_blamed = 0
@@ -339,10 +344,6 @@ class BatchDriver:
             )
         except FileNotFoundError:
             raise InputMissing from None
-
-    def _suspects_of(self, job: OpenBatch) -> Suspects:
-        # Named as the results are: a run's batch is another each time, its input the same.
-        return Suspects(self.storage.results.losses_of(job.batch, job.lease), job.log.name)
 
     def _unfinished_lines(self, job: OpenBatch, path: Path) -> LineSelection:
         not_here = b"" if job.lines is None else complement(job.lines)
