@@ -15,10 +15,12 @@ import torch
 
 from backfill.core.clock import WallClock
 from backfill.core.config import DType, EngineConfig, Quantization, SchedulerConfig
+from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.engine.engine import Engine
 from backfill.execution.create import create_torch_executor
+from backfill.execution.executor import Executor
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.generation.tokenizer import Tokenizer
 from tests.builders import make_request
@@ -82,12 +84,18 @@ def executor(small_model: Path, request: pytest.FixtureRequest) -> TorchExecutor
     return create_executor(small_model, kv_gib, 1, dtype, quantization, kv_dtype)
 
 
-class WithFewerBlocks:
+class WithFewerBlocks(Executor):
     """The same executor, with only part of its pool for the control plane."""
 
     def __init__(self, executor: TorchExecutor, num_blocks: int | None) -> None:
         self.info = replace(executor.info, num_blocks=num_blocks or executor.info.num_blocks)
-        self.run = executor.run
+        self._executor = executor
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        return self._executor.run(plan)
+
+    def request_stop(self, step: int) -> None:
+        self._executor.request_stop(step)
 
 
 def generate(
