@@ -98,10 +98,14 @@ class Cable:
             self._tasks.append(asyncio.create_task(self._pass(*ends)))
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
-            await self._is_whole.wait()
-            writer.write(data)
-        writer.close()
+        try:
+            while data := await reader.read(1 << 16):
+                await self._is_whole.wait()
+                writer.write(data)
+        except ConnectionError:
+            pass  # an end was closed with data on its way to it
+        finally:  # else the other end would wait without end
+            writer.close()
 
 
 async def submit_with_retries(manager: JobManager, content: bytes) -> BatchRecord:
