@@ -219,7 +219,7 @@ class BatchDriver:
         if num_lines == 0:
             return
         counts = job.counts()
-        if counts.unfinished < counts.total:
+        if job.lines is None and counts.unfinished < counts.total:  # else parts are claimed all the time
             done = counts.total - counts.unfinished
             logger.info("%s: goes on, %d of %d lines are done", job.batch.id, done, counts.total)
         # Named as the results are: a run's batch is another each time, its input the same.
