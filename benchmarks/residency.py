@@ -21,7 +21,7 @@ import random
 import statistics
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
 import clone  # noqa: F401
@@ -209,9 +209,11 @@ def _create_engine(device: Device, interval: int, min_interval: int | None, cloc
         num_host_blocks=_NUM_HOST_BLOCKS,
         block_bytes=_BLOCK_BYTES,
         offload_interval=interval,
-        min_offload_interval=min_interval,
         layer_bytes=_LAYER_BYTES,
     )
+    if min_interval is not None:
+        sizes = info.num_blocks, _LAYER_BYTES, _BLOCK_BYTES
+        info = replace(info, residencies=residencies(_NUM_LAYERS, min_interval, interval, *sizes))
     layered = LayeredDevice(_COST, copies=_COPIES, layer_transfer_s=device.transfer_s)
     profile = CostProfile(
         key=MeasuredOn("made up", "simulated", "bfloat16"),

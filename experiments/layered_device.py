@@ -57,8 +57,8 @@ class LayeredExecutor(SimulatedExecutor):
 
     def run(self, plan: StepPlan) -> StepOutcome:
         if self._streamer is not None:
-            num_buffers = None if plan.memory is None else plan.memory.num_layers
-            self._streamer.change(plan.offload_interval, num_buffers, self._clock.now_s())
+            largest = None if plan.memory is None else plan.memory.interval
+            self._streamer.change(plan.offload_interval, largest, self._clock.now_s())
         if plan.moves and self._device.copies is not None:
             self._wait(len(plan.moves) * self._copy_block_s(CopyDirections.RESTORE))
         return super().run(plan)
@@ -107,6 +107,7 @@ class SimulatedStreamer:
 
     def __init__(self, num_layers: int, interval: int, transfer_s: float, layer_bytes: int) -> None:
         self._buffers = LayerBuffers(num_layers, num_device_layers(num_layers, interval), interval)
+        self._num_layers = num_layers
         self._transfer_s = transfer_s
         self._layer_bytes = layer_bytes
         self._ready_at_s: dict[int, float] = {}  # of buffers whose last transfer no layer has used
@@ -121,8 +122,9 @@ class SimulatedStreamer:
         self._link_free_at_s = 0.0
         self.take_transfers()
 
-    def change(self, interval: int | None, num_buffers: int | None, now_s: float) -> None:
+    def change(self, interval: int | None, largest: int | None, now_s: float) -> None:
         """See ``LayerStreamer``."""
+        num_buffers = None if largest is None else num_device_layers(self._num_layers, largest)
         for buffer, _ in self._buffers.change(interval, num_buffers):
             self._ready_at_s.pop(buffer, None)
         if num_buffers is not None:

@@ -30,6 +30,7 @@ from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CopySpeed, CostProfile, FitError
 from backfill.execution.executor import Executor, ExecutorInfo, PipelinedExecutor
 from backfill.execution.simulated_executor import hashed_token
+from backfill.offloading.residency import residencies
 
 # In the vocabularies of ``make_info`` and of tests/models/tiny.py; special tokens are below.
 _TOKEN_IDS = range(3, 199)
@@ -107,6 +108,16 @@ def make_info(
         num_layers=num_layers,
         num_host_blocks=num_host_blocks,
     )
+
+
+def with_residencies(info: ExecutorInfo, least: int) -> ExecutorInfo:
+    """An executor whose offloading interval may fall to ``least``."""
+    largest, layers = info.offload_interval, info.stage_layers
+    assert largest is not None
+    of_all = residencies(
+        info.num_layers, least, largest, info.num_blocks, info.layer_bytes, info.block_bytes, layers
+    )
+    return replace(info, residencies=of_all)
 
 
 def flat_cost(step_s: float, row_s: float = 0.0) -> CostModel:
@@ -481,7 +492,9 @@ class InFlightExecutor(PipelinedExecutor):
         assert not last.keys() & set(plan.released), "a request in flight is released"
         if self._submitted:
             assert not isinstance(plan.work, WaitForCopies), "it would wait for the step before it"
-            assert not plan.moves and plan.memory is None
+            slices = [scheduled for each in self._submitted for scheduled in each.slices]
+            held = {ref >> 1 for scheduled in slices for ref in scheduled.blocks}
+            assert held.isdisjoint(itertools.chain(*plan.moves)), "a block of a step in flight is moved"
         assert not last.keys() & set(plan.dropped), "it may be suspended"
         self._submitted.append(plan)
         if self._rng.random() < 0.5:

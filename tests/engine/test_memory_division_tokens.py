@@ -47,8 +47,8 @@ def undisturbed(model_dir: Path) -> list[list[int]]:
     return [request.output_token_ids for request in served]
 
 
-def make_erratic(seed: int, choices: Sequence[Residency], num_layers: int) -> ErraticResidency:
-    return ErraticResidency(choices, num_layers, random.Random(seed))
+def make_erratic(seed: int, choices: Sequence[Residency], stage_layers: Sequence[int]) -> ErraticResidency:
+    return ErraticResidency(choices, stage_layers, random.Random(seed))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -68,8 +68,7 @@ def test_tokens_are_the_same_while_memory_changes_hands(
     executor = create_executor(
         model_dir, LEAST, config, NUM_LAYERS, offload_interval=LARGEST, min_offload_interval=1
     )
-    # What is beyond the pool's end must never be read: it is not a number until it has memory.
-    executor._kv_pool.fill_(float("nan"))
+    executor._kv_pool[:LEAST].fill_(float("nan"))  # beyond the pool's end there are weights
     monkeypatch.setattr(engine_module, "ResidencyPolicy", partial(make_erratic, seed))
     engine = Engine(config, executor, VirtualClock(), make_profile())
     seen = Seen(executor, monkeypatch)
@@ -94,7 +93,7 @@ def test_tokens_are_the_same_while_shared_blocks_are_moved_and_copied(
     executor = create_executor(
         model_dir, NEARLY_ALL_SHARED, config, NUM_LAYERS, offload_interval=LARGEST, min_offload_interval=2
     )
-    executor._kv_pool.fill_(float("nan"))
+    executor._kv_pool[:NEARLY_ALL_SHARED].fill_(float("nan"))
     monkeypatch.setattr(engine_module, "ResidencyPolicy", partial(make_erratic, seed))
     engine = Engine(config, executor, VirtualClock(), make_profile())
     kv = engine.scheduler.kv

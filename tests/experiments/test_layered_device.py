@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from backfill.core.clock import VirtualClock
 from backfill.core.plan import DeviceMemory, Resume, Safepoints, StepOutcome, StepPlan, WeightTransfers
 from backfill.costs.behaviour import StepNoise
-from backfill.offloading.interval import LayerTimes, num_device_layers, offloaded_layers, step_time_s
+from backfill.offloading.interval import LayerTimes, offloaded_layers, step_time_s
 from experiments.layered_device import LayeredDevice, LayeredExecutor
 from tests.builders import linear_cost, make_info
 from tests.execution.test_simulated_executor import COPIES, NUM_LAYERS, StopAt, copying, executor_of, plan
@@ -111,7 +111,7 @@ def test_a_plan_changes_the_interval_and_how_many_layers_have_memory() -> None:
     """From the interval that the memory was divided for to a smaller one with less memory, and back."""
     executor, clock = make(num_layers=12, interval=6, layer_s=0.001, transfer_s=0.002)
     for interval, usual in ((3, False), (3, True), (1, False), (1, True), (6, False), (6, True)):
-        memory = DeviceMemory(num_blocks=100, num_layers=num_device_layers(12, interval))
+        memory = DeviceMemory(num_blocks=100, interval=interval)
         changed = replace(plan(online=1), offload_interval=interval, memory=None if usual else memory)
         executor.run(changed)
         steps = [timed(executor, clock) for _ in range(60)]

@@ -8,12 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backfill.offloading.interval import (
-    num_device_layers,
-)
+from backfill.offloading.interval import LayerTimes, num_device_layers, stages_bounds, step_time_s
 from backfill.offloading.residency import (
     Residency,
     ResidencyConfig,
@@ -22,6 +20,7 @@ from backfill.offloading.residency import (
     StepNeed,
     residencies,
 )
+from tests.shared import examples
 
 NUM_LAYERS = 32
 CONFIG = ResidencyConfig(offline_hold_s=10.0, least_stay_s=5.0, least_gain=0.05, online_margin=0.8)
@@ -47,7 +46,7 @@ def test_a_smaller_interval_never_leaves_less_for_kv(num_layers: int, low: int, 
 def make_policy() -> ResidencyPolicy:
     """Interval 8 has 100 blocks, and 2 has 340."""
     choices = residencies(NUM_LAYERS, 2, 8, num_blocks=100, layer_bytes=20, block_bytes=1)
-    return ResidencyPolicy(choices, NUM_LAYERS, CONFIG)
+    return ResidencyPolicy(choices, (NUM_LAYERS,), CONFIG)
 
 
 def offline(**changes: Any) -> Situation:
@@ -190,7 +189,7 @@ def test_offline_requests_beside_online_ones_get_the_blocks_that_the_objective_h
 ) -> None:
     """Steps take 32 ms with interval 8, 64 with 4 and 128 with 2, which have 100, 340 and 820 blocks."""
     choices = residencies(NUM_LAYERS, 2, 8, num_blocks=100, layer_bytes=60, block_bytes=1)
-    policy = ResidencyPolicy(choices, NUM_LAYERS, CONFIG)
+    policy = ResidencyPolicy(choices, (NUM_LAYERS,), CONFIG)
     chosen = policy.choose(replace(online(transfer_s=8e-3), decodes=StepNeed(tpot_s, 0.008)))
     assert chosen.interval == interval
 
@@ -253,3 +252,19 @@ def test_the_interval_of_a_step_is_the_fastest_for_which_there_is_room(
     assert 2 <= interval <= present.interval
     times = [policy.step_s(compute_s, each, transfer_s) for each in range(2, present.interval + 1)]
     assert policy.step_s(compute_s, interval, transfer_s) == min(times)
+
+
+@settings(max_examples=examples(100))
+@given(
+    num_layers=st.integers(1, 20),
+    num_stages=st.integers(1, 4),
+    interval=st.integers(1, 20),
+    transfer_s=st.floats(0.0, 1.0),
+    compute_s=st.floats(0.0, 1.0),
+)
+def test_a_step_passes_equal_stages_one_after_another(
+    num_layers: int, num_stages: int, interval: int, transfer_s: float, compute_s: float
+) -> None:
+    one = step_time_s(LayerTimes(num_layers, compute_s, transfer_s), interval)
+    bounds = stages_bounds([num_layers] * num_stages, interval, transfer_s)
+    assert bounds.step_s(num_stages * num_layers * compute_s) == pytest.approx(num_stages * one)

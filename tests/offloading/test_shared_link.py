@@ -36,7 +36,7 @@ def make() -> tuple[SharedLinkPolicy, Budget]:
     """Interval 8 has 100 blocks, and 2 has 340; see ``test_residency``."""
     budget = Budget()
     choices = residencies(NUM_LAYERS, 2, 8, num_blocks=100, layer_bytes=20, block_bytes=1)
-    return SharedLinkPolicy(choices, NUM_LAYERS, budget, CONFIG), budget
+    return SharedLinkPolicy(choices, (NUM_LAYERS,), budget, CONFIG), budget
 
 
 def test_with_the_link_to_itself_an_engine_does_as_alone() -> None:
@@ -110,7 +110,7 @@ def test_an_idle_moment_changes_no_wish() -> None:
 
     budget = Obliging()
     choices = residencies(NUM_LAYERS, 2, 8, num_blocks=100, layer_bytes=20, block_bytes=1)
-    policy = SharedLinkPolicy(choices, NUM_LAYERS, budget, CONFIG)
+    policy = SharedLinkPolicy(choices, (NUM_LAYERS,), budget, CONFIG)
     policy.choose(offline(now_s=100.0))
     assert policy.choose(offline(now_s=101.0)).interval == 2
     assert policy.choose(offline(now_s=110.0, used_blocks=0)).interval == 2

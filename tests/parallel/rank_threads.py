@@ -165,7 +165,7 @@ def load_tiny(
             pipeline_parallel_size=context.pipeline_parallel_size,
         )
         executor = load_rank(of_rank, context)
-        executor._kv_pool.fill_(7.0)
+        executor._kv_pool[: executor.info.num_blocks].fill_(7.0)
         wrapped: Any = Interruptions(executor._model)
         executor._model = wrapped
         return executor

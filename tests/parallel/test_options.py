@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from backfill.core.config import EngineConfig, SchedulerConfig
+from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.execution import machine
 from backfill.execution.machine import check_threads, threads_of_rank
@@ -24,15 +24,6 @@ from tests.models.tiny import save_tiny_model
         (
             {"pipeline_parallel_size": 2, "offload_interval": "auto"},
             "`offload_interval` auto is not supported with `pipeline_parallel_size` 2; give a number",
-        ),
-        (
-            {
-                "pipeline_parallel_size": 2,
-                "offload_interval": 4,
-                "min_offload_interval": 2,
-                "scheduler": SchedulerConfig(policy="slo"),
-            },
-            "`min_offload_interval` is not supported with `pipeline_parallel_size` 2",
         ),
         (
             {

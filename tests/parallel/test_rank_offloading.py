@@ -120,34 +120,40 @@ def test_the_ranks_shards_are_in_files_of_their_own(model_dir: Path, tmp_path: P
     assert parts == [f"part{part}of2-layers{layers}" for part in (1, 2) for layers in ("0to5", "6to11")]
 
 
-def resizable(model_dir: Path, **changes: Any) -> RankThreads:
-    """Tensor ranks whose interval may change from 3 to 1."""
+def resizable(model_dir: Path, sizes: Sizes, **changes: Any) -> RankThreads:
+    """Ranks whose interval may change from 3 to 1."""
     load = load_tiny(model_dir, offload_interval=LARGEST, min_offload_interval=1, **changes)
-    return RankThreads(Sizes(tensor=2), load)
+    return RankThreads(sizes, load)
 
 
-def test_all_tensor_ranks_divide_their_memory_anew(model_dir: Path, expected: dict[str, list[int]]) -> None:
-    ranks = resizable(model_dir, scheduler=SchedulerConfig(policy="slo"))
+@pytest.mark.parametrize("sizes", [Sizes(tensor=2), Sizes(pipeline=2)], ids=str)
+def test_all_ranks_divide_their_memory_anew(
+    model_dir: Path, expected: dict[str, list[int]], sizes: Sizes
+) -> None:
+    ranks = resizable(model_dir, sizes, scheduler=SchedulerConfig(policy="slo"))
     try:
         info = ranks.info
         few, most = info.residencies[0], info.residencies[-1]
-        assert (few.num_layers, most.num_layers, most.num_blocks) == (2, 10, info.num_blocks)
-        assert few.num_blocks == info.num_blocks + 8 * info.layer_bytes // info.block_bytes
+        assert (few.num_layers, most.num_layers) == ((2, 10) if sizes.pipeline == 1 else (4, 12))
+        assert most.num_blocks == info.num_blocks
+        assert few.num_blocks == min(each.info.residencies[0].num_blocks for each in ranks.ranks)
+        assert few.num_blocks > most.num_blocks or sizes.pipeline > 1
         for step, each in enumerate((few, most)):
-            memory = DeviceMemory(each.num_blocks, each.num_layers)
+            memory = DeviceMemory(each.num_blocks, each.interval)
             ranks.run(StepPlan(step, Compute(()), offload_interval=each.interval, memory=memory))
             for rank in ranks.ranks:
                 assert rank.streamer is not None
-                assert rank.streamer.num_buffers == each.num_layers
-                assert len(rank._kv_pool) == few.num_blocks
+                assert rank.streamer.num_buffers == num_device_layers(len(rank._stage.layers), each.interval)
+                assert len(rank._kv_pool) == rank.info.residencies[0].num_blocks >= few.num_blocks
                 rank._kv_pool[: each.num_blocks].fill_(1.0)
             assert undisturbed(ranks, all_requests()) == expected
     finally:
         ranks.close()
 
 
-def test_tokens_are_the_same_while_memory_changes_hands_on_tensor_ranks(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("sizes", [Sizes(tensor=2), Sizes(pipeline=2), Sizes(2, 2)], ids=str)
+def test_tokens_are_the_same_while_memory_changes_hands_on_ranks(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, sizes: Sizes
 ) -> None:
     """With preemptions, KV copies and stops; the engine chooses residencies at random."""
     plain = SchedulerConfig(prefix_caching=False)
@@ -155,15 +161,22 @@ def test_tokens_are_the_same_while_memory_changes_hands_on_tensor_ranks(
     served, _ = serve_on(Engine(plain, alone, VirtualClock(), make_profile()), alone)
     wanted = [request.output_token_ids for request in served]
     config = SchedulerConfig(policy="slo", checkpointing="adaptive")
-    ranks = resizable(model_dir, num_blocks=LEAST, num_host_blocks=HOST, scheduler=config)
+    ranks = resizable(model_dir, sizes, num_blocks=LEAST, num_host_blocks=HOST, scheduler=config)
     plans: list[StepPlan] = []
     try:
         for rank in ranks.ranks:
-            rank._kv_pool.fill_(float("nan"))  # beyond the pool's end nothing may be read
-        ranks.change = lambda plan: plans.append(plan) or plan  # type: ignore[func-returns-value]
+            rank._kv_pool[:LEAST].fill_(float("nan"))  # beyond the pool's end there are weights
+
+        def stopped_by_turns(plan: StepPlan) -> StepPlan:
+            plans.append(plan)
+            if plan.step % 2 == 0:
+                ranks.request_stop(plan.step)
+            return plan
+
+        ranks.change = stopped_by_turns
         monkeypatch.setattr(engine_module, "ResidencyPolicy", partial(make_erratic, 0))
         engine = Engine(config, ranks, VirtualClock(), make_profile())
-        served, num_stopped = serve_on(engine, ranks, stops_every=2)
+        served, num_stopped = serve_on(engine, ranks)
     finally:
         ranks.close()
     assert [request.output_token_ids for request in served] == wanted

@@ -24,7 +24,7 @@ from backfill.offloading.interval import num_device_layers
 from backfill.offloading.residency import Residency, ResidencyPolicy, Situation
 from backfill.scheduling import memory_division
 from experiments.layered_device import LayeredDevice, LayeredExecutor
-from tests.builders import linear_cost, make_info, make_profile, make_request
+from tests.builders import linear_cost, make_info, make_profile, make_request, with_residencies
 from tests.scheduling.test_two_tier_schedules import Run, Setting, all_settings, crowd
 from tests.shared import examples
 
@@ -34,8 +34,8 @@ ONLINE, OFFLINE = ServiceClass.ONLINE, ServiceClass.OFFLINE
 class ErraticResidency(ResidencyPolicy):
     """Wants another residency, and streams with another interval, every few plans."""
 
-    def __init__(self, choices: Sequence[Residency], num_layers: int, rng: random.Random) -> None:
-        super().__init__(choices, num_layers)
+    def __init__(self, choices: Sequence[Residency], stage_layers: Sequence[int], rng: random.Random) -> None:
+        super().__init__(choices, stage_layers)
         self._rng = rng
 
     def choose(self, situation: Situation) -> Residency:
@@ -49,7 +49,7 @@ class ErraticResidency(ResidencyPolicy):
 
 def erratic(setting: Setting, seed: int) -> Run:
     info = setting.executor(seed).info
-    return Run(setting, seed, ErraticResidency(info.residencies, info.num_layers, random.Random(seed)))
+    return Run(setting, seed, ErraticResidency(info.residencies, info.layers_of_stages, random.Random(seed)))
 
 
 @settings(max_examples=examples(30), deadline=None)
@@ -63,11 +63,11 @@ def test_tokens_are_computed_from_their_own_context_while_memory_changes_hands(
 
 
 def assert_intervals_have_room(info: ExecutorInfo, plans: Sequence[StepPlan]) -> None:
-    interval, num_layers = info.offload_interval, info.residencies[-1].num_layers
+    interval = largest = info.offload_interval
     for plan in plans:
         interval = plan.offload_interval or interval
-        num_layers = plan.memory.num_layers if plan.memory is not None else num_layers
-        assert num_device_layers(info.num_layers, interval) <= num_layers
+        largest = plan.memory.interval if plan.memory is not None else largest
+        assert interval <= largest
 
 
 # The decision on the virtual clock.
@@ -111,10 +111,12 @@ class Server:
         predicted: CostModel = COST,
         max_chunk_tokens: int = 2048,
     ) -> None:
-        changed = replace(INFO, offload_interval=interval, min_offload_interval=min_interval)
-        base = replace(INFO, min_offload_interval=1)
+        base = with_residencies(INFO, 1)
         sizes = {each.num_layers: each.num_blocks for each in base.residencies}
-        self.info = replace(changed, num_blocks=sizes[num_device_layers(NUM_LAYERS, interval)])
+        num_blocks = sizes[num_device_layers(NUM_LAYERS, interval)]
+        self.info = replace(INFO, offload_interval=interval, num_blocks=num_blocks)
+        if min_interval is not None:
+            self.info = with_residencies(self.info, min_interval)
         self.clock = VirtualClock()
         self.executor = LayeredExecutor(self.info, DEVICE, self.clock)
         config = SchedulerConfig(
@@ -333,7 +335,7 @@ def test_one_decision_beats_both_fixed_intervals() -> None:
 
 
 def test_without_a_profile_of_steps_residency_stays() -> None:
-    info = replace(make_info(num_blocks=20), num_layers=8, offload_interval=4, min_offload_interval=1)
+    info = with_residencies(replace(make_info(num_blocks=20), num_layers=8, offload_interval=4), 1)
     executor = LayeredExecutor(info, DEVICE, VirtualClock())
     engine = Engine(SchedulerConfig(), executor, VirtualClock())
     engine.add(make_request(4, 4))
@@ -372,7 +374,7 @@ class GivenResidency(ResidencyPolicy):
 def grown(setting: Setting, *shapes: tuple[int, int]) -> tuple[Run, GivenResidency, list[Request]]:
     """A pool of 24 blocks, which has had 12, and offline requests that run in it."""
     info = setting.executor(0).info
-    policy = GivenResidency(info.residencies, info.num_layers)
+    policy = GivenResidency(info.residencies, info.layers_of_stages)
     run = Run(setting, 0, policy)
     policy.target = policy.choices[0]
     requests = [make_request(*shape, service_class=OFFLINE) for shape in shapes]

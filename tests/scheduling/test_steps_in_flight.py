@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import pytest
@@ -25,6 +25,7 @@ from backfill.scheduling.in_flight import StepsInFlight
 from tests.builders import InFlightExecutor, linear_cost, make_request
 from tests.integrity import check_scheduler
 from tests.scheduling.bench import scheduler_of
+from tests.scheduling.test_memory_division import ErraticResidency
 from tests.scheduling.test_two_tier_schedules import (
     MAX_STEPS,
     Setting,
@@ -34,6 +35,7 @@ from tests.scheduling.test_two_tier_schedules import (
 from tests.shared import examples
 
 STAGES = ((2, 2), (1, 3), (1, 2, 1))
+OFFLOADING_STAGES = ((6, 6), (5, 7), (5, 6, 5))
 
 
 class Flight:
@@ -42,20 +44,23 @@ class Flight:
     def __init__(self, setting: Setting, stages: tuple[int, ...], seed: int) -> None:
         self.rng = random.Random(seed)
         self.clock = VirtualClock()
-        self.inner = inner = setting.executor(seed)
-        inner.info = replace(
-            inner.info,
-            max_steps_in_flight=len(stages),
-            stage_layers=stages if setting.can_stop else (),
-        )
+        self.inner = inner = setting.executor(seed, stages)
+        residency = None
+        if setting.min_interval is not None:
+            residency = ErraticResidency(inner.info.residencies, stages, random.Random(seed))
         self.executor = InFlightExecutor(inner, self.rng)
         self.scheduler = scheduler_of(
-            setting.config(), inner.info, linear_cost(step_s=0.001), block_copy_s=setting.block_copy_s
+            setting.config(),
+            inner.info,
+            linear_cost(step_s=0.001),
+            block_copy_s=setting.block_copy_s,
+            residency=residency,
         )
         self.in_flight: deque[StepPlan] = deque()
         self.requests: list[Request] = []
         self.aborted: set[str] = set()
         self.num_failed = self.num_suspended = self.num_beside = self.num_lost = 0
+        self.num_divisions = 0
 
     @property
     def may_submit(self) -> bool:
@@ -102,6 +107,7 @@ class Flight:
         if self.in_flight and plan.does_nothing:
             return False
         self.num_beside += bool(self.in_flight)
+        self.num_divisions += plan.memory is not None
         self.executor.submit(plan)
         self.in_flight.append(plan)
         self.clock.advance(0.0005)
@@ -160,10 +166,10 @@ def _names(plan: StepPlan) -> set[str]:
     return {scheduled.request_id for scheduled in plan.slices}
 
 
-def crowded_flight(rng: random.Random, **setting: Any) -> Flight:
+def crowded_flight(rng: random.Random, layouts: Sequence[tuple[int, ...]] = STAGES, **setting: Any) -> Flight:
     """More requests of both classes than the pool holds, some of which are aborted."""
     most = Setting(max_num_seqs=rng.randint(2, 6), **setting)
-    flight = Flight(most, rng.choice(STAGES), rng.getrandbits(32))
+    flight = Flight(most, rng.choice(layouts), rng.getrandbits(32))
     for _ in range(60):
         if rng.random() < 0.15 and len(flight.requests) < 24:
             flight.arrive(rng, rng.randint(1, 6), rng.choice((0, 0, 9, 24)))
@@ -222,6 +228,29 @@ def test_steps_that_are_stopped_beside_others(policy: PolicyName, preemption: Pr
         num_discarded += flight.scheduler.counters[ServiceClass.OFFLINE].num_discarded_tokens
     assert num_discarded > 0
     assert (num_suspended > 10) is (preemption == "suspend")
+
+
+@pytest.mark.parametrize("preemption", get_args(PreemptionMode))
+@pytest.mark.parametrize("policy", ["slo", "conserve", "bros"])
+def test_memory_changes_hands_beside_steps_in_flight(policy: PolicyName, preemption: PreemptionMode) -> None:
+    num_moves = num_divisions = num_beside = 0
+    for seed in range(examples(8)):
+        rng = random.Random(f"{policy} {preemption} {seed}")
+        flight = crowded_flight(
+            rng,
+            OFFLOADING_STAGES,
+            policy=policy,
+            preemption=preemption,
+            min_interval=1,
+            can_stop=True,
+            num_host_blocks=rng.choice((0, 3, 20)),
+            fails=rng.choice((0.0, 0.05)),
+            kv_layout=rng.choice(get_args(KVLayoutName)),
+        )
+        num_moves += flight.inner.num_moves
+        num_divisions += flight.num_divisions
+        num_beside += flight.num_beside
+    assert num_moves > 0 and num_divisions > 10 and num_beside > 50
 
 
 def test_a_waiting_request_gets_the_blocks_of_requests_that_are_in_flight_in_turn() -> None:

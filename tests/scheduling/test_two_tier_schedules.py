@@ -33,7 +33,14 @@ from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import hashed_token
 from backfill.kvcache.manager import KVCacheManager
 from backfill.offloading.residency import ResidencyPolicy
-from tests.builders import TwoTierExecutor, linear_cost, make_info, make_profile, make_request
+from tests.builders import (
+    TwoTierExecutor,
+    linear_cost,
+    make_info,
+    make_profile,
+    make_request,
+    with_residencies,
+)
 from tests.integrity import check_kv, check_scheduler
 from tests.scheduling.bench import scheduler_of
 from tests.scheduling.caching import Unforgiving
@@ -80,17 +87,20 @@ class Setting:
             tpot_slo=0.05,
         )
 
-    def executor(self, seed: int) -> TwoTierExecutor:
+    def executor(self, seed: int, stages: tuple[int, ...] = ()) -> TwoTierExecutor:
+        """Args: stages: layers of each stage of a pipeline, with a step in flight for each."""
         info = make_info(
             self.num_blocks,
             BLOCK_SIZE,
             num_host_blocks=self.num_host_blocks,
             num_layers=4 if self.can_stop else 1,
         )
+        if stages:
+            layers = stages if self.can_stop else ()
+            info = replace(info, max_steps_in_flight=len(stages), stage_layers=layers)
         if self.min_interval is not None:
-            info = replace(
-                info, num_layers=8, offload_interval=8, min_offload_interval=self.min_interval, layer_bytes=2
-            )
+            info = replace(info, num_layers=sum(stages) or 8, offload_interval=max(stages, default=8))
+            info = with_residencies(replace(info, layer_bytes=2), self.min_interval)
         return TwoTierExecutor(
             info, random.Random(seed), completes=self.completes, fails=self.fails, stops=0.4
         )

@@ -357,12 +357,6 @@ class EngineConfig:
             raise ConfigError(f"`offload_interval` auto is not supported with {split}; give a number.")
         if self.offload_bus is not None:
             raise ConfigError(f"`offload_bus` is not supported with {split}.")
-        if self.min_offload_interval is not None and self.pipeline_parallel_size > 1:
-            # Stages of different sizes give memory back for different numbers of layers.
-            raise ConfigError(
-                "`min_offload_interval` is not supported with `pipeline_parallel_size` "
-                f"{self.pipeline_parallel_size}."
-            )
         if self.threads is not None and self.threads < self.num_ranks:
             raise ConfigError(
                 f"`threads` {self.threads} is less than the {self.num_ranks} processes of {split}, each "

@@ -147,11 +147,11 @@ class DeviceMemory:
 
     Attributes:
         num_blocks: KV blocks that have memory: those of the lowest indices. The others hold nothing.
-        num_layers: layers' worth of weights: resident layers and staging buffers.
+        interval: the largest offloading interval that weights have memory for.
     """
 
     num_blocks: int
-    num_layers: int
+    interval: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class StepPlan:
     def does_nothing(self) -> bool:
         """Another plan would be the same, unless something arrives or ends."""
         waits = isinstance(self.work, WaitForCopies)
-        changes_memory = self.memory is not None or bool(self.moves)
+        changes_memory = self.memory is not None or self.offload_interval is not None or bool(self.moves)
         changes_state = self.released or self.dropped or changes_memory
         return not (self.slices or waits or self.copies or changes_state)
 

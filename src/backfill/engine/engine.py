@@ -84,7 +84,7 @@ class Engine:
             copy_interference=0.0 if profile is None else profile.copy_interference,
             num_layers=info.num_layers,
             end_token_ids=info.end_token_ids,
-            residency=_residency(residencies, info.num_layers, bus) if residencies else None,
+            residency=_residency(residencies, info.layers_of_stages, bus) if residencies else None,
             max_steps_in_flight=info.max_steps_in_flight,
             stage_layers=info.stage_layers,
         )
@@ -371,8 +371,12 @@ class Engine:
         return [_failed(request.request_id, message, len(lost)) for request in self.scheduler.fail(plan)]
 
 
-def _residency(choices: Sequence[Residency], num_layers: int, bus: BusMember | None) -> ResidencyPolicy:
-    return ResidencyPolicy(choices, num_layers) if bus is None else SharedLinkPolicy(choices, num_layers, bus)
+def _residency(
+    choices: Sequence[Residency], stage_layers: Sequence[int], bus: BusMember | None
+) -> ResidencyPolicy:
+    if bus is None:
+        return ResidencyPolicy(choices, stage_layers)
+    return SharedLinkPolicy(choices, stage_layers, bus)
 
 
 def _failed(request_id: RequestId, message: str, num_lost: int = 0) -> TokenOutput:

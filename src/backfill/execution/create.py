@@ -7,18 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from backfill.bus.throttle import Bus
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.core.heap import trim_heap
 from backfill.core.measured_on import MeasuredOn
+from backfill.execution.arena import DeviceArena
 from backfill.execution.copies import BlockCopier, create_copier
 from backfill.execution.decode_graphs import DecodeGraphs
 from backfill.execution.executor import ExecutorInfo, warm_up
 from backfill.execution.grammar_masks import GrammarMasks
 from backfill.execution.grammars import GrammarCompiler
-from backfill.execution.host_memory import ReservedMemory, allocating
+from backfill.execution.host_memory import allocating
 from backfill.execution.machine import available_processors, check_threads
 from backfill.execution.memory import MemoryPlan
 from backfill.execution.micro_batches import MicroBatchStreams
@@ -35,6 +37,7 @@ from backfill.models.decoder import DecoderModel
 from backfill.models.generation_config import GenerationDefaults, end_token_ids
 from backfill.models.placement import ModelPlacement
 from backfill.models.resolve import told_what_to_delete
+from backfill.offloading.residency import Residency, residencies
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +71,6 @@ def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None 
     Raises: ConfigError, ModelError, InsufficientMemory.
     """
     config, device = target.config, target.device
-    if config.min_offload_interval is not None and device.type != "cpu":
-        # A tensor of torch has memory for all of it. Memory that is mapped later needs cuMemCreate, cuMemMap.
-        raise ConfigError("`min_offload_interval` is supported with `device` cpu only.")
     model_config, interval = target.placement.config, config.offload_every
     info = _executor_info(target, plan)
     checkpoint = target.checkpoint
@@ -89,21 +89,24 @@ def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None 
             has_layers=interval is None,
         )
     streamer: LayerStreamer | None = None
+    arena: DeviceArena | None = None
     if interval is not None:
-        streamer = create_streamer(
+        streamer, arena = create_streamer(
             model,
             checkpoint,
             name=f"{model_config.shape_key}-{MeasuredOn.types(info.dtype, info.stored_in, info.weight_bits)}",
             interval=interval,
             device=device,
             streams=streams,
-            resizable=info.min_offload_interval is not None,
+            num_blocks=plan.num_blocks,
+            block_bytes=plan.layout.block_bytes,
             throttle=None if bus is None else bus.weights,
         )
         if device.type != "cpu" or (stage.shard.is_first and stage.shard.group.rank == 0):
             _log_offloading(interval, plan.memory)
+        info = replace(info, residencies=_residencies(info, config, stage, streamer.layer_bytes))
     trim_heap()
-    kv_pool, pool_memory = _create_pool(target, plan, info)
+    kv_pool = _create_pool(target, plan, info, arena)
     copier: BlockCopier | None = None
     if info.num_host_blocks:
         host_bytes = info.num_host_blocks * plan.layout.block_bytes
@@ -115,13 +118,11 @@ def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None 
     compiler = GrammarCompiler(Path(config.model_dir), info.vocab_size, info.end_token_ids, bounds_time=False)
     grammars = GrammarMasks(compiler, config.threads or available_processors())
     graphs = _capture_graphs(config, stage, model, kv_pool, info) if streamer is None else None
-    return TorchExecutor(
-        model, kv_pool, info, streams, copier, streamer, pool_memory, stage, grammars, graphs
-    )
+    return TorchExecutor(model, kv_pool, info, streams, copier, streamer, stage, grammars, graphs)
 
 
 def _capture_graphs(
-    config: EngineConfig, stage: Stage, model: DecoderModel, kv_pool: torch.Tensor, info: ExecutorInfo
+    config: EngineConfig, stage: Stage, model: DecoderModel, kv_pool: Tensor, info: ExecutorInfo
 ) -> DecodeGraphs | None:
     """Of a model that is whole, on CUDA and in one micro-batch. None if capturing fails, which is logged."""
     is_whole = len(stage.layers) == info.num_layers and stage.shard.group.size == 1
@@ -154,29 +155,40 @@ def _executor_info(target: Target, plan: RankPlan) -> ExecutorInfo:
         num_host_blocks=plan.num_host_blocks,
         block_bytes=plan.layout.block_bytes,
         offload_interval=interval,
-        min_offload_interval=config.min_offload_interval,
         layer_bytes=0 if interval is None else target.weight_sizes(placement.shards()).layer_bytes,
         stage_layers=tuple(map(len, stages)) if len(stages) > 1 else (),
     )
 
 
-def _create_pool(
-    target: Target, plan: RankPlan, info: ExecutorInfo
-) -> tuple[torch.Tensor, ReservedMemory | None]:
-    """The rank's part of the KV pool, not set, and its memory if it may grow. Raises: InsufficientMemory."""
-    layout, dtype, device = plan.layout, target.kv_dtype, target.device
-    if info.min_offload_interval is None:
-        num_bytes = info.num_blocks * layout.block_bytes
-        with allocating("A KV pool", num_bytes, f"on {device}", "lower `kv_gib`"):
-            return torch.empty(layout.shape(info.num_blocks), dtype=dtype, device=device), None
-    # What layers give back is divided into blocks of all ranks together.
-    most = replace(info, block_bytes=plan.block_bytes).max_num_blocks
-    num_bytes = most * layout.block_bytes
-    advice = "lower `kv_gib`, or use no `min_offload_interval`"
-    with allocating("An address range", num_bytes, "for a KV pool that grows", advice):
-        memory = ReservedMemory(num_bytes)
-    logger.info("the KV pool may grow to %d blocks", most)
-    return memory.bytes.view(dtype).view(layout.shape(most)), memory
+def _residencies(
+    info: ExecutorInfo, config: EngineConfig, stage: Stage, buffer_bytes: int
+) -> tuple[Residency, ...]:
+    """Divisions of a rank's memory between its layers and its part of the KV pool; none if there is one."""
+    least, largest = config.min_offload_interval, config.offload_every
+    if least is None or largest is None:
+        return ()
+    return residencies(
+        len(stage.layers),
+        least,
+        largest,
+        info.num_blocks,
+        buffer_bytes,
+        info.block_bytes,
+        info.layers_of_stages,
+    )
+
+
+def _create_pool(target: Target, plan: RankPlan, info: ExecutorInfo, arena: DeviceArena | None) -> Tensor:
+    """The rank's part of the KV pool, not set: all blocks that there can ever be.
+
+    Raises: InsufficientMemory.
+    """
+    shape, dtype, device = plan.layout.shape(info.max_num_blocks), target.kv_dtype, target.device
+    if arena is not None:
+        return arena.kv_pool(shape, dtype)
+    num_bytes = info.num_blocks * plan.layout.block_bytes
+    with allocating("A KV pool", num_bytes, f"on {device}", "lower `kv_gib`"):
+        return torch.empty(shape, dtype=dtype, device=device)
 
 
 def target_of(config: EngineConfig, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> Target:

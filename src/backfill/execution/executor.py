@@ -20,7 +20,7 @@ from backfill.core.plan import (
 )
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.offloading.residency import Residency, residencies
+from backfill.offloading.residency import Residency
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class ExecutorInfo:
         block_bytes: of one KV block, over all layers.
         offload_interval: every so many layers one is offloaded; None without offloading. At the start, and
             the largest, if it may change.
-        min_offload_interval: the smallest to which it may change; None if it does not. What layers then need
-            less memory is KV blocks.
+        residencies: divisions of device memory between weights and KV, ascending by interval; the last one
+            holds at the start. Empty if there is one.
         layer_bytes: of the weights of one layer; 0 without offloading.
         max_steps_in_flight: steps that may be submitted and not collected yet: the stages of a pipeline, and
             a resumed step beside each (``core.plan.max_in_flight``). If more than 1, the executor is a
@@ -64,20 +64,15 @@ class ExecutorInfo:
     num_host_blocks: int = 0
     block_bytes: int = 1
     offload_interval: int | None = None
-    min_offload_interval: int | None = None
+    residencies: tuple[Residency, ...] = ()
     layer_bytes: int = 0
     max_steps_in_flight: int = 1
     stage_layers: tuple[int, ...] = ()
 
     @property
-    def residencies(self) -> tuple[Residency, ...]:
-        """Divisions of device memory between weights and KV, ascending by interval; empty if there is one."""
-        least, largest = self.min_offload_interval, self.offload_interval
-        if least is None or largest is None:
-            return ()
-        return residencies(
-            self.num_layers, least, largest, self.num_blocks, self.layer_bytes, self.block_bytes
-        )
+    def layers_of_stages(self) -> tuple[int, ...]:
+        """Layers of each stage, of which there is at least one."""
+        return self.stage_layers or (self.num_layers,)
 
     @property
     def max_num_blocks(self) -> int:

@@ -27,10 +27,10 @@ class LayerBuffers:
 
     How many there are decides how many layers can be resident. The interval says which layers give their
     buffer away once they have been computed, and so are fetched again for the next pass. Both may change
-    between two passes; there are never more buffers than at first. What is not held is fetched in the order
-    in which it is needed, as soon as a buffer is free, over the end of a pass into the next one. So a layer
-    that becomes resident stays where it was fetched for a pass, and one that becomes offloaded leaves after
-    it was used.
+    between two passes; there are never more buffers than at first, and fewer are the first of these. What
+    is not held is fetched in the order in which it is needed, as soon as a buffer is free, over the end of a
+    pass into the next one. So a layer that becomes resident stays where it was fetched for a pass, and one
+    that becomes offloaded leaves after it was used.
 
     Every layer is held or fetched at most once at a time. Fetches are executed in the order they are made.
     """
@@ -40,7 +40,6 @@ class LayerBuffers:
         self._num_layers = num_layers
         self._buffer_of: dict[int, int] = {}  # of layers held or being fetched
         self._free = list(reversed(range(num_buffers)))
-        self._withdrawn: list[int] = []
         self._offloaded = range(0)
         self.set_interval(interval)
 
@@ -75,24 +74,23 @@ class LayerBuffers:
         return withdrawn
 
     def set_num_buffers(self, num_buffers: int) -> list[Withdrawn]:
-        """Use so many buffers from now on. Not while a pass runs; one may be suspended.
+        """Use so many buffers from now on, the first ones. Not while a pass runs; one may be suspended.
+
+        Layers in the others are fetched again where a buffer is free for them.
 
         Raises: ValueError if the interval needs more, or if there were never so many.
         """
         needed, most = num_device_layers(self._num_layers, self._interval), self._most_buffers
         if not needed <= num_buffers <= most:
             raise ValueError(f"{needed} to {most} buffers are possible, got {num_buffers}")
-        while self.num_buffers < num_buffers:
-            self._free.append(self._withdrawn.pop())
-            self.num_buffers += 1
-        withdrawn = []
-        while self.num_buffers > num_buffers:
-            layer = None
-            if not self._free:
-                layer = self._evict(0)
-            withdrawn.append(Withdrawn(self._free.pop(), layer))
-            self.num_buffers -= 1
-        self._withdrawn += [each.buffer for each in withdrawn]
+        layer_in = {buffer: layer for layer, buffer in self._buffer_of.items()}
+        withdrawn = [Withdrawn(each, layer_in.get(each)) for each in range(num_buffers, self.num_buffers)]
+        for _, layer in withdrawn:
+            if layer is not None:
+                del self._buffer_of[layer]
+        self._free = [each for each in self._free if each < num_buffers]
+        self._free += reversed(range(self.num_buffers, num_buffers))
+        self.num_buffers = num_buffers
         return withdrawn
 
     def buffer_of(self, layer: int) -> int:

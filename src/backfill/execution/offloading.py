@@ -14,7 +14,8 @@ from torch import Tensor
 
 from backfill.bus.throttle import BusThrottle
 from backfill.core.plan import WeightTransfers
-from backfill.execution.host_memory import ReservedMemory, allocating
+from backfill.execution.arena import DeviceArena
+from backfill.execution.host_memory import allocating
 from backfill.execution.layer_buffers import Fetch, LayerBuffers
 from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.weight_links import CudaLink, ThreadLink, WeightLink
@@ -59,7 +60,6 @@ class LayerStreamer:
 
     Args:
         placed: a layer in each buffer's memory.
-        memory: of the buffers, one after another, if their number may change.
         layers: that the model has, if it is a part of one. The interval counts these.
     """
 
@@ -69,16 +69,14 @@ class LayerStreamer:
         placed: Sequence[MovableWeights],
         link: WeightLink,
         interval: int,
-        memory: ReservedMemory | None = None,
         layers: range | None = None,
     ) -> None:
         self.observer: LayerObserver | None = None
         self._model = model
         self._placed = placed
         self._link = link
-        self._memory = memory
         layers = range(model.num_layers) if layers is None else layers
-        self._first = layers.start
+        self._first, self._num_layers = layers.start, len(layers)
         self._buffers = LayerBuffers(len(layers), len(placed), interval)
         self._reported_bytes = 0
         self._reported_stall_s = 0.0
@@ -101,19 +99,22 @@ class LayerStreamer:
         """
         self._buffers.set_interval(interval)
 
-    def change(self, interval: int | None, num_buffers: int | None) -> None:
+    def change(self, interval: int | None, largest: int | None) -> None:
         """Change either or both; None leaves it.
 
-        Buffers' memory is given back, or taken again, up to as many as there were at first. Not while a pass
-        runs; one may be suspended. Raises: ValueError if the interval needs more buffers.
+        Nothing writes to buffers that are used no more, the last ones, when this returns. Not while a pass
+        runs; one may be suspended.
+
+        Args:
+            interval: of the next passes.
+            largest: the largest interval that there are buffers for; at most that of the start.
+        Raises: ValueError if the interval needs more buffers.
         """
+        num_buffers = None if largest is None else num_device_layers(self._num_layers, largest)
         for buffer, layer in self._buffers.change(interval, num_buffers):
             if layer is not None:
                 del self._model.layers[self._first + layer]
-                self._link.drop(buffer)
-            assert self._memory is not None, "the memory of the layers is fixed"
-            num_bytes = self._placed[buffer].buffer_bytes
-            self._memory.release(buffer * num_bytes, (buffer + 1) * num_bytes)
+            self._link.drop(buffer)
         if num_buffers is not None:
             self._prefetch(0)
 
@@ -186,17 +187,18 @@ def create_streamer(
     interval: int,
     device: torch.device,
     streams: MicroBatchStreams,
-    resizable: bool = False,
+    num_blocks: int,
+    block_bytes: int,
     throttle: BusThrottle | None = None,
-) -> LayerStreamer:
-    """Keep the layers of a model without layers outside of device memory, and allocate the buffers.
+) -> tuple[LayerStreamer, DeviceArena]:
+    """Keep the layers of a model without layers outside of device memory, and allocate what that has.
 
     On a CPU they are kept in a file of the cache folder, elsewhere in pinned host memory. A rank keeps its
     own shard of its layers.
 
     Args:
         name: of the model, its shape and dtype; begins the file's name.
-        resizable: the number of buffers may fall and rise again; on a CPU only.
+        num_blocks, block_bytes: of the KV pool, which lies in one memory with the layers.
         throttle: holds transfers on a CPU to the bandwidth of a bus.
     Raises: ConfigError, ModelError, InsufficientMemory.
     """
@@ -206,13 +208,11 @@ def create_streamer(
     if any(each != checkpoint.layer_formats(layers.start) for each in formats):
         raise layers_differ()
     first = model.load_layer(checkpoint, layers.start)
-    memory, num_bytes = None, num_buffers * first.buffer_bytes
-    with allocating("Layers", num_bytes, f"on {device}", "lower `offload_interval`"):
-        if resizable:
-            memory = ReservedMemory(num_bytes)
-            buffers = list(memory.bytes.view(num_buffers, -1))
-        else:
-            buffers = allocate_buffers(num_buffers, first.buffer_bytes, device)
+    num_bytes = num_blocks * block_bytes + num_buffers * first.buffer_bytes
+    advice = "lower `kv_gib` or `offload_interval`"
+    with allocating("A KV pool beside layers", num_bytes, f"on {device}", advice):
+        arena = DeviceArena(num_blocks, block_bytes, num_buffers, first.buffer_bytes, device)
+    buffers = arena.buffers
 
     def load(index: int) -> MovableWeights:
         return model.load_layer(checkpoint, layers[index])
@@ -231,7 +231,7 @@ def create_streamer(
     else:
         link = CudaLink(buffers, host_layers(len(layers), first, load), streams)
     placed = [first.placed(buffer) for buffer in buffers]
-    return LayerStreamer(model, placed, link, interval, memory, layers)
+    return LayerStreamer(model, placed, link, interval, layers), arena
 
 
 def _part_name(shard: ModelShard) -> str:

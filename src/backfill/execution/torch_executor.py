@@ -34,7 +34,6 @@ from backfill.execution.copies import BlockCopier
 from backfill.execution.decode_graphs import DecodeGraphs
 from backfill.execution.executor import Executor, ExecutorInfo, stopped_outcome
 from backfill.execution.grammar_masks import GrammarMasks, TokenMasks
-from backfill.execution.host_memory import ReservedMemory
 from backfill.execution.layer_pass import LayerPass, MicroBatch, rows_of, sampled_rows
 from backfill.execution.micro_batches import MicroBatchStreams, split_step
 from backfill.execution.offloading import LayerStreamer
@@ -66,7 +65,6 @@ class TorchExecutor(Executor):
         streams: with two micro-batches, the prefills and the decodes of a step are computed side by side.
         copier: to and from the host pool; None without one.
         streamer: fetches the weights of offloaded layers; None if the model has all layers.
-        pool_memory: of the KV pool, if the number of its blocks may change.
         stage: the rank's place among others; None: it is alone.
         grammars: of structured outputs; None if no request has any.
         graphs: of the model's layers, for steps of decodes alone; None for none.
@@ -80,7 +78,6 @@ class TorchExecutor(Executor):
         streams: MicroBatchStreams,
         copier: BlockCopier | None = None,
         streamer: LayerStreamer | None = None,
-        pool_memory: ReservedMemory | None = None,
         stage: Stage | None = None,
         grammars: GrammarMasks | None = None,
         graphs: DecodeGraphs | None = None,
@@ -94,8 +91,6 @@ class TorchExecutor(Executor):
         self._copier = copier
         self._graphs = graphs
         self.streamer = streamer
-        self._pool_memory = pool_memory
-        self._num_blocks = info.num_blocks
         self._memory_error: Exception | None = None
         self._streams = streams
         self._sampler = Sampler(model.kernels, info.end_token_ids)
@@ -216,29 +211,20 @@ class TorchExecutor(Executor):
         if self._memory_error is not None:
             raise RuntimeError("device memory could not be divided anew") from self._memory_error
         try:
-            if plan.memory is not None:
-                self._resize_pool(plan.memory.num_blocks)
             if self.streamer is not None:
-                num_buffers = None if plan.memory is None else plan.memory.num_layers
-                self.streamer.change(plan.offload_interval, num_buffers)
-            if plan.memory is not None:
-                logger.info(
-                    "device memory: %d KV blocks, %d layers of weights",
-                    plan.memory.num_blocks,
-                    plan.memory.num_layers,
-                )
+                largest = None if plan.memory is None else plan.memory.interval
+                self.streamer.change(plan.offload_interval, largest)
+                if plan.memory is not None:
+                    logger.info(
+                        "device memory: %d KV blocks, %d layers of weights",
+                        plan.memory.num_blocks,
+                        self.streamer.num_buffers,
+                    )
             for source, target in plan.moves:
                 self._kv_pool[target].copy_(self._kv_pool[source])
         except Exception as error:  # the control plane counts all of it as done
             self._memory_error = error
             raise
-
-    def _resize_pool(self, num_blocks: int) -> None:
-        assert self._pool_memory is not None, "the KV pool has a fixed size"
-        block_bytes = self.info.block_bytes
-        if num_blocks < self._num_blocks:
-            self._pool_memory.release(num_blocks * block_bytes, self._num_blocks * block_bytes)
-        self._num_blocks = num_blocks
 
     def _outcome(self, sampled: tuple[SampledToken, ...]) -> StepOutcome:
         """Of a step without stopped slices, with the copies that have completed."""

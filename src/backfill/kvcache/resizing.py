@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from backfill.core.block import BlockMove
 from backfill.core.request import RequestId
@@ -58,21 +58,27 @@ class Resizing:
         table, end = self._tables.get(request_id), self._store.device.num_blocks
         return table is not None and any(block.index >= end for block in table.blocks)
 
-    def drain(self, limit: int, max_moves: int) -> None:
+    def drain(self, limit: int, max_moves: int, in_flight: Collection[RequestId] = ()) -> None:
         """Empty blocks beyond the end, as far as others can be taken, before anything else of a plan.
 
-        Blocks in a copy wait for its end. Nothing is done while copies of the next plan are queued: moves
-        come before them. Slices that are suspended must not use blocks beyond the end.
+        Blocks in a copy wait for its end, and those of requests in flight for their step's. Nothing is done
+        while copies of the next plan are queued: moves come before them. Slices that are suspended must not
+        use blocks beyond the end.
 
         Args:
             limit: cached content up to this state is evicted.
+            in_flight: requests in steps that have not ended.
         """
         store, device = self._store, self._store.device
         if not device.num_draining or store.ledger.has_begun:
             return
-        moved = set[Block]()
+        moved, held = set[Block](), set[Block]()
+        for request_id in in_flight:
+            held.update(self._tables[request_id].blocks)
         for block in device.blocks[device.num_blocks :]:
             if block.state is BlockState.ABSENT or _is_copied(block):
+                continue
+            if block in held or block.peer in held:
                 continue
             is_cached = block.num_refs == 0
             # Of two cached blocks the one that would be taken first goes.

@@ -6,6 +6,7 @@ staging buffer for each step. ``docs/offloading.md`` derives the step time and c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,6 +92,21 @@ def step_bounds(num_layers: int, interval: int | None, transfer_s: float, other_
         return StepBounds(least_s, 1 / num_layers, transfer_s)
     share = (1 + num_layers % interval + interval) / num_layers
     return StepBounds(least_s, share, (num_transfers - NUM_STAGING_BUFFERS) * transfer_s + other_s)
+
+
+def stages_bounds(stage_layers: Sequence[int], interval: int | None, transfer_s: float) -> StepBounds:
+    """For steps that pass the stages of a pipeline one after another, each with a link of its own.
+
+    Of stages with equally many layers these are the bounds; where stages differ, the sum of what bounds each
+    of them may be a little more.
+    """
+    num_layers = sum(stage_layers)
+    stages = [step_bounds(each, interval, transfer_s) for each in stage_layers]
+    return StepBounds(
+        sum(each.least_s for each in stages),
+        sum(each.share * count for each, count in zip(stages, stage_layers, strict=True)) / num_layers,
+        sum(each.extra_s for each in stages),
+    )
 
 
 def smallest_interval(times: LayerTimes, objective_s: float) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from backfill.offloading.interval import num_device_layers, step_bounds
+from backfill.offloading.interval import StepBounds, num_device_layers, stages_bounds
 
 _NOTICED = 0.1  # a change of the objective by less is not told to others on the link
 
@@ -24,7 +24,7 @@ class Residency:
 
     Attributes:
         interval: the largest offloading interval that it has room for.
-        num_layers: layers' worth of weights, staging buffers included.
+        num_layers: layers' worth of weights, staging buffers included, in all stages together.
         num_blocks: KV blocks.
     """
 
@@ -34,20 +34,35 @@ class Residency:
 
 
 def residencies(
-    num_layers: int, min_interval: int, max_interval: int, num_blocks: int, layer_bytes: int, block_bytes: int
+    num_layers: int,
+    min_interval: int,
+    max_interval: int,
+    num_blocks: int,
+    layer_bytes: int,
+    block_bytes: int,
+    stage_layers: Sequence[int] = (),
 ) -> tuple[Residency, ...]:
-    """Divisions of the same memory for these intervals, ascending. Of those with equal weights, the largest.
+    """Divisions of one memory for these intervals, ascending. Of those with equal weights, the largest.
 
     Args:
+        num_layers: with weights in this memory.
         num_blocks: with the largest interval.
+        layer_bytes, block_bytes: of what this memory has of a layer and of a block.
+        stage_layers: layers of each stage, if these are the layers of one stage of a pipeline.
     """
     most_layers = num_device_layers(num_layers, max_interval)
     found: dict[int, Residency] = {}
     for interval in range(min_interval, max_interval + 1):
-        of_weights = num_device_layers(num_layers, interval)
-        freed_bytes = (most_layers - of_weights) * layer_bytes
-        found[of_weights] = Residency(interval, of_weights, num_blocks + freed_bytes // block_bytes)
+        freed_bytes = (most_layers - num_device_layers(num_layers, interval)) * layer_bytes
+        of_all = sum(num_device_layers(each, interval) for each in stage_layers or (num_layers,))
+        found[of_all] = Residency(interval, of_all, num_blocks + freed_bytes // block_bytes)
     return tuple(sorted(found.values(), key=lambda each: each.interval))
+
+
+def common_residencies(ranks: Sequence[Sequence[Residency]]) -> tuple[Residency, ...]:
+    """Of several ranks, each with its own memory: a block exists where all have memory for their part."""
+    divisions = zip(*ranks, strict=True)
+    return tuple(min(division, key=lambda each: each.num_blocks) for division in divisions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,15 +137,15 @@ class ResidencyPolicy:
 
     Args:
         choices: ascending by interval; the last one is in use at the start.
-        num_layers: of the model.
+        stage_layers: of the model, by stage.
     """
 
     def __init__(
-        self, choices: Sequence[Residency], num_layers: int, config: ResidencyConfig | None = None
+        self, choices: Sequence[Residency], stage_layers: Sequence[int], config: ResidencyConfig | None = None
     ) -> None:
         self.choices = self._allowed = choices
         self.target = choices[-1]
-        self.num_layers = num_layers
+        self._stage_layers = stage_layers
         self._config = config or ResidencyConfig()
         self._changed_at_s = -math.inf
         self._online_at_s = -math.inf  # when online requests were last seen
@@ -145,9 +160,13 @@ class ResidencyPolicy:
             self._decide(situation)
         return self.target
 
+    def bounds(self, interval: int, transfer_s: float) -> StepBounds:
+        """Of a step that passes all stages."""
+        return stages_bounds(self._stage_layers, interval, transfer_s)
+
     def step_s(self, compute_s: float, interval: int, transfer_s: float) -> float:
         """Time of a step whose layers take ``compute_s`` together without waiting for weights."""
-        return step_bounds(self.num_layers, interval, transfer_s).step_s(compute_s)
+        return self.bounds(interval, transfer_s).step_s(compute_s)
 
     def _change(self, wanted: Residency, now_s: float) -> None:
         if wanted is not self.target:
@@ -274,11 +293,11 @@ class SharedLinkPolicy(ResidencyPolicy):
     def __init__(
         self,
         choices: Sequence[Residency],
-        num_layers: int,
+        stage_layers: Sequence[int],
         budget: LinkBudget,
         config: ResidencyConfig | None = None,
     ) -> None:
-        super().__init__(choices, num_layers, config)
+        super().__init__(choices, stage_layers, config)
         self._budget = budget
         self._floor = 1
         self._floor_at_s = -math.inf  # when the floor was last needed

@@ -57,7 +57,6 @@ def create_ray_executor(config: EngineConfig) -> ParallelExecutor:
     _check_sizes(config)
     for name, is_used in (
         ("offload_interval", config.offload_interval == "auto"),
-        ("min_offload_interval", config.min_offload_interval is not None),
         ("offload_bus", config.offload_bus is not None),
     ):
         if is_used:

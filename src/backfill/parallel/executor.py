@@ -17,6 +17,7 @@ from backfill.core.errors import BackfillError
 from backfill.core.plan import Compute, StepOutcome, StepPlan, WeightTransfers
 from backfill.core.request import RequestId
 from backfill.execution.executor import ExecutorInfo, PipelinedExecutor
+from backfill.offloading.residency import common_residencies
 from backfill.parallel.messages import (
     Loaded,
     LoadFailed,
@@ -263,6 +264,7 @@ def merge_infos(infos: Sequence[ExecutorInfo], num_stages: int) -> ExecutorInfo:
         num_host_blocks=min(info.num_host_blocks for info in infos),
         max_model_len=min(info.max_model_len for info in infos),
         block_bytes=sum(info.block_bytes for info in infos),
+        residencies=common_residencies([info.residencies for info in infos]),
         max_steps_in_flight=num_stages,
     )
 

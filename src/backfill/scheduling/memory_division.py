@@ -13,8 +13,8 @@ from backfill.core.request import PriorityLevel, Request
 from backfill.costs.load import StepLoad
 from backfill.kvcache.content import Evictable
 from backfill.kvcache.manager import KVCacheManager
-from backfill.offloading.interval import step_bounds
 from backfill.offloading.residency import Residency, ResidencyPolicy, Situation, StepNeed
+from backfill.scheduling.in_flight import StepsInFlight
 from backfill.scheduling.policy import MIN_PREFILL_CHUNK_TOKENS
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.preemption import Preemption
@@ -48,7 +48,9 @@ class MemoryDivision:
     More KV: the pool grows in the plan that takes memory from the weights.
 
     Less KV: the pool ends earlier at once, so that nothing new gets there, and is drained over some steps;
-    then a plan gives the memory to weights. Meanwhile no offline request is admitted. Moved KV gets the
+    then a plan gives the memory to weights. Blocks of requests in flight are not moved. If they do not come
+    to be free in a few plans, no step is planned until none is in flight. Meanwhile no offline request is
+    admitted. Moved KV gets the
     memory of cached content that is of no use, or is in host memory too. If that does not come to suffice in
     a few steps, offline requests are preempted, and what they want is dropped if it has no copy by then.
     Cached content that is kept for online requests goes last, and online requests are not preempted.
@@ -69,6 +71,7 @@ class MemoryDivision:
     preemption: Preemption
     predictor: StepPredictor
     block_copy_s: float | None
+    in_flight: StepsInFlight
     present: Residency = field(init=False)
     _transfer_s: float = field(init=False, default=0.0)
     _interval: int = field(init=False)
@@ -87,6 +90,11 @@ class MemoryDivision:
         """Offline requests have to wait: the pool shrinks."""
         return self.kv.resizing.num_draining > 0
 
+    @property
+    def waits_for_steps(self) -> bool:
+        """Nothing more is to be in flight before those steps have ended: their blocks cannot be moved."""
+        return self.is_draining and self._num_short > _MAX_SHORT_PLANS and len(self.in_flight) > 0
+
     def observe(self, transfers: WeightTransfers) -> None:
         """A step has ended."""
         self._transfer_s = transfers.transfer_s or self._transfer_s
@@ -103,7 +111,7 @@ class MemoryDivision:
         moves = resizing.take_moves()
         if target is not self.present and not resizing.num_draining and not moves:
             self.present = target
-            memory = DeviceMemory(target.num_blocks, target.num_layers)
+            memory = DeviceMemory(target.num_blocks, target.interval)
         interval = self.policy.fastest_interval(self.present, situation)
         self._changes = MemoryChanges(interval if interval != self._interval else None, memory, moves)
         self._interval = interval
@@ -122,11 +130,11 @@ class MemoryDivision:
             return
         self._predicted = self._interval, self._transfer_s
         is_measured = self._interval == self.policy.choices[-1].interval
-        self.predictor.stream(
-            None if is_measured else step_bounds(self.policy.num_layers, self._interval, self._transfer_s)
-        )
+        self.predictor.stream(None if is_measured else self.policy.bounds(self._interval, self._transfer_s))
 
     def _drain(self) -> None:
+        if self.waits_for_steps:
+            return
         resizing = self.kv.resizing
         for request_id in [each for each in self.suspension.requests if resizing.holds(each)]:
             self.suspension.discard(request_id)  # its slice has the block table of before
@@ -135,7 +143,7 @@ class MemoryDivision:
             max_moves = max(1, int(_MOST_MOVES_S / self.block_copy_s))
         if self._num_short > _MAX_SHORT_PLANS:
             self._preempt_offline()
-        resizing.drain(self._may_evict(), max_moves)
+        resizing.drain(self._may_evict(), max_moves, self.in_flight.slices)
         if resizing.num_moves < max_moves:  # else only time is short
             self._num_short += 1
 

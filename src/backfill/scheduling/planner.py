@@ -110,6 +110,8 @@ class StepPlanner:
         self.kv.advance(now_s)
         if self.division is not None:
             self.division.prepare(now_s)
+            if self.division.waits_for_steps:
+                return self._plan_of(self._snapshot(now_s), Compute(()))
         for request in [each for each in self.requests.restoring.values() if self.kv.is_restored(each)]:
             self.requests.run(request)
             self.kv.start(request)
@@ -196,7 +198,8 @@ class StepPlanner:
         waits = waits and not self.in_flight  # else an outcome to come reports copies
         released: list[RequestId] = []
         dropped: tuple[RequestId, ...] = ()
-        if work.slices or copies or not self.in_flight:  # else it would take the place of another step
+        acts = work.slices or copies or changes.memory or changes.moves
+        if acts or not self.in_flight:  # else it would take the place of another step
             released, self._to_release = self._to_release, []
             dropped = self.suspension.take_dropped()
         plan = StepPlan(

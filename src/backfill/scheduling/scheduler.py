@@ -58,7 +58,6 @@ class Scheduler:
         max_steps_in_flight: int = 1,
         stage_layers: Sequence[int] = (),
     ) -> None:
-        assert residency is None or max_steps_in_flight == 1, "memory changes between two steps only"
         self.config = config
         self.kv = kv
         self.policy = policy
@@ -109,6 +108,7 @@ class Scheduler:
             self._preemption,
             self.predictor,
             block_copy_s,
+            self.in_flight,
         )
 
     @property
