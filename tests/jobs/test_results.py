@@ -146,14 +146,14 @@ def test_results_of_another_input_are_refused(log: ResultLog, paths: tuple[Path,
     with pytest.raises(ForeignResults, match="another input"):
         reopened(paths, "b2")
     paths[1].write_bytes(b'{"some": "json"}\n')
-    with pytest.raises(ForeignResults, match="no result"):
+    with pytest.raises(ForeignResults, match=r"line [0-9]+, is no result"):
         reopened(paths)
 
 
 def test_a_line_written_twice_is_refused(log: ResultLog, paths: tuple[Path, Path]) -> None:
     log.append([result(1)])
     paths[1].write_bytes(paths[0].read_bytes())
-    with pytest.raises(ForeignResults, match="twice"):
+    with pytest.raises(ForeignResults, match=r"line 1, is the second result of line 1"):
         reopened(paths)
 
 

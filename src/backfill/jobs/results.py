@@ -236,27 +236,27 @@ class ResultLog(ResultTally):
         """
         size = 0
         with path.open("rb") as file:
-            for data in file:
+            for row, data in enumerate(file, 1):
                 if b"\0" in data or not data.endswith(b"\n"):  # JSON has no zeros
                     break
                 size += len(data)
-                number, written = self._parse(path, data)
+                number, written = self._parse(f"{path.name}, line {row},", data)
                 if self.is_done(number):
-                    raise ForeignResults(f"{path.name} holds line {number} twice.")
+                    raise ForeignResults(f"{path.name}, line {row}, is the second result of line {number}.")
                 response = written.response
                 is_completed = response is not None and response.status_code == 200
                 usage = response.body.usage if is_completed and response and response.body else None
                 self._note(number, is_completed, TokenUsage() if usage is None else usage.tokens())
         return size
 
-    def _parse(self, path: Path, data: bytes) -> tuple[int, _Written]:
+    def _parse(self, where: str, data: bytes) -> tuple[int, _Written]:
         try:
             written = _decoder.decode(data)
         except msgspec.DecodeError as error:
-            raise ForeignResults(f"{path.name} holds a line that is no result of a batch.") from error
+            raise ForeignResults(f"{where} is no result of a batch.") from error
         number = written.id.removeprefix(self._prefix)
         if number == written.id or not (number.isascii() and number.isdigit()):
-            raise ForeignResults(f"{path.name} holds results of another input, or of another part of it.")
+            raise ForeignResults(f"{where} is a result of another input, or of another part of it.")
         return int(number), written
 
 
