@@ -161,7 +161,8 @@ def test_the_command_compares_routers(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     size = ["--replicas", "2", "--rate", "3", "--duration", "2",
             "--kv-tokens", "40000", "--max-num-seqs", "8"]  # fmt: skip
-    result = run_cli_here("simulate", "fleet", *size, "--routers", "slo,round-robin", "--json")
+    result = run_cli_here("simulate", "fleet", *size, "--routers", "slo,round-robin", "--json",
+                          "--plot", "fleet.png")  # fmt: skip
     assert result.returncode == 0, result.stderr
     content = json.loads(result.stdout.splitlines()[-1])
     assert list(content["routers"]) == ["slo", "round-robin"]

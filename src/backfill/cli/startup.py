@@ -37,7 +37,6 @@ _IMPORTED_AT_S = time.monotonic()
 _TINY_CONTEXT = 128
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # of all of a machine's addresses, one to ask
 _BACKLOG = 4096  # load generators open all connections at once
-NEEDS_MATPLOTLIB = "matplotlib, which is not installed: pip install 'backfill[plot]'"
 
 
 def find_folder(options: ModelOptions) -> Path:
@@ -312,20 +311,16 @@ def bind(host: str, port: int, *, shares_port: bool = False) -> socket.socket:
     return listener
 
 
-def can_plot() -> bool:
-    try:
-        importlib.import_module("matplotlib.figure")
-    except ImportError:
-        return False
-    return True
-
-
 def check_plot(path: Path | None) -> None:
     """Raises: ConfigError for a plot that cannot be drawn or written."""
     if path is None:
         return
-    if not can_plot():
-        raise ConfigError(f"`plot` needs {NEEDS_MATPLOTLIB}.")
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError:
+        raise ConfigError(
+            "`plot` needs matplotlib, which is not installed: pip install 'backfill[plot]'."
+        ) from None
     check_folder("plot", path)
 
 

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from backfill.cli.command import command
 from backfill.cli.interrupts import interruptible
-from backfill.cli.startup import NEEDS_MATPLOTLIB, can_plot, check_folder, check_plot
+from backfill.cli.startup import check_plot
 from backfill.core.measured_on import writing
 from backfill.core.options import bounded, check_types, options_of
 from backfill.simulation.processes import Progress as RunsDone
@@ -34,7 +34,7 @@ class StudyOptions:
         seeds: how many seeds to run; each draws a workload and the noise of the device.
         first_seed: the first of them. Rates and limits were tuned with seed 0.
         jobs: processes to run in. Figures do not depend on it.
-        plot: PNG to write; named as the scenario by default, if matplotlib is installed.
+        plot: PNG to write; needs matplotlib.
         json: end with one JSON object on a line.
     """
 
@@ -72,12 +72,9 @@ def _run_command(study: Study[Any], options: StudyOptions) -> None:
     console = Console()
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     runs = study.runs(seeds)  # wrong options are refused before anything is printed
-    draws = "plot" in study.writes
-    path = _plot_path(study, options.plot) if draws else None
+    check_plot(options.plot)
     title, *lines = study.heading(seeds[0])
     console.print(f"[bold]{title}[/bold]")
-    if draws and path is None:
-        lines.append(f"No plot: it needs {NEEDS_MATPLOTLIB}.")
     for line in lines:
         console.print(line, highlight=False, markup=False)
 
@@ -89,22 +86,12 @@ def _run_command(study: Study[Any], options: StudyOptions) -> None:
     with interruptible(), live_progress(console, num_runs) as progress:
         points = run_study(study, seeds, options.jobs, on_done, progress)
     study.report(console, points)
-    if path is not None:
-        _draw(study, points, path)
-        console.print(f"wrote {path}", markup=False, soft_wrap=True)
+    if options.plot is not None:
+        _draw(study, points, options.plot)
+        console.print(f"wrote {options.plot}", markup=False, soft_wrap=True)
     if options.json:
         of_seeds = {"num_seeds": options.seeds} if "seeds" in study.how else {}
         print(json.dumps({"scenario": study.scenario, **of_seeds, **study.as_json(points)}))
-
-
-def _plot_path(study: Study[Any], asked: Path | None) -> Path | None:
-    """The file to draw; None without matplotlib. Raises: ConfigError."""
-    check_plot(asked)
-    if asked is not None or not can_plot():
-        return asked
-    path = Path(f"{study.scenario}.png")
-    check_folder("plot", path)
-    return path
 
 
 def _draw(study: Study[Any], points: list[Any], path: Path) -> None:
