@@ -45,6 +45,7 @@ from backfill.bus.member import OBJECTIVE_SHARE
 from backfill.bus.throttle import open_bus
 from backfill.core.clock import WallClock
 from backfill.core.config import GIB, EngineConfig, SchedulerConfig
+from backfill.core.plan import Compute, StepPlan
 from backfill.core.request import Request, RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.engine.engine import Engine
@@ -113,10 +114,8 @@ def measure(options: argparse.Namespace, job: Job) -> dict[str, Any]:
 
 def with_fixed_share(config: EngineConfig, share: float) -> Engine:
     """An engine whose transfers are held to the bus, and that does not coordinate."""
-    bus = open_bus(config)
-    executor = create_torch_executor(config, bus)
-    if bus is not None:
-        bus.weights.set_share(share)
+    executor = create_torch_executor(config, open_bus(config))
+    executor.run(StepPlan(0, Compute(()), bus_share=share))
     return Engine(config.scheduler, executor, WallClock())
 
 

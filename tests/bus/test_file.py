@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backfill.bus import file as bus_file
-from backfill.bus.file import BURST_S, MAX_ENGINES, BusFile, BusUse, bus_path
+from backfill.bus.file import BURST_S, MAX_ENGINES, BusFile, BusReservations, BusUse, bus_path
 from backfill.bus.throttle import ROUND_BYTES
 from backfill.core.config import GIB
 from backfill.core.errors import ConfigError
@@ -49,9 +49,17 @@ sys.stdin.readline()
 """
 
 
+# A rank of an engine on the bus: as an engine, but it has no place of its own.
+RANK = "\n".join(
+    line.replace("BusFile", "BusReservations").replace("bus.name", "'rank'")
+    for line in ENGINE.splitlines()
+    if "publish" not in line
+)
+
+
 class Process:
-    def __init__(self, path: Path, num_bytes: int = 0) -> None:
-        command = [sys.executable, "-c", ENGINE, str(path), str(RATE), str(num_bytes)]
+    def __init__(self, path: Path, num_bytes: int = 0, program: str = ENGINE) -> None:
+        command = [sys.executable, "-c", program, str(path), str(RATE), str(num_bytes)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
@@ -109,6 +117,48 @@ def test_a_killed_engine_leaves_the_bus(path: Path) -> None:
     assert own.uses() == [BusUse(), BusUse()]
     for each in (own, successor):
         each.close()
+
+
+def test_ranks_are_held_to_the_bandwidth_and_take_no_place(path: Path) -> None:
+    engine, other = (BusFile(path, RATE, clock=lambda: 5.0) for _ in range(2))
+    ranks = [BusReservations(path, RATE, clock=lambda: 5.0) for _ in range(3)]
+    ends_s = [each.reserve(MIB) for each in (engine, *ranks, other, *ranks)]
+    assert ends_s == pytest.approx([5.0 - BURST_S + number * MIB / RATE for number in range(1, 9)])
+    assert other.uses() == [BusUse(), BusUse()]
+    for each in ranks:
+        each.close()
+    assert path.exists()
+    last = BusReservations(path, RATE)
+    for each in (other, engine):
+        each.close()
+    assert not path.exists(), "a rank that is still there keeps no bus"
+    last.close()
+
+
+def test_a_rank_that_is_killed_leaves_nothing_but_what_it_had_reserved(path: Path) -> None:
+    engine = BusFile(path, RATE, clock=lambda: 0.0)  # so that it has no part in when the bus is free
+    rank = Process(path, num_bytes=1 << 40, program=RANK)  # would take hours
+    assert rank.read() == "rank"
+    rank.go_on()  # it transfers
+    rank.kill()
+    killed_s = time.monotonic()
+    assert engine.reserve(0) - killed_s <= ROUND_BYTES / RATE
+    assert engine.uses() == [BusUse()]
+    engine.close()
+
+
+def test_a_rank_needs_a_bus_that_its_engine_is_on(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`offload_bus` cannot use .*bus: No such file"):
+        BusReservations(path, RATE)
+    path.write_bytes(b"of another")
+    with pytest.raises(ConfigError, match=r"`offload_bus` .* is not of a bus of this release"):
+        BusReservations(path, RATE)
+    path.unlink()
+    engine = BusFile(path, RATE)
+    path.chmod(0o666)
+    with pytest.raises(ConfigError, match="must be a file of this user that no other one can write"):
+        BusReservations(path, RATE)
+    engine.close()
 
 
 def test_engines_see_what_the_others_say(path: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from backfill.bus.file import BusFile, BusUse
 from backfill.bus.member import OBJECTIVE_SHARE, BusMember, OffloadedModel
-from backfill.bus.throttle import Bus
 from backfill.core.clock import VirtualClock
 from backfill.core.config import GIB, EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
+from backfill.core.plan import Compute, StepPlan
 from backfill.core.request import ServiceClass
 from backfill.engine.engine import Engine
 from backfill.engine.process import load_engine
@@ -27,23 +27,28 @@ from tests.engine.test_restored_tokens import LAYER_BLOCK_BYTES
 from tests.models.tiny import save_tiny_model
 from tests.offloading.test_residency import offline, online
 
-MODEL = OffloadedModel(num_layers=30, layer_bytes=10_000_000, num_buffers=25, interval=4)
+MODEL = OffloadedModel(stage_layers=(30,), bytes_of_layer=10_000_000, interval=4)
+PLAN = StepPlan(0, Compute(()))
 OBJECTIVE_S = 0.1 / OBJECTIVE_SHARE
 NEEDED = 7 * 10_000_000 / 0.1  # bytes per second of an engine
 
 
 @dataclass
 class OnBus:
-    bus: Bus
+    file: BusFile
     member: BusMember
     clock: VirtualClock
-    intervals: list[int]
+    interval: int = MODEL.interval
+    share: float = 1.0
 
     def step(self, computed_s: float = 0.02) -> int:
-        self.member.begin_step(OBJECTIVE_S)
+        plan = self.member.begin_step(PLAN, OBJECTIVE_S)
+        self.interval = plan.offload_interval or self.interval
+        self.share = self.share if plan.bus_share is None else plan.bus_share
+        assert self.share == self.member.share
         self.member.end_step(computed_s)
         self.clock.advance(computed_s)
-        return self.intervals[-1]
+        return self.interval
 
 
 @pytest.fixture
@@ -51,18 +56,21 @@ def engines(tmp_path: Path) -> Iterator[list[OnBus]]:
     """Two engines on a bus that is enough for both; and for one at interval 2."""
     both = []
     for _ in range(2):
-        bus, clock = Bus(BusFile(tmp_path / "bus", 2.2 * NEEDED)), VirtualClock()
-        intervals: list[int] = []
-        both.append(OnBus(bus, BusMember(bus, MODEL, clock, intervals.append), clock, intervals))
+        file, clock = BusFile(tmp_path / "bus", 2.2 * NEEDED), VirtualClock()
+        both.append(OnBus(file, BusMember(file, MODEL, clock), clock))
     yield both
     for each in both:
-        each.bus.file.close()
+        each.file.close()
 
 
 def test_the_largest_interval_is_that_of_the_same_memory() -> None:
     assert MODEL.max_interval == 4  # 7 layers and two staging buffers
-    assert OffloadedModel(30, 1, 2, 1).max_interval == 1
-    assert OffloadedModel(30, 1, 30, 15).max_interval == 30
+    assert OffloadedModel((30,), 1, 1).max_interval == 1
+    assert OffloadedModel((30,), 1, 15).max_interval == 30
+    assert OffloadedModel((15, 15), 1, 4).max_interval == 5  # 3 of 15 layers are offloaded
+    assert OffloadedModel((15, 15), 1, 6).max_interval == 15  # 2 or 1
+    assert OffloadedModel((16, 14), 1, 5).max_interval == 5  # 3 of 16, and 2 of 14
+    assert OffloadedModel((14, 16), 1, 5).max_interval == 5
 
 
 def test_an_engine_alone_transfers_no_more_than_its_buffers_need(engines: list[OnBus]) -> None:
@@ -76,10 +84,31 @@ def test_an_engine_alone_transfers_no_more_than_its_buffers_need(engines: list[O
 
 def test_an_engine_transfers_less_where_its_buffers_allow_it(engines: list[OnBus]) -> None:
     first, _ = engines
-    given: list[int] = []
-    member = BusMember(first.bus, OffloadedModel(30, 10_000_000, 30, 15), first.clock, given.append)
-    member.begin_step(OBJECTIVE_S)
-    assert given == [16], "one layer is offloaded and not two"
+    member = BusMember(first.file, OffloadedModel((30,), 10_000_000, 15), first.clock)
+    plans = [member.begin_step(PLAN, OBJECTIVE_S) for _ in range(3)]
+    assert plans == [replace(PLAN, offload_interval=16, bus_share=member.share), PLAN, PLAN]
+
+
+def test_with_several_steps_in_flight_more_is_transferred_in_the_time_of_one(engines: list[OnBus]) -> None:
+    file = engines[0].file
+    member = BusMember(file, OffloadedModel((16, 16), 10_000_000, 4), engines[0].clock)
+    # How many there are changes with every few steps, and at most one of each stage is whole.
+    for num_in_flight, load in ((1, 1.0), (2, 2.0), (1, 2.0), (3, 2.0)):
+        member.begin_step(PLAN, OBJECTIVE_S, num_in_flight)
+        assert member.load == pytest.approx(load * 8 / 7 / 2.2)
+
+
+def test_stages_together_need_what_the_model_needs(tmp_path: Path) -> None:
+    """Two of 16 layers, of which each offloads 4, and 8 of one of 32."""
+    needs = []
+    for stage_layers in ((32,), (16, 16)):
+        file = BusFile(tmp_path / "bus", 1e9)
+        member = BusMember(file, OffloadedModel(stage_layers, 10_000_000, 4), VirtualClock())
+        member.begin_step(PLAN, OBJECTIVE_S)
+        assert member.load == pytest.approx(8 * 10_000_000 / 0.1 / 1e9)
+        needs.append(member.least_step_s())
+        file.close()
+    assert needs == pytest.approx([8 * 10_000_000 / 1e9] * 2)
 
 
 def test_two_share_the_bus(engines: list[OnBus]) -> None:
@@ -87,7 +116,7 @@ def test_two_share_the_bus(engines: list[OnBus]) -> None:
     for _ in range(4):
         first.step()
         second.step()
-    assert first.intervals[-1] == second.intervals[-1] == 4
+    assert first.interval == second.interval == 4
     assert first.member.load == second.member.load == pytest.approx(2 / 2.2)
     assert first.member.share == second.member.share == pytest.approx(0.5)
 
@@ -109,7 +138,7 @@ def test_an_idle_engine_leaves_the_bus_to_the_other(engines: list[OnBus]) -> Non
 
 def test_an_engine_that_ends_leaves_the_bus_to_the_other(engines: list[OnBus], tmp_path: Path) -> None:
     first, _ = engines
-    third = BusFile(tmp_path / "bus", first.bus.file.bytes_per_s)
+    third = BusFile(tmp_path / "bus", first.file.bytes_per_s)
     third.publish(BusUse(BusInstance(third.name, 30, 10_000_000, 0.1, min_interval=4, max_interval=4)))
     for _ in range(3):
         first.step()
@@ -123,7 +152,7 @@ def test_an_engine_that_ends_leaves_the_bus_to_the_other(engines: list[OnBus], t
 def test_engines_that_need_more_than_the_bus_has_say_so(
     engines: list[OnBus], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    third = BusFile(tmp_path / "bus", engines[0].bus.file.bytes_per_s)
+    third = BusFile(tmp_path / "bus", engines[0].file.bytes_per_s)
     third.publish(BusUse(BusInstance(third.name, 30, 10_000_000, step_s=0.1, max_interval=1)))
     for each in engines * 2:
         assert each.step() == 4
@@ -136,7 +165,7 @@ def test_kv_copies_are_taken_off_what_weights_share(engines: list[OnBus]) -> Non
     first, _ = engines
     first.step()
     assert first.member.load == pytest.approx(1 / 2.2)
-    first.bus.copies.num_bytes += int(1.1 * NEEDED)
+    first.member.count_copies(int(1.1 * NEEDED))
     first.clock.advance(1.0)
     first.step()
     assert first.member.load == pytest.approx(1 / 1.1, rel=0.1)
@@ -153,10 +182,10 @@ def test_a_table_that_cannot_be_used_leaves_interval_and_share(
     first.step()
     second.step()
     with monkeypatch.context() as changed:
-        changed.setattr(second.bus.file, method, fail)
+        changed.setattr(second.file, method, fail)
         for _ in range(3):
             second.clock.advance(1.0)
-            second.bus.copies.num_bytes += int(NEEDED)  # there is news to tell
+            second.member.count_copies(int(NEEDED))  # there is news to tell
             assert second.step() == 4
             assert second.member.share == pytest.approx(0.5)
         second.member.idle()
@@ -165,7 +194,7 @@ def test_a_table_that_cannot_be_used_leaves_interval_and_share(
     second.step()
     second.member.idle()
     assert second.member.share == 0.0
-    (_, use) = first.bus.file.uses()
+    (_, use) = first.file.uses()
     assert use == BusUse()
 
 
@@ -173,20 +202,20 @@ def test_small_changes_are_not_told(engines: list[OnBus]) -> None:
     first, _ = engines
     first.step(0.020)
     first.step(0.020)
-    generation = first.bus.file.generation
+    generation = first.file.generation
     for step in range(20):
         first.step(0.0200 + step % 2 * 0.0015)
-    assert first.bus.file.generation == generation
+    assert first.file.generation == generation
     for _ in range(20):
         first.step(0.030)
-    assert first.bus.file.generation > generation
+    assert first.file.generation > generation
 
 
 def test_steps_that_take_longer_than_the_objective_hide_their_transfers(engines: list[OnBus]) -> None:
     first, _ = engines
     for _ in range(4):
         first.step(2 * OBJECTIVE_S)
-    (use, _) = first.bus.file.uses()
+    (use, _) = first.file.uses()
     assert use.instance is not None
     assert use.instance.step_s == pytest.approx(2 * OBJECTIVE_S)
     assert first.member.load <= 1.0
@@ -195,17 +224,17 @@ def test_steps_that_take_longer_than_the_objective_hide_their_transfers(engines:
 class Dividing:
     """An engine on a bus whose memory may be divided for intervals 2 to 8, and what it does."""
 
-    def __init__(self, bus: Bus, clock: VirtualClock) -> None:
+    def __init__(self, file: BusFile, clock: VirtualClock) -> None:
         choices = residencies(32, 2, 8, num_blocks=100, layer_bytes=20, block_bytes=1)
-        model = OffloadedModel(32, LAYER_BYTES, choices[-1].num_layers, 8)
-        self.member = BusMember(bus, model, clock, None)
+        model = OffloadedModel((32,), LAYER_BYTES, 8)
+        self.member = BusMember(file, model, clock, divides_memory=True)
         self.policy = SharedLinkPolicy(choices, (32,), self.member)
         self._clock = clock
 
     def step(self, situation: Situation) -> int:
         """Returns: the interval that memory is divided for; it is streamed from this step on."""
         interval = self.policy.choose(replace(situation, now_s=self._clock.now_s())).interval
-        self.member.begin_step(0.1)
+        assert self.member.begin_step(PLAN, 0.1).offload_interval is None
         self.member.end_step(0.008, interval)
         self._clock.advance(0.05)
         return interval
@@ -220,7 +249,7 @@ OFFLINE_ONLY = offline(transfer_s=LAYER_BYTES / 1.6e9)
 @pytest.fixture
 def dividing(tmp_path: Path) -> Iterator[list[Dividing]]:
     files, clock = [BusFile(tmp_path / "bus", 1.6e9) for _ in range(3)], VirtualClock()
-    yield [Dividing(Bus(file), clock) for file in files]
+    yield [Dividing(file, clock) for file in files]
     for file in files:
         file.close()
 
@@ -265,7 +294,7 @@ def test_while_online_work_needs_the_bus_offline_work_has_the_rest(dividing: lis
     for _ in range(4):
         for each in others:
             assert each.step(tight) == 8
-        offline_one.member.begin_step(0.013)  # it streams as before
+        offline_one.member.begin_step(PLAN, 0.013)  # it streams as before
     needed = 4 * LAYER_BYTES / 0.0085
     assert [each.member.share * 1.6e9 for each in others] == pytest.approx([needed] * 2, rel=0.01)
     assert others[0].member.load <= 1.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backfill.bus.file import BURST_S, BusFile
+from backfill.bus.file import BURST_S, BusFile, BusReservations
 from backfill.bus.throttle import ROUND_BYTES, BusThrottle
 
 RATE = float(1 << 26)  # bytes per second
@@ -55,46 +55,62 @@ class SharedTime:
             self._changed.notify_all()
 
 
-def transferred(path: Path, transfers: list[tuple[float, int]]) -> list[float]:
-    """Seconds until each of these transfers, of a share and bytes, is over, if all begin together."""
+def transferred(path: Path, *engines: tuple[float, int, int]) -> list[float]:
+    """Seconds until the transfers of each engine, of a share, bytes and ranks, are over.
+
+    All begin together. Each rank transfers its part of the bytes.
+    """
+    transfers = [
+        (engine, share, num_bytes // num_ranks, num_ranks)
+        for engine, (share, num_bytes, num_ranks) in enumerate(engines)
+        for _ in range(num_ranks)
+    ]
     shared = SharedTime(len(transfers))
-    ended_s = [0.0] * len(transfers)
+    ended_s = [0.0] * len(engines)
 
     def run(index: int) -> None:
-        throttle = throttles[index]
-        throttle.transfer(transfers[index][1], lambda start, stop: None)
-        ended_s[index] = shared.now_s
+        engine, _, num_bytes, _ = transfers[index]
+        throttles[index].transfer(num_bytes, lambda start, stop: None)
+        ended_s[engine] = max(ended_s[engine], shared.now_s)
         shared.end()
 
-    files = [BusFile(path, RATE, clock=shared.clock) for _ in transfers]
-    throttles = [
-        BusThrottle(file, share, clock=shared.clock, sleep=shared.sleep)
-        for file, (share, _) in zip(files, transfers, strict=True)
-    ]
+    places = [BusFile(path, RATE, clock=shared.clock) for _ in engines]
+    files: list[BusReservations] = []
+    throttles = []
+    for engine, share, _, num_ranks in transfers:
+        is_rank = num_ranks > 1
+        files.append(BusReservations(path, RATE, clock=shared.clock) if is_rank else places[engine])
+        throttles.append(
+            BusThrottle(files[-1], share, num_ranks=num_ranks, clock=shared.clock, sleep=shared.sleep)
+        )
     threads = [threading.Thread(target=run, args=(index,)) for index in range(len(transfers))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30.0)
-    for file, throttle, (_, num_bytes) in zip(files, throttles, transfers, strict=True):
+    for throttle, (_, _, num_bytes, _) in zip(throttles, transfers, strict=True):
         assert throttle.num_bytes == num_bytes
+    for file in {*files, *places}:
         file.close()
     return [each - 1000.0 for each in ended_s]
 
 
 def test_a_transfer_takes_its_bytes_over_the_bandwidth(path: Path) -> None:
-    (took_s,) = transferred(path, [(1.0, 16 * MIB)])
+    (took_s,) = transferred(path, (1.0, 16 * MIB, 1))
     assert took_s == pytest.approx(16 * MIB / RATE - BURST_S)
 
 
-def test_equal_transfers_share_a_bus_equally(path: Path) -> None:
-    took_s = transferred(path, [(0.5, 16 * MIB)] * 2)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_equal_transfers_share_a_bus_equally(path: Path, num_ranks: int) -> None:
+    """Of an engine with some ranks, and of one without."""
+    took_s = transferred(path, (0.5, 16 * MIB, num_ranks), (0.5, 16 * MIB, 1))
     assert max(took_s) == pytest.approx(32 * MIB / RATE - BURST_S)
     assert max(took_s) - min(took_s) <= ROUND_BYTES / RATE  # the last one's last two chunks
 
 
-def test_a_bus_is_shared_as_the_shares_are(path: Path) -> None:
-    quarter_s, rest_s = transferred(path, [(0.25, 16 * MIB), (0.75, 64 * MIB)])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_bus_is_shared_as_the_shares_are(path: Path, num_ranks: int) -> None:
+    quarter_s, rest_s = transferred(path, (0.25, 16 * MIB, num_ranks), (0.75, 64 * MIB, 1))
     assert quarter_s == pytest.approx(64 * MIB / RATE, rel=0.1)
     assert rest_s == pytest.approx(80 * MIB / RATE - BURST_S)  # what the other one leaves is used
 
@@ -118,11 +134,19 @@ def test_a_transfer_is_done_in_chunks_and_its_work_counts_as_its_time(path: Path
     file.close()
 
 
+def test_the_least_turn_of_an_engine_is_that_of_all_its_ranks(path: Path) -> None:
+    """An engine with a small share would else have a larger one the more ranks it has."""
+    took_s = transferred(path, (0.02, 2 * MIB, 8), (0.98, 64 * MIB, 1))
+    assert took_s[0] == pytest.approx(66 * MIB / RATE, rel=0.1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 1000])
 @pytest.mark.parametrize("share", [0.0, 0.123, 1.0])
-def test_chunks_are_whole_pages(path: Path, share: float) -> None:
+def test_chunks_are_whole_pages(path: Path, share: float, num_ranks: int) -> None:
     file = BusFile(path, 1e12)
     stops: list[int] = []
-    BusThrottle(file, share).transfer(3 * MIB, lambda start, stop: stops.append(stop))
+    throttle = BusThrottle(file, share, num_ranks=num_ranks)
+    throttle.transfer(3 * MIB, lambda start, stop: stops.append(stop))
     assert stops == sorted(stops)
     assert stops[-1] == 3 * MIB
     assert len(stops) > 1

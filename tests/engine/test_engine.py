@@ -162,13 +162,19 @@ class FakeBus:
         objectives: of each step, whether it has one; empty while the engine is idle.
     """
 
-    wait_s = share = load = 0.0
+    share = load = 0.0
 
     def __init__(self) -> None:
         self.objectives: list[bool] = []
 
-    def begin_step(self, objective_s: float, *, has_objective: bool) -> None:
+    def begin_step(
+        self, plan: StepPlan, objective_s: float, num_in_flight: int, *, has_objective: bool
+    ) -> StepPlan:
         self.objectives.append(has_objective)
+        return plan
+
+    def count_copies(self, num_bytes: int) -> None:
+        pass
 
     def end_step(self, computed_s: float, interval: int | None) -> None:
         pass

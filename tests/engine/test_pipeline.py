@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -183,6 +184,42 @@ def test_two_stages_compute_side_by_side() -> None:
     for stages in ((4,), (2, 2)):
         ends.append(Run(stages, prompts(32, 64, 40), policy="fcfs", step_s=1e-3).run().clock.now_s())
     assert ends[1] < 0.7 * ends[0]
+
+
+class NotingBus:
+    """A bus that halves the engine's share, and notes what it is told of steps."""
+
+    share = load = 0.0
+
+    def __init__(self) -> None:
+        self.num_in_flight: list[int] = []
+        self.computed_s: list[float] = []
+
+    def begin_step(
+        self, plan: StepPlan, objective_s: float, num_in_flight: int, *, has_objective: bool
+    ) -> StepPlan:
+        self.num_in_flight.append(num_in_flight)
+        return replace(plan, bus_share=0.5)
+
+    def end_step(self, computed_s: float, interval: int | None) -> None:
+        self.computed_s.append(computed_s)
+
+    def count_copies(self, num_bytes: int) -> None:
+        pass
+
+    def idle(self) -> None:
+        pass
+
+
+def test_a_bus_learns_how_many_steps_are_in_flight_and_how_far_apart_they_end() -> None:
+    """16 decodes take 4.2 ms in both stages together."""
+    run = Run((2, 2), prompts(32, 64, 40), policy="fcfs", step_s=1e-3)
+    bus: Any = NotingBus()
+    run.engine._bus = bus
+    run.run()
+    assert statistics.median(bus.num_in_flight) == max(bus.num_in_flight) == 2
+    assert statistics.median(bus.computed_s) == pytest.approx(2.1e-3, rel=0.01)
+    assert all((plan.bus_share == 0.5) == bool(plan.slices) for plan in run.pipeline.plans)
 
 
 def test_batches_in_rotation_are_of_one_size() -> None:

@@ -90,7 +90,7 @@ def generate(executor: TorchExecutor, intervals: Sequence[int] = ()) -> list[lis
     step = 0
     while engine.has_unfinished:
         if intervals:
-            streamer_of(executor).set_interval(intervals[step % len(intervals)])
+            streamer_of(executor).change(intervals[step % len(intervals)])
         engine.step()
         step += 1
     executor.run(StepPlan(step, Compute(()), released=tuple(each.request_id for each in requests)))

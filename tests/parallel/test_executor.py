@@ -253,8 +253,8 @@ def test_a_rank_that_cannot_be_loaded_ends_all(load: RankLoader, message: str) -
 
 
 def test_bytes_of_ranks_add_up_and_they_wait_beside_each_other() -> None:
-    ranks = [WeightTransfers(2, 100, 0.25, 0.5), WeightTransfers(2, 60, 0.75, 0.25)]
-    assert merge_transfers(ranks) == WeightTransfers(2, 160, 0.75, 0.5)
+    ranks = [WeightTransfers(2, 100, 0.25, 0.5, 30, 0.125), WeightTransfers(2, 60, 0.75, 0.25, 20, 0.375)]
+    assert merge_transfers(ranks) == WeightTransfers(2, 160, 0.75, 0.5, 50, 0.375)
     assert merge_transfers([]) == WeightTransfers()
 
 

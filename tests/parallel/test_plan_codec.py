@@ -65,6 +65,7 @@ OTHERS: dict[str, st.SearchStrategy[Any]] = {
     "memory": st.none() | st.builds(DeviceMemory, NUMBERS, NUMBERS),
     "moves": st.lists(st.builds(BlockMove, NUMBERS, NUMBERS), max_size=2).map(tuple),
     "dropped": st.lists(IDS, max_size=2).map(tuple),
+    "bus_share": st.none() | st.floats(0, 1),
 }
 
 
@@ -165,7 +166,9 @@ OUTCOMES = st.builds(
     stopped_at_s=st.none() | st.floats(0, 1e6),
     completed_copies=BLOCK_COPIES,
     completed_slot_copies=SLOT_COPIES,
-    weight_transfers=st.builds(WeightTransfers, st.none() | NUMBERS, NUMBERS, st.just(0.5), st.just(0.25)),
+    weight_transfers=st.builds(
+        WeightTransfers, st.none() | NUMBERS, NUMBERS, st.just(0.5), st.just(0.25), NUMBERS, st.just(0.125)
+    ),
 )
 
 

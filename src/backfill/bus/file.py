@@ -97,16 +97,13 @@ def bus_path(name: str) -> Path:
     return Path("/dev/shm") / f"backfill-bus-{os.getuid()}-{name}"
 
 
-class BusFile:
-    """A bus that this process is on, from its creation until it is closed or the process ends.
+class BusReservations:
+    """The transfers of all processes on a bus, as a process sees them that has some of its own.
 
-    The first engine on a bus sets its bandwidth. Calls may be made from any thread. Locks are those of open
-    files (OFD), so several objects of one process are several engines.
+    It is no engine of the bus, but belongs to one that is on it: a rank's process. Nothing is left of it when
+    it ends. Calls may be made from any thread.
 
-    Attributes:
-        name: of this engine, for the others.
-    Raises: ConfigError if the file cannot be used or is not of a bus, if the engines on the bus have another
-        bandwidth, or if one of them is stopped and holds a lock.
+    Raises: ConfigError if there is no such bus.
     """
 
     def __init__(
@@ -121,10 +118,99 @@ class BusFile:
                 "needs locks of open files, which Python does not have on this system.", field="offload_bus"
             )
         self._path = path
-        while not self._joined():
-            pass  # the file was removed after it was opened
-        self.name = _name(self._slot)
-        atexit.register(self._remove_if_last)
+        self._open()
+
+    def reserve(self, num_bytes: int, follows_s: float | None = None) -> float:
+        """Transfer bytes after all that were reserved before. Returns: the instant at which they are over.
+
+        A bucket of tokens as one instant: that at which all reserved transfers are over. While a process that
+        is stopped has the lock, nothing is reserved and transfers are over at once.
+
+        Args:
+            follows_s: the end of the transfer that these bytes belong to, until now. A bus goes on then, also
+                if the caller came later.
+        """
+        was_stuck = self._is_stuck[_TRANSFERS]
+        try:
+            with self._locked(_TRANSFERS):
+                (free_at_s,) = _FREE_AT.unpack_from(self._memory, _FREE_AT_AT)
+                now_s = self._clock()
+                ready_s = now_s - BURST_S if follows_s is None else follows_s
+                # Not what something else wrote into the file, NaN included: a transfer would wait for it.
+                if not free_at_s - now_s <= _MAX_RESERVED_BYTES / self.bytes_per_s:
+                    free_at_s = ready_s
+                ends_at_s = max(float(free_at_s), ready_s) + num_bytes / self.bytes_per_s
+                _FREE_AT.pack_into(self._memory, _FREE_AT_AT, ends_at_s)
+            return ends_at_s
+        except TimeoutError as error:
+            if not was_stuck:
+                logger.warning("transfers are not held to the bandwidth of the bus: %s", error)
+            return self._clock()
+
+    def close(self) -> None:
+        """No other call may follow."""
+        self._memory.close()
+        os.close(self._file)
+
+    def _open(self) -> None:
+        path = self._path
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise _unusable(path, error) from error
+        try:
+            self._check_owner()
+            if os.pread(self._file, len(_MAGIC), 0) != _MAGIC or os.fstat(self._file).st_size < _FILE_BYTES:
+                raise ConfigError(f"{path} is not of a bus of this release.", field="offload_bus")
+            self._memory = mmap.mmap(self._file, _FILE_BYTES)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _check_owner(self) -> None:
+        found = os.fstat(self._file)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
+            raise ConfigError(
+                f"{self._path} must be a file of this user that no other one can write; give another name.",
+                field="offload_bus",
+            )
+
+    @contextmanager
+    def _locked(self, what: int, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
+        """Raises: TimeoutError if another process keeps the lock; the next calls do not wait for it again."""
+        with self._thread_locks[what]:  # threads of a process share its locks of the file
+            gives_up_s = time.monotonic() + (0.0 if self._is_stuck[what] else timeout_s)
+            while not self._lock(what, fcntl.F_WRLCK):
+                if time.monotonic() >= gives_up_s:
+                    self._is_stuck[what] = True
+                    raise TimeoutError("an engine on it holds a lock and is stopped")
+                time.sleep(_POLL_S)
+            self._is_stuck[what] = False
+            try:
+                yield
+            finally:
+                self._lock(what, fcntl.F_UNLCK)
+
+    def _lock(self, byte: int, kind: int) -> bool:
+        """Whether the lock could be taken."""
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+
+class BusFile(BusReservations):
+    """A bus that this engine is on, from its creation until it is closed or the process ends.
+
+    The first engine on a bus sets its bandwidth. Locks are those of open files (OFD), so several objects of
+    one process are several engines.
+
+    Attributes:
+        name: of this engine, for the others.
+    Raises: ConfigError if the file cannot be used or is not of a bus, if the engines on the bus have another
+        bandwidth, or if one of them is stopped and holds a lock.
+    """
 
     @property
     def generation(self) -> int:
@@ -157,39 +243,17 @@ class BusFile:
                 raise msgspec.DecodeError(f"the engine {_name(slot)} calls itself {use.instance.name!r:.80}")
         return list(uses.values())
 
-    def reserve(self, num_bytes: int, follows_s: float | None = None) -> float:
-        """Transfer bytes after all that were reserved before. Returns: the instant at which they are over.
-
-        A bucket of tokens as one instant: that at which all reserved transfers are over. While an engine that
-        is stopped has the lock, nothing is reserved and transfers are over at once.
-
-        Args:
-            follows_s: the end of the transfer that these bytes belong to, until now. A bus goes on then, also
-                if the caller came later.
-        """
-        was_stuck = self._is_stuck[_TRANSFERS]
-        try:
-            with self._locked(_TRANSFERS):
-                (free_at_s,) = _FREE_AT.unpack_from(self._memory, _FREE_AT_AT)
-                now_s = self._clock()
-                ready_s = now_s - BURST_S if follows_s is None else follows_s
-                # Not what something else wrote into the file, NaN included: a transfer would wait for it.
-                if not free_at_s - now_s <= _MAX_RESERVED_BYTES / self.bytes_per_s:
-                    free_at_s = ready_s
-                ends_at_s = max(float(free_at_s), ready_s) + num_bytes / self.bytes_per_s
-                _FREE_AT.pack_into(self._memory, _FREE_AT_AT, ends_at_s)
-            return ends_at_s
-        except TimeoutError as error:
-            if not was_stuck:
-                logger.warning("transfers are not held to the bandwidth of the bus: %s", error)
-            return self._clock()
-
     def close(self) -> None:
         """Leave the bus, and remove its file if nobody else is on it. No other call may follow."""
         atexit.unregister(self._remove_if_last)
         self._remove_if_last()
-        self._memory.close()
-        os.close(self._file)
+        super().close()
+
+    def _open(self) -> None:
+        while not self._joined():
+            pass  # the file was removed after it was opened
+        self.name = _name(self._slot)
+        atexit.register(self._remove_if_last)
 
     def _joined(self) -> bool:
         """Open the file and claim a slot. Returns: False if the last engine has removed it meanwhile."""
@@ -225,12 +289,7 @@ class BusFile:
                 os.unlink(self._path)
 
     def _mapped(self, path: Path) -> mmap.mmap:
-        found = os.fstat(self._file)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
-            raise ConfigError(
-                f"{path} must be a file of this user that no other one can write; give another name.",
-                field="offload_bus",
-            )
+        self._check_owner()
         begins = os.pread(self._file, len(_KIND), 0)
         if begins not in (b"", _KIND):
             raise ConfigError(f"{path} is there and is not of a bus; give another name.", field="offload_bus")
@@ -277,30 +336,6 @@ class BusFile:
         self._memory[start + _LENGTH.size : start + _LENGTH.size + len(text)] = text
         _LENGTH.pack_into(self._memory, start, len(text))
         _GENERATION.pack_into(self._memory, _GENERATION_AT, (self.generation + 1) % (1 << 64))
-
-    @contextmanager
-    def _locked(self, what: int, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
-        """Raises: TimeoutError if another engine keeps the lock; the next calls do not wait for it again."""
-        with self._thread_locks[what]:  # threads of a process share its locks of the file
-            gives_up_s = time.monotonic() + (0.0 if self._is_stuck[what] else timeout_s)
-            while not self._lock(what, fcntl.F_WRLCK):
-                if time.monotonic() >= gives_up_s:
-                    self._is_stuck[what] = True
-                    raise TimeoutError("an engine on it holds a lock and is stopped")
-                time.sleep(_POLL_S)
-            self._is_stuck[what] = False
-            try:
-                yield
-            finally:
-                self._lock(what, fcntl.F_UNLCK)
-
-    def _lock(self, byte: int, kind: int) -> bool:
-        """Whether the lock could be taken."""
-        try:
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
 
     def _is_locked(self, slot: int) -> bool:
         """Whether another engine has the slot."""

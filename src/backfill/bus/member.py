@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from backfill.bus.file import BusFile, BusUse
-from backfill.bus.throttle import Bus
 from backfill.core.clock import Clock
+from backfill.core.plan import StepPlan
 from backfill.offloading.coordinator import BusInstance, attainable_step_s, coordinate
 from backfill.offloading.interval import num_device_layers
 from backfill.offloading.residency import LinkGrant, LinkWish
@@ -34,25 +35,48 @@ _LEAST_FOR_WEIGHTS = 0.1  # of the bandwidth, however much is copied
 class OffloadedModel:
     """What an engine can offload.
 
+    The stages of a pipeline work beside each other, each on a step of its own. So together they need of the
+    bus what a model needs that has the layers of one stage, the largest, each as large as one of each stage.
+
     Attributes:
-        num_buffers: layers' worth of device memory.
-        interval: the smallest one of use. Where the number of buffers is fixed this is the one that they are
-            for: with a smaller one more is transferred, and the memory that it saves is used by nobody.
+        stage_layers: layers of each stage; of the model if there is one stage.
+        bytes_of_layer: weights of one layer of the model, on all ranks that have a part of it.
+        interval: that there is device memory for, and the smallest one of use where this memory is fixed:
+            with a smaller one more is transferred, and the memory that it saves is used by nobody.
     """
 
-    num_layers: int
-    layer_bytes: int
-    num_buffers: int
+    stage_layers: tuple[int, ...]
+    bytes_of_layer: int
     interval: int
 
     @property
+    def num_layers(self) -> int:
+        """Of the largest stage."""
+        return max(self.stage_layers)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Weights of a layer of every stage."""
+        return len(self.stage_layers) * self.bytes_of_layer
+
+    @property
     def max_interval(self) -> int:
-        """The largest interval that the device memory allows; there is one."""
+        """The largest interval that the device memory of every stage allows; there is one."""
         return max(
             interval
             for interval in range(1, self.num_layers + 1)
-            if num_device_layers(self.num_layers, interval) <= self.num_buffers
+            if all(
+                num_device_layers(each, interval) <= num_device_layers(each, self.interval)
+                for each in self.stage_layers
+            )
         )
+
+
+class _Given(NamedTuple):
+    """What an engine uses: its interval, unless it chooses that itself, and its share of the bus."""
+
+    interval: int | None
+    share: float
 
 
 class _Table:
@@ -77,17 +101,19 @@ class _Table:
 
 
 class BusMember:
-    """Publishes what this engine needs, and gives it the interval that follows from all needs.
+    """Publishes what this engine needs, and gives it the interval and share that follow from all needs.
+
+    An engine is one member, however many ranks it has: plans take interval and share to all of them.
 
     Every engine computes the same from the same table. So there is no leader, and an engine that dies is
     missed by nobody. Calls come from the thread of the engine. While the table cannot be used, the engine
     keeps its interval and share, and its steps go on.
 
-    Where the memory of the weights can change, the plans of an engine say the interval, and the coordinator
-    bounds it (``ask``). What others need of the bus while it changes follows from what is streamed.
+    Where the memory of the weights can change, the engine chooses the interval, and the coordinator bounds it
+    (``ask``). What others need of the bus while it changes follows from what is streamed.
 
     Args:
-        set_interval: takes effect with the next step; None where plans say the interval.
+        divides_memory: the memory of the weights can change.
 
     Attributes:
         share: of the bandwidth that this engine may use; 0 while it has no work.
@@ -96,67 +122,82 @@ class BusMember:
 
     def __init__(
         self,
-        bus: Bus,
+        file: BusFile,
         model: OffloadedModel,
         clock: Clock,
-        set_interval: Callable[[int], None] | None,
+        *,
+        divides_memory: bool = False,
     ) -> None:
         self.share = 0.0
         self.load = 0.0
-        self._bus = bus
+        self._file = file
         self._model = model
         self._max_interval = model.max_interval
         self._clock = clock
-        self._set_interval = set_interval
+        self._divides_memory = divides_memory
+        self._due = self._given = _Given(None if divides_memory else model.interval, 1.0)
         self._wish: LinkWish | None = None
         self._grant: LinkGrant | None = None
         self._streamed_interval: int | None = None
         self._computed_s: deque[float] = deque(maxlen=_NUM_STEPS)
         self._published_computed_s = 0.0
+        self._in_flight: deque[int] = deque(maxlen=_NUM_STEPS)
         self._published = BusUse()
-        # For a computed time, an objective or a pace, and a wish.
-        self._needs: tuple[tuple[float, float, bool, LinkWish | None], BusInstance] | None = None
+        # For a computed time, an objective or a pace, steps in flight, and a wish.
+        self._needs: tuple[tuple[float, float, int, bool, LinkWish | None], BusInstance] | None = None
         self._copied_bytes_per_s = 0.0
-        self._copies_since: tuple[float, int] = clock.now_s(), bus.copies.num_bytes
+        self._copied_bytes = 0  # since then
+        self._copies_since_s = clock.now_s()
         self._fits = True
         self._is_failing = False
-        self._table = _Table(bus.file, clock)
+        self._table = _Table(file, clock)
         self._followed = self._bounded = 0  # readings that the interval and the least step are of
         self._least_step_s = 0.0
 
     @property
-    def wait_s(self) -> float:
-        """For which transfers waited for the bus."""
-        return self._bus.wait_s
-
-    @property
     def free_transfer_s(self) -> float:
-        """See ``LinkBudget``."""
-        return self._model.layer_bytes / self._bus.file.bytes_per_s
+        """See ``LinkBudget``. Where there are stages, each transfers a layer of its own meanwhile."""
+        return self._model.layer_bytes / self._file.bytes_per_s
 
     def ask(self, wish: LinkWish) -> LinkGrant | None:
         """See ``LinkBudget``. What is wished is published with the next step."""
         self._wish = wish
         return self._grant
 
-    def begin_step(self, objective_s: float, *, has_objective: bool = True) -> None:
-        """Before a step that may take so long: use the interval that the needs of all allow.
+    def begin_step(
+        self, plan: StepPlan, objective_s: float, num_in_flight: int = 1, *, has_objective: bool = True
+    ) -> StepPlan:
+        """Before a step. Returns: its plan, with what the needs of all change from this step on.
 
         Args:
-            has_objective: else this is a pace, which gives way to the objectives of others.
+            objective_s: that a step may take.
+            num_in_flight: steps, this one among them. So many end in the time that one may take.
+            has_objective: else the time is a pace, which gives way to the objectives of others.
         """
+        # Resumed steps, which have a part of the layers, may be in flight beside one of each stage.
+        self._in_flight.append(min(num_in_flight, len(self._model.stage_layers)))
         with self._may_fail():
-            self._count_copies()
+            self._measure_copies()
             streamed = None if self._wish is None else self._streamed_interval
             instance = self._instance(objective_s, has_objective)
             self._publish(BusUse(instance, self._copied_bytes_per_s, streamed))
             self._follow()
             self._is_failing = False
+        due, given, self._given = self._due, self._given, self._due
+        if due == given:
+            return plan
+        interval = plan.offload_interval if due.interval == given.interval else due.interval
+        return replace(plan, offload_interval=interval, bus_share=due.share)
+
+    def count_copies(self, num_bytes: int) -> None:
+        """So much KV was copied over the bus."""
+        self._copied_bytes += num_bytes
 
     def end_step(self, computed_s: float, interval: int | None = None) -> None:
         """A step took so long without the time for which layers waited for weights.
 
         Args:
+            computed_s: where several steps are in flight, since the one before it ended.
             interval: with which it streamed them.
         """
         self._computed_s.append(computed_s)
@@ -179,7 +220,7 @@ class BusMember:
             reading = self._table.read()
             if reading != self._bounded:
                 self._bounded = reading
-                uses, name, model = self._table.uses, self._bus.file.name, self._model
+                uses, name, model = self._table.uses, self._file.name, self._model
                 instances = [each.instance for each in uses if each.instance is not None]
                 own = BusInstance(
                     name,
@@ -210,7 +251,8 @@ class BusMember:
         wish = self._wish
         if wish is not None:
             has_objective = wish.objective_s is not None
-        needs_of = self._published_computed_s, objective_s, has_objective, wish
+        num_in_flight = max(self._in_flight)
+        needs_of = self._published_computed_s, objective_s, num_in_flight, has_objective, wish
         if self._needs is not None and self._needs[0] == needs_of:
             return self._needs[1]
         layer_s = self._published_computed_s / model.num_layers
@@ -218,10 +260,10 @@ class BusMember:
         if wish is not None and wish.objective_s is not None:
             step_s = wish.objective_s
         instance = BusInstance(
-            self._bus.file.name,
+            self._file.name,
             model.num_layers,
             model.layer_bytes,
-            step_s=max(step_s, self._published_computed_s),
+            step_s=max(step_s / num_in_flight, self._published_computed_s),
             compute_s=layer_s,
             min_interval=model.interval if wish is None else wish.min_interval,
             max_interval=self._max_interval if wish is None else wish.max_interval,
@@ -230,19 +272,19 @@ class BusMember:
         self._needs = needs_of, instance
         return instance
 
-    def _count_copies(self) -> None:
+    def _measure_copies(self) -> None:
         """What KV copies take of the bus, rounded up."""
-        since_s, since_bytes = self._copies_since
-        now_s, num_bytes = self._clock.now_s(), self._bus.copies.num_bytes
-        if now_s - since_s < _COPIES_WINDOW_S:
+        now_s = self._clock.now_s()
+        seconds = now_s - self._copies_since_s
+        if seconds < _COPIES_WINDOW_S:
             return
-        unit = _COPIES_UNIT * self._bus.file.bytes_per_s
-        self._copied_bytes_per_s = unit * -(-(num_bytes - since_bytes) // (unit * (now_s - since_s)))
-        self._copies_since = now_s, num_bytes
+        unit = _COPIES_UNIT * self._file.bytes_per_s
+        self._copied_bytes_per_s = unit * -(-self._copied_bytes // (unit * seconds))
+        self._copied_bytes, self._copies_since_s = 0, now_s
 
     def _publish(self, use: BusUse) -> None:
         if use != self._published:
-            self._bus.file.publish(use)
+            self._file.publish(use)
             self._published = use
 
     def _follow(self) -> None:
@@ -250,7 +292,7 @@ class BusMember:
         if reading == self._followed:
             return
         self._followed = reading
-        file, uses = self._bus.file, self._table.uses
+        file, uses = self._file, self._table.uses
         bandwidth = self._bandwidth(uses)
         plan = coordinate([each.instance for each in uses if each.instance is not None], bandwidth)
         own = plan.of[file.name]
@@ -271,13 +313,10 @@ class BusMember:
             )
         self.load = plan.load
         self.share = own.bytes_per_s / file.bytes_per_s
-        self._bus.weights.set_share(self.share)
-        if self._set_interval is not None:
-            assert own.interval is not None
-            self._set_interval(own.interval)
+        self._due = _Given(None if self._divides_memory else own.interval, self.share)
 
     def _bandwidth(self, uses: list[BusUse]) -> float:
         """What copies leave for weights."""
-        full = self._bus.file.bytes_per_s
+        full = self._file.bytes_per_s
         copied = sum(each.copied_bytes_per_s for each in uses)
         return max(full - copied, _LEAST_FOR_WEIGHTS * full)

@@ -165,6 +165,8 @@ class StepPlan:
         dropped: requests whose suspended slices will not resume. All other suspended slices are kept.
         offload_interval: one layer in so many is offloaded from this step on; None: as before. Weights need
             no more memory for it than they have.
+        bus_share: of a bus that several engines share, what transfers of weights may use from this step on,
+            0 to 1, all ranks together; None: as before.
         memory: how device memory is divided from this step on; None: as before.
         moves: copies within the device, in this order, before others begin. No copy in flight and no
             suspended slice uses their blocks.
@@ -179,6 +181,7 @@ class StepPlan:
     memory: DeviceMemory | None = None
     moves: tuple[BlockMove, ...] = ()
     dropped: tuple[RequestId, ...] = ()
+    bus_share: float | None = None
 
     @property
     def slices(self) -> tuple[ScheduledSlice, ...]:
@@ -266,12 +269,25 @@ class WeightTransfers(NamedTuple):
         num_bytes: of transfers that were complete when a layer needed them, or that completed then.
         stall_s: time for which layers waited for their weights.
         transfer_s: that the transfer of one layer takes, the median of the latest ones; 0 before the first.
+        copied_bytes: of KV, copied over an emulated bus.
+        bus_wait_s: time for which transfers and copies waited for that bus.
     """
 
     interval: int | None = None
     num_bytes: int = 0
     stall_s: float = 0.0
     transfer_s: float = 0.0
+    copied_bytes: int = 0
+    bus_wait_s: float = 0.0
+
+    def followed_by(self, later: WeightTransfers) -> WeightTransfers:
+        """Both together."""
+        return later._replace(
+            num_bytes=self.num_bytes + later.num_bytes,
+            stall_s=self.stall_s + later.stall_s,
+            copied_bytes=self.copied_bytes + later.copied_bytes,
+            bus_wait_s=self.bus_wait_s + later.bus_wait_s,
+        )
 
 
 _NO_TRANSFERS = WeightTransfers()

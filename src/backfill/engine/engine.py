@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from backfill.core.clock import Clock
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ExecutorDead, RequestError
-from backfill.core.plan import Compute, StepOutcome, StepPlan, max_in_flight
+from backfill.core.plan import Compute, StepOutcome, StepPlan, WeightTransfers, max_in_flight
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.model import CostModel
@@ -91,9 +91,7 @@ class Engine:
         self._stopper = StepStopper(self.scheduler, executor)
         self.num_failed_steps_in_a_row = 0
         self.num_stopped_steps = 0
-        self._offload_interval = info.offload_interval or 0
-        self._num_transferred_weight_bytes = 0
-        self._weight_stall_s = 0.0
+        self._transfers = WeightTransfers(info.offload_interval)  # until now
         self.scheduling_s = 0.0
         self._clock = clock
         self._refiner = refiner
@@ -196,8 +194,6 @@ class Engine:
         """Collect and commit the oldest step in flight."""
         submitted = self._in_flight[0]
         try:
-            if self._bus is not None and submitted.plan.slices:
-                self._bus.begin_step(self.default_slo.tpot_s, has_objective=self._serves_online)
             outcome = self.executor.collect()
         except ExecutorDead:
             raise
@@ -227,7 +223,11 @@ class Engine:
         submitted = SubmittedStep(
             plan, self._kind_of(plan), planned_at_s, self._clock.now_s(), waits_s, is_alone, self._cost
         )
-        self.executor.submit(plan)
+        on_bus = plan
+        if self._bus is not None and plan.slices:
+            slo, num_steps = self.default_slo, len(self._in_flight) + 1
+            on_bus = self._bus.begin_step(plan, slo.tpot_s, num_steps, has_objective=self._serves_online)
+        self.executor.submit(on_bus)
         self._in_flight = (*self._in_flight, submitted)
         if self._arrived:  # while the plan was made; they are not in it
             self._maybe_stop()
@@ -242,9 +242,12 @@ class Engine:
         if plan.slices:  # a step without slices does not show that the device works
             self.num_failed_steps_in_a_row = 0
         transfers = outcome.weight_transfers
-        self._offload_interval = transfers.interval or 0
-        self._num_transferred_weight_bytes += transfers.num_bytes
-        self._weight_stall_s += transfers.stall_s
+        self._transfers = self._transfers.followed_by(transfers)
+        if self._bus is not None:
+            self._bus.count_copies(transfers.copied_bytes)
+        # Of several steps in flight, each is timed from the end of the one before.
+        since_s = self.scheduler.in_flight.timed_since_s(plan) if plan.slices else started_at_s
+        took_s = now_s - max(since_s, started_at_s)
         interval = self.scheduler.in_flight.interval_s(plan)
         outputs = [_token_output(token) for token in self.scheduler.commit(plan, outcome, now_s)]
         for request_id, message in outcome.failed:
@@ -256,15 +259,14 @@ class Engine:
         is_whole = isinstance(plan.work, Compute) and not outcome.stopped
         if plan.slices and is_whole and not plan.copies.stalls:
             if self.predictor is not None and interval is not None and submitted.cost is self._cost:
-                since_s, predicted_s = interval
                 began_s = submitted.planned_at_s if self._busy_since_s is None else self._busy_since_s
-                self.predictor.observe(predicted_s, now_s - max(since_s, started_at_s), now_s - began_s)
+                self.predictor.observe(interval[1], took_s, now_s - began_s)
             # A plan does not say which rows of prompts have logits.
             is_alone = submitted.is_alone and not self._in_flight and not outcome.prompt_logprobs
             is_profiled = transfers.interval == self.executor.info.offload_interval
             if self._refiner is not None and is_profiled and is_alone:
                 self._refiner.observe(plan, now_s - started_at_s)
-            computed_s = max(0.0, now_s - started_at_s - transfers.stall_s)
+            computed_s = max(0.0, took_s - transfers.stall_s)
             if self._bus is not None:
                 self._bus.end_step(computed_s, transfers.interval)
             if self._record_check is not None and is_alone:
@@ -342,10 +344,10 @@ class Engine:
             num_entered_blocks=sharing.num_entered,
             num_overwritten_slots=sharing.num_overwritten,
             num_copied_slots=scheduler.kv.checkpointer.num_copied_slots,
-            offload_interval=self._offload_interval,
-            num_transferred_weight_bytes=self._num_transferred_weight_bytes,
-            weight_stall_s=self._weight_stall_s,
-            bus_wait_s=0.0 if self._bus is None else self._bus.wait_s,
+            offload_interval=self._transfers.interval or 0,
+            num_transferred_weight_bytes=self._transfers.num_bytes,
+            weight_stall_s=self._transfers.stall_s,
+            bus_wait_s=self._transfers.bus_wait_s,
             bus_share=0.0 if self._bus is None else self._bus.share,
             bus_load=0.0 if self._bus is None else self._bus.load,
             bus_least_step_s=0.0 if self._bus is None else self._bus.least_step_s(),

@@ -63,28 +63,26 @@ def load_engine(config: EngineConfig) -> Engine:
     is_recorded = config.offload_interval == "auto"
     logger.info("loading the model in %s", config.model_dir)
     config = with_chosen_interval(config)
-    bus, clock = open_bus(config), WallClock()
+    bus = open_bus(config)
     try:
         executor = create_executor(config, bus)
     except BaseException:
         if bus is not None:
-            bus.file.close()
+            bus.close()
         raise
+    info, clock = executor.info, WallClock()
     member: BusMember | None = None
-    if bus is not None and isinstance(executor, TorchExecutor) and executor.streamer is not None:
-        streamer, info = executor.streamer, executor.info
-        assert info.offload_interval is not None
+    if bus is not None:
+        assert info.offload_interval is not None, "a bus needs offloaded layers"
         model = OffloadedModel(
-            info.num_layers, streamer.layer_bytes, streamer.num_buffers, info.offload_interval
+            info.stage_layers or (info.num_layers,), info.layer_bytes, info.offload_interval
         )
-        # Plans set the interval where they divide memory.
-        member = BusMember(bus, model, clock, None if info.residencies else streamer.set_interval)
+        member = BusMember(bus, model, clock, divides_memory=bool(info.residencies))
     profile, refiner = None, None
     needs_profile = config.scheduler.needs_cost_model or config.min_offload_interval is not None
     if needs_profile or config.profile_path is not None:
         profile = load_or_measure_profile(config, executor)
-        refiner = create_refiner(config, executor.info, profile, clock)
-    info = executor.info
+        refiner = create_refiner(config, info, profile, clock)
     if info.num_blocks + info.num_host_blocks >= _MANY_BLOCKS:
         logger.info("preparing a KV cache of %d blocks", info.num_blocks + info.num_host_blocks)
     return Engine(

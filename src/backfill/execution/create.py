@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from backfill.bus.throttle import Bus
+from backfill.bus.file import BusReservations
+from backfill.bus.throttle import BusTransfers
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.core.heap import trim_heap
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> TorchExecutor:
+def create_torch_executor(config: EngineConfig, bus: BusReservations | None = None) -> TorchExecutor:
     """Load the model and allocate the KV pools.
 
     Args:
@@ -62,12 +63,15 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
     return executor
 
 
-def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None = None) -> TorchExecutor:
+def load_executor(
+    target: Target, plan: RankPlan, stage: Stage, bus: BusReservations | None = None
+) -> TorchExecutor:
     """Load what one rank has of the model, and allocate its part of the KV pools.
 
     Args:
         plan: of the rank.
         stage: its place among others.
+        bus: which transfers share with other engines and other ranks; None if they share none.
     Raises: ConfigError, ModelError, InsufficientMemory.
     """
     config, device = target.config, target.device
@@ -88,6 +92,7 @@ def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None 
             shard=stage.shard,
             has_layers=interval is None,
         )
+    transfers = None if bus is None or device.type != "cpu" else BusTransfers(bus, config.num_ranks)
     streamer: LayerStreamer | None = None
     arena: DeviceArena | None = None
     if interval is not None:
@@ -100,7 +105,7 @@ def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None 
             streams=streams,
             num_blocks=plan.num_blocks,
             block_bytes=plan.layout.block_bytes,
-            throttle=None if bus is None else bus.weights,
+            bus=transfers,
         )
         if device.type != "cpu" or (stage.shard.is_first and stage.shard.group.rank == 0):
             _log_offloading(interval, plan.memory)
@@ -111,7 +116,7 @@ def load_executor(target: Target, plan: RankPlan, stage: Stage, bus: Bus | None 
     if info.num_host_blocks:
         host_bytes = info.num_host_blocks * plan.layout.block_bytes
         with allocating("A KV pool", host_bytes, "in host memory", "lower `host_kv_gib`"):
-            throttle = None if bus is None else bus.copies
+            throttle = None if transfers is None else transfers.copies
             copier = create_copier(kv_pool, info.num_host_blocks, throttle)
         logger.info("KV pool in host memory: %d blocks, %.2f GiB", info.num_host_blocks, host_bytes / GIB)
     # Who sends a request has compiled its grammar.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from backfill.bus.throttle import BusThrottle
+from backfill.bus.throttle import BusThrottle, BusTransfers
 from backfill.core.plan import WeightTransfers
 from backfill.execution.arena import DeviceArena
 from backfill.execution.host_memory import allocating
@@ -61,6 +61,7 @@ class LayerStreamer:
     Args:
         placed: a layer in each buffer's memory.
         layers: that the model has, if it is a part of one. The interval counts these.
+        bus: that the link's transfers are held to, and KV copies with them; None if they are not.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class LayerStreamer:
         link: WeightLink,
         interval: int,
         layers: range | None = None,
+        bus: BusTransfers | None = None,
     ) -> None:
         self.observer: LayerObserver | None = None
         self._model = model
         self._placed = placed
         self._link = link
+        self._bus = bus
         layers = range(model.num_layers) if layers is None else layers
         self._first, self._num_layers = layers.start, len(layers)
         self._buffers = LayerBuffers(len(layers), len(placed), interval)
@@ -92,15 +95,10 @@ class LayerStreamer:
         """Layers' worth of device memory."""
         return self._buffers.num_buffers
 
-    def set_interval(self, interval: int) -> None:
-        """Offload every ``interval``-th layer from the next pass on.
-
-        Not while a pass runs; one may be suspended. Raises: ValueError if that needs more device memory.
-        """
-        self._buffers.set_interval(interval)
-
-    def change(self, interval: int | None, largest: int | None) -> None:
-        """Change either or both; None leaves it.
+    def change(
+        self, interval: int | None, largest: int | None = None, bus_share: float | None = None
+    ) -> None:
+        """Change some of these, from the next pass on; None leaves one as it is.
 
         Nothing writes to buffers that are used no more, the last ones, when this returns. Not while a pass
         runs; one may be suspended.
@@ -111,6 +109,8 @@ class LayerStreamer:
         Raises: ValueError if the interval needs more buffers.
         """
         num_buffers = None if largest is None else num_device_layers(self._num_layers, largest)
+        if bus_share is not None and self._bus is not None:
+            self._bus.weights.set_share(bus_share)
         for buffer, layer in self._buffers.change(interval, num_buffers):
             if layer is not None:
                 del self._model.layers[self._first + layer]
@@ -144,11 +144,14 @@ class LayerStreamer:
         """Transfers since the last call; call it when the device has computed the step."""
         link = self._link
         link.collect()
+        copied_bytes, bus_wait_s = (0, 0.0) if self._bus is None else self._bus.take()
         taken = WeightTransfers(
             self._buffers.interval,
             link.num_bytes - self._reported_bytes,
             link.stall_s - self._reported_stall_s,
             _median(link.times_s),
+            copied_bytes,
+            bus_wait_s,
         )
         self._reported_bytes, self._reported_stall_s = link.num_bytes, link.stall_s
         return taken
@@ -189,7 +192,7 @@ def create_streamer(
     streams: MicroBatchStreams,
     num_blocks: int,
     block_bytes: int,
-    throttle: BusThrottle | None = None,
+    bus: BusTransfers | None = None,
 ) -> tuple[LayerStreamer, DeviceArena]:
     """Keep the layers of a model without layers outside of device memory, and allocate what that has.
 
@@ -199,7 +202,7 @@ def create_streamer(
     Args:
         name: of the model, its shape and dtype; begins the file's name.
         num_blocks, block_bytes: of the KV pool, which lies in one memory with the layers.
-        throttle: holds transfers on a CPU to the bandwidth of a bus.
+        bus: that transfers are held to, on a CPU; None if they are not.
     Raises: ConfigError, ModelError, InsufficientMemory.
     """
     layers = model.shard.layers
@@ -226,12 +229,12 @@ def create_streamer(
         path = cache_root() / "packed" / f"{name}{part}-{digest}.layers"
         packed = packed_file(path, form, first, load)
         logger.info("offloaded layers are read from %s", path)
-        read = packed.read if throttle is None else _throttled(packed, throttle)
+        read = packed.read if bus is None else _throttled(packed, bus.weights)
         link = ThreadLink(buffers, read, packed.close)
     else:
         link = CudaLink(buffers, host_layers(len(layers), first, load), streams)
     placed = [first.placed(buffer) for buffer in buffers]
-    return LayerStreamer(model, placed, link, interval, layers), arena
+    return LayerStreamer(model, placed, link, interval, layers, bus), arena
 
 
 def _part_name(shard: ModelShard) -> str:

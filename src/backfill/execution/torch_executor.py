@@ -213,7 +213,7 @@ class TorchExecutor(Executor):
         try:
             if self.streamer is not None:
                 largest = None if plan.memory is None else plan.memory.interval
-                self.streamer.change(plan.offload_interval, largest)
+                self.streamer.change(plan.offload_interval, largest, plan.bus_share)
                 if plan.memory is not None:
                     logger.info(
                         "device memory: %d KV blocks, %d layers of weights",

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from backfill.bus.throttle import Bus
+from backfill.bus.file import BusReservations
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.execution.create import choose_device, create_torch_executor
@@ -22,7 +22,9 @@ from backfill.parallel.load import load_rank
 from backfill.parallel.rank import RankLoader
 
 
-def create_executor(config: EngineConfig, bus: Bus | None = None) -> TorchExecutor | ParallelExecutor:
+def create_executor(
+    config: EngineConfig, bus: BusReservations | None = None
+) -> TorchExecutor | ParallelExecutor:
     """Load the model, by rank if there are several.
 
     Raises: ConfigError, ModelError, InsufficientMemory, each with a message for the user.

@@ -278,6 +278,8 @@ def merge_transfers(transfers: Sequence[WeightTransfers]) -> WeightTransfers:
         num_bytes=sum(each.num_bytes for each in transfers),
         stall_s=max(each.stall_s for each in transfers),
         transfer_s=max(each.transfer_s for each in transfers),
+        copied_bytes=sum(each.copied_bytes for each in transfers),
+        bus_wait_s=max(each.bus_wait_s for each in transfers),
     )
 
 

@@ -114,6 +114,7 @@ class _Plan(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
     memory: DeviceMemory | None = None
     moves: tuple[BlockMove, ...] = ()
     dropped: tuple[RequestId, ...] = ()
+    bus_share: float | None = None
 
 
 class PlanEncoder:
@@ -147,6 +148,7 @@ class PlanEncoder:
                 plan.memory,
                 plan.moves,
                 plan.dropped,
+                plan.bus_share,
             )
         )
 
@@ -212,6 +214,7 @@ class PlanDecoder:
             wire.memory,
             wire.moves,
             wire.dropped,
+            wire.bus_share,
         )
         return plan, list(zip(sampled_ids, wire.token_ids, strict=True))
 
