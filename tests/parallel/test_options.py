@@ -26,15 +26,6 @@ from tests.models.tiny import save_tiny_model
             "`offload_interval` auto is not supported with `pipeline_parallel_size` 2; give a number",
         ),
         (
-            {
-                "pipeline_parallel_size": 2,
-                "offload_interval": 4,
-                "offload_bus": "left",
-                "offload_bus_gib_per_s": 1.0,
-            },
-            "`offload_bus` is not supported with `pipeline_parallel_size` 2",
-        ),
-        (
             {"tensor_parallel_size": 4, "threads": 3},
             "`threads` 3 is less than the 4 processes of `tensor_parallel_size` 4",
         ),
@@ -44,6 +35,13 @@ def test_sizes_that_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         EngineConfig(**options).validate()
     assert message in str(refused.value)
+
+
+def test_stages_that_may_be_on_several_machines_have_no_bus() -> None:
+    config = EngineConfig(executor="ray", offload_interval=4, offload_bus="left", offload_bus_gib_per_s=1.0)
+    config.validate()
+    with pytest.raises(ConfigError, match=r"`offload_bus` .* with `executor` ray: a bus is of one machine"):
+        create_executor(config)
 
 
 def test_more_ranks_than_devices_are_refused() -> None:

@@ -355,8 +355,6 @@ class EngineConfig:
             return
         if self.offload_interval == "auto":
             raise ConfigError(f"`offload_interval` auto is not supported with {split}; give a number.")
-        if self.offload_bus is not None:
-            raise ConfigError(f"`offload_bus` is not supported with {split}.")
         if self.threads is not None and self.threads < self.num_ranks:
             raise ConfigError(
                 f"`threads` {self.threads} is less than the {self.num_ranks} processes of {split}, each "

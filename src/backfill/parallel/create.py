@@ -27,6 +27,8 @@ def create_executor(
 ) -> TorchExecutor | ParallelExecutor:
     """Load the model, by rank if there are several.
 
+    Args:
+        bus: that the configuration names, and that this process has joined; ranks then open it themselves.
     Raises: ConfigError, ModelError, InsufficientMemory, each with a message for the user.
     """
     if config.executor == "ray":
@@ -53,16 +55,17 @@ def create_ray_executor(config: EngineConfig) -> ParallelExecutor:
 
     Raises: BackfillError with a message for the user; no actor is left then.
     """
+    if config.offload_bus is not None:
+        raise ConfigError(
+            "`offload_bus` is not supported with `executor` ray: a bus is of one machine, and the stages may "
+            "be on several."
+        )
     require_ray()
     from backfill.parallel.ray_stages import plan_stages, start_stages
 
     _check_sizes(config)
-    for name, is_used in (
-        ("offload_interval", config.offload_interval == "auto"),
-        ("offload_bus", config.offload_bus is not None),
-    ):
-        if is_used:
-            raise ConfigError(f"`{name}` {getattr(config, name)} is not supported with `executor` ray.")
+    if config.offload_interval == "auto":
+        raise ConfigError("auto is not supported with `executor` ray.", field="offload_interval")
     bundle = plan_stages(config)
     config = replace(config, device="cuda" if bundle.num_gpus else "cpu")
     threads = max(1, bundle.threads // config.tensor_parallel_size)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from backfill.bus.throttle import open_bus_of_rank
 from backfill.core.config import EngineConfig
 from backfill.execution.collectives import RankLinks, SafepointGroup, SoleSafepointGroup, StageLink
 from backfill.execution.create import load_executor, target_of
@@ -53,7 +54,7 @@ def load_rank(config: EngineConfig, context: RankContext) -> TorchExecutor:
     links = connect(context, RowShape(num_rows, model.hidden_size, target.dtype), target.device)
     shard = ModelShard(links.group, target.placement.stages[context.stage], model.num_layers)
     stage = Stage(shard, links, context.state.stops, context.progress.begin_layer)
-    return load_executor(target, plan, stage)
+    return load_executor(target, plan, stage, open_bus_of_rank(config))
 
 
 def connect(context: RankContext, shape: RowShape, device: torch.device) -> RankLinks:
