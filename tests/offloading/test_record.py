@@ -129,6 +129,39 @@ def test_a_machine_that_is_late_without_offloading_may_be_as_late_with_it() -> N
     assert DELAYED.smallest_interval("decode", 8, 128, 0.042) == 1
 
 
+STAGES = replace(DELAYED, stage_layers=(7, 5))
+
+
+def test_a_step_passes_all_stages_and_each_offloads_of_its_own_layers() -> None:
+    """What is outside the layers is in the last one's time; where it is late, the first may hide less."""
+    eight = RECORD.loads[2]
+    assert (RECORD.stages, STAGES.stages) == ((12,), (7, 5))
+    assert STAGES.intervals == range(1, 8)
+    assert [STAGES.saves_memory(each) for each in (1, 2, 3)] == [True, True, False]
+    assert STAGES.step_s(eight, None) == DELAYED.step_s(eight, None)
+
+    def stage_s(num_layers: int, interval: int, transfer_s: float, other_s: float = 0.0) -> float:
+        return step_time_s(LayerTimes(num_layers, eight.compute_s, transfer_s, other_s), interval)
+
+    exact = replace(STAGES, delays_s=())
+    # Runs of 3 and of 2 transfers.
+    assert exact.step_s(eight, 2) == stage_s(7, 2, 0.004) + stage_s(5, 2, 0.004, eight.other_s)
+    assert exact.step_s(eight, 1) == stage_s(7, 1, 0.0035) + stage_s(5, 1, 0.0035, eight.other_s)
+    # With 6 only the first stage offloads; with 5 each has one staging buffer.
+    assert STAGES.step_s(eight, 6) == stage_s(7, 6, 0.003) + stage_s(5, 6, 0.003, eight.other_s) + 0.010
+    slow = replace(STAGES, typical_transfer_s=0.02)
+    late_s = max(0.0, slow.delay_s(0.026) - 0.02)
+    assert slow.step_s(eight, 5) == stage_s(7, 5, 0.02) + stage_s(5, 5, 0.02, eight.other_s) + late_s
+
+
+def test_no_interval_is_larger_than_the_largest_stage() -> None:
+    """A transfer of 20 ms hides in a step of 26, but not in the 14 of the first stage."""
+    slow = replace(RECORD, transfer_s=0.020)
+    assert slow.smallest_interval("decode", 8, 128, 0.026) == 7
+    assert replace(slow, stage_layers=(7, 5)).smallest_interval("decode", 8, 128, 0.026) is None
+    assert replace(slow, stage_layers=(7, 5)).smallest_interval("decode", 8, 128, 0.034) == 6
+
+
 def test_transfers_that_take_no_less_than_a_bus_needs() -> None:
     slower = DELAYED.with_transfers_of(0.0038)
     assert slower.transfer_s == 0.004
@@ -138,10 +171,19 @@ def test_transfers_that_take_no_less_than_a_bus_needs() -> None:
 
 def test_a_record_is_the_same_after_it_was_saved(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "record.json"
-    for record in (RECORD, DELAYED):
+    for record in (RECORD, DELAYED, STAGES):
         record.save(path)
         assert PerformanceRecord.load(path) == record
     assert [each.name for each in path.parent.iterdir()] == ["record.json"]
+
+
+def test_a_record_of_an_earlier_release_is_of_one_stage(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    RECORD.save(path)
+    content = json.loads(path.read_text())
+    del content["stage_layers"]
+    path.write_text(json.dumps(content))
+    assert PerformanceRecord.load(path) == RECORD
 
 
 @pytest.mark.parametrize(
@@ -150,6 +192,7 @@ def test_a_record_is_the_same_after_it_was_saved(tmp_path: Path) -> None:
         ({"format": 0}, "is not of format 1"),
         ({"transfer_s": -1.0}, r"is damaged \(.*transfer_s"),
         ({"num_layers": 0}, r"is damaged \(.*num_layers"),
+        ({"stage_layers": [7, 4]}, r"is damaged \(stages of \(7, 4\) layers do not have 12"),
         ({"loads": [{"phase": "both"}]}, r"is damaged \(.*loads"),
     ],
 )

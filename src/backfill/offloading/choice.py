@@ -7,7 +7,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from backfill.core.slo import SLO
-from backfill.offloading.interval import num_device_layers
 from backfill.offloading.record import OBJECTIVE_GRAIN_S, PerformanceRecord, Phase, RecordedLoad
 
 # Of a request's tokens, those that are behind its context in its last step: the one computed and the next.
@@ -51,10 +50,8 @@ class IntervalChooser:
 
         None also if every interval that holds saves no memory. Raises: NoIntervalHolds.
         """
-        num_layers = self.record.num_layers
-        for interval in range(1, num_layers + 1):
-            saves_memory = num_device_layers(num_layers, interval) < num_layers
-            if saves_memory and interval in self.fitting and self.holds(interval, slo):
+        for interval in self.record.intervals:
+            if self.record.saves_memory(interval) and interval in self.fitting and self.holds(interval, slo):
                 return interval
         if None in self.fitting:
             return None
@@ -65,7 +62,7 @@ class IntervalChooser:
 
     def holding(self, slo: SLO) -> list[int]:
         """All intervals that hold both objectives, whether they fit or not."""
-        return [each for each in range(1, self.record.num_layers + 1) if self.holds(each, slo)]
+        return [each for each in self.record.intervals if self.holds(each, slo)]
 
     def achievable(self, phase: Phase, interval: int | None, asked_s: float) -> float:
         """The least objective of at least ``asked_s`` that an interval holds and that some load meets."""

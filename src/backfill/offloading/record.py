@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import msgspec
 
 from backfill.core.measured_on import MeasuredFile, MeasuredOn
-from backfill.offloading.interval import NUM_STAGING_BUFFERS, LayerTimes, offloaded_layers, step_time_s
+from backfill.offloading.interval import (
+    NUM_STAGING_BUFFERS,
+    LayerTimes,
+    num_device_layers,
+    offloaded_layers,
+    step_time_s,
+)
 
 # Objectives are rounded down to multiples of this.
 OBJECTIVE_GRAIN_S = 0.002
@@ -55,7 +62,7 @@ class PerformanceRecord(MeasuredFile):
 
     Attributes:
         num_layers: decoder layers.
-        layer_bytes: of the weights of one layer.
+        layer_bytes: of the weights of one layer, on all ranks of its stage together.
         transfer_s: seconds to transfer the weights of a layer; few transfers take longer.
         loads: in any order, none twice.
         provenance: how the record was measured, as text.
@@ -67,6 +74,7 @@ class PerformanceRecord(MeasuredFile):
             take, because the machine does something else. Without any they take no longer.
         is_thorough: measured by ``backfill profile --offload``, not by a start.
         others_share: of the processors, what other processes used while it was measured, 0 to 1.
+        stage_layers: layers of each stage of a pipeline; empty where there is one stage.
     """
 
     KIND = "performance record"
@@ -86,6 +94,24 @@ class PerformanceRecord(MeasuredFile):
     delays_s: tuple[Seconds, ...] = ()
     is_thorough: bool = False
     others_share: float = 0.0
+    stage_layers: tuple[Count, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.stage_layers and sum(self.stage_layers) != self.num_layers:
+            raise ValueError(f"stages of {self.stage_layers} layers do not have {self.num_layers}")
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Layers of each stage, of which there is at least one."""
+        return self.stage_layers or (self.num_layers,)
+
+    @property
+    def intervals(self) -> range:
+        """All with which a layer is offloaded; each stage offloads one of so many of its own layers."""
+        return range(1, max(self.stages) + 1)
+
+    def saves_memory(self, interval: int) -> bool:
+        return any(num_device_layers(each, interval) < each for each in self.stages)
 
     def times_of(self, load: RecordedLoad) -> LayerTimes:
         return LayerTimes(self.num_layers, load.compute_s, self.transfer_s, load.other_s)
@@ -95,18 +121,32 @@ class PerformanceRecord(MeasuredFile):
 
         Computation that is late delays the step, unless transfers are what it waits for. Then it may be late
         by as long as the link takes to fill the staging buffers.
+
+        A step passes all stages, each of which has another step before and behind it. What is outside the
+        layers counts in the last one, which samples.
         """
-        times = self.times_of(load)
-        num_transfers = len(offloaded_layers(self.num_layers, interval))
-        delay_s = self.delay_s(times.resident_step_s)
-        if num_transfers == 0:
-            return times.resident_step_s + delay_s
+        resident_s = self.times_of(load).resident_step_s
+        delay_s = self.delay_s(resident_s)
+        counts = [len(offloaded_layers(each, interval)) for each in self.stages]
+        if not any(counts):
+            return resident_s + delay_s
         typical_s = self.typical_transfer_s or self.transfer_s
-        hidden_s = min(num_transfers, NUM_STAGING_BUFFERS) * typical_s
+        # The stage that is late may be any, also one that does not wait for transfers.
+        hidden_s = min(*counts, NUM_STAGING_BUFFERS) * typical_s
+        slowest_s = [self.run_transfer_s(each) if each else 0.0 for each in counts]
         return max(
-            times.resident_step_s + delay_s,
-            step_time_s(replace(times, transfer_s=self.run_transfer_s(num_transfers)), interval),
-            step_time_s(replace(times, transfer_s=typical_s), interval) + max(0.0, delay_s - hidden_s),
+            resident_s + delay_s,
+            self._stages_s(load, interval, slowest_s),
+            self._stages_s(load, interval, [typical_s] * len(counts)) + max(0.0, delay_s - hidden_s),
+        )
+
+    def _stages_s(self, load: RecordedLoad, interval: int | None, transfers_s: Sequence[float]) -> float:
+        """Seconds of a step, one stage after another, where transfers of each take so long."""
+        stages = self.stages
+        others_s = [0.0] * (len(stages) - 1) + [load.other_s]
+        return sum(
+            step_time_s(LayerTimes(num_layers, load.compute_s, transfer_s, other_s), interval)
+            for num_layers, transfer_s, other_s in zip(stages, transfers_s, others_s, strict=True)
         )
 
     def run_transfer_s(self, num_transfers: int) -> float:
@@ -164,8 +204,7 @@ class PerformanceRecord(MeasuredFile):
         load = self.find(phase, batch_size, length)
         if load is None:
             return None
-        intervals = range(1, self.num_layers + 1)
-        return next((each for each in intervals if self.meets(load, each, objective_s)), None)
+        return next((each for each in self.intervals if self.meets(load, each, objective_s)), None)
 
     def meets(self, load: RecordedLoad, interval: int | None, objective_s: float) -> bool:
         """Whether but few steps exceed an objective, or what few do without offloading if that is more."""
