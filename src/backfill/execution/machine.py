@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -135,9 +136,14 @@ def proc_value(file: str, name: str) -> str | None:
 
 
 class OthersMeter:
-    """Measures what other processes use of the processors, from its creation on."""
+    """Measures what other processes use of the processors, from its creation on.
 
-    def __init__(self) -> None:
+    Args:
+        own: processes that count as this one. They run until ``share`` was called.
+    """
+
+    def __init__(self, own: Sequence[int] = ()) -> None:
+        self._own = own
         self._began = self._now()
 
     def share(self) -> float:
@@ -147,11 +153,11 @@ class OthersMeter:
             return 0.0
         return min(1.0, max(0.0, busy_s - own_s) / (elapsed_s * (os.cpu_count() or 1)))
 
-    @staticmethod
-    def _now() -> tuple[float, float, float]:
+    def _now(self) -> tuple[float, float, float]:
         """Seconds: of the clock, of all processors at work, and of this process."""
         used = os.times()
         own_s = used.user + used.system + used.children_user + used.children_system
+        own_s += sum(map(_used_seconds, self._own))
         seconds = _processor_seconds()
         if seconds is None:
             return used.elapsed, own_s, own_s
@@ -181,6 +187,14 @@ class StolenTime:
     def _now_s() -> float:
         seconds = _processor_seconds()
         return 0.0 if seconds is None else seconds[-1]
+
+
+def _used_seconds(pid: int) -> float:
+    """Of the processors, by all threads of a process; 0 where the system does not say."""
+    with suppress(OSError, ValueError), open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+        fields = file.read().rpartition(")")[2].split()  # behind its name, which may have blanks
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def _processor_seconds() -> list[float] | None:
