@@ -32,9 +32,9 @@ from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.request import Request, RequestId
 from backfill.core.sampling import SamplingParams
+from backfill.engine.analyzer import analyze, load_or_measure_record, record_path
 from backfill.engine.engine import Engine
 from backfill.engine.interval_choice import on_bus, with_chosen_interval
-from backfill.execution.analyzer import analyze, load_or_measure_record, record_path
 from backfill.execution.create import create_torch_executor
 from backfill.models.resolve import resolve_model
 from backfill.offloading.loads import FULL_LOADS, QUICK_LOADS

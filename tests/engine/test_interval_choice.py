@@ -9,9 +9,11 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from backfill.bus.throttle import open_bus
 from backfill.core.clock import VirtualClock
@@ -21,14 +23,21 @@ from backfill.core.measured_on import MeasuredOn
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
 from backfill.costs.profiler import Capacity, profile_executor
-from backfill.engine.interval_choice import _save_correction, create_record_check, with_chosen_interval
+from backfill.engine import analyzer
+from backfill.engine.analyzer import Analysis, analyze, load_or_measure_record, record_key, record_path
+from backfill.engine.interval_choice import (
+    _save_correction,
+    create_record_check,
+    on_bus,
+    with_chosen_interval,
+)
 from backfill.engine.process import load_engine
-from backfill.execution import analyzer
-from backfill.execution.analyzer import Analysis, analyze, load_or_measure_record, record_key, record_path
 from backfill.execution.create import create_torch_executor, target_of
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.offloading.loads import LoadGrid
 from backfill.offloading.record import PerformanceRecord, Phase, RecordedLoad
+from backfill.parallel import create as parallel
+from backfill.parallel.memories import memories_of
 from backfill.scheduling.objectives import impossible_objectives
 from experiments.layered_device import LayeredDevice, LayeredExecutor
 from tests.builders import flat_cost, make_info, make_request
@@ -76,9 +85,9 @@ def save(config: EngineConfig) -> Save:
     def save_record(transfer_s: float, **changes: Any) -> None:
         phases: tuple[tuple[Phase, float], ...] = (("decode", 0.001), ("prefill", 0.003))
         loads = tuple(RecordedLoad(phase, 1, 64, compute_s, 0.002) for phase, compute_s in phases)
-        key = record_key(config)
-        record = PerformanceRecord(key, NUM_LAYERS, 4096, transfer_s, loads)
-        replace(record, **changes).save(record_path(key))
+        record = PerformanceRecord(record_key(config), NUM_LAYERS, 4096, transfer_s, loads)
+        record = replace(record, **changes)
+        record.save(record_path(record.key))
 
     return save_record
 
@@ -129,7 +138,7 @@ def test_the_measured_executor_leaves_no_memory_behind(
         made.append(weakref.ref(executor))
         return executor
 
-    monkeypatch.setattr(analyzer, "create_torch_executor", create)
+    monkeypatch.setattr(parallel, "create_torch_executor", create)
     gc.disable()
     try:
         analyze(config, SMALL)
@@ -147,7 +156,7 @@ def test_the_measured_executor_does_not_divide_memory_anew(
         created.append(given)
         raise InsufficientMemory("too small")
 
-    monkeypatch.setattr(analyzer, "create_torch_executor", create)
+    monkeypatch.setattr(parallel, "create_torch_executor", create)
     with pytest.raises(InsufficientMemory):
         analyze(replace(config, min_offload_interval=1), SMALL)
     (measured,) = created
@@ -362,7 +371,7 @@ def test_a_limit_that_only_smaller_intervals_fit_is_refused_with_both_ways_out(
 ) -> None:
     """The objective needs interval 3; the memory has room for 2."""
     save(0.004)
-    two = target_of(replace(config, offload_interval=2)).least_device_bytes
+    two = target_of(replace(config, offload_interval=2)).least_device_bytes([0])
     limited = replace(config, device_memory=(two + 4096) / GIB)
     with pytest.raises(ConfigError) as caught:
         chosen(limited, tpot_slo=0.018)
@@ -378,12 +387,65 @@ def test_a_limit_that_only_smaller_intervals_fit_is_refused_with_both_ways_out(
     assert chosen(replace(config, device_memory=needed), tpot_slo=0.018) == 3
 
 
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "tpot_slo", "interval"), [(2, 1, 0.018, 3), (1, 2, 0.030, 2), (2, 2, 0.030, 2)]
+)
+def test_ranks_on_a_cpu_share_its_memory(
+    config: EngineConfig, save: Save, tensor: int, pipeline: int, tpot_slo: float, interval: int
+) -> None:
+    """The objective needs another interval of 12 layers than of two stages with 6 each."""
+    ranks = replace(config, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+    ranks.validate()
+    stages = () if pipeline == 1 else (6, 6)
+    save(0.004, key=record_key(ranks), stage_layers=stages)
+    one = target_of(replace(ranks, offload_interval=1), tensor, pipeline)
+    least = one.least_device_bytes(range(tensor * pipeline))
+    limited = replace(ranks, device_memory=(least + 4096) / GIB)
+    assert chosen(limited, tpot_slo=1.0) == 1
+    with pytest.raises(InsufficientMemory):
+        chosen(replace(limited, device_memory=(least - 4096) / GIB), tpot_slo=1.0)
+    with pytest.raises(ConfigError, match=r"no interval that fits `device_memory` .* holds") as caught:
+        chosen(limited, tpot_slo=tpot_slo)
+    advised, needed = re.findall(
+        r"interval (\w+) holds .* needs `device_memory` ([\d.]+)", str(caught.value)
+    )[0]
+    assert advised == str(interval)
+    assert chosen(replace(ranks, device_memory=float(needed)), tpot_slo=tpot_slo) == interval
+
+
+def test_each_rank_on_cuda_has_a_memory_of_its_own(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of(replace(config, kv_gib=None), tensor_parallel_size=2, pipeline_parallel_size=2)
+    (shared,) = memories_of(target)
+    assert list(shared.ranks) == [0, 1, 2, 3]
+    on_gpus = replace(target, device=torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda rank: SimpleNamespace(total_memory=1000 + rank)
+    )
+    found = memories_of(on_gpus)
+    assert [(list(each.ranks), each.available_bytes) for each in found] == [
+        ([rank], int(0.9 * (1000 + rank))) for rank in range(4)
+    ]  # fmt: skip
+    parts = [target.least_device_bytes(each.ranks) for each in found]
+    assert max(parts) < target.least_device_bytes(shared.ranks) <= sum(parts)
+
+
+def test_stages_share_a_bus(config: EngineConfig, save: Save) -> None:
+    save(0.004, layer_bytes=1 << 20)
+    record = PerformanceRecord.load(record_path(record_key(config)))
+    on_one = replace(config, offload_bus="left", offload_bus_gib_per_s=1 / 8)  # a layer takes 8 ms
+    assert on_bus(record, on_one).transfer_s == pytest.approx(1 / 128)
+    stages = replace(record, stage_layers=(4, 4, 4))
+    assert on_bus(stages, on_one).transfer_s == pytest.approx(3 / 128)
+
+
 def test_an_engine_that_starts_again_goes_on_with_what_its_corrected_record_has(
     config: EngineConfig, save: Save, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in the test before, where the first start is refused."""
     save(0.004)
-    two = target_of(replace(config, offload_interval=2)).least_device_bytes
+    two = target_of(replace(config, offload_interval=2)).least_device_bytes([0])
     limited = replace(config, device_memory=(two + 4096) / GIB, min_offload_interval=1)
     kept = replace(config.scheduler, tpot_slo=0.018, kept_slo=SLO(1.0, 0.018))
     found = with_chosen_interval(replace(limited, scheduler=kept))

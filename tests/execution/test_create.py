@@ -23,7 +23,7 @@ from backfill.execution.machine import check_host_pool_fits
 from backfill.execution.memory import WeightSizes, WeightWidths
 from backfill.execution.pool_pair import CopyGroup, CpuPools
 from backfill.models.config import ModelConfig
-from backfill.models.shard import whole_model
+from backfill.models.shard import ShardSizes
 from tests.builders import make_request
 from tests.execution.tiny import BLOCK_BYTES, dummy_config, two_tier_config
 from tests.models.gguf.builders import (
@@ -98,7 +98,9 @@ def test_by_default_it_is_as_large_as_the_pool_or_a_quarter_of_what_is_left(
             assert create_torch_executor(config).info.num_host_blocks == 24
         assert "KV pool in host memory: 24 blocks" in caplog.text
     model = ModelConfig.from_folder(model_dir)
-    weights_bytes = WeightSizes.of((whole_model(model),), WeightWidths(4, 4, 4)).device_bytes(None)
+    weights_bytes = WeightSizes.of(
+        (ShardSizes(model, range(model.num_layers)),), WeightWidths(4, 4, 4)
+    ).device_bytes(None)
     available(monkeypatch, weights_bytes + 24 * BLOCK_BYTES + 4 * 5 * BLOCK_BYTES + 3)
     assert create_torch_executor(config).info.num_host_blocks == 5
 

@@ -25,9 +25,9 @@ from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile, Quality
 from backfill.costs.profiler import Shape, StepTimer
+from backfill.engine.analyzer import record_key
 from backfill.engine.engine import Engine
 from backfill.execution import profile as execution_profile
-from backfill.execution.analyzer import record_key
 from backfill.execution.create import create_torch_executor
 from backfill.execution.profile import (
     create_refiner,

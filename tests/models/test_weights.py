@@ -25,7 +25,7 @@ from backfill.models.config import ModelConfig
 from backfill.models.fields import Fields
 from backfill.models.quantization import StoredQuantization, stored_quantization
 from backfill.models.safetensors_files import SafetensorsFiles
-from backfill.models.shard import ShardSizes, Span, whole_model
+from backfill.models.shard import ShardSizes, Span
 from backfill.models.shard_loader import ShardLoader
 from backfill.models.weights import Checkpoint, DummyCheckpoint, Part
 from tests.models.quantized import Case
@@ -281,7 +281,9 @@ class Mixed(DummyCheckpoint):
 def test_projections_of_several_formats() -> None:
     config: ModelConfig = SMOLLM2
     checkpoint: Checkpoint = Mixed(dtype=torch.float32)
-    loader = ShardLoader(checkpoint, CpuKernels("generic"), CPU, whole_model(config), "layers.0.")
+    loader = ShardLoader(
+        checkpoint, CpuKernels("generic"), CPU, ShardSizes(config, range(config.num_layers)), "layers.0."
+    )
     spans = {name: Span(size, 0, size) for name, size in (("q_proj", 64), ("k_proj", 32), ("v_proj", 32))}
     linear = loader.column_linear(spans, 96, has_bias=True)
     assert isinstance(linear, ConcatenatedLinear)

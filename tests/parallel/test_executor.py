@@ -20,6 +20,7 @@ from backfill.core.plan import (
     AdmittedRequest,
     BlockCopies,
     Compute,
+    RankTiming,
     Safepoints,
     ScheduledSlice,
     StepPlan,
@@ -253,8 +254,15 @@ def test_a_rank_that_cannot_be_loaded_ends_all(load: RankLoader, message: str) -
 
 
 def test_bytes_of_ranks_add_up_and_they_wait_beside_each_other() -> None:
-    ranks = [WeightTransfers(2, 100, 0.25, 0.5, 30, 0.125), WeightTransfers(2, 60, 0.75, 0.25, 20, 0.375)]
-    assert merge_transfers(ranks) == WeightTransfers(2, 160, 0.75, 0.5, 50, 0.375)
+    """Those of one stage; those of the next wait after them, but for the bus, which is one."""
+    timings = [RankTiming((number,), (0.0,), (), 10) for number in range(3)]
+    ranks = [
+        (0, WeightTransfers(2, 100, 0.25, 0.5, 30, 0.125, (timings[0],))),
+        (0, WeightTransfers(2, 60, 0.75, 0.25, 20, 0.375, (timings[1],))),
+        (1, WeightTransfers(2, 40, 0.125, 0.25, 10, 0.25, (timings[2],))),
+    ]
+    assert merge_transfers(ranks[:2]) == WeightTransfers(2, 160, 0.75, 0.5, 50, 0.375, tuple(timings[:2]))
+    assert merge_transfers(ranks) == WeightTransfers(2, 200, 0.875, 0.5, 60, 0.375, tuple(timings))
     assert merge_transfers([]) == WeightTransfers()
 
 

@@ -22,10 +22,6 @@ from tests.models.tiny import save_tiny_model
         ({"tensor_parallel_size": 0}, "`tensor_parallel_size` must be at least 1, got 0"),
         ({"pipeline_parallel_size": -1}, "`pipeline_parallel_size` must be at least 1, got -1"),
         (
-            {"pipeline_parallel_size": 2, "offload_interval": "auto"},
-            "`offload_interval` auto is not supported with `pipeline_parallel_size` 2; give a number",
-        ),
-        (
             {"tensor_parallel_size": 4, "threads": 3},
             "`threads` 3 is less than the 4 processes of `tensor_parallel_size` 4",
         ),

@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 from ray.util import list_named_actors, placement_group_table
 
 from backfill.core.errors import ConfigError
-from backfill.parallel.ray_cluster import ADDRESS_VARIABLE, bundle_of
+from backfill.parallel.ray_cluster import ADDRESS_VARIABLE, Bundle, bundle_of, most_on_a_node
 from tests.api.servers import SMALL_MODEL, RunningServer, launch_small, serve_command, wait_until
 from tests.cli.running import assert_refused, run_cli_here
 from tests.parallel.processes import parent
@@ -151,6 +151,12 @@ def test_replicas_share_a_cluster(
     bundle: dict[str, float],
 ) -> None:
     assert bundle_of(nodes, replicas, ranks, threads, uses_gpus, "it").resources == bundle
+
+
+def test_a_node_may_hold_several_stages() -> None:
+    nodes = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 3.0}]
+    found = [most_on_a_node(nodes, Bundle(*each)) for each in ((2, 0), (8, 0), (4, 2), (2, 4), (16, 0))]
+    assert found == [4, 1, 2, 1, 1]
 
 
 def test_a_replica_needs_one_node() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,12 @@ from ray.util import list_named_actors, placement_group_table
 
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, EngineDead, ExecutorDead
+from backfill.engine import analyzer
+from backfill.engine.analyzer import saved_record
 from backfill.engine.client import EngineClient
-from backfill.execution.create import create_torch_executor
+from backfill.engine.interval_choice import with_chosen_interval
+from backfill.execution.create import create_torch_executor, target_of
+from backfill.parallel import ray_stages
 from backfill.parallel.create import create_executor
 from backfill.parallel.ray_cluster import ADDRESS_VARIABLE
 from backfill.parallel.ray_stages import BUILD, StageNode, check_builds
@@ -24,6 +29,7 @@ from tests.models.tiny import save_tiny_model
 from tests.parallel.processes import children, parent, wait_ended
 from tests.parallel.test_engine import generate
 from tests.parallel.test_executor import plan_of
+from tests.parallel.test_rank_records import GRID, config_of
 from tests.parallel.test_rank_tokens import tokens
 from tests.ray.fake_engines import fake_executor, load_fake_engine
 
@@ -69,6 +75,29 @@ def test_tokens_on_two_nodes_are_those_of_one_process(cluster: Cluster, tmp_path
     finally:
         executor.close()  # type: ignore[union-attr]
     wait_ended(ranks)
+    wait_until(is_clean, "the end of all actors")
+
+
+def test_the_record_of_stages_on_two_nodes_is_measured_there(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``device_memory`` is of a node, which has room for one of these stages."""
+    monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setattr(ray_stages, "_PASSED_ON", ("BACKFILL_CACHE_ROOT",))  # each node has its own
+    monkeypatch.setattr(analyzer, "QUICK_LOADS", GRID)
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    config = replace(config_of(tmp_path / "model", **sizes), executor="ray", device="auto", threads=None)
+    config.validate()
+    target = target_of(replace(config, offload_interval=1), 2, 2)
+    of_nodes = [target.least_device_bytes(each) for each in ((0, 1), (2, 3))]
+    chosen = with_chosen_interval(replace(config, device_memory=(max(of_nodes) + 4096) / GIB))
+    assert (chosen.offload_interval, chosen.device) == (1, "cpu")
+    record = saved_record(chosen)
+    assert record is not None
+    assert record.key.device.endswith(", 2 x 2 ranks, actors of Ray")
+    assert sum(record.stages) == record.num_layers
+    assert record.others_share == 0.0
+    assert len(list((tmp_path / "cache" / "packed").glob("*.layers"))) == 4
     wait_until(is_clean, "the end of all actors")
 
 

@@ -28,7 +28,7 @@ from backfill.engine.options import ModelOptions, check_engine
 from backfill.offloading.choice import IntervalChooser
 
 if TYPE_CHECKING:
-    from backfill.execution.analyzer import Analysis
+    from backfill.engine.analyzer import Analysis
     from backfill.offloading.record import PerformanceRecord
 
 
@@ -157,15 +157,11 @@ def _measure_record(
     config: EngineConfig, options: ProfileOptions, on_load: Callable[[int, int], None]
 ) -> tuple[Analysis, Path]:
     """Measure the record and save it, where engines look for it by default. Raises: BackfillError."""
-    if config.num_ranks > 1:
-        raise ConfigError(
-            f"is measured in one process, and these are {config.num_ranks} ranks; leave one of them out.",
-            field="offload",
-        )
-    from backfill.execution.analyzer import analyze, record_path
+    from backfill.engine.analyzer import analyze, record_path
     from backfill.offloading.loads import FULL_LOADS, QUICK_LOADS
+    from backfill.parallel.memories import with_device_of_ranks
 
-    analysis = analyze(config, QUICK_LOADS if options.quick else FULL_LOADS, on_load)
+    analysis = analyze(with_device_of_ranks(config), QUICK_LOADS if options.quick else FULL_LOADS, on_load)
     path = options.out or record_path(analysis.record.key)
     with writing(path):
         analysis.record.save(path)
@@ -179,8 +175,7 @@ def _print_record(
     from backfill.engine.interval_choice import load_limits, objectives, on_bus
 
     record = on_bus(analysis.record, config)
-    intervals = range(1, record.num_layers + 1)
-    chooser = IntervalChooser(record, load_limits(config), (*intervals, None))
+    chooser = IntervalChooser(record, load_limits(config), (*record.intervals, None))
     slo = objectives(config, chooser)
     rows = [_row(record, slo, index) for index in range(len(record.loads))]
     table = Table(title=f"{record.key.model}, {record.key.dtype}, {record.key.device}")

@@ -353,8 +353,6 @@ class EngineConfig:
         split = next((f"`{name}` {size}" for name, size in sizes.items() if size > 1), None)
         if split is None:
             return
-        if self.offload_interval == "auto":
-            raise ConfigError(f"`offload_interval` auto is not supported with {split}; give a number.")
         if self.threads is not None and self.threads < self.num_ranks:
             raise ConfigError(
                 f"`threads` {self.threads} is less than the {self.num_ranks} processes of {split}, each "

@@ -261,6 +261,23 @@ class FailedRequest(NamedTuple):
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class RankTiming:
+    """What a rank that times its layers has measured since its previous outcome, in seconds.
+
+    Attributes:
+        layers_s: computing each layer, in order, from when it has its weights to its end.
+        waits_s: before each of these layers, waiting for its weights.
+        transfers_s: of each transfer of a layer that has ended, in order.
+        layer_bytes: of a transfer.
+    """
+
+    layers_s: tuple[float, ...]
+    waits_s: tuple[float, ...]
+    transfers_s: tuple[float, ...]
+    layer_bytes: int
+
+
 class WeightTransfers(NamedTuple):
     """Transfers of offloaded layers to the device since the previous outcome.
 
@@ -271,6 +288,7 @@ class WeightTransfers(NamedTuple):
         transfer_s: that the transfer of one layer takes, the median of the latest ones; 0 before the first.
         copied_bytes: of KV, copied over an emulated bus.
         bus_wait_s: time for which transfers and copies waited for that bus.
+        timings: of each rank, by rank; empty unless they time their layers.
     """
 
     interval: int | None = None
@@ -279,6 +297,7 @@ class WeightTransfers(NamedTuple):
     transfer_s: float = 0.0
     copied_bytes: int = 0
     bus_wait_s: float = 0.0
+    timings: tuple[RankTiming, ...] = ()
 
     def followed_by(self, later: WeightTransfers) -> WeightTransfers:
         """Both together."""

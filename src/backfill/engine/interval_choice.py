@@ -9,12 +9,14 @@ from dataclasses import replace
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.core.slo import SLO
+from backfill.engine.analyzer import load_or_measure_record, record_path, saved_record
 from backfill.engine.record_check import RecordCheck
-from backfill.execution.analyzer import load_or_measure_record, record_path, saved_record
 from backfill.execution.create import choose_device, target_of
+from backfill.execution.sizing import Target
 from backfill.models.config import ModelConfig
 from backfill.offloading.choice import IntervalChooser, LoadLimits, NoIntervalHolds
 from backfill.offloading.record import PerformanceRecord
+from backfill.parallel.memories import memories_of, with_device_of_ranks
 from backfill.scheduling.objectives import rounded_up, slo_above
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
     """
     if config.offload_interval != "auto":
         return config
+    config = with_device_of_ranks(config)
     fitting = _fitting(config)
     if None in fitting and _saves_for_nothing(config):
         logger.info(
@@ -102,11 +105,14 @@ def _without_offloading(config: EngineConfig) -> EngineConfig:
 
 
 def on_bus(record: PerformanceRecord, config: EngineConfig) -> PerformanceRecord:
-    """The record with transfers no faster than the bus of the configuration, if it has one."""
+    """The record with transfers no faster than the bus of the configuration, if it has one.
+
+    All stages of a pipeline transfer at a time, each a layer.
+    """
     bytes_per_s = config.offload_bus_bytes_per_s
     if bytes_per_s is None:
         return record
-    return record.with_transfers_of(record.layer_bytes / bytes_per_s)
+    return record.with_transfers_of(len(record.stages) * record.layer_bytes / bytes_per_s)
 
 
 def create_record_check(config: EngineConfig) -> RecordCheck | None:
@@ -159,16 +165,19 @@ def objectives(config: EngineConfig, chooser: IntervalChooser) -> SLO:
 
 
 def _fitting(config: EngineConfig) -> set[int | None]:
-    """The intervals with which the model fits its device; None if it does without offloading.
+    """The intervals with which the model fits its devices; None if it does without offloading.
 
     Raises: InsufficientMemory if there is none.
     """
     fitting: set[int | None] = set()
     first: InsufficientMemory | None = None
-    target = target_of(config)
-    for interval in (*range(1, target.placement.config.num_layers + 1), None):
+    target = _target(config)
+    memories = memories_of(target)
+    for interval in (*range(1, max(map(len, target.placement.stages)) + 1), None):
+        of_interval = replace(target, config=_with_interval(config, interval))
         try:
-            replace(target, config=_with_interval(config, interval)).plan_device()
+            for each in memories:
+                of_interval.divide_memory(each.available_bytes, each.ranks[0], each.ranks)
             fitting.add(interval)
         except InsufficientMemory as error:
             first = first or error
@@ -176,6 +185,10 @@ def _fitting(config: EngineConfig) -> set[int | None]:
         assert first is not None
         raise first
     return fitting
+
+
+def _target(config: EngineConfig) -> Target:
+    return target_of(config, config.tensor_parallel_size, config.pipeline_parallel_size)
 
 
 def _saves_for_nothing(config: EngineConfig) -> bool:
@@ -191,7 +204,9 @@ def _with_interval(config: EngineConfig, interval: int | None) -> EngineConfig:
 
 def _refusal(config: EngineConfig, slo: SLO, error: NoIntervalHolds) -> str:
     """What is asked for, and the two ways out of it."""
-    memory = "the device's memory"
+    target = _target(config)
+    memories = [each.ranks for each in memories_of(target)]
+    memory = "the device's memory" if len(memories) == 1 else "the memory of each device"
     if config.device_memory is not None:
         memory = f"`device_memory` {config.device_memory:g} GiB"
     rules = (
@@ -202,9 +217,9 @@ def _refusal(config: EngineConfig, slo: SLO, error: NoIntervalHolds) -> str:
     asked = " and ".join(f"`{field}` {asked_s:g}" for field, asked_s, _ in missed)
     offered = " and ".join(f"`{field}` {rounded_up(least_s):g} or more" for field, _, least_s in missed)
     holding: list[int | None] = [*error.holding, None]
-    target = target_of(config)
     needed = {
-        each: replace(target, config=_with_interval(config, each)).least_device_bytes for each in holding
+        each: max(map(replace(target, config=_with_interval(config, each)).least_device_bytes, memories))
+        for each in holding
     }
     cheapest = min(needed, key=lambda each: needed[each])
     gib = -(-needed[cheapest] * 1000 // GIB) / 1000  # rounded up: the advice must suffice

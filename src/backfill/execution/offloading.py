@@ -45,6 +45,9 @@ class StreamedModel(Protocol):
 class LayerObserver(Protocol):
     """Is told when layers are computed, on the thread that issues them."""
 
+    def reach(self) -> None:
+        """A layer is next, and its weights are waited for."""
+
     def begin(self) -> None:
         """A layer has its weights and is computed next."""
 
@@ -127,6 +130,8 @@ class LayerStreamer:
         if fetch is not None:
             self._begin(fetch)
             self._prefetch(index + 1)
+        if self.observer is not None:
+            self.observer.reach()
         self._link.wait(self._buffers.buffer_of(index))
         if self.observer is not None:
             self.observer.begin()

@@ -58,17 +58,12 @@ class MeasuredExecutor(RunsPlans, Protocol):
 def profile_key(config: EngineConfig, executor: MeasuredExecutor) -> MeasuredOn:
     """Key of this executor's profile: the model's shape, the device and its kernels, the dtype.
 
-    Micro-batches, offloading, a bus that transfers are held to and the division among ranks are part of how
-    the device is used.
+    Offloading and a bus that transfers are held to are part of how the device is used.
     """
     model = ModelConfig.from_folder(config.model_dir)
     info = executor.info
     num_threads = torch.get_num_threads() if config.num_ranks == 1 else threads_of_rank(config)
     device = device_name(config, torch.device(info.device), num_threads)
-    if config.num_ranks > 1:
-        device += f", {config.tensor_parallel_size} x {config.pipeline_parallel_size} ranks"
-    if config.executor == "ray":
-        device += ", actors of Ray"
     if config.offload_every is not None:
         device += f", offload interval {config.offload_every}"
         if config.offload_bus_gib_per_s is not None and info.device == "cpu":
@@ -78,7 +73,13 @@ def profile_key(config: EngineConfig, executor: MeasuredExecutor) -> MeasuredOn:
 
 
 def device_name(config: EngineConfig, device: torch.device, num_threads: int) -> str:
-    """What times on a device depend on: its kind and how it is used, and a CPU's kernels and threads."""
+    """What times on a device depend on: its kind and how it is used, and a CPU's kernels and threads.
+
+    Micro-batches and the division among ranks are part of how it is used.
+
+    Args:
+        num_threads: of each rank.
+    """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -86,6 +87,10 @@ def device_name(config: EngineConfig, device: torch.device, num_threads: int) ->
         name = f"{processor or os.name}, {CpuKernels().isa}, {num_threads} threads"
     if config.num_micro_batches > 1:
         name += f", {config.num_micro_batches} micro-batches"
+    if config.num_ranks > 1:
+        name += f", {config.tensor_parallel_size} x {config.pipeline_parallel_size} ranks"
+    if config.executor == "ray":
+        name += ", actors of Ray"
     return name
 
 

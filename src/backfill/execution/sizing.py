@@ -27,7 +27,7 @@ from backfill.execution.memory import (
 )
 from backfill.models.config import ModelConfig
 from backfill.models.placement import ModelPlacement
-from backfill.models.shard import ShardSizes, whole_model
+from backfill.models.shard import ShardSizes
 
 if TYPE_CHECKING:
     import torch
@@ -123,6 +123,15 @@ class Target:
 
     def plan_device(self, rank: int = 0, node_ranks: Sequence[int] | None = None) -> MemoryPlan:
         """Divide the memory of a rank's device; see ``plan_rank``, also for what it raises."""
+        utilization = self.config.gpu_memory_utilization
+        on_cpu = self.device.type == "cpu"
+        available = available_host_bytes() if on_cpu else available_cuda_bytes(self.device, utilization)
+        return self.divide_memory(available, rank, node_ranks)
+
+    def divide_memory(
+        self, available_bytes: int | None, rank: int = 0, node_ranks: Sequence[int] | None = None
+    ) -> MemoryPlan:
+        """See ``plan_device``. Args: available_bytes: what the device has; None: unknown."""
         config, placement, on_cpu = self.config, self.placement, self.device.type == "cpu"
         _check_interval(config.offload_every, placement)
         sharing = range(placement.num_ranks) if node_ranks is None else node_ranks
@@ -142,20 +151,21 @@ class Target:
             kv_bytes=kv_bytes,
             limit_bytes=config.device_memory_bytes,
             activation_bytes=self.step_bytes(shards),
-            available_bytes=available_host_bytes()
-            if on_cpu
-            else _available_cuda_bytes(self.device, config.gpu_memory_utilization),
+            available_bytes=available_bytes,
         )
 
-    @property
-    def least_device_bytes(self) -> int:
-        """Of device memory that one rank with the whole model needs.
+    def least_device_bytes(self, ranks: Sequence[int]) -> int:
+        """Of device memory that these ranks need together.
 
-        The KV pool has the size that is asked for, else one block.
+        The KV pool has the size that is asked for, of which they have their part, else one block.
         """
-        shards, config = (whole_model(self.placement.config),), self.config
+        config, shards = self.config, list(map(self.placement.sizes, ranks))
         weights_bytes = self.weight_sizes(shards).device_bytes(config.offload_every)
-        kv_bytes = self._block_bytes(shards) if config.kv_bytes is None else config.kv_bytes
+        kv_bytes = block_bytes = self._block_bytes(shards)
+        if config.kv_bytes is not None:
+            kv_bytes = config.kv_bytes
+            if len(shards) < self.placement.num_ranks:
+                kv_bytes = kv_bytes // self._block_bytes(self.placement.shards()) * block_bytes
         return weights_bytes + self.step_bytes(shards) + kv_bytes
 
     def kv_layout(self, shard: ShardSizes) -> KVLayout:
@@ -226,7 +236,7 @@ def _check_interval(interval: int | None, placement: ModelPlacement) -> None:
         )
 
 
-def _available_cuda_bytes(device: torch.device, utilization: float) -> int:
+def available_cuda_bytes(device: torch.device, utilization: float) -> int:
     """Bytes of device memory that this process may still allocate, up to ``utilization`` of the total."""
     import torch
 

@@ -180,8 +180,3 @@ class ShardSizes:
         least, more = divmod(number, self.size)
         start = self.rank * least + min(self.rank, more)
         return Span(number, start, start + least + (self.rank < more))
-
-
-def whole_model(config: ModelConfig) -> ShardSizes:
-    """On a rank of its own."""
-    return ShardSizes(config, range(config.num_layers))

@@ -12,13 +12,14 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.execution.create import choose_device, create_torch_executor
 from backfill.execution.executor import warm_up
+from backfill.execution.layer_timing import TimedExecutor
 from backfill.execution.machine import check_threads, threads_of_rank
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.config import ModelConfig
 from backfill.models.placement import ModelPlacement
 from backfill.parallel import require_ray
 from backfill.parallel.executor import ParallelExecutor
-from backfill.parallel.load import load_rank
+from backfill.parallel.load import load_rank, load_timed_rank
 from backfill.parallel.rank import RankLoader
 
 
@@ -38,6 +39,18 @@ def create_executor(
     return create_torch_executor(config, bus)
 
 
+def create_timed_executor(config: EngineConfig) -> TimedExecutor | ParallelExecutor:
+    """The same where each rank reports what its layers take, and the transfers of their weights.
+
+    Raises: as ``create_executor``.
+    """
+    if config.executor == "ray":
+        return create_ray_executor(config, load_timed_rank)
+    if config.num_ranks > 1:
+        return create_parallel_executor(config, load_timed_rank)
+    return TimedExecutor(create_torch_executor(config))
+
+
 def create_parallel_executor(config: EngineConfig, load: RankLoader = load_rank) -> ParallelExecutor:
     """Start the ranks' processes and load the model there.
 
@@ -50,7 +63,7 @@ def create_parallel_executor(config: EngineConfig, load: RankLoader = load_rank)
     return _warmed_up(ParallelExecutor(config, threads_of_rank(config), load), config)
 
 
-def create_ray_executor(config: EngineConfig) -> ParallelExecutor:
+def create_ray_executor(config: EngineConfig, load: RankLoader = load_rank) -> ParallelExecutor:
     """Start the ranks as actors of Ray and load the model there.
 
     Raises: BackfillError with a message for the user; no actor is left then.
@@ -64,13 +77,11 @@ def create_ray_executor(config: EngineConfig) -> ParallelExecutor:
     from backfill.parallel.ray_stages import plan_stages, start_stages
 
     _check_sizes(config)
-    if config.offload_interval == "auto":
-        raise ConfigError("auto is not supported with `executor` ray.", field="offload_interval")
     bundle = plan_stages(config)
     config = replace(config, device="cuda" if bundle.num_gpus else "cpu")
     threads = max(1, bundle.threads // config.tensor_parallel_size)
     start = partial(start_stages, bundle)
-    return _warmed_up(ParallelExecutor(config, threads, load_rank, start=start), config)
+    return _warmed_up(ParallelExecutor(config, threads, load, start=start), config)
 
 
 def _check_sizes(config: EngineConfig) -> None:

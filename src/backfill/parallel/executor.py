@@ -93,7 +93,8 @@ class ParallelExecutor(PipelinedExecutor):
         self._unwatched_s = unwatched_s(config.engine_hang_timeout)
         self._encoder = PlanEncoder()
         self._completed = CompletedOnAll(config.num_ranks)
-        self._transfers: list[WeightTransfers] = []  # reported by ranks since the last outcome
+        self._size = config.tensor_parallel_size
+        self._transfers: list[tuple[int, WeightTransfers]] = []  # with their stage, since the last outcome
         self._in_flight: deque[_InFlight] = deque()
         self._unwatched_until_s = 0.0  # the oldest of these
         self._sampled = Sampled()  # in steps collected since the last plan
@@ -149,11 +150,13 @@ class ParallelExecutor(PipelinedExecutor):
         ), f"step {oldest.step} is collected, and ranks report {reports}"
         failed = _failures(reports)
         done = [each for each in reports if isinstance(each, StepDone)]
-        others = [each.others for each in done if each.others is not None]
-        for each in others:
-            self._completed.add(each)
-            if each.weight_transfers.interval is not None:
-                self._transfers.append(each.weight_transfers)
+        has_others = False
+        for rank, each in enumerate(reports):
+            if isinstance(each, StepDone) and each.others is not None:
+                has_others = True
+                self._completed.add(each.others)
+                if each.others.weight_transfers.interval is not None:
+                    self._transfers.append((rank // self._size, each.others.weight_transfers))
         if failed:
             raise RankFailed("; ".join(failed))
         report = done[self._output_rank]
@@ -164,7 +167,7 @@ class ParallelExecutor(PipelinedExecutor):
             sampled = Sampled(request_ids, token_ids)
         self._sampled = Sampled(*map(add, self._sampled, sampled))
         # A step that failed may have left some.
-        has_more = others or self._completed.has_some or self._transfers
+        has_more = has_others or self._completed.has_some or self._transfers
         return self._with_all_ranks(outcome) if has_more else outcome
 
     def _with_all_ranks(self, outcome: StepOutcome) -> StepOutcome:
@@ -269,17 +272,28 @@ def merge_infos(infos: Sequence[ExecutorInfo], num_stages: int) -> ExecutorInfo:
     )
 
 
-def merge_transfers(transfers: Sequence[WeightTransfers]) -> WeightTransfers:
-    """Of all ranks in a step: each transfers its shard of its layers, while the others transfer theirs."""
+def merge_transfers(transfers: Sequence[tuple[int, WeightTransfers]]) -> WeightTransfers:
+    """Of all ranks in a step: each transfers its shard of its layers, while the others transfer theirs.
+
+    Ranks of a stage wait beside each other, and stages one after another.
+
+    Args:
+        transfers: of each rank, by rank, with its stage.
+    """
     if not transfers:
         return WeightTransfers()
+    stalls_s: dict[int, float] = {}
+    for stage, each in transfers:
+        stalls_s[stage] = max(each.stall_s, stalls_s.get(stage, 0.0))
+    reported = [each for _, each in transfers]
     return WeightTransfers(
-        transfers[0].interval,
-        num_bytes=sum(each.num_bytes for each in transfers),
-        stall_s=max(each.stall_s for each in transfers),
-        transfer_s=max(each.transfer_s for each in transfers),
-        copied_bytes=sum(each.copied_bytes for each in transfers),
-        bus_wait_s=max(each.bus_wait_s for each in transfers),
+        reported[0].interval,
+        num_bytes=sum(each.num_bytes for each in reported),
+        stall_s=sum(stalls_s.values()),
+        transfer_s=max(each.transfer_s for each in reported),
+        copied_bytes=sum(each.copied_bytes for each in reported),
+        bus_wait_s=max(each.bus_wait_s for each in reported),
+        timings=tuple(timing for each in reported for timing in each.timings),
     )
 
 

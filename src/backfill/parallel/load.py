@@ -20,6 +20,7 @@ from backfill.core.config import EngineConfig
 from backfill.execution.collectives import RankLinks, SafepointGroup, SoleSafepointGroup, StageLink
 from backfill.execution.create import load_executor, target_of
 from backfill.execution.executor import WARM_UP_TOKENS
+from backfill.execution.layer_timing import TimedExecutor
 from backfill.execution.stage import Stage
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.shard import ModelShard
@@ -55,6 +56,11 @@ def load_rank(config: EngineConfig, context: RankContext) -> TorchExecutor:
     shard = ModelShard(links.group, target.placement.stages[context.stage], model.num_layers)
     stage = Stage(shard, links, context.state.stops, context.progress.begin_layer)
     return load_executor(target, plan, stage, open_bus_of_rank(config))
+
+
+def load_timed_rank(config: EngineConfig, context: RankContext) -> TimedExecutor:
+    """See ``RankLoader``: a rank that times its layers. Raises: as ``load_rank``."""
+    return TimedExecutor(load_rank(config, context))
 
 
 def connect(context: RankContext, shape: RowShape, device: torch.device) -> RankLinks:

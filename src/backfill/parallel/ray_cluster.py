@@ -129,6 +129,11 @@ def bundle_of(
     raise _too_small(nodes, bundle, num_bundles, what)
 
 
+def most_on_a_node(nodes: list[dict[str, float]], bundle: Bundle) -> int:
+    """Bundles that one node may hold, at least one; see ``bundle_of``."""
+    return max([1, *(_num_on(node, bundle) for node in nodes)])
+
+
 def reserve(bundle: Bundle, num_bundles: int, strategy: str, what: str) -> PlacementGroup:
     """A placement group. Raises: ConfigError if others use what is needed."""
     group = placement_group([bundle.resources] * num_bundles, strategy=strategy, name="backfill")
@@ -156,8 +161,11 @@ def _too_small(nodes: list[dict[str, float]], bundle: Bundle, num_bundles: int, 
 
 def _num_placed(nodes: list[dict[str, float]], bundle: Bundle) -> int:
     """Bundles that empty nodes hold."""
-    needed = bundle.resources.items()
-    return sum(min(int(node.get(name, 0.0) // amount) for name, amount in needed) for node in nodes)
+    return sum(_num_on(node, bundle) for node in nodes)
+
+
+def _num_on(node: dict[str, float], bundle: Bundle) -> int:
+    return min(int(node.get(name, 0.0) // amount) for name, amount in bundle.resources.items())
 
 
 def _shown(resources: dict[str, float]) -> str:

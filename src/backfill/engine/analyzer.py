@@ -18,16 +18,19 @@ from backfill.core.errors import ConfigError
 from backfill.core.measured_on import MeasuredOn
 from backfill.core.options import with_options
 from backfill.core.plan import StepOutcome, StepPlan
+from backfill.costs.copy_profiler import EMPTY_PLAN
 from backfill.costs.profiler import Capacity, Shape, StepTimer
-from backfill.execution.create import create_torch_executor, target_of
-from backfill.execution.machine import OthersMeter, available_processors
-from backfill.execution.offloading import LayerStreamer
+from backfill.execution.create import target_of
+from backfill.execution.layer_timing import TimedExecutor
+from backfill.execution.machine import OthersMeter, threads_of_rank
 from backfill.execution.profile import device_name, measured_path, saved_measurement, step_capacity
-from backfill.execution.torch_executor import TorchExecutor
 from backfill.offloading.choice import RESERVED_TOKENS
 from backfill.offloading.loads import QUICK_LOADS, Load, LoadGrid, is_within, never_falling
+from backfill.offloading.rank_times import RankTransfers, StepTimes, layer_bytes, merge_step
 from backfill.offloading.record import PerformanceRecord, RecordedLoad
 from backfill.offloading.spread import delays_s, quantile, run_times_s
+from backfill.parallel.create import create_timed_executor
+from backfill.parallel.executor import ParallelExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -62,29 +65,62 @@ def analyze(
     and processor time of the layers. Without that, layers may be faster.
 
     Args:
+        config: with the device that its ranks will have (``with_device_of_ranks``).
         on_load: gets the runs made or left out, and all runs.
-    Raises: BackfillError as ``create_torch_executor``; ConfigError if not even one request fits.
+    Raises: BackfillError as ``create_timed_executor``; ConfigError if not even one request fits.
     """
-    executor = create_torch_executor(_for_analysis(config))
-    streamer = executor.streamer
-    assert streamer is not None
+    executor = create_timed_executor(_for_analysis(config))
     try:
-        return _analyze(config, executor, streamer, grid, on_load)
+        return _analyze(config, executor, grid, on_load)
     finally:
-        streamer.close()
-        del executor, streamer
+        executor.close()
+        del executor
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()  # another executor may be made, and sees what is free
 
 
 def _analyze(
     config: EngineConfig,
-    executor: TorchExecutor,
-    streamer: LayerStreamer,
+    executor: TimedExecutor | ParallelExecutor,
     grid: LoadGrid,
     on_load: Callable[[int, int], None],
 ) -> Analysis:
-    capacity = step_capacity(config, executor.info)
+    info = executor.info
+    capacity = step_capacity(config, info)
+    shapes = _shapes(grid, capacity)
+    # Pages that were never written are not mapped: reads would be too fast.
+    executor.fill_kv_pool(max(map(capacity.num_blocks, shapes.values())))
+    others = OthersMeter(_own_processes(config, executor))
+    timer = _LoadTimer(executor, capacity, num_stages=len(info.stage_layers) or 1)
+    timer.forget_transfers()
+    runs = timer.time_all(shapes, grid, on_load)
+    beside = timer.transfers.take()
+    timer.forget_transfers()
+    alone = timer.transfer_alone()
+    others_share = 0.0 if config.executor == "ray" else others.share()  # processors of other machines
+    recorded = _recorded(runs)
+    transfers = [*beside, *alone]
+    record = PerformanceRecord(
+        key=record_key(config),
+        num_layers=info.num_layers,
+        layer_bytes=timer.layer_bytes,
+        transfer_s=max(map(quantile, transfers)),
+        loads=never_falling(recorded.values()),
+        max_num_seqs=capacity.max_num_seqs,
+        max_num_batched_tokens=capacity.max_num_batched_tokens,
+        typical_transfer_s=max(map(statistics.median, transfers)),
+        transfer_runs_s=tuple(map(max, zip(*map(run_times_s, transfers), strict=False))),
+        delays_s=tuple(delays_s(_parts(runs, recorded))),
+        is_thorough=grid.is_thorough,
+        others_share=others_share,
+        provenance=f"{len(recorded)} loads, the median of up to {grid.rounds} steps of each; transfers: P99.",
+        stage_layers=info.stage_layers,
+    )
+    return Analysis(record, max(map(quantile, alone)), max(map(quantile, beside)))
+
+
+def _shapes(grid: LoadGrid, capacity: Capacity) -> dict[Load, Shape]:
+    """The loads of a grid that a step may have. Raises: ConfigError if there are none of some phase."""
     # Else no load would stand for as many requests, or tokens of them, as the engine may have.
     most = 1 << (capacity.max_num_seqs.bit_length() - 1)
     longest = capacity.max_model_len - RESERVED_TOKENS
@@ -94,43 +130,14 @@ def _analyze(
         batch_sizes=tuple(sorted({*grid.batch_sizes, most})),
         context_lengths=tuple(sorted({*shorter, longest})) if shorter else grid.context_lengths,
     )
-    shapes = {load: _shape(load) for load in grid.loads()}
-    loads = [load for load, shape in shapes.items() if capacity.holds(shape)]
-    phases = {phase for phase, _, _ in loads}
-    if len(phases) < 2:
+    shapes = {load: shape for load in grid.loads() if capacity.holds(shape := _shape(load))}
+    if len({phase for phase, _, _ in shapes}) < 2:
         raise ConfigError(
             f"There is no load to time within a context of {capacity.max_model_len} tokens and a KV pool of "
             f"{capacity.kv_tokens}: one request of {min(grid.context_lengths)} tokens is needed; raise "
             "`max_model_len` or `kv_gib`."
         )
-    # Pages that were never written are not mapped: reads would be too fast.
-    executor.fill_kv_pool(max(capacity.num_blocks(shapes[load]) for load in loads))
-    streamer.take_transfer_times_s()
-    others = OthersMeter()
-    timer = _LoadTimer(executor, streamer, capacity)
-    runs = timer.time_all({load: shapes[load] for load in loads}, grid, on_load)
-    beside = streamer.take_transfer_times_s()
-    alone: list[float] = []
-    while len(alone) < _FEWEST_TRANSFERS:
-        streamer.transfer_again()
-        alone += streamer.take_transfer_times_s()
-    recorded = _recorded(runs)
-    record = PerformanceRecord(
-        key=record_key(config),
-        num_layers=executor.info.num_layers,
-        layer_bytes=streamer.layer_bytes,
-        transfer_s=max(quantile(alone), quantile(beside)),
-        loads=never_falling(recorded.values()),
-        max_num_seqs=capacity.max_num_seqs,
-        max_num_batched_tokens=capacity.max_num_batched_tokens,
-        typical_transfer_s=max(statistics.median(alone), statistics.median(beside)),
-        transfer_runs_s=tuple(map(max, zip(run_times_s(alone), run_times_s(beside), strict=False))),
-        delays_s=tuple(delays_s(_parts(runs, recorded))),
-        is_thorough=grid.is_thorough,
-        others_share=others.share(),
-        provenance=f"{len(recorded)} loads, the median of up to {grid.rounds} steps of each; transfers: P99.",
-    )
-    return Analysis(record, quantile(alone), quantile(beside))
+    return shapes
 
 
 def _recorded(runs: Sequence[_Run]) -> dict[Load, RecordedLoad]:
@@ -223,7 +230,7 @@ def record_key(config: EngineConfig) -> MeasuredOn:
     Raises: ConfigError, ModelError.
     """
     target = target_of(config)
-    name = device_name(config, target.device, config.threads or available_processors())
+    name = device_name(config, target.device, threads_of_rank(config))
     stored_in, weight_bits = target.checkpoint.stored_in, 8 * target.checkpoint.layer_width
     types = MeasuredOn.types(target.dtype_name, stored_in, weight_bits, target.kv_codes)
     return MeasuredOn(target.placement.config.shape_key, name, types)
@@ -235,9 +242,20 @@ def record_path(key: MeasuredOn) -> Path:
 
 
 def _for_analysis(config: EngineConfig) -> EngineConfig:
-    """The same with every layer offloaded, which needs the least memory, and no pool in host memory."""
+    """The same with every layer offloaded, which needs the least memory, and no pool in host memory.
+
+    A bus is left out: what it leaves a transfer is known without measuring it.
+    """
     changes = {"offload_interval": 1, "min_offload_interval": None, "host_kv_gib": None}
-    return with_options(config, {**changes, "checkpointing": "none"})
+    bus = {"offload_bus": None, "offload_bus_gib_per_s": None}
+    return with_options(config, {**changes, **bus, "checkpointing": "none"})
+
+
+def _own_processes(config: EngineConfig, executor: TimedExecutor | ParallelExecutor) -> list[int]:
+    """Of the ranks, on this machine. Those of ``executor`` ray may be on others."""
+    if isinstance(executor, TimedExecutor) or config.executor == "ray":
+        return []
+    return [pid for pid in executor.pids if pid is not None]
 
 
 def _shape(load: Load) -> Shape:
@@ -256,14 +274,22 @@ class _Run:
 
 
 class _LoadTimer:
-    """Runs steps on an executor and takes the times of their layers."""
+    """Runs steps on ranks that time their layers, and takes the times.
 
-    def __init__(self, executor: TorchExecutor, streamer: LayerStreamer, capacity: Capacity) -> None:
+    Attributes:
+        transfers: of all plans since they were taken.
+        layer_bytes: of the weights of a layer, on all ranks of its stage together; known after a plan.
+    """
+
+    def __init__(
+        self, executor: TimedExecutor | ParallelExecutor, capacity: Capacity, num_stages: int
+    ) -> None:
         self._executor = executor
         self._capacity = capacity
-        self._layers = _CudaLayers() if executor.info.device.startswith("cuda") else _HostLayers()
-        self._stall_s = 0.0
-        streamer.observer = self._layers
+        self._num_stages = num_stages
+        self._step = StepTimes([], 0.0)
+        self.transfers = RankTransfers(num_stages)
+        self.layer_bytes = 0
 
     def time_all(
         self, shapes: Mapping[Load, Shape], grid: LoadGrid, on_load: Callable[[int, int], None]
@@ -280,8 +306,9 @@ class _LoadTimer:
             is_first = all(load[0] != other[0] for other in timed)  # of its phase, which needs one
             is_within_limits = not any(is_within(other, load) for other in too_long) and left_s > 0.0
             if is_first or (is_within_limits and (is_new or load in timed)):
-                seconds, run = self._time(steps, load, shapes[load])
-                runs.append(run)
+                seconds = steps.time(shapes[load])
+                layers_s, waits_s = self._step
+                runs.append(_Run(load, layers_s, max(0.0, seconds - sum(layers_s) - waits_s)))
                 timed.add(load)
                 left_s -= seconds
                 if seconds > grid.longest_s:
@@ -292,52 +319,23 @@ class _LoadTimer:
     def run(self, plan: StepPlan) -> StepOutcome:
         """See ``RunsPlans``; called by the step timer."""
         outcome = self._executor.run(plan)
+        timings = outcome.weight_transfers.timings
+        self.transfers.add(timings)
+        self.layer_bytes = layer_bytes(timings, self._num_stages)
         if plan.slices:
-            self._stall_s = outcome.weight_transfers.stall_s
+            self._step = merge_step(timings, self._num_stages)
         return outcome
 
-    def _time(self, steps: StepTimer, load: Load, shape: Shape) -> tuple[float, _Run]:
-        self._layers.take_s()
-        seconds = steps.time(shape)
-        layers_s = self._layers.take_s()
-        other_s = max(0.0, seconds - sum(layers_s) - self._stall_s)
-        return seconds, _Run(load, layers_s, other_s)
+    def forget_transfers(self) -> None:
+        """All until now. The next ones are the same on all ranks: none is left that only some have ended."""
+        self.run(EMPTY_PLAN)
+        self.transfers.take()
 
-
-class _HostLayers:
-    """Times layers that are computed when their call returns."""
-
-    def __init__(self) -> None:
-        self._began_s = 0.0
-        self._times_s: list[float] = []
-
-    def begin(self) -> None:
-        self._began_s = time.perf_counter()
-
-    def end(self) -> None:
-        self._times_s.append(time.perf_counter() - self._began_s)
-
-    def take_s(self) -> list[float]:
-        """Seconds of each layer since the last call."""
-        taken, self._times_s = self._times_s, []
-        return taken
-
-
-class _CudaLayers:
-    """Times layers on the current CUDA stream."""
-
-    def __init__(self) -> None:
-        self._events: list[torch.cuda.Event] = []
-
-    def begin(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream())
-        self._events.append(event)
-
-    end = begin
-
-    def take_s(self) -> list[float]:
-        """See ``_HostLayers``; the device must have computed them."""
-        taken, self._events = self._events, []
-        pairs = zip(taken[::2], taken[1::2], strict=True)
-        return [begin.elapsed_time(end) / 1000.0 for begin, end in pairs]
+    def transfer_alone(self) -> list[list[float]]:
+        """Of each stage, seconds of transfers with nothing beside them."""
+        found: list[list[float]] = [[] for _ in range(self._num_stages)]
+        while min(map(len, found)) < _FEWEST_TRANSFERS:
+            self.run(EMPTY_PLAN)
+            for times_s, more in zip(found, self.transfers.take(), strict=True):
+                times_s.extend(more)
+        return found

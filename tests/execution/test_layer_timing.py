@@ -1,0 +1,83 @@
+"""A rank that times its layers and transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from backfill.core.block import BlockMove
+from backfill.core.clock import WallClock
+from backfill.core.config import EngineConfig
+from backfill.core.plan import RankTiming, StepOutcome, StepPlan
+from backfill.costs.copy_profiler import EMPTY_PLAN
+from backfill.costs.profiler import StepTimer
+from backfill.execution import offloading
+from backfill.execution.create import create_torch_executor
+from backfill.execution.layer_timing import TimedExecutor
+from backfill.execution.profile import step_capacity
+from tests.execution.tiny import dummy_config
+
+NUM_LAYERS = 6
+HELD = 2  # every layer is offloaded, into two buffers
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    return replace(dummy_config(tmp_path / "model", num_hidden_layers=NUM_LAYERS), offload_interval=1)
+
+
+@pytest.fixture
+def executor(
+    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[TimedExecutor]:
+    monkeypatch.setattr(offloading, "cache_root", lambda: tmp_path / "cache")
+    timed = TimedExecutor(create_torch_executor(config))
+    yield timed
+    timed.close()
+
+
+class Recorder:
+    """Runs plans of a step timer and keeps what was measured. See ``RunsPlans``."""
+
+    def __init__(self, executor: TimedExecutor) -> None:
+        self._executor = executor
+        self.timings: list[RankTiming] = []
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        outcome = self._executor.run(plan)
+        self.timings += outcome.weight_transfers.timings
+        return outcome
+
+
+def test_each_layer_of_a_step_is_timed_and_each_transfer_once(
+    config: EngineConfig, executor: TimedExecutor
+) -> None:
+    recorder = Recorder(executor)
+    capacity = step_capacity(config, executor.info)
+    recorder.run(EMPTY_PLAN)
+    recorder.timings.clear()
+    StepTimer(recorder, WallClock(), capacity).time(((0, 16, True),))
+    admitted, step, released = recorder.timings
+    assert (admitted.layers_s, released.layers_s) == ((), ())
+    assert len(step.layers_s) == len(step.waits_s) == NUM_LAYERS
+    assert all(each > 0.0 for each in (*step.layers_s, *step.waits_s))
+    assert len(admitted.transfers_s) == 0, "a request alone lets nothing be transferred again"
+    recorder.run(EMPTY_PLAN)
+    transfers_s = [each for timing in recorder.timings for each in timing.transfers_s]
+    assert len(transfers_s) == NUM_LAYERS + HELD
+    assert all(each > 0.0 for each in transfers_s)
+    assert {each.layer_bytes for each in recorder.timings} == {executor._streamer.layer_bytes}
+
+
+def test_only_a_plan_without_any_work_transfers_again(executor: TimedExecutor) -> None:
+    def num_transfers(plan: StepPlan) -> int:
+        (timing,) = executor.run(plan).weight_transfers.timings
+        return len(timing.transfers_s)
+
+    num_transfers(EMPTY_PLAN)
+    assert num_transfers(EMPTY_PLAN) == HELD
+    assert num_transfers(replace(EMPTY_PLAN, moves=(BlockMove(0, 1),))) == 0
+    assert num_transfers(EMPTY_PLAN) == HELD
