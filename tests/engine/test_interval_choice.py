@@ -147,7 +147,7 @@ def test_the_measured_executor_leaves_no_memory_behind(
         gc.enable()
 
 
-def test_the_measured_executor_does_not_divide_memory_anew(
+def test_the_measured_executor_does_not_divide_memory_anew_and_is_on_no_bus(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     created: list[EngineConfig] = []
@@ -157,10 +157,12 @@ def test_the_measured_executor_does_not_divide_memory_anew(
         raise InsufficientMemory("too small")
 
     monkeypatch.setattr(parallel, "create_torch_executor", create)
+    given = replace(config, min_offload_interval=1, offload_bus="left", offload_bus_gib_per_s=1.0)
     with pytest.raises(InsufficientMemory):
-        analyze(replace(config, min_offload_interval=1), SMALL)
+        analyze(given, SMALL)
     (measured,) = created
     assert (measured.offload_interval, measured.min_offload_interval) == (1, None)
+    assert (measured.offload_bus, measured.offload_bus_gib_per_s) == (None, None)
 
 
 @pytest.mark.parametrize("limits", [{"longest_s": 0.0}, {"budget_s": 0.0}])

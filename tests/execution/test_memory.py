@@ -137,7 +137,7 @@ def plans(config: EngineConfig, tensor: int, stages: int, device: torch.device =
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
     monkeypatch.setattr(sizing, "available_host_bytes", lambda: 8 * GIB)
-    monkeypatch.setattr(sizing, "_available_cuda_bytes", lambda device, utilization: GIB)
+    monkeypatch.setattr(sizing, "available_cuda_bytes", lambda device, utilization: GIB)
     return dummy_config(tmp_path, **MODEL)
 
 

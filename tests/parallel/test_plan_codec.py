@@ -18,6 +18,7 @@ from backfill.core.plan import (
     Compute,
     CopyDirections,
     DeviceMemory,
+    RankTiming,
     Resume,
     Safepoints,
     SampledToken,
@@ -157,6 +158,18 @@ def test_a_step_of_decodes_costs_bytes_for_its_tokens_alone() -> None:
     assert size < 10 * 128
 
 
+TIMES = st.lists(st.floats(0, 1e6), max_size=2).map(tuple)
+TIMINGS = st.lists(st.builds(RankTiming, TIMES, TIMES, TIMES, NUMBERS), max_size=2).map(tuple)
+TRANSFERS = st.builds(
+    WeightTransfers,
+    st.none() | NUMBERS,
+    NUMBERS,
+    st.just(0.5),
+    st.just(0.25),
+    NUMBERS,
+    st.just(0.125),
+    TIMINGS,
+)
 OUTCOMES = st.builds(
     StepOutcome,
     sampled=st.just(()),
@@ -166,9 +179,7 @@ OUTCOMES = st.builds(
     stopped_at_s=st.none() | st.floats(0, 1e6),
     completed_copies=BLOCK_COPIES,
     completed_slot_copies=SLOT_COPIES,
-    weight_transfers=st.builds(
-        WeightTransfers, st.none() | NUMBERS, NUMBERS, st.just(0.5), st.just(0.25), NUMBERS, st.just(0.125)
-    ),
+    weight_transfers=TRANSFERS,
 )
 
 

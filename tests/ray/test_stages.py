@@ -22,7 +22,8 @@ from backfill.engine.interval_choice import with_chosen_interval
 from backfill.execution.create import create_torch_executor, target_of
 from backfill.parallel import ray_stages
 from backfill.parallel.create import create_executor
-from backfill.parallel.ray_cluster import ADDRESS_VARIABLE
+from backfill.parallel.memories import with_device_of_ranks
+from backfill.parallel.ray_cluster import ADDRESS_VARIABLE, Bundle
 from backfill.parallel.ray_stages import BUILD, StageNode, check_builds
 from tests.api.servers import wait_until
 from tests.models.tiny import save_tiny_model
@@ -55,6 +56,17 @@ def test_another_build_on_a_node_is_refused() -> None:
     check_builds(nodes[:1])
     with pytest.raises(ConfigError, match=r"10\.0\.0\.2 has 0\.0\.1, big-endian, and the engine "):
         check_builds(nodes)
+
+
+def test_auto_on_gpus_of_other_machines_needs_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_stages, "plan_stages", lambda _: Bundle(2, 1))
+    given = replace(TWO, offload_interval="auto")
+    with pytest.raises(ConfigError, match="`offload_interval` auto needs `device_memory` with"):
+        with_device_of_ranks(given)
+    limited = replace(given, device_memory=1.0)
+    assert with_device_of_ranks(limited) == replace(limited, device="cuda")
+    alone = replace(given, executor="process")
+    assert with_device_of_ranks(alone) is alone
 
 
 def test_tokens_on_two_nodes_are_those_of_one_process(cluster: Cluster, tmp_path: Path) -> None:
