@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from backfill.core.clock import Clock
@@ -18,9 +18,9 @@ from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStats, TokenOutput
 from backfill.engine.stopping import StepStopper, SubmittedStep
-from backfill.execution.executor import Executor
+from backfill.execution.executor import Executor, ExecutorInfo
 from backfill.kvcache.create import create_kv_cache
-from backfill.offloading.residency import Residency, ResidencyPolicy, SharedLinkPolicy
+from backfill.offloading.residency import ResidencyPolicy, SharedLinkPolicy
 from backfill.scheduling.committed import CommittedToken
 from backfill.scheduling.objectives import ServerObjectives
 from backfill.scheduling.policies.create import PolicyFactory, create_policy
@@ -84,7 +84,7 @@ class Engine:
             copy_interference=0.0 if profile is None else profile.copy_interference,
             num_layers=info.num_layers,
             end_token_ids=info.end_token_ids,
-            residency=_residency(residencies, info.layers_of_stages, bus) if residencies else None,
+            residency=_residency(info, bus) if residencies else None,
             max_steps_in_flight=info.max_steps_in_flight,
             stage_layers=info.stage_layers,
         )
@@ -373,12 +373,9 @@ class Engine:
         return [_failed(request.request_id, message, len(lost)) for request in self.scheduler.fail(plan)]
 
 
-def _residency(
-    choices: Sequence[Residency], stage_layers: Sequence[int], bus: BusMember | None
-) -> ResidencyPolicy:
-    if bus is None:
-        return ResidencyPolicy(choices, stage_layers)
-    return SharedLinkPolicy(choices, stage_layers, bus)
+def _residency(info: ExecutorInfo, bus: BusMember | None) -> ResidencyPolicy:
+    choices, layers = info.residencies, info.layers_of_stages
+    return ResidencyPolicy(choices, layers) if bus is None else SharedLinkPolicy(choices, layers, bus)
 
 
 def _failed(request_id: RequestId, message: str, num_lost: int = 0) -> TokenOutput:
