@@ -84,7 +84,7 @@ def print_rows(
 
 def table_of(title: str, *headings: str, left: Sequence[str] = (), caption: str | None = None) -> Table:
     """A narrow table; the columns in ``left`` hold names, the others numbers."""
-    table = Table(title=title, caption=caption, pad_edge=False, padding=(0, 0, 0, 1))
+    table = Table(title=title, caption=caption, pad_edge=False, padding=0)
     for heading in headings:
         is_name = heading in left
         table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
