@@ -138,7 +138,7 @@ class InProcessServer:
         self.state = state
         self.engine = engine
         self.preparation = preparation
-        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, limits=KEEP_ALIVE)
+        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, limits=KEEP_ALIVE, verify=False)
 
 
 def unstarted_app(api_keys: ApiKeys | None = None, jobs: JobManager | None = None, **config: Any) -> FastAPI:

@@ -320,10 +320,11 @@ def test_a_batch_sent_while_the_model_loads_is_cut_by_a_shutdown_and_ends_after_
     few = ("--max-num-seqs", "4")
     with ending(launch_small(small_model, *few, data_dir=tmp_path)) as server:
         submitted: list[Batch] = []
+        client = server.client()
 
         def is_submitted() -> bool:
             with suppress(openai.APIConnectionError, httpx.TransportError):
-                submitted.append(submit(server.client(), as_jsonl(lines)))
+                submitted.append(submit(client, as_jsonl(lines)))
             return bool(submitted)
 
         wait_until(is_submitted, "the server to listen")
