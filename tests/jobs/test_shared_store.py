@@ -416,6 +416,7 @@ async def test_a_server_that_hangs_in_a_transaction_freezes_no_other(
     timeouts = {**database_module._SESSION_TIMEOUTS_MS, "idle_in_transaction_session_timeout": 300}
     with monkeypatch.context() as patched:  # not of the manager's, which end so on a busy machine
         patched.setattr(database_module, "_SESSION_TIMEOUTS_MS", timeouts)
+        other.dispose()  # of the connection that opened it, which has the usual timeouts
         hanging = other.connect()
     with hanging:
         hanging.execute(select(LeasedPart).with_for_update())
