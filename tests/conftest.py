@@ -44,6 +44,9 @@ if not torch.cuda.is_available():
 # By fixture, the marker of the tests that use it.
 _MARKERS = {"browser": "browser", "cluster": "ray", "postgres": "postgres", "s3": "s3"}
 
+# Long ones that would come last: one worker would have nothing to do while another runs them.
+_FIRST_FILES = ("test_documented_commands.py",)
+
 
 @pytest.fixture
 def anyio_backend() -> str:
@@ -80,6 +83,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in _FIRST_FILES)
     for item in items:
         for fixture in _MARKERS.keys() & set(getattr(item, "fixturenames", ())):
             item.add_marker(_MARKERS[fixture])
