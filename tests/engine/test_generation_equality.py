@@ -33,7 +33,7 @@ NUM_REAL_TOKENS = 12
 # A step takes as long for one prompt as for many; these reach into the next block.
 NUM_TOKENS_ALONE = 10
 # Prompts in one pass through transformers' model.
-NUM_COMPARED_AT_ONCE = 9
+NUM_COMPARED_AT_ONCE = 6
 TOPICS = [
     "the sea", "a train", "winter", "an old clock", "bread", "the moon", "a small robot", "gravity", "chess",
     "coffee", "rivers", "glass", "volcanoes", "a lighthouse", "honey", "maps", "silence", "the number seven",
@@ -147,7 +147,7 @@ def compared_with_transformers(
     """Of each prompt its greedy output, and transformers' choice after each of the output's prefixes."""
     executor = create_executor(default_model, 0.25, quantization=quantization)
     # Chunks of prompts beside decodes, and more prompts than one batch holds.
-    limits = {"max_num_seqs": 16, "max_prefill_chunk_tokens": 16}
+    limits = {"max_num_seqs": 8, "max_prefill_chunk_tokens": 16}
     outputs, _ = generate(executor, prompts, num_new_tokens=NUM_REAL_TOKENS, **limits)
     pairs = []
     for first in range(0, len(prompts), NUM_COMPARED_AT_ONCE):
@@ -165,9 +165,9 @@ def compared_with_transformers(
 
 @torch.inference_mode()
 def test_greedy_tokens_equal_transformers(default_model: Path, theirs: Any, prompts: list[list[int]]) -> None:
-    """Of a third of the prompts, of all shapes."""
+    """Of a fifth of the prompts, of all shapes."""
     # One pass gives its choice after every prefix: if each is ours, its greedy output is ours.
-    for output, choices in compared_with_transformers(default_model, theirs, prompts[::3], "none"):
+    for output, choices in compared_with_transformers(default_model, theirs, prompts[::5], "none"):
         assert output == choices
 
 
