@@ -101,8 +101,8 @@ CHEAP_S, DEAR_S = 2e-5, 5e-4  # seconds a token of a prompt
 
 
 def test_offline_requests_get_the_memory_of_chats_that_are_cheap_to_compute_again() -> None:
-    reuse = Load(keep_what_is_used_again(make_bench(CHEAP_S))).serve(60.0, think_s=8.0)
-    weighed = Load(make_bench(CHEAP_S)).serve(60.0, think_s=8.0)
+    reuse = Load(keep_what_is_used_again(make_bench(CHEAP_S))).serve(40.0, think_s=8.0)
+    weighed = Load(make_bench(CHEAP_S)).serve(40.0, think_s=8.0)
     assert weighed.offline >= 1.2 * reuse.offline
     assert max(weighed.ttfts_s) <= 1.0
 
@@ -118,7 +118,7 @@ def test_what_is_kept_follows_how_soon_chats_come_back() -> None:
     bench = make_bench(DEAR_S, 10.0)
     load, kept = Load(bench), []
     for think_s in (20.0, 1.0, 20.0):
-        load.serve(100.0, think_s)
+        load.serve(70.0, think_s)
         kept.append(min(bench.scheduler.kv.protection.max_blocks, NUM_BLOCKS))
     assert kept[0] < kept[1] > kept[2]
 
