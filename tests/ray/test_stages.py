@@ -15,6 +15,7 @@ from ray.util import list_named_actors, placement_group_table
 
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, EngineDead, ExecutorDead
+from backfill.core.plan import Compute, DeviceMemory, StepPlan
 from backfill.engine import analyzer
 from backfill.engine.analyzer import saved_record
 from backfill.engine.client import EngineClient
@@ -69,13 +70,19 @@ def test_auto_on_gpus_of_other_machines_needs_a_limit(monkeypatch: pytest.Monkey
     assert with_device_of_ranks(alone) is alone
 
 
-def test_tokens_on_two_nodes_are_those_of_one_process(cluster: Cluster, tmp_path: Path) -> None:
-    """Two stages of two ranks: a stage needs all of a node."""
-    save_tiny_model("llama", tmp_path)
+def test_tokens_on_two_nodes_are_those_of_one_process(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stages of two ranks: a stage needs all of a node. Then weights give KV memory, on each of them."""
+    monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setattr(ray_stages, "_PASSED_ON", ("BACKFILL_CACHE_ROOT",))
+    save_tiny_model("llama", tmp_path, num_hidden_layers=8)
     common = {"model_dir": str(tmp_path), "dtype": "float32", "block_size": 8, "kv_gib": 2**20 / GIB}
     expected = create_torch_executor(EngineConfig(device="cpu", threads=1, **common))  # type: ignore[arg-type]
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-    executor = create_executor(EngineConfig(executor="ray", **common, **sizes))  # type: ignore[arg-type]
+    offloading = {"offload_interval": 2, "min_offload_interval": 1}
+    config = EngineConfig(executor="ray", **common, **sizes, **offloading)  # type: ignore[arg-type]
+    executor = create_executor(config)
     try:
         ranks = [pid or 0 for pid in executor.pids]  # type: ignore[union-attr]
         nodes = [raylet_of(pid) for pid in ranks]
@@ -84,6 +91,11 @@ def test_tokens_on_two_nodes_are_those_of_one_process(cluster: Cluster, tmp_path
         wait_until(lambda: ray.available_resources().get("CPU", 0.0) == 0.0, "all CPUs to be reserved")
         assert tokens(executor) == tokens(expected)
         assert executor.info.num_blocks == expected.info.num_blocks
+        few = executor.info.residencies[0]
+        memory = DeviceMemory(few.num_blocks, few.interval)
+        executor.run(StepPlan(100, Compute(()), offload_interval=1, memory=memory))
+        assert tokens(executor) == tokens(expected)
+        assert few.num_blocks > executor.info.num_blocks
     finally:
         executor.close()  # type: ignore[union-attr]
     wait_ended(ranks)
