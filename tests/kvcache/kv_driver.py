@@ -55,7 +55,9 @@ class Driver:
             num_blocks = rng.randint(model.setup.num_blocks, max_num_blocks)
             self.act(lambda: model.resize(num_blocks))
         limit = rng.choice(self.limits)
-        self.act(lambda: model.drain(limit, rng.choice((0, 1, 2, 100))))
+        running = [each.request.request_id for each in model.at("running")]
+        in_flight = rng.sample(running, rng.randint(0, len(running)))
+        self.act(lambda: model.drain(limit, rng.choice((0, 1, 2, 100)), in_flight))
 
     def act(self, action: Callable[[], object]) -> None:
         action()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -234,11 +234,16 @@ class CacheModel:
         assert cache.num_blocks == num_blocks
         assert before == {request_id: table.refs for request_id, table in cache._tables.items()}
 
-    def drain(self, limit: Evictable, max_moves: int) -> None:
-        """Blocks move in the order that the plan has, and only into memory before the end."""
+    def drain(self, limit: Evictable, max_moves: int, in_flight: Collection[RequestId] = ()) -> None:
+        """Blocks move in the order that the plan has, and only into memory before the end.
+
+        Those of requests in flight stay where they are.
+        """
         cache = self.cache
         num_draining = cache.resizing.num_draining
-        cache.resizing.drain(limit, max_moves)
+        held = {each: cache._tables[each].refs for each in in_flight}
+        cache.resizing.drain(limit, max_moves, in_flight)
+        assert held == {each: cache._tables[each].refs for each in in_flight}
         assert cache.resizing.num_draining <= num_draining
         moves = cache.resizing.take_moves()
         assert len(moves) <= min(max_moves, num_draining)

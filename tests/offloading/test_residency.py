@@ -256,15 +256,14 @@ def test_the_interval_of_a_step_is_the_fastest_for_which_there_is_room(
 
 @settings(max_examples=examples(100))
 @given(
-    num_layers=st.integers(1, 20),
-    num_stages=st.integers(1, 4),
+    stage_layers=st.lists(st.integers(1, 20), min_size=1, max_size=4),
     interval=st.integers(1, 20),
     transfer_s=st.floats(0.0, 1.0),
     compute_s=st.floats(0.0, 1.0),
 )
-def test_a_step_passes_equal_stages_one_after_another(
-    num_layers: int, num_stages: int, interval: int, transfer_s: float, compute_s: float
+def test_a_step_passes_stages_one_after_another(
+    stage_layers: list[int], interval: int, transfer_s: float, compute_s: float
 ) -> None:
-    one = step_time_s(LayerTimes(num_layers, compute_s, transfer_s), interval)
-    bounds = stages_bounds([num_layers] * num_stages, interval, transfer_s)
-    assert bounds.step_s(num_stages * num_layers * compute_s) == pytest.approx(num_stages * one)
+    stages = [step_time_s(LayerTimes(each, compute_s, transfer_s), interval) for each in stage_layers]
+    bounds = stages_bounds(stage_layers, interval, transfer_s)
+    assert bounds.step_s(sum(stage_layers) * compute_s) == pytest.approx(sum(stages))

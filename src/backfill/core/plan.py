@@ -197,9 +197,9 @@ class StepPlan:
 
     @property
     def does_nothing(self) -> bool:
-        """Another plan would be the same, unless something arrives or ends."""
+        """Another plan would be the same, unless something arrives or ends. It need not be run."""
         waits = isinstance(self.work, WaitForCopies)
-        changes_memory = self.memory is not None or self.offload_interval is not None or bool(self.moves)
+        changes_memory = self.memory is not None or bool(self.moves)
         changes_state = self.released or self.dropped or changes_memory
         return not (self.slices or waits or self.copies or changes_state)
 

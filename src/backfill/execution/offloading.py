@@ -216,17 +216,21 @@ def create_streamer(
     if any(each != checkpoint.layer_formats(layers.start) for each in formats):
         raise layers_differ()
     first = model.load_layer(checkpoint, layers.start)
+
+    def load(index: int) -> MovableWeights:
+        return model.load_layer(checkpoint, layers[index])
+
+    host: Tensor | None = None
+    if device.type != "cpu":  # its layers are packed on the device, which the KV pool would leave no room for
+        host = host_layers(len(layers), first, load)
+        torch.cuda.empty_cache()
     num_bytes = num_blocks * block_bytes + num_buffers * first.buffer_bytes
     advice = "lower `kv_gib` or `offload_interval`"
     with allocating("A KV pool beside layers", num_bytes, f"on {device}", advice):
         arena = DeviceArena(num_blocks, block_bytes, num_buffers, first.buffer_bytes, device)
     buffers = arena.buffers
-
-    def load(index: int) -> MovableWeights:
-        return model.load_layer(checkpoint, layers[index])
-
     link: WeightLink
-    if device.type == "cpu":
+    if host is None:
         part = _part_name(model.shard)  # ranks have other weights in the same layout
         source = checkpoint.digest + part
         form = PackedFormat(source, first.layout(), len(layers), first.buffer_bytes)
@@ -237,7 +241,7 @@ def create_streamer(
         read = packed.read if bus is None else _throttled(packed, bus.weights)
         link = ThreadLink(buffers, read, packed.close)
     else:
-        link = CudaLink(buffers, host_layers(len(layers), first, load), streams)
+        link = CudaLink(buffers, host, streams)
     placed = [first.placed(buffer) for buffer in buffers]
     return LayerStreamer(model, placed, link, interval, layers, bus), arena
 
@@ -256,9 +260,7 @@ def _throttled(packed: PackedFile, throttle: BusThrottle) -> Callable[[int, Tens
     return read
 
 
-def host_layers(
-    num_layers: int, first: MovableWeights, load: Callable[[int], MovableWeights]
-) -> torch.Tensor:
+def host_layers(num_layers: int, first: MovableWeights, load: Callable[[int], MovableWeights]) -> Tensor:
     """All layers in host memory: uint8 ``[num_layers, layer bytes]``. Raises: InsufficientMemory.
 
     Args:

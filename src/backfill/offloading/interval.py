@@ -94,19 +94,27 @@ def step_bounds(num_layers: int, interval: int | None, transfer_s: float, other_
     return StepBounds(least_s, share, (num_transfers - NUM_STAGING_BUFFERS) * transfer_s + other_s)
 
 
-def stages_bounds(stage_layers: Sequence[int], interval: int | None, transfer_s: float) -> StepBounds:
-    """For steps that pass the stages of a pipeline one after another, each with a link of its own.
+class StagesBounds(NamedTuple):
+    """Of a step that passes the stages of a pipeline one after another, each with a link of its own.
 
-    Of stages with equally many layers these are the bounds; where stages differ, the sum of what bounds each
-    of them may be a little more.
+    Attributes:
+        stages: the bounds of each stage, with its share of the layers.
     """
+
+    stages: tuple[tuple[float, StepBounds], ...]
+
+    def step_s(self, compute_s: float) -> float:
+        """See ``StepBounds.step_s``."""
+        return sum(bounds.step_s(share * compute_s) for share, bounds in self.stages)
+
+
+def stages_bounds(
+    stage_layers: Sequence[int], interval: int | None, transfer_s: float
+) -> StepBounds | StagesBounds:
+    """``step_bounds`` of a model that is divided into stages. The interval counts the layers of each."""
     num_layers = sum(stage_layers)
-    stages = [step_bounds(each, interval, transfer_s) for each in stage_layers]
-    return StepBounds(
-        sum(each.least_s for each in stages),
-        sum(each.share * count for each, count in zip(stages, stage_layers, strict=True)) / num_layers,
-        sum(each.extra_s for each in stages),
-    )
+    stages = [(each / num_layers, step_bounds(each, interval, transfer_s)) for each in stage_layers]
+    return stages[0][1] if len(stages) == 1 else StagesBounds(tuple(stages))
 
 
 def smallest_interval(times: LayerTimes, objective_s: float) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from backfill.offloading.interval import StepBounds, num_device_layers, stages_bounds
+from backfill.offloading.interval import StagesBounds, StepBounds, num_device_layers, stages_bounds
 
 _NOTICED = 0.1  # a change of the objective by less is not told to others on the link
 
@@ -160,7 +160,7 @@ class ResidencyPolicy:
             self._decide(situation)
         return self.target
 
-    def bounds(self, interval: int, transfer_s: float) -> StepBounds:
+    def bounds(self, interval: int, transfer_s: float) -> StepBounds | StagesBounds:
         """Of a step that passes all stages."""
         return stages_bounds(self._stage_layers, interval, transfer_s)
 

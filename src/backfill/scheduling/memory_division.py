@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from backfill.core.block import BlockMove
 from backfill.core.config import SchedulerConfig
@@ -48,12 +48,13 @@ class MemoryDivision:
     More KV: the pool grows in the plan that takes memory from the weights.
 
     Less KV: the pool ends earlier at once, so that nothing new gets there, and is drained over some steps;
-    then a plan gives the memory to weights. Blocks of requests in flight are not moved. If they do not come
-    to be free in a few plans, no step is planned until none is in flight. Meanwhile no offline request is
-    admitted. Moved KV gets the
+    then a plan gives the memory to weights. Meanwhile no offline request is admitted. Moved KV gets the
     memory of cached content that is of no use, or is in host memory too. If that does not come to suffice in
     a few steps, offline requests are preempted, and what they want is dropped if it has no copy by then.
     Cached content that is kept for online requests goes last, and online requests are not preempted.
+
+    Blocks of requests in flight are not moved. In a pipeline, where some always are, no step is planned after
+    every few of a drain until none is in flight, and only then are requests preempted for it.
 
     Attributes:
         present: how memory is divided, or will be by the plan that is made.
@@ -75,13 +76,16 @@ class MemoryDivision:
     present: Residency = field(init=False)
     _transfer_s: float = field(init=False, default=0.0)
     _interval: int = field(init=False)
+    _told: int = field(init=False)  # the last interval that a plan had
     _predicted: tuple[int, float] = field(init=False)  # interval and transfer that predictions count with
-    _num_short: int = field(init=False, default=0)  # plans in which the drain was short of blocks
+    _is_short: bool = field(init=False, default=False)  # the drain lacks blocks, and not only time
+    _num_short: int = field(init=False, default=0)  # steps that have ended while it did
+    _num_beside: int = field(init=False, default=0)  # that have ended in it since none was in flight
     _changes: MemoryChanges = field(init=False, default_factory=MemoryChanges)
 
     def __post_init__(self) -> None:
         self.present = self.policy.choices[-1]
-        self._interval = self.present.interval
+        self._interval = self._told = self.present.interval
         self._predicted = self._interval, 0.0
         assert self.kv.num_blocks == self.present.num_blocks
 
@@ -93,11 +97,13 @@ class MemoryDivision:
     @property
     def waits_for_steps(self) -> bool:
         """Nothing more is to be in flight before those steps have ended: their blocks cannot be moved."""
-        return self.is_draining and self._num_short > _MAX_SHORT_PLANS and len(self.in_flight) > 0
+        return self._num_beside > _MAX_SHORT_PLANS and len(self.in_flight) > 0
 
     def observe(self, transfers: WeightTransfers) -> None:
         """A step has ended."""
         self._transfer_s = transfers.transfer_s or self._transfer_s
+        self._num_short += self._is_short
+        self._num_beside += self.is_draining
 
     def prepare(self, now_s: float) -> None:
         """Decide, and change the pool, before anything else of a plan."""
@@ -107,20 +113,22 @@ class MemoryDivision:
         if resizing.num_draining:
             self._drain()
         if not resizing.num_draining:
-            self._num_short = 0
+            self._is_short, self._num_short, self._num_beside = False, 0, 0
         moves = resizing.take_moves()
         if target is not self.present and not resizing.num_draining and not moves:
             self.present = target
             memory = DeviceMemory(target.num_blocks, target.interval)
-        interval = self.policy.fastest_interval(self.present, situation)
-        self._changes = MemoryChanges(interval if interval != self._interval else None, memory, moves)
-        self._interval = interval
+        self._changes = MemoryChanges(memory=memory, moves=moves)
+        self._interval = self.policy.fastest_interval(self.present, situation)
         self._predict()
 
-    def take_changes(self) -> MemoryChanges:
-        """Those of the next plan."""
+    def take_changes(self, *, computes: bool) -> MemoryChanges:
+        """Those of the next plan. An interval alone waits for one that computes something."""
         changes, self._changes = self._changes, MemoryChanges()
-        return changes
+        if self._interval == self._told or not (computes or changes.memory is not None):
+            return changes
+        self._told = self._interval
+        return replace(changes, interval=self._interval)
 
     def _predict(self) -> None:
         """Let predictions count with the interval, and with a transfer that is not far from the latest."""
@@ -133,6 +141,8 @@ class MemoryDivision:
         self.predictor.stream(None if is_measured else self.policy.bounds(self._interval, self._transfer_s))
 
     def _drain(self) -> None:
+        if not self.in_flight:
+            self._num_beside = 0
         if self.waits_for_steps:
             return
         resizing = self.kv.resizing
@@ -141,11 +151,10 @@ class MemoryDivision:
         max_moves = _MOST_MOVES
         if self.block_copy_s is not None:
             max_moves = max(1, int(_MOST_MOVES_S / self.block_copy_s))
-        if self._num_short > _MAX_SHORT_PLANS:
+        if self._num_short > _MAX_SHORT_PLANS and not self.in_flight:
             self._preempt_offline()
         resizing.drain(self._may_evict(), max_moves, self.in_flight.slices)
-        if resizing.num_moves < max_moves:  # else only time is short
-            self._num_short += 1
+        self._is_short = resizing.num_moves < max_moves
 
     def _may_evict(self) -> Evictable:
         kv = self.kv

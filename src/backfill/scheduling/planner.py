@@ -193,7 +193,9 @@ class StepPlanner:
             )
         self.kv.checkpointer.copy_cost = self._copy_cost(work.predicted_s)
         copies = self.kv.take_copies()
-        changes = MemoryChanges() if self.division is None else self.division.take_changes()
+        changes = MemoryChanges()
+        if self.division is not None:
+            changes = self.division.take_changes(computes=bool(work.slices))
         waits = isinstance(work, Compute) and not work.slices and self.kv.num_copies_in_flight > 0
         waits = waits and not self.in_flight  # else an outcome to come reports copies
         released: list[RequestId] = []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from backfill.costs.correction import BiasCorrection, ErrorQuantile
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
-from backfill.offloading.interval import StepBounds
+from backfill.offloading.interval import StagesBounds, StepBounds
 from backfill.scheduling.policy import RequestView
 
 # Share of the deadlines that are to be met; a little more than the 99 % that are promised.
@@ -26,10 +26,10 @@ _DELIVERY_SHARE = 0.02
 class StreamedCost(CostModel):
     """Of steps that also wait for the weights of offloaded layers."""
 
-    bounds: StepBounds
+    bounds: StepBounds | StagesBounds
 
     @classmethod
-    def of(cls, cost: CostModel, bounds: StepBounds) -> StreamedCost:
+    def of(cls, cost: CostModel, bounds: StepBounds | StagesBounds) -> StreamedCost:
         return cls(*cost.terms, bounds)
 
     def step_time_s(self, load: StepLoad) -> float:
@@ -52,7 +52,7 @@ class StepPredictor:
 
     def __init__(self, cost: CostModel) -> None:
         self.cost = self.measured = cost
-        self._bounds: StepBounds | None = None
+        self._bounds: StepBounds | StagesBounds | None = None
         self._bias = BiasCorrection()
         self._errors = ErrorQuantile(_ATTAINMENT, 1.0 + _INITIAL_ERROR)
         self.average_step_s = 0.0
@@ -105,7 +105,7 @@ class StepPredictor:
         self.stream(self._bounds)
         self._bias.restart()
 
-    def stream(self, bounds: StepBounds | None) -> None:
+    def stream(self, bounds: StepBounds | StagesBounds | None) -> None:
         """Steps wait for weights like this from now on; None: as in the steps that were measured."""
         self._bounds = bounds
         self.cost = self.measured if bounds is None else StreamedCost.of(self.measured, bounds)
