@@ -14,13 +14,14 @@ import pytest
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import PreemptionMode, SchedulerConfig
-from backfill.core.plan import Resume, StepOutcome, StepPlan
+from backfill.core.plan import Resume, StepOutcome, StepPlan, WeightTransfers
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.execution.simulated_pipeline import SimulatedPipeline
+from backfill.parallel.executor import merge_transfers
 from tests.builders import linear_cost, make_info, make_profile, make_request
 from tests.integrity import check_kv
 
@@ -30,9 +31,13 @@ STEP_S, TOKEN_S = 2e-2, 2e-4
 
 
 class NotingPipeline(SimulatedPipeline):
-    """Notes its plans, and how many steps were in flight when each was submitted; some of them fail."""
+    """Notes its plans, and how many steps were in flight when each was submitted; some of them fail.
+
+    It says of the time of each step that its stages waited so long for weights.
+    """
 
     failing: Sequence[int] = ()
+    stalls_s: Sequence[float] = ()
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
@@ -44,7 +49,8 @@ class NotingPipeline(SimulatedPipeline):
         outcome = super().collect()
         if number in self.failing:
             raise RuntimeError("scripted failure")
-        return outcome
+        transfers = [(stage, WeightTransfers(2, stall_s=each)) for stage, each in enumerate(self.stalls_s)]
+        return replace(outcome, weight_transfers=merge_transfers(transfers))
 
     def __init__(self, *args: object, **named: object) -> None:
         super().__init__(*args, **named)  # type: ignore[arg-type]
@@ -210,16 +216,34 @@ class NotingBus:
     def idle(self) -> None:
         pass
 
+    def least_step_s(self) -> float:
+        return 0.0
 
-def test_a_bus_learns_how_many_steps_are_in_flight_and_how_far_apart_they_end() -> None:
-    """16 decodes take 4.2 ms in both stages together."""
+
+@pytest.mark.parametrize("stalls_s", [(0.0, 0.0), (0.8e-3, 0.6e-3), (0.9e-3, 1.3e-3)])
+def test_a_bus_learns_how_many_steps_are_in_flight_and_how_far_apart_they_end(
+    stalls_s: Sequence[float],
+) -> None:
+    """16 decodes take 4.2 ms in both stages together, and the stages wait for weights beside each other."""
     run = Run((2, 2), prompts(32, 64, 40), policy="fcfs", step_s=1e-3)
     bus: Any = NotingBus()
     run.engine._bus = bus
+    run.pipeline.stalls_s = stalls_s
     run.run()
     assert statistics.median(bus.num_in_flight) == max(bus.num_in_flight) == 2
-    assert statistics.median(bus.computed_s) == pytest.approx(2.1e-3, rel=0.01)
+    assert statistics.median(bus.computed_s) == pytest.approx(2.1e-3 - max(stalls_s), rel=0.01)
+    assert run.engine.stats().weight_stall_s == pytest.approx(len(run.pipeline.plans) * sum(stalls_s))
     assert all((plan.bus_share == 0.5) == bool(plan.slices) for plan in run.pipeline.plans)
+
+
+def test_a_step_alone_waits_in_one_stage_after_another() -> None:
+    run = Run((2, 2), prompts(1, 8, 40), policy="fcfs", step_s=4e-3)
+    bus: Any = NotingBus()
+    run.engine._bus = bus
+    run.pipeline.stalls_s = (1e-3, 0.5e-3)
+    run.run()
+    assert max(bus.num_in_flight) == 1
+    assert statistics.median(bus.computed_s) == pytest.approx(4e-3 + TOKEN_S - 1.5e-3)
 
 
 def test_batches_in_rotation_are_of_one_size() -> None:

@@ -254,7 +254,7 @@ def test_a_rank_that_cannot_be_loaded_ends_all(load: RankLoader, message: str) -
 
 
 def test_bytes_of_ranks_add_up_and_they_wait_beside_each_other() -> None:
-    """Those of one stage; those of the next wait after them, but for the bus, which is one."""
+    """Those of one stage; a step waits in the next after them, but for the bus, which is one."""
     timings = [RankTiming((number,), (0.0,), (), 10) for number in range(3)]
     ranks = [
         (0, WeightTransfers(2, 100, 0.25, 0.5, 30, 0.125, (timings[0],))),
@@ -262,7 +262,9 @@ def test_bytes_of_ranks_add_up_and_they_wait_beside_each_other() -> None:
         (1, WeightTransfers(2, 40, 0.125, 0.25, 10, 0.25, (timings[2],))),
     ]
     assert merge_transfers(ranks[:2]) == WeightTransfers(2, 160, 0.75, 0.5, 50, 0.375, tuple(timings[:2]))
-    assert merge_transfers(ranks) == WeightTransfers(2, 200, 0.875, 0.5, 60, 0.375, tuple(timings))
+    stages = WeightTransfers(2, 200, 0.875, 0.5, 60, 0.375, tuple(timings), other_stalls_s=0.125)
+    assert merge_transfers(ranks) == merge_transfers(ranks[::-1])._replace(timings=tuple(timings)) == stages
+    assert stages.longest_stall_s == 0.75
     assert merge_transfers([]) == WeightTransfers()
 
 

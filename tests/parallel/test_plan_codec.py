@@ -169,6 +169,7 @@ TRANSFERS = st.builds(
     NUMBERS,
     st.just(0.125),
     TIMINGS,
+    st.just(0.0625),
 )
 OUTCOMES = st.builds(
     StepOutcome,

@@ -279,16 +279,19 @@ class RankTiming:
 
 
 class WeightTransfers(NamedTuple):
-    """Transfers of offloaded layers to the device since the previous outcome.
+    """Transfers of offloaded layers to the device since the previous outcome, and the use of their bus.
+
+    Where the bus is emulated, KV copies go over it too.
 
     Attributes:
         interval: in use; None without offloading.
         num_bytes: of transfers that were complete when a layer needed them, or that completed then.
-        stall_s: time for which layers waited for their weights.
+        stall_s: time for which layers waited for their weights, summed over the stages of a pipeline.
         transfer_s: that the transfer of one layer takes, the median of the latest ones; 0 before the first.
         copied_bytes: of KV, copied over an emulated bus.
         bus_wait_s: time for which transfers and copies waited for that bus.
         timings: of each rank, by rank; empty unless they time their layers.
+        other_stalls_s: of ``stall_s``, that of all stages but the one that waited longest.
     """
 
     interval: int | None = None
@@ -298,12 +301,19 @@ class WeightTransfers(NamedTuple):
     copied_bytes: int = 0
     bus_wait_s: float = 0.0
     timings: tuple[RankTiming, ...] = ()
+    other_stalls_s: float = 0.0
+
+    @property
+    def longest_stall_s(self) -> float:
+        """Of a stage. While each works on a step of its own, they wait beside each other."""
+        return self.stall_s - self.other_stalls_s
 
     def followed_by(self, later: WeightTransfers) -> WeightTransfers:
         """Both together."""
         return later._replace(
             num_bytes=self.num_bytes + later.num_bytes,
             stall_s=self.stall_s + later.stall_s,
+            other_stalls_s=self.other_stalls_s + later.other_stalls_s,
             copied_bytes=self.copied_bytes + later.copied_bytes,
             bus_wait_s=self.bus_wait_s + later.bus_wait_s,
         )

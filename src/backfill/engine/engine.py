@@ -261,16 +261,16 @@ class Engine:
             if self.predictor is not None and interval is not None and submitted.cost is self._cost:
                 began_s = submitted.planned_at_s if self._busy_since_s is None else self._busy_since_s
                 self.predictor.observe(interval[1], took_s, now_s - began_s)
-            # A plan does not say which rows of prompts have logits.
-            is_alone = submitted.is_alone and not self._in_flight and not outcome.prompt_logprobs
-            is_profiled = transfers.interval == self.executor.info.offload_interval
-            if self._refiner is not None and is_profiled and is_alone:
-                self._refiner.observe(plan, now_s - started_at_s)
-            computed_s = max(0.0, took_s - transfers.stall_s)
+            is_alone = submitted.is_alone and not self._in_flight
+            computed_s = max(0.0, took_s - (transfers.stall_s if is_alone else transfers.longest_stall_s))
             if self._bus is not None:
                 self._bus.end_step(computed_s, transfers.interval)
-            if self._record_check is not None and is_alone:
-                self._record_check.observe(plan, computed_s, transfers.transfer_s)
+            if is_alone and not outcome.prompt_logprobs:  # a plan does not say which rows have logits
+                is_profiled = transfers.interval == self.executor.info.offload_interval
+                if self._refiner is not None and is_profiled:
+                    self._refiner.observe(plan, now_s - started_at_s)
+                if self._record_check is not None:
+                    self._record_check.observe(plan, computed_s, transfers.transfer_s)
         self._busy_since_s = now_s if self.has_work else None
         self._leave_bus_if_idle()
         self._last_step = StepStats(

@@ -275,7 +275,7 @@ def merge_infos(infos: Sequence[ExecutorInfo], num_stages: int) -> ExecutorInfo:
 def merge_transfers(transfers: Sequence[tuple[int, WeightTransfers]]) -> WeightTransfers:
     """Of all ranks in a step: each transfers its shard of its layers, while the others transfer theirs.
 
-    Ranks of a stage wait beside each other, and stages one after another.
+    Ranks of a stage wait beside each other. A step waits in one stage after another.
 
     Args:
         transfers: of each rank, by rank, with its stage.
@@ -294,6 +294,7 @@ def merge_transfers(transfers: Sequence[tuple[int, WeightTransfers]]) -> WeightT
         copied_bytes=sum(each.copied_bytes for each in reported),
         bus_wait_s=max(each.bus_wait_s for each in reported),
         timings=tuple(timing for each in reported for timing in each.timings),
+        other_stalls_s=sum(stalls_s.values()) - max(stalls_s.values()),
     )
 
 
