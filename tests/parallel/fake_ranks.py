@@ -1,7 +1,8 @@
 """Ranks without a model for the processes of a ``ParallelExecutor``: they do what requests are called.
 
 A request ``r0:raise`` makes rank 0 raise, ``*:raise`` all ranks, ``r1:kill`` kills rank 1, ``r1:stop`` stops
-its process, ``r1:hang`` makes it wait forever, ``r1:wait`` in an exchange in layer 3, ``r1:slow`` a moment.
+its process, ``r1:hang`` makes it wait forever, ``r1:wait`` in an exchange in layer 3, ``r1:slow`` a moment;
+``r0:stall`` makes it report ``stalled(interval)``, for the plan's interval or 4.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from backfill.core.block import BlockCopy
 from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
-from backfill.core.plan import SampledToken, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.plan import (
+    RankTiming,
+    SampledToken,
+    ScheduledSlice,
+    StepOutcome,
+    StepPlan,
+    WeightTransfers,
+)
 from backfill.core.request import RequestId
 from backfill.engine.engine import Engine
 from backfill.parallel.executor import ParallelExecutor
@@ -28,6 +36,12 @@ NUM_BLOCKS = 4096
 def token_of(tokens: Sequence[int], scheduled: ScheduledSlice) -> int:
     """What a fake rank samples: it depends on all that a plan says of the request."""
     return (sum(tokens) + 7 * sum(scheduled.blocks) + 13 * scheduled.start) % 991 + 3
+
+
+def stalled(interval: int) -> WeightTransfers:
+    """Transfers for which layers waited."""
+    timing = RankTiming((1.0,), (interval / 8,), (), 100)
+    return WeightTransfers(interval, 100, interval / 8, 0.25, 10, interval / 16, (timing,))
 
 
 class FakeRank:
@@ -47,8 +61,11 @@ class FakeRank:
             self._tokens.pop(request_id, None)
         for admitted in plan.admitted:
             self._tokens[admitted.request_id] = list(admitted.prompt_token_ids)
+        transfers = WeightTransfers()
         for scheduled in plan.slices:
             self._obey(scheduled.request_id)
+            if scheduled.request_id == f"r{self._context.rank}:stall":
+                transfers = stalled(plan.offload_interval or 4)
         stopped = tuple(each.request_id for each in plan.slices if each.preemptible)
         if not (stopped and self._context.state.stops.signal(plan.step).is_set()):
             stopped = ()
@@ -60,6 +77,7 @@ class FakeRank:
             ),
             discarded=stopped if self._samples else (),
             completed_copies=self._complete(plan.copies.checkpoint),
+            weight_transfers=transfers,
         )
 
     def _complete(self, begun: tuple[BlockCopy, ...]) -> tuple[BlockCopy, ...]:

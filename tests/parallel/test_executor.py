@@ -36,6 +36,7 @@ from tests.parallel.fake_ranks import (
     load_fake,
     load_killed,
     load_refused,
+    stalled,
     token_of,
 )
 from tests.parallel.processes import num_open_files, wait_ended
@@ -44,7 +45,7 @@ from tests.patience import with_more_time
 
 TWO = EngineConfig(tensor_parallel_size=2)
 FOUR = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
-NAMES = ("a", "b", "r0:raise", "r1:raise", "*:raise")
+NAMES = ("a", "b", "r0:raise", "r1:raise", "*:raise", "r0:stall")
 BLOCKS = tuple(pack_block_ref(index) for index in range(3))
 
 
@@ -154,6 +155,16 @@ def test_copies_that_complete_in_a_failed_step_are_reported_by_the_next(executor
     with pytest.raises(RankFailed):
         executor.run(plan_of(1, "r0:raise"))
     assert executor.run(StepPlan(2, Compute(()))).completed_copies == copies
+
+
+def test_of_transfers_in_a_failed_step_bytes_are_reported_by_the_next(executor: ParallelExecutor) -> None:
+    with pytest.raises(RankFailed):
+        executor.run(plan_of(0, "r0:stall", "r1:raise"))
+    plan = replace(plan_of(1, "r0:stall"), offload_interval=2)
+    assert executor.run(plan).weight_transfers == stalled(2)._replace(num_bytes=200, copied_bytes=20)
+    with pytest.raises(RankFailed):
+        executor.run(plan_of(2, "r0:stall", "r1:raise"))
+    assert executor.run(plan_of(3, "a")).weight_transfers == WeightTransfers(4, 100, 0.0, 0.25, 10)
 
 
 def test_a_stop_request_reaches_the_ranks(executor: ParallelExecutor) -> None:

@@ -304,6 +304,11 @@ class WeightTransfers(NamedTuple):
     other_stalls_s: float = 0.0
 
     @property
+    def without_times(self) -> WeightTransfers:
+        """What was transferred in a step that failed: its times belong to no step."""
+        return self._replace(stall_s=0.0, bus_wait_s=0.0, timings=(), other_stalls_s=0.0)
+
+    @property
     def longest_stall_s(self) -> float:
         """Of a stage. While each works on a step of its own, they wait beside each other."""
         return self.stall_s - self.other_stalls_s

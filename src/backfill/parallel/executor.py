@@ -158,6 +158,7 @@ class ParallelExecutor(PipelinedExecutor):
                 if each.others.weight_transfers.interval is not None:
                     self._transfers.append((rank // self._size, each.others.weight_transfers))
         if failed:
+            self._transfers = [(stage, each.without_times) for stage, each in self._transfers]
             raise RankFailed("; ".join(failed))
         report = done[self._output_rank]
         sampled = sampled_of(report, oldest.sampling_ids)
@@ -278,7 +279,7 @@ def merge_transfers(transfers: Sequence[tuple[int, WeightTransfers]]) -> WeightT
     Ranks of a stage wait beside each other. A step waits in one stage after another.
 
     Args:
-        transfers: of each rank, by rank, with its stage.
+        transfers: of each rank, by rank, with its stage; behind those of steps that have failed.
     """
     if not transfers:
         return WeightTransfers()
@@ -287,7 +288,7 @@ def merge_transfers(transfers: Sequence[tuple[int, WeightTransfers]]) -> WeightT
         stalls_s[stage] = max(each.stall_s, stalls_s.get(stage, 0.0))
     reported = [each for _, each in transfers]
     return WeightTransfers(
-        reported[0].interval,
+        reported[-1].interval,
         num_bytes=sum(each.num_bytes for each in reported),
         stall_s=sum(stalls_s.values()),
         transfer_s=max(each.transfer_s for each in reported),
