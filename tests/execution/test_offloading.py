@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from backfill.execution import offloading
 from backfill.execution.create import create_torch_executor
 from backfill.execution.offloading import LayerStreamer
 from backfill.execution.torch_executor import TorchExecutor
+from backfill.execution.weight_links import ThreadLink
 from tests.builders import make_request
 from tests.models.tiny import CONFIGS, save_tiny_model
 from tests.shared import examples
@@ -145,15 +147,27 @@ def test_tokens_are_the_same_at_every_interval(model_dir: Path, interval: int) -
 def test_each_step_transfers_the_offloaded_layers_once(model_dir: Path) -> None:
     executor = create_torch_executor(config_of(model_dir, 3))
     layer_bytes = streamer_of(executor)._placed[0].buffer_bytes
+    link = streamer_of(executor)._link
+    assert isinstance(link, ThreadLink)
+    read, before_s = link._read, link.stall_s  # of the warm-up
+
+    def slowly(layer: int, buffer: torch.Tensor) -> None:
+        time.sleep(0.01)
+        read(layer, buffer)
+
+    link._read = slowly
     engine = Engine(SchedulerConfig(), executor, VirtualClock())
     engine.add(make_request(prompt_token_ids=[5, 6, 7], max_tokens=5, ignore_eos=True))
+    stalled_s = 0.0
     assert engine.stats().offload_interval == 3
     for step in range(1, 6):
         engine.step()
         stats = engine.stats()
         assert stats.num_transferred_weight_bytes == step * 4 * layer_bytes
         assert stats.offload_interval == 3
-        assert stats.weight_stall_s >= 0.0
+        assert stats.weight_stall_s > stalled_s
+        stalled_s = stats.weight_stall_s
+    assert stalled_s == pytest.approx(link.stall_s - before_s)
 
 
 def test_transfers_of_a_failed_step_are_reported_by_the_next(
