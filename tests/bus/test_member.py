@@ -21,7 +21,7 @@ from backfill.engine.engine import Engine
 from backfill.engine.process import load_engine
 from backfill.execution import offloading, profile
 from backfill.offloading.coordinator import BusInstance
-from backfill.offloading.residency import SharedLinkPolicy, Situation, StepNeed, residencies
+from backfill.offloading.residency import LinkWish, SharedLinkPolicy, Situation, StepNeed, residencies
 from tests.builders import flat_cost, make_profile, make_request
 from tests.engine.test_restored_tokens import LAYER_BLOCK_BYTES
 from tests.models.tiny import save_tiny_model
@@ -263,6 +263,31 @@ def test_engines_with_offline_work_divide_the_bus_and_then_their_memory(dividing
     seconds = [second.step(OFFLINE_ONLY) for _ in range(8) if first.step(OFFLINE_ONLY)]
     assert seconds[-1] == 2, "16 layers in 0.09 s are a tenth of the bus"
     assert first.member.share == pytest.approx(0.5)
+
+
+def test_an_interval_that_a_plan_brings_stays_when_the_share_changes(dividing: list[Dividing]) -> None:
+    first, second, _ = dividing
+    first.step(OFFLINE_ONLY)
+    plan = replace(PLAN, offload_interval=5)
+    assert first.member.begin_step(plan, 0.1) == plan
+    second.step(OFFLINE_ONLY)
+    second.step(OFFLINE_ONLY)
+    changed = first.member.begin_step(plan, 0.1)
+    assert changed == replace(plan, bus_share=first.member.share)
+    assert first.member.share == pytest.approx(0.5)
+
+
+def test_an_idle_engine_has_no_grant_until_it_works_again(dividing: list[Dividing]) -> None:
+    first, *_ = dividing
+    wish = LinkWish(2, 8, None)
+    assert first.member.ask(wish) is None
+    first.member.begin_step(PLAN, 0.1)
+    granted = first.member.ask(wish)
+    assert granted is not None and granted.interval == 2
+    first.member.idle()
+    assert first.member.ask(wish) is None
+    first.member.begin_step(PLAN, 0.1)
+    assert first.member.ask(wish) == granted
 
 
 def test_a_change_of_residency_changes_what_an_engine_needs(dividing: list[Dividing]) -> None:
