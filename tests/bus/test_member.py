@@ -20,6 +20,7 @@ from backfill.core.request import ServiceClass
 from backfill.engine.engine import Engine
 from backfill.engine.process import load_engine
 from backfill.execution import offloading, profile
+from backfill.execution.torch_executor import TorchExecutor
 from backfill.offloading.coordinator import BusInstance
 from backfill.offloading.residency import LinkWish, SharedLinkPolicy, Situation, StepNeed, residencies
 from tests.builders import flat_cost, make_profile, make_request
@@ -461,6 +462,25 @@ def test_an_engine_whose_bus_fails_goes_on(
 def test_a_start_that_fails_leaves_the_bus(shared: EngineConfig, tmp_path: Path) -> None:
     with pytest.raises(InsufficientMemory):
         load_engine(replace(shared, kv_gib=None, device_memory=0.0001))
+    other = BusFile(tmp_path / "bus", 0.05 * GIB)
+    assert other.name == "00"
+    other.close()
+
+
+def test_a_start_without_a_profile_leaves_the_bus_and_the_model(
+    shared: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, closed = TorchExecutor.close, []
+
+    def noting(executor: TorchExecutor) -> None:
+        closed.append(executor)
+        close(executor)
+
+    monkeypatch.setattr(TorchExecutor, "close", noting)
+    monkeypatch.setattr(profile, "load_or_measure_profile", fail)
+    with pytest.raises(OSError, match="stopped"):
+        load_engine(replace(shared, scheduler=replace(shared.scheduler, policy="slo")))
+    assert len(closed) == 1
     other = BusFile(tmp_path / "bus", 0.05 * GIB)
     assert other.name == "00"
     other.close()

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from backfill.core.clock import WallClock
@@ -64,37 +65,36 @@ def load_engine(config: EngineConfig) -> Engine:
     logger.info("loading the model in %s", config.model_dir)
     config = with_chosen_interval(config)
     bus = open_bus(config)
-    try:
-        executor = create_executor(config, bus)
-    except BaseException:
+    with ExitStack() as undo:  # what is open, if something fails
         if bus is not None:
-            bus.close()
-        raise
-    info, clock = executor.info, WallClock()
-    member: BusMember | None = None
-    if bus is not None:
-        assert info.offload_interval is not None, "a bus needs offloaded layers"
-        model = OffloadedModel(
-            info.stage_layers or (info.num_layers,), info.layer_bytes, info.offload_interval
+            undo.callback(bus.close)
+        executor = create_executor(config, bus)
+        undo.callback(executor.close)
+        info, clock = executor.info, WallClock()
+        member: BusMember | None = None
+        if bus is not None:
+            assert info.offload_interval is not None, "a bus needs offloaded layers"
+            model = OffloadedModel(info.layers_of_stages, info.layer_bytes, info.offload_interval)
+            member = BusMember(bus, model, clock, divides_memory=bool(info.residencies))
+        profile, refiner = None, None
+        needs_profile = config.scheduler.needs_cost_model or config.min_offload_interval is not None
+        if needs_profile or config.profile_path is not None:
+            profile = load_or_measure_profile(config, executor)
+            refiner = create_refiner(config, info, profile, clock)
+        if info.num_blocks + info.num_host_blocks >= _MANY_BLOCKS:
+            logger.info("preparing a KV cache of %d blocks", info.num_blocks + info.num_host_blocks)
+        engine = Engine(
+            config.scheduler,
+            executor,
+            clock,
+            profile,
+            refiner,
+            bus=member,
+            record_check=create_record_check(config) if is_recorded else None,
+            grammars=executor.grammars if isinstance(executor, TorchExecutor) else None,
         )
-        member = BusMember(bus, model, clock, divides_memory=bool(info.residencies))
-    profile, refiner = None, None
-    needs_profile = config.scheduler.needs_cost_model or config.min_offload_interval is not None
-    if needs_profile or config.profile_path is not None:
-        profile = load_or_measure_profile(config, executor)
-        refiner = create_refiner(config, info, profile, clock)
-    if info.num_blocks + info.num_host_blocks >= _MANY_BLOCKS:
-        logger.info("preparing a KV cache of %d blocks", info.num_blocks + info.num_host_blocks)
-    return Engine(
-        config.scheduler,
-        executor,
-        clock,
-        profile,
-        refiner,
-        bus=member,
-        record_check=create_record_check(config) if is_recorded else None,
-        grammars=executor.grammars if isinstance(executor, TorchExecutor) else None,
-    )
+        undo.pop_all()
+    return engine
 
 
 def run_engine_process(
