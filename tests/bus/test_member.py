@@ -28,7 +28,7 @@ from tests.engine.test_restored_tokens import LAYER_BLOCK_BYTES
 from tests.models.tiny import save_tiny_model
 from tests.offloading.test_residency import offline, online
 
-MODEL = OffloadedModel(stage_layers=(30,), bytes_of_layer=10_000_000, interval=4)
+MODEL = OffloadedModel(stage_layers=(30,), layer_bytes=10_000_000, interval=4)
 PLAN = StepPlan(0, Compute(()))
 OBJECTIVE_S = 0.1 / OBJECTIVE_SHARE
 NEEDED = 7 * 10_000_000 / 0.1  # bytes per second of an engine
@@ -332,7 +332,7 @@ def test_while_online_work_needs_the_bus_offline_work_has_the_rest(dividing: lis
 
 def test_the_least_step_is_that_of_what_others_leave(engines: list[OnBus]) -> None:
     first, second = engines
-    alone_s = 7 * MODEL.layer_bytes / (2.2 * NEEDED)
+    alone_s = 7 * MODEL.total_layer_bytes / (2.2 * NEEDED)
     assert first.member.least_step_s() == pytest.approx(alone_s)
     second.step()
     assert first.member.least_step_s() == pytest.approx(alone_s * 2.2 / 1.2)

@@ -125,7 +125,7 @@ def test_plans_give_all_ranks_the_interval_and_the_share_of_their_engine(
     first = NUM_LAYERS // sizes.pipeline // 2
     ranks = on_bus(model_dir, tmp_path, sizes, first)
     clock, info = VirtualClock(), ranks.info
-    model = OffloadedModel(info.stage_layers or (info.num_layers,), info.layer_bytes, first)
+    model = OffloadedModel(info.layers_of_stages, info.layer_bytes, first)
     engine = Engine(SchedulerConfig(), ranks, clock, bus=BusMember(engine_file, model, clock))
     other = BusFile(tmp_path / "bus", GIB_PER_S * GIB)
     shares = []

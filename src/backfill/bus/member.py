@@ -40,13 +40,13 @@ class OffloadedModel:
 
     Attributes:
         stage_layers: layers of each stage; of the model if there is one stage.
-        bytes_of_layer: weights of one layer of the model, on all ranks that have a part of it.
+        layer_bytes: weights of one layer of the model, on all ranks that have a part of it.
         interval: that there is device memory for, and the smallest one of use where this memory is fixed:
             with a smaller one more is transferred, and the memory that it saves is used by nobody.
     """
 
     stage_layers: tuple[int, ...]
-    bytes_of_layer: int
+    layer_bytes: int
     interval: int
 
     @property
@@ -55,9 +55,9 @@ class OffloadedModel:
         return max(self.stage_layers)
 
     @property
-    def layer_bytes(self) -> int:
+    def total_layer_bytes(self) -> int:
         """Weights of a layer of every stage."""
-        return len(self.stage_layers) * self.bytes_of_layer
+        return len(self.stage_layers) * self.layer_bytes
 
     @property
     def max_interval(self) -> int:
@@ -157,7 +157,7 @@ class BusMember:
     @property
     def free_transfer_s(self) -> float:
         """See ``LinkBudget``. Where there are stages, each transfers a layer of its own meanwhile."""
-        return self._model.layer_bytes / self._file.bytes_per_s
+        return self._model.total_layer_bytes / self._file.bytes_per_s
 
     def ask(self, wish: LinkWish) -> LinkGrant | None:
         """See ``LinkBudget``. What is wished is published with the next step."""
@@ -225,7 +225,7 @@ class BusMember:
                 own = BusInstance(
                     name,
                     model.num_layers,
-                    model.layer_bytes,
+                    model.total_layer_bytes,
                     step_s=1.0,
                     max_interval=self._max_interval,
                 )
@@ -262,7 +262,7 @@ class BusMember:
         instance = BusInstance(
             self._file.name,
             model.num_layers,
-            model.layer_bytes,
+            model.total_layer_bytes,
             step_s=max(step_s / num_in_flight, self._published_computed_s),
             compute_s=layer_s,
             min_interval=model.interval if wish is None else wish.min_interval,
@@ -298,7 +298,7 @@ class BusMember:
         own = plan.of[file.name]
         assert own.interval is not None, "not all layers fit"
         if self._wish is not None:
-            transfer_s = self._model.layer_bytes / own.bytes_per_s
+            transfer_s = self._model.total_layer_bytes / own.bytes_per_s
             is_bounded = own.interval > self._wish.min_interval
             self._grant = LinkGrant(own.interval, transfer_s, is_bounded)
         streamed = [each.streamed for each in uses]

@@ -75,7 +75,7 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
     def __init__(
         self, info: ExecutorInfo, device: DeviceBehaviour, clock: VirtualClock, *, seed: int = 0
     ) -> None:
-        stage_layers = info.stage_layers or (info.num_layers,)
+        stage_layers = info.layers_of_stages
         assert sum(stage_layers) == info.num_layers, "the stages do not have the model's layers"
         assert info.offload_interval is None, "stages have all their weights"
         SimulatedExecutor.__init__(self, info, device, clock, seed=seed)
