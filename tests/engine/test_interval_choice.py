@@ -418,19 +418,25 @@ def test_ranks_on_a_cpu_share_its_memory(
 def test_each_rank_on_cuda_has_a_memory_of_its_own(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = target_of(replace(config, kv_gib=None), tensor_parallel_size=2, pipeline_parallel_size=2)
+    ranks = replace(config, kv_gib=None, tensor_parallel_size=2, pipeline_parallel_size=2)
+    target = target_of(ranks, 2, 2)
     (shared,) = memories_of(target)
     assert list(shared.ranks) == [0, 1, 2, 3]
     on_gpus = replace(target, device=torch.device("cuda"))
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda rank: SimpleNamespace(total_memory=1000 + rank)
     )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     found = memories_of(on_gpus)
     assert [(list(each.ranks), each.available_bytes) for each in found] == [
         ([rank], int(0.9 * (1000 + rank))) for rank in range(4)
     ]  # fmt: skip
     parts = [target.least_device_bytes(each.ranks) for each in found]
     assert max(parts) < target.least_device_bytes(shared.ranks) <= sum(parts)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", pytest.fail)
+    with pytest.raises(ConfigError, match="needs 4 CUDA devices, and torch finds 3 here"):
+        memories_of(on_gpus)
 
 
 def test_stages_share_a_bus(config: EngineConfig, save: Save) -> None:

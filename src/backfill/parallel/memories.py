@@ -12,6 +12,7 @@ from backfill.core.errors import ConfigError
 from backfill.execution.machine import available_host_bytes
 from backfill.execution.sizing import Target, available_cuda_bytes
 from backfill.parallel import require_ray
+from backfill.parallel.create import check_device_count
 from backfill.parallel.rank import ranks_of_stage
 
 
@@ -49,7 +50,10 @@ def with_device_of_ranks(config: EngineConfig) -> EngineConfig:
 
 
 def memories_of(target: Target) -> list[RankMemory]:
-    """All that the ranks of a model have. Raises: ConfigError, see ``with_device_of_ranks``."""
+    """All that the ranks of a model have.
+
+    Raises: ConfigError as ``with_device_of_ranks``, and as ``check_device_count``.
+    """
     config, ranks = target.config, range(target.placement.num_ranks)
     if target.device.type == "cpu":
         if config.executor == "ray":
@@ -60,6 +64,7 @@ def memories_of(target: Target) -> list[RankMemory]:
     utilization = config.gpu_memory_utilization
     if len(ranks) == 1:
         return [RankMemory(ranks, available_cuda_bytes(target.device, utilization))]
+    check_device_count(config, torch.cuda.device_count())
     # To ask what is free of a device takes some of it, in a process that does not use it.
     totals = [torch.cuda.get_device_properties(rank).total_memory for rank in ranks]
     return [RankMemory([rank], int(utilization * total)) for rank, total in zip(ranks, totals, strict=True)]
