@@ -33,11 +33,13 @@ def test_sizes_that_are_refused(options: dict[str, Any], message: str) -> None:
     assert message in str(refused.value)
 
 
-def test_stages_that_may_be_on_several_machines_have_no_bus() -> None:
-    config = EngineConfig(executor="ray", offload_interval=4, offload_bus="left", offload_bus_gib_per_s=1.0)
-    config.validate()
+@pytest.mark.parametrize("interval", [4, "auto"])
+def test_stages_that_may_be_on_several_machines_have_no_bus(interval: int | str) -> None:
+    """Before the record of auto is measured on them."""
+    bus = {"offload_bus": "left", "offload_bus_gib_per_s": 1.0}
+    config = EngineConfig(executor="ray", offload_interval=interval, **bus)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"`offload_bus` .* with `executor` ray: a bus is of one machine"):
-        create_executor(config)
+        config.validate()
 
 
 def test_more_ranks_than_devices_are_refused() -> None:

@@ -347,6 +347,11 @@ class EngineConfig:
             raise ConfigError(f"must be a name or a path, got {name!r}.", field="offload_bus")
         if self.offload_interval == "none":
             raise ConfigError("`offload_bus` is of no use with `offload_interval` none.")
+        if self.executor == "ray":
+            raise ConfigError(
+                "`offload_bus` is not supported with `executor` ray: a bus is of one machine, and the stages "
+                "may be on several."
+            )
 
     def _validate_ranks(self) -> None:
         sizes = {name: getattr(self, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}

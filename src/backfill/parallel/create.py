@@ -68,11 +68,6 @@ def create_ray_executor(config: EngineConfig, load: RankLoader = load_rank) -> P
 
     Raises: BackfillError with a message for the user; no actor is left then.
     """
-    if config.offload_bus is not None:
-        raise ConfigError(
-            "`offload_bus` is not supported with `executor` ray: a bus is of one machine, and the stages may "
-            "be on several."
-        )
     require_ray()
     from backfill.parallel.ray_stages import plan_stages, start_stages
 
