@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from backfill.engine import analyzer
 from backfill.engine.analyzer import analyze, record_key, saved_record
 from backfill.engine.interval_choice import with_chosen_interval
 from backfill.engine.process import load_engine
+from backfill.execution.layer_timing import TimedExecutor
+from backfill.execution.machine import OthersMeter
 from backfill.offloading.loads import LoadGrid
+from backfill.parallel.create import create_timed_executor
 from backfill.parallel.executor import ParallelExecutor
 from tests.builders import make_request
 from tests.models.tiny import save_tiny_model
@@ -88,9 +92,29 @@ def test_tensor_ranks_serve_with_the_interval_of_their_record(
     wait_ended(pids)
 
 
-def test_two_stages_are_measured_one_behind_the_other(tmp_path: Path, cache: Path) -> None:
+def test_two_stages_are_measured_one_behind_the_other(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks: list[int | None] = []
+    not_counted: list[int] = []
+
+    def create(given: EngineConfig) -> TimedExecutor | ParallelExecutor:
+        executor = create_timed_executor(given)
+        assert isinstance(executor, ParallelExecutor)
+        ranks.extend(executor.pids)
+        return executor
+
+    class Meter(OthersMeter):
+        def __init__(self, own: Sequence[int] = ()) -> None:
+            not_counted.extend(own)
+            super().__init__(own)
+
+    monkeypatch.setattr(analyzer, "create_timed_executor", create)
+    monkeypatch.setattr(analyzer, "OthersMeter", Meter)
     config = config_of(tmp_path / "model", pipeline_parallel_size=2)
     analysis = analyze(config, GRID)
+    assert not_counted == ranks, "what ranks use of the processors is not of other processes"
+    assert len(ranks) == 2
     record = analysis.record
     assert record.key == record_key(config)
     assert record.key.device.endswith(", 1 threads, 1 x 2 ranks")
