@@ -16,7 +16,7 @@ from backfill.costs.copy_profiler import EMPTY_PLAN
 from backfill.costs.profiler import StepTimer
 from backfill.execution import offloading
 from backfill.execution.create import create_torch_executor
-from backfill.execution.layer_timing import TimedExecutor
+from backfill.execution.layer_timing import TRANSFER_AGAIN, TimedExecutor
 from backfill.execution.profile import step_capacity
 from tests.execution.tiny import dummy_config
 
@@ -57,7 +57,7 @@ def test_each_layer_of_a_step_is_timed_and_each_transfer_once(
 ) -> None:
     recorder = Recorder(executor)
     capacity = step_capacity(config, executor.info)
-    recorder.run(EMPTY_PLAN)
+    recorder.run(TRANSFER_AGAIN)
     recorder.timings.clear()
     StepTimer(recorder, WallClock(), capacity).time(((0, 16, True),))
     admitted, step, released = recorder.timings
@@ -65,19 +65,27 @@ def test_each_layer_of_a_step_is_timed_and_each_transfer_once(
     assert len(step.layers_s) == len(step.waits_s) == NUM_LAYERS
     assert all(each > 0.0 for each in (*step.layers_s, *step.waits_s))
     assert len(admitted.transfers_s) == 0, "a request alone lets nothing be transferred again"
-    recorder.run(EMPTY_PLAN)
+    recorder.run(TRANSFER_AGAIN)
     transfers_s = [each for timing in recorder.timings for each in timing.transfers_s]
     assert len(transfers_s) == NUM_LAYERS + HELD
     assert all(each > 0.0 for each in transfers_s)
     assert {each.layer_bytes for each in recorder.timings} == {executor._streamer.layer_bytes}
 
 
-def test_only_a_plan_without_any_work_transfers_again(executor: TimedExecutor) -> None:
+def test_no_plan_of_an_engine_transfers_again(
+    executor: TimedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever counts as a plan that does nothing."""
+
     def num_transfers(plan: StepPlan) -> int:
         (timing,) = executor.run(plan).weight_transfers.timings
         return len(timing.transfers_s)
 
-    num_transfers(EMPTY_PLAN)
-    assert num_transfers(EMPTY_PLAN) == HELD
+    num_transfers(TRANSFER_AGAIN)
+    assert num_transfers(TRANSFER_AGAIN) == HELD
+    assert num_transfers(EMPTY_PLAN) == 0
     assert num_transfers(replace(EMPTY_PLAN, moves=(BlockMove(0, 1),))) == 0
-    assert num_transfers(EMPTY_PLAN) == HELD
+    for does_nothing in (True, False):
+        monkeypatch.setattr(StepPlan, "does_nothing", does_nothing)
+        assert num_transfers(replace(EMPTY_PLAN, offload_interval=1)) == 0
+        assert num_transfers(TRANSFER_AGAIN) == HELD

@@ -18,10 +18,9 @@ from backfill.core.errors import ConfigError
 from backfill.core.measured_on import MeasuredOn
 from backfill.core.options import with_options
 from backfill.core.plan import StepOutcome, StepPlan
-from backfill.costs.copy_profiler import EMPTY_PLAN
 from backfill.costs.profiler import Capacity, Shape, StepTimer
 from backfill.execution.create import target_of
-from backfill.execution.layer_timing import TimedExecutor
+from backfill.execution.layer_timing import TRANSFER_AGAIN, TimedExecutor
 from backfill.execution.machine import OthersMeter, threads_of_rank
 from backfill.execution.profile import device_name, measured_path, saved_measurement, step_capacity
 from backfill.offloading.choice import RESERVED_TOKENS
@@ -328,14 +327,14 @@ class _LoadTimer:
 
     def forget_transfers(self) -> None:
         """All until now. The next ones are the same on all ranks: none is left that only some have ended."""
-        self.run(EMPTY_PLAN)
+        self.run(TRANSFER_AGAIN)
         self.transfers.take()
 
     def transfer_alone(self) -> list[list[float]]:
         """Of each stage, seconds of transfers with nothing beside them."""
         found: list[list[float]] = [[] for _ in range(self._num_stages)]
         while min(map(len, found)) < _FEWEST_TRANSFERS:
-            self.run(EMPTY_PLAN)
+            self.run(TRANSFER_AGAIN)
             for times_s, more in zip(found, self.transfers.take(), strict=True):
                 times_s.extend(more)
         return found

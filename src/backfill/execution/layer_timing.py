@@ -8,16 +8,17 @@ from dataclasses import replace
 
 import torch
 
-from backfill.core.plan import RankTiming, StepOutcome, StepPlan
+from backfill.core.plan import Compute, RankTiming, StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.execution.torch_executor import TorchExecutor
 
+# Asks a timed rank to transfer all layers that it holds again, with nothing beside them. An engine makes no
+# such plan, since its steps count from 0.
+TRANSFER_AGAIN = StepPlan(step=-1, work=Compute(slices=()))
+
 
 class TimedExecutor:
-    """One rank, all of whose outcomes have ``WeightTransfers.timings``.
-
-    A plan without any work makes it transfer all layers that it holds again, so that transfers can be timed
-    with nothing beside them.
+    """One rank, all of whose outcomes have ``WeightTransfers.timings``. It also takes ``TRANSFER_AGAIN``.
 
     Args:
         executor: has offloaded layers, and belongs to this from now on.
@@ -33,7 +34,7 @@ class TimedExecutor:
 
     def run(self, plan: StepPlan, sampled: Sequence[tuple[RequestId, int]] | None = None) -> StepOutcome:
         """See ``TorchExecutor.run``."""
-        if plan.does_nothing and not plan.admitted:
+        if plan == TRANSFER_AGAIN:
             self._streamer.transfer_again()
         outcome = self._executor.run(plan, sampled)
         layers_s, waits_s = self._layers.take_s()
