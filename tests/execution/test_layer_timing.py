@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from backfill.core.block import BlockMove
 from backfill.core.clock import WallClock
@@ -16,7 +19,7 @@ from backfill.costs.copy_profiler import EMPTY_PLAN
 from backfill.costs.profiler import StepTimer
 from backfill.execution import offloading
 from backfill.execution.create import create_torch_executor
-from backfill.execution.layer_timing import TRANSFER_AGAIN, TimedExecutor
+from backfill.execution.layer_timing import TRANSFER_AGAIN, TimedExecutor, _CudaLayers
 from backfill.execution.profile import step_capacity
 from tests.execution.tiny import dummy_config
 
@@ -89,3 +92,65 @@ def test_no_plan_of_an_engine_transfers_again(
         monkeypatch.setattr(StepPlan, "does_nothing", does_nothing)
         assert num_transfers(replace(EMPTY_PLAN, offload_interval=1)) == 0
         assert num_transfers(TRANSFER_AGAIN) == HELD
+
+
+def test_what_a_failed_step_has_timed_is_of_no_other_step(
+    config: EngineConfig, executor: TimedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(executor)
+    steps = StepTimer(recorder, WallClock(), step_capacity(config, executor.info))
+    model = executor._executor._model
+    run_layers = model.run_layers
+
+    def fail_in_the_third(layers: range, *args: Any) -> Any:
+        if layers.start == 2:
+            raise ZeroDivisionError
+        return run_layers(layers, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "run_layers", fail_in_the_third)
+        with pytest.raises(ZeroDivisionError):
+            steps.time(((0, 16, True),))
+    recorder.timings.clear()
+    steps.time(((0, 16, True),))
+    assert [(len(each.layers_s), len(each.waits_s)) for each in recorder.timings] == [
+        (0, 0), (NUM_LAYERS, NUM_LAYERS), (0, 0),
+    ]  # fmt: skip
+
+
+class FakeEvent:
+    """Is recorded at the next whole second."""
+
+    seconds = count()
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, _stream: object) -> None:
+        self.at_s = next(self.seconds)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1000.0 * (end.at_s - self.at_s)
+
+
+def test_a_part_of_a_layer_on_cuda_is_of_no_other_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    layers = _CudaLayers()
+
+    def compute(wait: int, computation: int) -> None:
+        layers.reach()
+        next(islice(FakeEvent.seconds, wait - 1, wait - 1), None)
+        layers.begin()
+        next(islice(FakeEvent.seconds, computation - 1, computation - 1), None)
+        layers.end()
+
+    compute(3, 5)
+    layers.reach()
+    layers.forget()
+    compute(2, 7)
+    compute(1, 4)
+    assert layers.take_s() == ((7.0, 4.0), (2.0, 1.0))
+    layers.reach()
+    with pytest.raises(ValueError, match="zip"):
+        layers.take_s()

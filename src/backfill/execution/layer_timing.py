@@ -36,6 +36,7 @@ class TimedExecutor:
         """See ``TorchExecutor.run``."""
         if plan == TRANSFER_AGAIN:
             self._streamer.transfer_again()
+        self._layers.forget()
         outcome = self._executor.run(plan, sampled)
         layers_s, waits_s = self._layers.take_s()
         transfers_s = tuple(self._streamer.take_transfer_times_s())
@@ -72,10 +73,14 @@ class _HostLayers:
     def end(self) -> None:
         self._layers_s.append(time.perf_counter() - self._began_s)
 
+    def forget(self) -> None:
+        """All layers until now: a step that failed inside one has left a part of it."""
+        self._layers_s, self._waits_s = [], []
+
     def take_s(self) -> _Times:
         """Seconds of each layer since the last call, and before each waiting for its weights."""
         taken = tuple(self._layers_s), tuple(self._waits_s)
-        self._layers_s, self._waits_s = [], []
+        self.forget()
         return taken
 
 
@@ -92,11 +97,15 @@ class _CudaLayers:
 
     begin = end = reach
 
+    def forget(self) -> None:
+        """See ``_HostLayers``."""
+        self._events = []
+
     def take_s(self) -> _Times:
         """See ``_HostLayers``; the device must have computed them."""
         taken, self._events = self._events, []
         layers_s, waits_s = [], []
-        for reached, began, ended in zip(taken[::3], taken[1::3], taken[2::3], strict=False):
+        for reached, began, ended in zip(taken[::3], taken[1::3], taken[2::3], strict=True):
             waits_s.append(reached.elapsed_time(began) / 1000.0)
             layers_s.append(began.elapsed_time(ended) / 1000.0)
         return tuple(layers_s), tuple(waits_s)
