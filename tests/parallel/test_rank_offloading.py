@@ -136,8 +136,10 @@ def test_all_ranks_divide_their_memory_anew(
         few, most = info.residencies[0], info.residencies[-1]
         assert (few.num_layers, most.num_layers) == ((2, 10) if sizes.pipeline == 1 else (4, 12))
         assert most.num_blocks == info.num_blocks
-        assert few.num_blocks == min(each.info.residencies[0].num_blocks for each in ranks.ranks)
-        assert few.num_blocks > most.num_blocks or sizes.pipeline > 1
+        num_saved = 8 // sizes.pipeline  # layers' worth of weights, on each rank
+        freed = [(num_saved * each.streamer.layer_bytes, each) for each in ranks.ranks if each.streamer]
+        added = min(num_bytes // rank.info.block_bytes for num_bytes, rank in freed)
+        assert few.num_blocks == most.num_blocks + added > most.num_blocks + 50
         for step, each in enumerate((few, most)):
             memory = DeviceMemory(each.num_blocks, each.interval)
             ranks.run(StepPlan(step, Compute(()), offload_interval=each.interval, memory=memory))
