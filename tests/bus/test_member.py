@@ -162,6 +162,22 @@ def test_engines_that_need_more_than_the_bus_has_say_so(
     third.close()
 
 
+def test_needs_that_are_about_all_of_the_bus_are_said_once(
+    engines: list[OnBus], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = engines[0]
+    third = BusFile(tmp_path / "bus", first.file.bytes_per_s)
+    loads = []
+    for step_s in (0.39, 0.33, 0.39, 0.33):
+        third.publish(BusUse(BusInstance(third.name, 30, 10_000_000, step_s=step_s, max_interval=1)))
+        first.clock.advance(1.0)
+        first.step()
+        loads.append(first.member.load)
+    assert [each > 1.0 for each in loads] == [False, True, False, True]
+    assert caplog.text.count("of its bandwidth for their objectives") == 1
+    third.close()
+
+
 def test_kv_copies_are_taken_off_what_weights_share(engines: list[OnBus]) -> None:
     first, _ = engines
     first.step()
@@ -189,6 +205,7 @@ def test_a_table_that_cannot_be_used_leaves_interval_and_share(
             second.member.count_copies(int(NEEDED))  # there is news to tell
             assert second.step() == 4
             assert second.member.share == pytest.approx(0.5)
+            second.step()  # it is not read again so soon, which does not mean that it can be
         second.member.idle()
     assert caplog.text.count("the bus cannot be used, and the interval stays as it is: stopped") == 1
     second.clock.advance(1.0)

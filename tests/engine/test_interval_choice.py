@@ -463,6 +463,24 @@ def test_an_engine_that_starts_again_goes_on_with_what_its_corrected_record_has(
     assert with_chosen_interval(replace(limited, scheduler=impossible)).offload_interval != "auto"
 
 
+def test_an_engine_that_starts_again_chooses_by_what_was_asked_for_not_by_what_was_widened(
+    config: EngineConfig, save: Save
+) -> None:
+    save(0.004)
+    limited = replace(config, device_memory=target_of(config).least_device_bytes([0]) / GIB)
+    asked = replace(limited, scheduler=replace(config.scheduler, ttft_slo=0.5, tpot_slo=0.03))
+    first = chosen(asked)
+    again = replace(asked.scheduler, kept_slo=SLO(9.0, 0.9))
+    assert first != chosen(replace(asked, scheduler=replace(again, tpot_slo=0.9)))
+    assert chosen(replace(asked, scheduler=again)) == first
+
+
+def test_a_least_interval_that_none_is_above_is_refused(config: EngineConfig, save: Save) -> None:
+    save(0.004)
+    with pytest.raises(ConfigError, match=f"must be below {NUM_LAYERS}, the layers .* got {NUM_LAYERS}"):
+        with_chosen_interval(replace(config, min_offload_interval=NUM_LAYERS))
+
+
 def test_a_limit_that_nothing_fits_is_refused(config: EngineConfig, save: Save) -> None:
     save(0.004)
     with pytest.raises(InsufficientMemory, match=r"`device_memory` 0\.001 GiB is too small with .* 1:"):

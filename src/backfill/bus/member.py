@@ -28,6 +28,7 @@ _NOTICED = 0.1  # a change by less is not published
 _COPIES_UNIT = 1 / 32  # of the bandwidth: copies are published in multiples of it
 _POLL_S = 0.1  # until an engine that died is noticed
 _COPIES_WINDOW_S = 0.5
+_FITS_AGAIN = 0.9  # of the bandwidth: needs that are about all of it are said once
 _LEAST_FOR_WEIGHTS = 0.1  # of the bandwidth, however much is copied
 
 
@@ -182,7 +183,6 @@ class BusMember:
             instance = self._instance(objective_s, has_objective)
             self._publish(BusUse(instance, self._copied_bytes_per_s, streamed))
             self._follow()
-            self._is_failing = False
         due, given, self._given = self._due, self._given, self._due
         if due == given:
             return plan
@@ -304,13 +304,14 @@ class BusMember:
         streamed = [each.streamed for each in uses]
         plan = coordinate([each for each in streamed if each is not None], bandwidth)
         own = plan.of[file.name]
-        if plan.fits != self._fits:
+        if (self._fits and not plan.fits) or (not self._fits and plan.load <= _FITS_AGAIN):
             self._fits = plan.fits
             logger.log(
                 logging.INFO if plan.fits else logging.WARNING,
                 "the engines on the bus need %.0f %% of its bandwidth for their objectives",
                 100 * plan.load,
             )
+        self._is_failing = False
         self.load = plan.load
         self.share = own.bytes_per_s / file.bytes_per_s
         self._due = _Given(None if self._divides_memory else own.interval, self.share)

@@ -29,7 +29,7 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
     The performance record is measured if there is none yet. With none there is no bus either. If the interval
     may become smaller (``min_offload_interval``), it may be one that saves no memory as long as it is in use.
 
-    An engine that is started again keeps its server's objectives: if no interval holds them by a record that
+    An engine that is started again may not refuse to: if no interval holds the objectives by a record that
     was corrected since, the nearest one that fits is taken.
 
     Raises: ConfigError if no interval both fits and holds the objectives, or if an objective cannot be met
@@ -38,6 +38,7 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
     if config.offload_interval != "auto":
         return config
     config = with_device_of_ranks(config)
+    _check_least(config)
     fitting = _fitting(config)
     if None in fitting and _saves_for_nothing(config):
         logger.info(
@@ -50,7 +51,10 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
     slo = objectives(config, chooser)
     try:
         interval = chooser.smallest_interval(slo)
-        how = "none: no interval saves memory and" if interval is None else f"{interval}: the smallest that"
+        how = f"{interval}: the smallest that"
+        if interval is None:
+            interval = _saving_nothing(config, chooser, slo)
+            how = f"{interval or 'none'}: no interval saves memory and"
     except NoIntervalHolds as error:
         refusal = _refusal(config, slo, error)
         if config.scheduler.kept_slo is None:
@@ -67,11 +71,9 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
         _extent(record),
     )
     _warn_beyond_record(chooser)
-    least = config.min_offload_interval
-    if interval is None and least is not None:
-        interval = next((each for each in chooser.holding(slo) if each in fitting and each > least), None)
     if interval is None:
         return _without_offloading(config)
+    least = config.min_offload_interval
     if least is not None and least >= interval:
         logger.info("offload_interval auto: %d is not above min_offload_interval, and stays", interval)
         config = replace(config, min_offload_interval=None)
@@ -80,6 +82,24 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
     if config.device_memory is None:
         logger.info("offload_interval auto: what it saves stays free; `device_memory` gives it to KV")
     return replace(config, offload_interval=interval)
+
+
+def _check_least(config: EngineConfig) -> None:
+    """Raises: ConfigError for a smallest interval that no other one is above."""
+    least, most = config.min_offload_interval, max(map(len, _target(config).placement.stages))
+    if least is not None and least >= most:
+        raise ConfigError(
+            f"must be below {most}, the layers of the model or of its largest stage, got {least}.",
+            field="min_offload_interval",
+        )
+
+
+def _saving_nothing(config: EngineConfig, chooser: IntervalChooser, slo: SLO) -> int | None:
+    """The smallest interval from which a smaller one may be changed to; None where none is asked for."""
+    least = config.min_offload_interval
+    if least is None:
+        return None
+    return next((each for each in chooser.holding(slo) if each in chooser.fitting and each > least), None)
 
 
 def _warn_beyond_record(chooser: IntervalChooser) -> None:
@@ -144,19 +164,20 @@ def load_limits(config: EngineConfig) -> LoadLimits:
 
 
 def objectives(config: EngineConfig, chooser: IntervalChooser) -> SLO:
-    """Those that the server keeps, else the configured ones, else the defaults.
+    """The configured ones, else the defaults.
 
-    Raises: ConfigError for a configured one that no request can meet.
+    Not those that an engine keeps of the one before it: these were widened for steps that offloading has made
+    longer, and an interval that just holds them would make all longer still.
+
+    Raises: ConfigError for a configured one that no request can meet, at the first start of a server.
     """
     scheduler = config.scheduler
-    if scheduler.kept_slo is not None:
-        return scheduler.kept_slo
     least = SLO(chooser.least_alone_s("prefill"), chooser.least_alone_s("decode"))
     for field, asked_s, least_s in (
         ("ttft_slo", scheduler.ttft_slo, least.ttft_s),
         ("tpot_slo", scheduler.tpot_slo, least.tpot_s),
     ):
-        if asked_s is not None and asked_s < least_s:
+        if asked_s is not None and asked_s < least_s and scheduler.kept_slo is None:
             raise ConfigError(
                 f"`{field}` {asked_s:g}: one request alone needs {rounded_up(least_s):g} s on this device, "
                 "even without offloading; give at least that."
