@@ -157,13 +157,15 @@ def test_all_ranks_divide_their_memory_anew(
 def test_tokens_are_the_same_while_memory_changes_hands_on_ranks(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, sizes: Sizes
 ) -> None:
-    """With preemptions, KV copies and stops; the engine chooses residencies at random."""
+    """With preemptions, KV copies, shared blocks, micro-batches and stops; residencies are random."""
     plain = SchedulerConfig(prefix_caching=False)
     alone = create_executor(model_dir, ENOUGH, plain, NUM_LAYERS)
     served, _ = serve_on(Engine(plain, alone, VirtualClock(), make_profile()), alone)
     wanted = [request.output_token_ids for request in served]
-    config = SchedulerConfig(policy="slo", checkpointing="adaptive")
-    ranks = resizable(model_dir, sizes, num_blocks=LEAST, num_host_blocks=HOST, scheduler=config)
+    config = SchedulerConfig(policy="slo", checkpointing="adaptive", kv_layout="bidirectional")
+    ranks = resizable(
+        model_dir, sizes, num_blocks=LEAST, num_host_blocks=HOST, scheduler=config, num_micro_batches=2
+    )
     plans: list[StepPlan] = []
     try:
         for rank in ranks.ranks:

@@ -435,7 +435,7 @@ def test_a_drain_that_is_called_off_leaves_everything_in_place() -> None:
 
 def test_each_drain_waits_for_room_before_it_preempts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that begins in the plan after another has ended."""
-    monkeypatch.setattr(memory_division, "_MAX_SHORT_PLANS", 2)
+    monkeypatch.setattr(memory_division, "_MAX_SHORT_STEPS", 2)
     setting = Setting(policy="slo", min_interval=1, num_host_blocks=0)
     run, policy, _ = grown(setting, *[(20, 20)] * 3)
     kv, counters = run.scheduler.kv, run.scheduler.counters[OFFLINE]
@@ -453,7 +453,7 @@ def test_each_drain_waits_for_room_before_it_preempts(monkeypatch: pytest.Monkey
 def test_offline_requests_make_room_for_cache_that_is_kept_for_online_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory_division, "_MAX_SHORT_PLANS", -1)
+    monkeypatch.setattr(memory_division, "_MAX_SHORT_STEPS", -1)
     run, policy, _ = grown(Setting(policy="slo", min_interval=1, num_host_blocks=0), (45, 3))
     online = make_request(22, 1)
     run.scheduler.add(online)

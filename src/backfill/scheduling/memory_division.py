@@ -24,8 +24,9 @@ from backfill.scheduling.suspension import Suspension
 # What the moves of one step may take beside it, and how many they are where the time of a copy is not known.
 _MOST_MOVES_S = 2e-3
 _MOST_MOVES = 64
-# Plans in which a drain is short of blocks before it preempts, and then before it drops what has no copy yet.
-_MAX_SHORT_PLANS = 8
+# Of a drain that is short of blocks before it preempts, and then before it drops what has no copy yet; of any
+# drain before nothing is planned until the steps in flight have ended.
+_MAX_SHORT_STEPS = 8
 # Predictions count with another transfer time once it is longer or shorter by this share.
 _TRANSFER_CHANGE = 0.1
 _ONLINE_LEVELS = (PriorityLevel.ONLINE, PriorityLevel.RELEGATED)
@@ -97,7 +98,7 @@ class MemoryDivision:
     @property
     def waits_for_steps(self) -> bool:
         """Nothing more is to be in flight before those steps have ended: their blocks cannot be moved."""
-        return self._num_beside > _MAX_SHORT_PLANS and len(self.in_flight) > 0
+        return self._num_beside > _MAX_SHORT_STEPS and len(self.in_flight) > 0
 
     def observe(self, transfers: WeightTransfers) -> None:
         """A step has ended."""
@@ -151,7 +152,7 @@ class MemoryDivision:
         max_moves = _MOST_MOVES
         if self.block_copy_s is not None:
             max_moves = max(1, int(_MOST_MOVES_S / self.block_copy_s))
-        if self._num_short > _MAX_SHORT_PLANS and not self.in_flight:
+        if self._num_short > _MAX_SHORT_STEPS and not self.in_flight:
             self._preempt_offline()
         resizing.drain(self._may_evict(), max_moves, self.in_flight.slices)
         self._is_short = resizing.num_moves < max_moves
@@ -161,8 +162,8 @@ class MemoryDivision:
         if not self.preemption.block_holders:
             return Evictable.ALL  # nothing would run until the drain ends
         # What was preempted may have a copy soon.
-        max_plans = 2 * _MAX_SHORT_PLANS if kv.num_host_blocks else _MAX_SHORT_PLANS
-        if self._num_short <= max_plans:
+        max_steps = 2 * _MAX_SHORT_STEPS if kv.num_host_blocks else _MAX_SHORT_STEPS
+        if self._num_short <= max_steps:
             return Evictable.LOSING_NOTHING
         return Evictable.OFFLINE if kv.counts.available(Evictable.OFFLINE) or self._victims else Evictable.ALL
 
@@ -256,7 +257,7 @@ class MemoryDivision:
             if step_s < compute_s:
                 continue
             num_tokens += request.num_pending_tokens
-            if num_steps < _MAX_SHORT_PLANS and request.slo is not None:
+            if num_steps < _MAX_SHORT_STEPS and request.slo is not None:
                 step_s = max(step_s, request.slo.ttft_s * usable / (num_steps + 1.0))
             least_s = min(least_s, step_s)
         return None if least_s == math.inf else StepNeed(least_s, compute_s)
