@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.api.servers import MODEL, TIMEOUT_S, RunningServer, ending, launch_small, small_server, wait_until
-from tests.cli.running import assert_refused, run_cli_here
+from tests.cli.running import assert_refused, run_cli, run_cli_here
 
 LONG: dict[str, Any] = {"prompt": "Count:", "max_tokens": 1500, "ignore_eos": True}
 # The small model takes as long for this many tokens.
@@ -82,8 +82,8 @@ def test_a_client_that_disconnects_has_its_request_aborted(server: RunningServer
 @pytest.fixture(scope="module")
 def own_server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server of this module with room for four requests, which tests may kill; the last one ends it."""
-    options = ("--max-num-seqs", "2", "--max-queued-requests", "2", "--shutdown-timeout", str(TIMEOUT_S))
-    with small_server(small_model, *options, data_dir=tmp_path_factory.mktemp("data")) as server:
+    limits = ("--max-num-seqs", "2", "--max-queued-requests", "2")
+    with small_server(small_model, *limits, data_dir=tmp_path_factory.mktemp("data")) as server:
         yield server
 
 
@@ -140,10 +140,23 @@ def test_requests_sent_while_the_engine_dies_get_an_answer(own_server: RunningSe
     assert own_server.http.get("/load").json() == {"server_load": 0}
 
 
-def test_shutdown_lets_online_requests_end_and_stops_offline_ones(own_server: RunningServer) -> None:
-    """Also if the whole process group gets the signal. The last test of this server."""
+def test_a_second_signal_ends_at_once(own_server: RunningServer) -> None:
+    """The last test of this server."""
     server = own_server
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(server.http.post, "/v1/completions", json=LONGER)
+        wait_until(lambda: server.metric("backfill:num_requests_running") == 1, "it to run")
+        with server.paused_engine():
+            server.process.send_signal(signal.SIGINT)
+            wait_until(lambda: server.http.get("/health").status_code == 503, "draining")
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(TIMEOUT_S) != 0
+
+
+def test_shutdown_lets_online_requests_end_and_stops_offline_ones(small_model: Path, tmp_path: Path) -> None:
+    """Also if the whole process group gets the signal."""
+    patient = ("--shutdown-timeout", str(TIMEOUT_S))
+    with small_server(small_model, *patient, data_dir=tmp_path) as server, ThreadPoolExecutor(2) as pool:
         flex = pool.submit(server.http.post, "/v1/completions", json={**LONGER, "service_tier": "flex"})
         # The offline request starts first and keeps its blocks: behind a late online one it would not start.
         wait_until(lambda: server.metric("backfill:num_requests_running") == 1, "the first to run")
@@ -160,7 +173,7 @@ def test_shutdown_lets_online_requests_end_and_stops_offline_ones(own_server: Ru
         assert not Path(f"/proc/{engine}").exists()
 
 
-def test_health_is_503_while_loading_keys_are_required_and_a_second_signal_ends_at_once(
+def test_health_is_503_while_loading_keys_are_required_and_the_engine_ends_with_its_server(
     small_model: Path, tmp_path: Path
 ) -> None:
     """Without the batch API, whose routes do not exist then."""
@@ -187,20 +200,9 @@ def test_health_is_503_while_loading_keys_are_required_and_a_second_signal_ends_
             assert server.http.get(path, headers=bearer("sekret")).status_code == 404
         assert "batch_jobs" not in server.http.get("/metrics").text
         assert not (tmp_path / "server.lock").exists()
-        end_with_two_signals(server, "sekret")
-
-
-def end_with_two_signals(server: RunningServer, key: str) -> None:
-    """While a request runs; the engine ends with its server."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(server.http.post, "/v1/completions", json=LONGER, headers=bearer(key))
-        wait_until(lambda: server.metric("backfill:num_requests_running") == 1, "it to run")
-        with server.paused_engine() as engine:
-            server.process.send_signal(signal.SIGINT)
-            wait_until(lambda: server.http.get("/health").status_code == 503, "draining")
-            server.process.send_signal(signal.SIGINT)
-            assert server.process.wait(TIMEOUT_S) != 0
-            wait_until(lambda: not Path(f"/proc/{engine}").exists(), "the engine to end")
+        engine = server.engine_pid()
+        server.process.kill()
+        wait_until(lambda: not Path(f"/proc/{engine}").exists(), "the engine to end")
 
 
 def check_keys(server: RunningServer, key_file: Path) -> None:
@@ -290,6 +292,14 @@ def test_invalid_options_are_refused_in_a_line(
 ) -> None:
     result = run_cli_here("serve", "--port", "0", *arguments, "--data-dir", str(tmp_path))
     assert_refused(result, part)
+
+
+@pytest.mark.slow  # in this process, with all reasons: tests/cli/test_serve.py
+def test_a_server_whose_engine_cannot_start_says_why_in_a_line(small_model: Path, tmp_path: Path) -> None:
+    result = run_cli(
+        "serve", str(small_model), "--device-memory", "0.001", "--port", "0", "--data-dir", str(tmp_path)
+    )
+    assert_refused(result, "--device-memory 0.001 GiB is too small")
 
 
 def test_a_taken_port_is_known_at_once(default_model: Path, tmp_path: Path) -> None:
