@@ -255,7 +255,7 @@ def test_a_plan_divides_device_memory_anew(model_dir: Path, device: str) -> None
     executor = resizable(model_dir, device=device)
     info, streamer = executor.info, streamer_of(executor)
     few, most = info.residencies[0], info.residencies[-1]
-    assert (few.interval, few.num_layers, most.interval, most.num_layers) == (1, 2, RESIDENCY, 11)
+    assert (few.interval, most.interval) == (1, RESIDENCY)
     assert few.num_blocks == info.num_blocks + 9 * streamer.layer_bytes // info.block_bytes
     expected = generate(executor)
     executor.run(StepPlan(0, Compute(()), offload_interval=1, memory=DeviceMemory(few.num_blocks, 1)))

@@ -24,7 +24,7 @@ from backfill.parallel.load import load_rank
 from backfill.parallel.rank import RankContext, output_rank
 from backfill.parallel.shared_memory import create_memory
 from backfill.parallel.shared_state import SharedState
-from tests.engine.interruptions import Interruptions
+from tests.engine.interruptions import Interruptions, all_requests, undisturbed
 
 TIMEOUT_S = 60.0
 
@@ -171,3 +171,12 @@ def load_tiny(
         return executor
 
     return load
+
+
+def tokens_of_one_rank(model_dir: Path) -> dict[str, list[int]]:
+    """With all layers, and undisturbed: by request."""
+    ranks = RankThreads(Sizes(), load_tiny(model_dir))
+    try:
+        return undisturbed(ranks, all_requests())
+    finally:
+        ranks.close()

@@ -20,14 +20,13 @@ from backfill.core.config import GIB, EngineConfig, SchedulerConfig
 from backfill.core.plan import BlockCopies, Compute, CopyDirections, StepPlan
 from backfill.engine.engine import Engine
 from backfill.engine.process import load_engine
-from backfill.execution import offloading
 from backfill.execution.offloading import LayerStreamer
 from backfill.parallel.executor import ParallelExecutor
 from tests.builders import make_request
 from tests.engine.interruptions import all_requests, tokens_of, undisturbed
 from tests.models.tiny import save_tiny_model
 from tests.parallel.processes import wait_ended
-from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
+from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny, tokens_of_one_rank
 from tests.parallel.test_rank_stops import LAYOUTS
 
 NUM_LAYERS = 12
@@ -38,7 +37,6 @@ GIB_PER_S = 0.5
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder: Path = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloading, "cache_root", lambda: folder)
         patch.setenv("BACKFILL_CACHE_ROOT", str(folder))
         yield folder
 
@@ -52,11 +50,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> dict[str, list[int]]:
-    """Tokens of one rank with all layers."""
-    ranks = RankThreads(Sizes(), load_tiny(model_dir))
-    tokens = undisturbed(ranks, all_requests())
-    ranks.close()
-    return tokens
+    return tokens_of_one_rank(model_dir)
 
 
 @pytest.fixture

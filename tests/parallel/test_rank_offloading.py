@@ -36,7 +36,7 @@ from tests.engine.interruptions import (
 from tests.engine.test_memory_division_tokens import ENOUGH, LEAST, make_erratic
 from tests.engine.test_restored_tokens import HOST, create_executor, serve_on
 from tests.models.tiny import save_tiny_model
-from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
+from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny, tokens_of_one_rank
 from tests.parallel.test_rank_pipeline import ADMITTED, scheduled
 from tests.parallel.test_rank_stops import LAYOUTS, make_engine
 from tests.shared import examples
@@ -63,11 +63,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> dict[str, list[int]]:
-    """Tokens of one rank with all layers."""
-    ranks = RankThreads(Sizes(), load_tiny(model_dir))
-    tokens = undisturbed(ranks, all_requests())
-    ranks.close()
-    return tokens
+    return tokens_of_one_rank(model_dir)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
@@ -134,7 +130,6 @@ def test_all_ranks_divide_their_memory_anew(
     try:
         info = ranks.info
         few, most = info.residencies[0], info.residencies[-1]
-        assert (few.num_layers, most.num_layers) == ((2, 10) if sizes.pipeline == 1 else (4, 12))
         assert most.num_blocks == info.num_blocks
         num_saved = 8 // sizes.pipeline  # layers' worth of weights, on each rank
         freed = [(num_saved * each.streamer.layer_bytes, each) for each in ranks.ranks if each.streamer]

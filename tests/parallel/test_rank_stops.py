@@ -20,18 +20,16 @@ from backfill.engine.engine import Engine
 from backfill.execution.collectives import PeerFailed
 from tests.engine.interruptions import (
     OFFLINE_SHAPES,
-    all_requests,
     before_layers,
     drain,
     requests,
     run_disturbed,
     stopping_engine,
     tokens_of,
-    undisturbed,
 )
 from tests.integrity import check_scheduler
 from tests.models.tiny import save_tiny_model
-from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
+from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny, tokens_of_one_rank
 from tests.shared import examples
 
 NUM_LAYERS = 4
@@ -60,11 +58,7 @@ def make_engine(ranks: RankThreads, **options: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> dict[str, list[int]]:
-    """Tokens of one rank with all layers, undisturbed."""
-    ranks = RankThreads(Sizes(), load_tiny(model_dir))
-    tokens = undisturbed(ranks, all_requests())
-    ranks.close()
-    return tokens
+    return tokens_of_one_rank(model_dir)
 
 
 @pytest.mark.parametrize("preemption", ["suspend", "discard"])

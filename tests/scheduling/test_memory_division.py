@@ -112,7 +112,7 @@ class Server:
         max_chunk_tokens: int = 2048,
     ) -> None:
         base = with_residencies(INFO, 1)
-        sizes = {each.num_layers: each.num_blocks for each in base.residencies}
+        sizes = {num_device_layers(NUM_LAYERS, each.interval): each.num_blocks for each in base.residencies}
         num_blocks = sizes[num_device_layers(NUM_LAYERS, interval)]
         self.info = replace(INFO, offload_interval=interval, num_blocks=num_blocks)
         if min_interval is not None:

@@ -90,7 +90,7 @@ def _analyze(
     # Pages that were never written are not mapped: reads would be too fast.
     executor.fill_kv_pool(max(map(capacity.num_blocks, shapes.values())))
     others = OthersMeter(_own_processes(config, executor))
-    timer = _LoadTimer(executor, capacity, num_stages=len(info.stage_layers) or 1)
+    timer = _LoadTimer(executor, capacity, num_stages=len(info.layers_of_stages))
     timer.forget_transfers()
     runs = timer.time_all(shapes, grid, on_load)
     beside = timer.transfers.take()

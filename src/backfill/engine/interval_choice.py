@@ -86,7 +86,7 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
 
 def _check_least(config: EngineConfig) -> None:
     """Raises: ConfigError for a smallest interval that no other one is above."""
-    least, most = config.min_offload_interval, max(map(len, _target(config).placement.stages))
+    least, most = config.min_offload_interval, _target(config).placement.most_layers
     if least is not None and least >= most:
         raise ConfigError(
             f"must be below {most}, the layers of the model or of its largest stage, got {least}.",
@@ -194,7 +194,7 @@ def _fitting(config: EngineConfig) -> set[int | None]:
     first: InsufficientMemory | None = None
     target = _target(config)
     memories = memories_of(target)
-    for interval in (*range(1, max(map(len, target.placement.stages)) + 1), None):
+    for interval in (*range(1, target.placement.most_layers + 1), None):
         of_interval = replace(target, config=_with_interval(config, interval))
         try:
             for each in memories:

@@ -228,7 +228,7 @@ def _kv_layout(shard: ShardSizes, config: EngineConfig, dtype_bytes: int) -> KVL
 
 def _check_interval(interval: int | None, placement: ModelPlacement) -> None:
     """Raises: ConfigError for an interval with which no stage offloads a layer."""
-    most = max(map(len, placement.stages))
+    most = placement.most_layers
     if interval is not None and interval > most:
         of = "the model's layers" if len(placement.stages) == 1 else "the layers of the largest stage"
         raise ConfigError(

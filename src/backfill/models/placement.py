@@ -36,6 +36,11 @@ class ModelPlacement:
     def num_ranks(self) -> int:
         return len(self.stages) * self.tensor_parallel_size
 
+    @property
+    def most_layers(self) -> int:
+        """Of a stage."""
+        return max(map(len, self.stages))
+
     def sizes(self, rank: int) -> ShardSizes:
         stage, tensor_rank = divmod(rank, self.tensor_parallel_size)
         return ShardSizes(self.config, self.stages[stage], tensor_rank, self.tensor_parallel_size)

@@ -24,12 +24,10 @@ class Residency:
 
     Attributes:
         interval: the largest offloading interval that it has room for.
-        num_layers: layers' worth of weights, staging buffers included, in all stages together.
         num_blocks: KV blocks.
     """
 
     interval: int
-    num_layers: int
     num_blocks: int
 
 
@@ -55,7 +53,7 @@ def residencies(
     for interval in range(min_interval, max_interval + 1):
         freed_bytes = (most_layers - num_device_layers(num_layers, interval)) * layer_bytes
         of_all = sum(num_device_layers(each, interval) for each in stage_layers or (num_layers,))
-        found[of_all] = Residency(interval, of_all, num_blocks + freed_bytes // block_bytes)
+        found[of_all] = Residency(interval, num_blocks + freed_bytes // block_bytes)
     return tuple(sorted(found.values(), key=lambda each: each.interval))
 
 
