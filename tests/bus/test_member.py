@@ -19,13 +19,12 @@ from backfill.core.plan import Compute, StepPlan
 from backfill.core.request import ServiceClass
 from backfill.engine.engine import Engine
 from backfill.engine.process import load_engine
-from backfill.execution import offloading, profile
+from backfill.execution import profile
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.offloading.coordinator import BusInstance
 from backfill.offloading.residency import LinkWish, SharedLinkPolicy, Situation, StepNeed, residencies
 from tests.builders import flat_cost, make_profile, make_request
-from tests.engine.test_restored_tokens import LAYER_BLOCK_BYTES
-from tests.models.tiny import save_tiny_model
+from tests.execution.tiny import cache_fixture, model_fixture, tiny_config
 from tests.offloading.test_residency import offline, online
 
 MODEL = OffloadedModel(stage_layers=(30,), layer_bytes=10_000_000, interval=4)
@@ -360,24 +359,13 @@ def test_the_least_step_is_that_of_what_others_leave(engines: list[OnBus]) -> No
 NUM_LAYERS = 12
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    save_tiny_model("llama", folder, num_hidden_layers=NUM_LAYERS)
-    return folder
+cache = cache_fixture("module")
+model_dir = model_fixture("llama", num_hidden_layers=NUM_LAYERS)
 
 
 def config_of(model_dir: Path, **changes: Any) -> EngineConfig:
-    config: dict[str, Any] = {
-        "model_dir": str(model_dir),
-        "device": "cpu",
-        "dtype": "float32",
-        "block_size": 8,
-        "kv_gib": 1 / 64,
-        "offload_interval": 2,
-        "scheduler": SchedulerConfig(prefix_caching=False, tpot_slo=0.5),
-    }
-    return EngineConfig(**config | changes)
+    scheduler = SchedulerConfig(prefix_caching=False, tpot_slo=0.5)
+    return tiny_config(model_dir, **{"offload_interval": 2, "scheduler": scheduler, **changes})
 
 
 def generate(engine: Engine) -> list[int]:
@@ -393,8 +381,7 @@ def fail(*_: object) -> None:
 
 
 @pytest.fixture
-def shared(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    monkeypatch.setattr(offloading, "cache_root", lambda: tmp_path)
+def shared(model_dir: Path, tmp_path: Path) -> EngineConfig:
     return config_of(model_dir, offload_bus=str(tmp_path / "bus"), offload_bus_gib_per_s=0.05)
 
 
@@ -424,12 +411,16 @@ def test_an_engine_on_a_bus_generates_the_same(
 
 
 def test_offline_work_takes_the_memory_of_weights_as_far_as_the_bus_allows(
-    shared: EngineConfig, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared: EngineConfig,
+    expected: list[int],
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of an engine as ``run-batch`` starts it."""
     config = replace(
         shared,
-        kv_gib=24 * NUM_LAYERS * LAYER_BLOCK_BYTES / GIB,
+        kv_gib=tiny_config(model_dir, 24).kv_gib,
         offload_interval=4,
         min_offload_interval=1,
         offload_bus_gib_per_s=4.0,
@@ -521,4 +512,4 @@ def test_a_start_without_a_profile_leaves_the_bus_and_the_model(
 )
 def test_a_bus_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config_of(Path(), **changes).validate()
+        EngineConfig(**{"offload_interval": 2, **changes}).validate()

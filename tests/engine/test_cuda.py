@@ -11,13 +11,14 @@ import torch
 
 from backfill.core.block import pack_block_ref
 from backfill.core.clock import WallClock
-from backfill.core.config import GIB, EngineConfig, SchedulerConfig
+from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.plan import AdmittedRequest, Compute, Resume, Safepoints, ScheduledSlice, StepPlan
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.engine.engine import Engine
 from backfill.execution.create import create_torch_executor
 from tests.builders import make_profile
+from tests.execution.tiny import tiny_config
 from tests.integrity import check_scheduler
 from tests.models.tiny import CONFIGS, save_tiny_model
 
@@ -35,20 +36,8 @@ def tokens_on(
 
     Some are preempted where there are fewer than 40 blocks.
     """
-    config = EngineConfig(
-        model_dir=str(folder),
-        device=device,  # type: ignore[arg-type]
-        dtype="float32",
-        block_size=8,
-        scheduler=replace(scheduler, max_num_batched_tokens=64, max_num_seqs=8),
-        **options,  # type: ignore[arg-type]
-    )
-    probe = create_torch_executor(replace(config, kv_gib=1 / 16, host_kv_gib=0.0))
-    block_bytes = probe.info.block_bytes
-    probe.close()
-    config = replace(
-        config, kv_gib=kv_blocks * block_bytes / GIB, host_kv_gib=2 * kv_blocks * block_bytes / GIB
-    )
+    limited = replace(scheduler, max_num_batched_tokens=64, max_num_seqs=8)
+    config = tiny_config(folder, kv_blocks, 2 * kv_blocks, device=device, scheduler=limited, **options)
     executor = create_torch_executor(config)
     profile = make_profile() if config.scheduler.needs_cost_model else None
     engine = Engine(config.scheduler, executor, WallClock(), profile)
@@ -111,8 +100,7 @@ def test_under_pressure(scheduler: SchedulerConfig, tmp_path: Path) -> None:
 
 def tokens_of_suspended_decodes(device: str, folder: Path, num_stopped: int) -> list[list[int]]:
     """Five decodes. The last ones stop after a layer, and resume after a step of the others."""
-    config = EngineConfig(model_dir=str(folder), device=device, dtype="float32", kv_gib=1 / 64)  # type: ignore[arg-type]
-    executor = create_torch_executor(config)
+    executor = create_torch_executor(tiny_config(folder, device=device, block_size=16))
     names = [RequestId(f"r{index}") for index in range(5)]
     stopped = names[len(names) - num_stopped :]
     tokens: dict[RequestId, list[int]] = {name: [] for name in names}

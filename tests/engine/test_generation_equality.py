@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 
 from backfill.core.clock import WallClock
-from backfill.core.config import DType, EngineConfig, Quantization, SchedulerConfig
+from backfill.core.config import Quantization, SchedulerConfig
 from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
@@ -24,6 +24,7 @@ from backfill.execution.executor import Executor
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.generation.tokenizer import Tokenizer
 from tests.builders import make_request
+from tests.execution.tiny import tiny_config
 from tests.integrity import check_scheduler
 from tests.models.gguf.builders import transformers_model
 
@@ -50,26 +51,9 @@ def prompts(default_model: Path) -> list[list[int]]:
     return chats + plain
 
 
-def create_executor(
-    model: Path,
-    kv_gib: float,
-    num_threads: int | None = None,
-    dtype: DType = "float32",
-    quantization: Quantization = "auto",
-    kv_dtype: Literal["auto", "int8"] = "auto",
-) -> TorchExecutor:
-    return create_torch_executor(
-        EngineConfig(
-            model_dir=str(model),
-            dtype=dtype,
-            quantization=quantization,
-            kv_dtype=kv_dtype,
-            block_size=8,  # small blocks, so that requests outgrow them often
-            kv_gib=kv_gib,
-            max_model_len=512,
-            threads=num_threads,
-        )
-    )
+def create_executor(model: Path, kv_gib: float, **options: Any) -> TorchExecutor:
+    """With small blocks, so that requests outgrow them often."""
+    return create_torch_executor(tiny_config(model, kv_gib=kv_gib, max_model_len=512, **options))
 
 
 @pytest.fixture(
@@ -81,7 +65,7 @@ def executor(small_model: Path, request: pytest.FixtureRequest) -> TorchExecutor
     dtype, quantization, kv_dtype = request.param
     # For all prompts at once, and little more: an integrity check looks at every block.
     kv_gib = 1 / 128 if dtype == "float32" else 1 / 256 if kv_dtype == "auto" else 1 / 400
-    return create_executor(small_model, kv_gib, 1, dtype, quantization, kv_dtype)
+    return create_executor(small_model, kv_gib, dtype=dtype, quantization=quantization, kv_dtype=kv_dtype)
 
 
 class WithFewerBlocks(Executor):
@@ -145,7 +129,7 @@ def compared_with_transformers(
     default_model: Path, theirs: Any, prompts: list[list[int]], quantization: Quantization
 ) -> list[tuple[list[int], list[int]]]:
     """Of each prompt its greedy output, and transformers' choice after each of the output's prefixes."""
-    executor = create_executor(default_model, 0.25, quantization=quantization)
+    executor = create_executor(default_model, 0.25, threads=None, quantization=quantization)
     # Chunks of prompts beside decodes, and more prompts than one batch holds.
     limits = {"max_num_seqs": 8, "max_prefill_chunk_tokens": 16}
     outputs, _ = generate(executor, prompts, num_new_tokens=NUM_REAL_TOKENS, **limits)

@@ -42,37 +42,21 @@ from backfill.scheduling.objectives import impossible_objectives
 from experiments.layered_device import LayeredDevice, LayeredExecutor
 from tests.builders import flat_cost, make_info, make_request
 from tests.costs.test_profiler import SMALL_GRID
-from tests.models.tiny import save_tiny_model
+from tests.execution.tiny import cache_fixture, model_fixture, tiny_config
 
 NUM_LAYERS = 12
 SMALL = LoadGrid(batch_sizes=(1, 4), prompt_lengths=(16, 32), context_lengths=(32,), rounds=2, longest_s=9.0)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path))
-    return tmp_path
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    save_tiny_model("llama", folder, num_hidden_layers=NUM_LAYERS)
-    return folder
+cache = cache_fixture()
+model_dir = model_fixture("llama", num_hidden_layers=NUM_LAYERS)
 
 
 @pytest.fixture
 def config(model_dir: Path) -> EngineConfig:
-    return EngineConfig(
-        model_dir=str(model_dir),
-        device="cpu",
-        dtype="float32",
-        block_size=8,
-        kv_gib=1 / 256,
-        device_memory=1.0,
-        offload_interval="auto",
-        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, ttft_slo=0.5, tpot_slo=0.1),
-    )
+    scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, ttft_slo=0.5, tpot_slo=0.1)
+    automatic: dict[str, Any] = {"device_memory": 1.0, "offload_interval": "auto", "scheduler": scheduler}
+    return tiny_config(model_dir, kv_gib=1 / 256, threads=None, **automatic)
 
 
 Save = Callable[..., None]

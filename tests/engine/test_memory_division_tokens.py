@@ -15,33 +15,27 @@ from backfill.core.config import KVLayoutName, PreemptionMode, SchedulerConfig
 from backfill.core.request import ServiceClass
 from backfill.engine import engine as engine_module
 from backfill.engine.engine import Engine
-from backfill.execution import offloading
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kvcache.content import Block
 from backfill.kvcache.pool import BlockPool
 from backfill.offloading.residency import Residency
 from tests.builders import make_profile
 from tests.engine.test_restored_tokens import NEARLY_ALL_SHARED, create_executor, crowd_on, serve_on
-from tests.models.tiny import save_tiny_model
+from tests.execution.tiny import cache_fixture, model_fixture
 from tests.scheduling.test_memory_division import ErraticResidency
 
 NUM_LAYERS, LARGEST = 8, 3
 LEAST, ENOUGH = 22, 200
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder: Path = tmp_path_factory.mktemp("model")
-    save_tiny_model("llama", folder, num_hidden_layers=NUM_LAYERS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloading, "cache_root", lambda: folder)
-        yield folder
+cache = cache_fixture("module")
+model_dir = model_fixture("llama", num_hidden_layers=NUM_LAYERS)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(model_dir: Path) -> list[list[int]]:
     config = SchedulerConfig(prefix_caching=False)
-    executor = create_executor(model_dir, ENOUGH, config, NUM_LAYERS)
+    executor = create_executor(model_dir, ENOUGH, config)
     engine = Engine(config, executor, VirtualClock(), make_profile())
     served, _ = serve_on(engine, executor)
     return [request.output_token_ids for request in served]
@@ -65,9 +59,7 @@ def test_tokens_are_the_same_while_memory_changes_hands(
     config = SchedulerConfig(
         policy="slo", checkpointing="adaptive", preemption=preemption, kv_layout=kv_layout
     )
-    executor = create_executor(
-        model_dir, LEAST, config, NUM_LAYERS, offload_interval=LARGEST, min_offload_interval=1
-    )
+    executor = create_executor(model_dir, LEAST, config, offload_interval=LARGEST, min_offload_interval=1)
     executor._kv_pool[:LEAST].fill_(float("nan"))  # beyond the pool's end there are weights
     monkeypatch.setattr(engine_module, "ResidencyPolicy", partial(make_erratic, seed))
     engine = Engine(config, executor, VirtualClock(), make_profile())
@@ -87,11 +79,11 @@ def test_tokens_are_the_same_while_shared_blocks_are_moved_and_copied(
 ) -> None:
     """The pool shrinks below blocks that two requests fill, and tails beside running ones are restored."""
     plain = SchedulerConfig(prefix_caching=False)
-    executor = create_executor(model_dir, ENOUGH, plain, NUM_LAYERS)
+    executor = create_executor(model_dir, ENOUGH, plain)
     expected = crowd_on(Engine(plain, executor, VirtualClock(), make_profile()), executor)
     config = SchedulerConfig(policy="slo", checkpointing="adaptive", kv_layout="bidirectional")
     executor = create_executor(
-        model_dir, NEARLY_ALL_SHARED, config, NUM_LAYERS, offload_interval=LARGEST, min_offload_interval=2
+        model_dir, NEARLY_ALL_SHARED, config, offload_interval=LARGEST, min_offload_interval=2
     )
     executor._kv_pool[:NEARLY_ALL_SHARED].fill_(float("nan"))
     monkeypatch.setattr(engine_module, "ResidencyPolicy", partial(make_erratic, seed))

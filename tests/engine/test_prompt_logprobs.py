@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from backfill.core.clock import VirtualClock
-from backfill.core.config import GIB, CheckpointingName, SchedulerConfig
+from backfill.core.config import CheckpointingName, SchedulerConfig
 from backfill.core.plan import TokenLogprobs
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.engine.engine import Engine
@@ -20,9 +19,8 @@ from backfill.execution import prompt_scoring
 from backfill.execution.create import create_torch_executor
 from backfill.execution.executor import Executor
 from tests.builders import make_profile, make_request
-from tests.execution.tiny import BLOCK_BYTES, two_tier_config
+from tests.execution.tiny import model_fixture, tiny_config
 from tests.integrity import check_scheduler
-from tests.models.tiny import save_tiny_model
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
 
 LENGTHS = [70, 41, 9, 1, 70]  # the last prompt is the first one, and in the cache when it comes
@@ -32,21 +30,11 @@ ROOM, TOO_FEW = 64, 13  # blocks of 8 tokens
 Scores = dict[RequestId, list[TokenLogprobs]]
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    save_tiny_model("llama", folder)
-    return folder
+model_dir = model_fixture("llama")
 
 
 def executor_of(model_dir: Path, num_blocks: int = ROOM, **changes: Any) -> Executor:
-    config = replace(
-        two_tier_config(model_dir, host_kv_gib=0.0),
-        kv_gib=num_blocks * BLOCK_BYTES / GIB,
-        scheduler=SchedulerConfig(),
-        threads=1,
-    )
-    return create_torch_executor(replace(config, **changes))
+    return create_torch_executor(tiny_config(model_dir, num_blocks, ROOM, **changes))
 
 
 def requests(service_class: ServiceClass = ServiceClass.OFFLINE) -> list[Request]:
@@ -145,8 +133,7 @@ def test_preemption_and_recomputation_lose_and_double_none(
     ]
     limits = {"max_prefill_chunk_tokens": 8, "max_num_batched_tokens": 8, "max_num_seqs": 4}
     config = SchedulerConfig(policy="slo", checkpointing=checkpointing, **limits)
-    host_gib = 0.0 if checkpointing == "none" else ROOM * BLOCK_BYTES / GIB
-    executor = executor_of(model_dir, TOO_FEW, scheduler=config, host_kv_gib=host_gib)
+    executor = executor_of(model_dir, TOO_FEW, scheduler=config)
     scores, engine = scored(executor, online, every=12, config=config)
     counters = engine.scheduler.counters[ServiceClass.OFFLINE]
     assert counters.num_preemptions > 3

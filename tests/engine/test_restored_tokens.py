@@ -13,9 +13,7 @@ import torch
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import (
-    GIB,
     CheckpointingName,
-    EngineConfig,
     PolicyName,
     RestoreMode,
     SchedulerConfig,
@@ -29,12 +27,9 @@ from backfill.execution.executor import Executor
 from backfill.execution.pool_pair import CompletedCopies
 from backfill.execution.torch_executor import TorchExecutor
 from tests.builders import make_profile, make_request
+from tests.execution.tiny import model_fixture, tiny_config
 from tests.integrity import check_scheduler
-from tests.models.tiny import save_tiny_model
 
-NUM_LAYERS = 3
-LAYER_BLOCK_BYTES = 2 * 2 * 8 * 8 * 4  # K and V of 2 heads of 8 float32, 8 tokens
-LAYER_BLOCK_BYTES_INT8 = 2 * 2 * 8 * (8 + 4)  # of 8 codes and a float32
 ENOUGH, TOO_FEW, NEARLY_ALL_SHARED, HOST = 200, 22, 20, 64
 OFFLINE_SHAPES = [(40, 60), (31, 50), (52, 70), (20, 60)]
 ONLINE_SHAPES = [(60, 30), (50, 30), (40, 20)]
@@ -44,31 +39,14 @@ NUM_SHARED = 28  # leading tokens of all prompts, at most half of each
 MakeExecutor = Callable[[int, SchedulerConfig], TorchExecutor]
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    save_tiny_model("llama", folder)
-    return folder
+model_dir = model_fixture("llama")
 
 
 def create_executor(
-    model_dir: Path, num_blocks: int, scheduler: SchedulerConfig, num_layers: int = NUM_LAYERS, **changes: Any
+    model_dir: Path, num_blocks: int, scheduler: SchedulerConfig, **changes: Any
 ) -> TorchExecutor:
-    """Of a model with so many layers; pools of blocks of 8 tokens, the host's of ``HOST``."""
-    is_int8 = changes.get("kv_dtype") == "int8"
-    block_bytes = num_layers * (LAYER_BLOCK_BYTES_INT8 if is_int8 else LAYER_BLOCK_BYTES)
-    config = EngineConfig(
-        model_dir=str(model_dir),
-        device="cpu",
-        dtype="float32",
-        threads=1,
-        block_size=8,
-        kv_gib=num_blocks * block_bytes / GIB,
-        host_kv_gib=HOST * block_bytes / GIB,
-        scheduler=scheduler,
-        **changes,
-    )
-    return create_torch_executor(config)
+    """Beside a host pool of ``HOST`` blocks."""
+    return create_torch_executor(tiny_config(model_dir, num_blocks, HOST, scheduler=scheduler, **changes))
 
 
 @pytest.fixture(params=[1, 2], ids=["1-micro-batch", "2-micro-batches"])

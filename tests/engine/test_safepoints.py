@@ -12,13 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backfill.core.clock import WallClock
-from backfill.core.config import GIB, EngineConfig, PreemptionMode, SchedulerConfig
+from backfill.core.config import PreemptionMode, SchedulerConfig
 from backfill.core.plan import Resume, StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
-from backfill.execution import offloading
 from backfill.execution.create import create_torch_executor
 from backfill.execution.stage import Stage
 from backfill.execution.torch_executor import TorchExecutor
@@ -38,32 +37,21 @@ from tests.engine.interruptions import (
     tokens_of,
     undisturbed,
 )
+from tests.execution.tiny import cache_fixture, model_fixture, tiny_config
 from tests.integrity import check_scheduler
-from tests.models.tiny import save_tiny_model
 from tests.shared import examples
 
 NUM_LAYERS = 8
 NUM_BLOCKS = 36
-_BLOCK_BYTES = NUM_LAYERS * 2 * 2 * 8 * 8 * 4  # K and V of 2 heads of 8 float32, 8 tokens
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    save_tiny_model("llama", folder, num_hidden_layers=NUM_LAYERS)
-    return folder
+cache = cache_fixture("module")
+model_dir = model_fixture("llama", num_hidden_layers=NUM_LAYERS)
 
 
 def create_executor(model_dir: Path, num_micro_batches: int, interval: int | str = "none") -> TorchExecutor:
-    config = EngineConfig(
-        model_dir=str(model_dir),
-        dtype="float32",
-        block_size=8,
-        kv_gib=NUM_BLOCKS * _BLOCK_BYTES / GIB,
-        num_micro_batches=num_micro_batches,
-        offload_interval=interval,
-        threads=1,
-    )
+    options: dict[str, Any] = {"num_micro_batches": num_micro_batches, "offload_interval": interval}
+    config = tiny_config(model_dir, NUM_BLOCKS, **options)
     executor = create_torch_executor(config)
     executor._model = Interruptions(executor._model)  # type: ignore[assignment]
     return executor
@@ -74,14 +62,8 @@ def create_executor(model_dir: Path, num_micro_batches: int, interval: int | str
     params=[(1, "none"), (2, "none"), (2, 2)],
     ids=["1-micro-batch", "2-micro-batches", "2-micro-batches-offloaded"],
 )
-def executor(
-    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> TorchExecutor:
-    num_micro_batches, interval = request.param
-    cache: Path = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloading, "cache_root", lambda: cache)
-        return create_executor(model_dir, num_micro_batches, interval)
+def executor(request: pytest.FixtureRequest, model_dir: Path) -> TorchExecutor:
+    return create_executor(model_dir, *request.param)
 
 
 def model_of(executor: TorchExecutor) -> Interruptions:

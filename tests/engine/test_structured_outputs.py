@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 
 from backfill.core.clock import WallClock
-from backfill.core.config import EngineConfig, SchedulerConfig
+from backfill.core.config import SchedulerConfig
 from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.core.structured import StructuredOutputsParams
@@ -37,6 +37,7 @@ from tests.engine.interruptions import (
     undisturbed,
 )
 from tests.engine.schemas import random_schema
+from tests.execution.tiny import tiny_config
 from tests.integrity import check_scheduler
 
 PERSON = {
@@ -98,8 +99,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def executor(small_model: Path) -> Iterator[TorchExecutor]:
-    limits: dict[str, Any] = {"block_size": 8, "kv_gib": 1 / 128, "max_model_len": 512, "threads": 1}
-    executor = create_torch_executor(EngineConfig(model_dir=str(small_model), dtype="float32", **limits))
+    executor = create_torch_executor(tiny_config(small_model, kv_gib=1 / 128, max_model_len=512))
     yield executor
     executor.close()
 

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.execution.tiny import Gate
-from tests.models.tiny import save_tiny_model
+from tests.execution.tiny import Gate, model_fixture
 
 
 @pytest.fixture
@@ -16,9 +14,4 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.let(1000)
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny llama."""
-    folder: Path = tmp_path_factory.mktemp("model")
-    save_tiny_model("llama", folder)
-    return folder
+model_dir = model_fixture("llama")

@@ -17,14 +17,16 @@ from backfill.core.config import EngineConfig
 from backfill.core.plan import RankTiming, StepOutcome, StepPlan
 from backfill.costs.copy_profiler import EMPTY_PLAN
 from backfill.costs.profiler import StepTimer
-from backfill.execution import offloading
 from backfill.execution.create import create_torch_executor
 from backfill.execution.layer_timing import TRANSFER_AGAIN, TimedExecutor, _CudaLayers
 from backfill.execution.profile import step_capacity
-from tests.execution.tiny import dummy_config
+from tests.execution.tiny import cache_fixture, dummy_config
 
 NUM_LAYERS = 6
 HELD = 2  # every layer is offloaded, into two buffers
+
+
+cache = cache_fixture()
 
 
 @pytest.fixture
@@ -33,10 +35,7 @@ def config(tmp_path: Path) -> EngineConfig:
 
 
 @pytest.fixture
-def executor(
-    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[TimedExecutor]:
-    monkeypatch.setattr(offloading, "cache_root", lambda: tmp_path / "cache")
+def executor(config: EngineConfig) -> Iterator[TimedExecutor]:
     timed = TimedExecutor(create_torch_executor(config))
     yield timed
     timed.close()

@@ -34,8 +34,8 @@ from backfill.execution import create
 from backfill.execution.create import create_torch_executor
 from backfill.execution.micro_batches import MicroBatchStreams, split_step
 from backfill.execution.torch_executor import TorchExecutor
+from tests.execution.tiny import model_fixture, tiny_config
 from tests.kernels.reference import ReferenceKernels
-from tests.models.tiny import save_tiny_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCK_SIZE = 8
@@ -43,23 +43,11 @@ POINTS = Safepoints(layers_apart=1, suspends=True)
 NAMES = ("decode", "offline-decode", "prompt", "offline-prompt")
 
 
-@pytest.fixture(scope="module", params=["llama", "opt"])
-def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    save_tiny_model(request.param, folder)
-    return folder
+model_dir = model_fixture("llama", "opt")
 
 
 def create_executor(folder: Path, num_micro_batches: int, device: str = "cpu") -> TorchExecutor:
-    config = EngineConfig(
-        model_dir=str(folder),
-        device=device,  # type: ignore[arg-type]
-        dtype="float32",
-        block_size=BLOCK_SIZE,
-        kv_gib=1 / 64,
-        num_micro_batches=num_micro_batches,
-    )
-    return create_torch_executor(config)
+    return create_torch_executor(tiny_config(folder, device=device, num_micro_batches=num_micro_batches))
 
 
 def scheduled(name: str, start: int, num_tokens: int, *, samples: bool = True) -> ScheduledSlice:

@@ -6,7 +6,6 @@ import functools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.plan import Compute, DeviceMemory, StepPlan
 from backfill.engine.engine import Engine
-from backfill.execution import offloading
 from backfill.execution.create import create_torch_executor
 from backfill.execution.offloading import LayerStreamer
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.execution.weight_links import ThreadLink
 from tests.builders import make_request
+from tests.execution.tiny import cache_fixture, model_fixture, tiny_config
 from tests.models.tiny import CONFIGS, save_tiny_model
 from tests.shared import examples
 
@@ -41,34 +40,8 @@ MODELS = [  # kind, dtype, hidden size
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Packed layers are kept in a folder of these tests."""
-    folder: Path = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloading, "cache_root", lambda: folder)
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    save_tiny_model("llama", folder, num_hidden_layers=NUM_LAYERS)
-    return folder
-
-
-def config_of(folder: Path, interval: int | str, **changes: Any) -> EngineConfig:
-    config = EngineConfig(
-        model_dir=str(folder),
-        device="cpu",
-        dtype="float32",
-        block_size=8,
-        kv_gib=1 / 64,
-        offload_interval=interval,
-        threads=1,
-        scheduler=SchedulerConfig(max_num_batched_tokens=256),
-    )
-    return replace(config, **changes)
+cache = cache_fixture("module")
+model_dir = model_fixture("llama", num_hidden_layers=NUM_LAYERS)
 
 
 def streamer_of(executor: TorchExecutor) -> LayerStreamer:
@@ -108,9 +81,9 @@ def pair(
     changed = {} if hidden == 48 else changed
     save_tiny_model(kind, folder, num_hidden_layers=NUM_LAYERS, **changed)
     common: dict[str, Any] = {"dtype": dtype, "device": device}
-    expected = generate(create_torch_executor(config_of(folder, "none", **common)))
+    expected = generate(create_torch_executor(tiny_config(folder, **common)))
     assert len({tuple(tokens) for tokens in expected}) > 1
-    return create_torch_executor(config_of(folder, RESIDENCY, **common)), expected
+    return create_torch_executor(tiny_config(folder, offload_interval=RESIDENCY, **common)), expected
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +111,14 @@ def test_tokens_are_the_same_while_the_interval_changes(
 
 @pytest.mark.parametrize("interval", [1, 2, 3, 5, 12])
 def test_tokens_are_the_same_at_every_interval(model_dir: Path, interval: int) -> None:
-    expected = generate(create_torch_executor(config_of(model_dir, "none")))
-    executor = create_torch_executor(config_of(model_dir, interval))
+    expected = generate(create_torch_executor(tiny_config(model_dir)))
+    executor = create_torch_executor(tiny_config(model_dir, offload_interval=interval))
     assert generate(executor) == expected
     assert len(executor._model.layers) <= len(streamer_of(executor)._placed)
 
 
 def test_each_step_transfers_the_offloaded_layers_once(model_dir: Path) -> None:
-    executor = create_torch_executor(config_of(model_dir, 3))
+    executor = create_torch_executor(tiny_config(model_dir, offload_interval=3))
     layer_bytes = streamer_of(executor)._placed[0].buffer_bytes
     link = streamer_of(executor)._link
     assert isinstance(link, ThreadLink)
@@ -173,7 +146,7 @@ def test_each_step_transfers_the_offloaded_layers_once(model_dir: Path) -> None:
 def test_transfers_of_a_failed_step_are_reported_by_the_next(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = create_torch_executor(config_of(model_dir, 1))
+    executor = create_torch_executor(tiny_config(model_dir, offload_interval=1))
     layer_bytes = streamer_of(executor)._placed[0].buffer_bytes
     engine = Engine(SchedulerConfig(), executor, VirtualClock())
     request = make_request(prompt_token_ids=[5, 6, 7], max_tokens=4, ignore_eos=True)
@@ -193,7 +166,7 @@ def test_transfers_of_a_failed_step_are_reported_by_the_next(
     # Layers 0 to 5, then whole passes; layer 5 is still there, and 6 was fetched, but the pass begins again.
     num_transfers = engine.stats().num_transferred_weight_bytes // layer_bytes
     assert 4 * NUM_LAYERS + 6 - 2 <= num_transfers <= 4 * NUM_LAYERS + 6
-    undisturbed = create_torch_executor(config_of(model_dir, "none"))
+    undisturbed = create_torch_executor(tiny_config(model_dir))
     again = make_request(prompt_token_ids=[5, 6, 7], max_tokens=4, ignore_eos=True)
     other = Engine(SchedulerConfig(), undisturbed, VirtualClock())
     other.add(again)
@@ -203,7 +176,7 @@ def test_transfers_of_a_failed_step_are_reported_by_the_next(
 
 
 def test_a_read_that_fails_fails_every_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = create_torch_executor(config_of(model_dir, 1))
+    executor = create_torch_executor(tiny_config(model_dir, offload_interval=1))
 
     def unreadable(*arguments: object) -> int:
         raise OSError("the disk is gone")
@@ -227,7 +200,7 @@ class GrowingTimes(deque[float]):
 
 
 def test_transfers_that_end_while_they_are_reported_fail_no_step(model_dir: Path) -> None:
-    streamer = streamer_of(create_torch_executor(config_of(model_dir, 1)))
+    streamer = streamer_of(create_torch_executor(tiny_config(model_dir, offload_interval=1)))
     streamer._link.times_s = GrowingTimes([9.0] * 40 + [1.0] * 10 + [2.0] * 21)
     assert streamer.take_transfers().transfer_s == 2.0
 
@@ -239,14 +212,16 @@ def test_an_interval_may_be_text_as_on_the_command_line() -> None:
 
 
 def test_an_interval_that_saves_nothing_is_said_to(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    create_torch_executor(config_of(model_dir, 6))
+    create_torch_executor(tiny_config(model_dir, offload_interval=6))
     assert "offload_interval 6 saves no memory: 2 layers are offloaded" in caplog.text
 
 
 def resizable(model_dir: Path, **changes: Any) -> TorchExecutor:
     scheduler = SchedulerConfig(policy="slo", max_num_batched_tokens=256)
     return create_torch_executor(
-        config_of(model_dir, RESIDENCY, min_offload_interval=1, scheduler=scheduler, **changes)
+        tiny_config(
+            model_dir, offload_interval=RESIDENCY, min_offload_interval=1, scheduler=scheduler, **changes
+        )
     )
 
 

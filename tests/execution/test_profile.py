@@ -41,7 +41,7 @@ from backfill.execution.profile import (
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.execution.torch_executor import TorchExecutor
 from tests.builders import make_info, make_profile, make_request
-from tests.execution.tiny import dummy_config
+from tests.execution.tiny import cache_fixture, dummy_config
 from tests.models.quantized import Case, save_quantized_model
 
 Loaded: TypeAlias = tuple[EngineConfig, TorchExecutor]
@@ -60,10 +60,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return config, create_torch_executor(config)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+cache = cache_fixture()
 
 
 @pytest.fixture

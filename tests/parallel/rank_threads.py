@@ -13,18 +13,17 @@ from typing import Any
 
 import torch
 
-from backfill.core.block import KVLayout
-from backfill.core.config import GIB, EngineConfig, SchedulerConfig
+from backfill.core.config import SchedulerConfig
 from backfill.core.plan import SampledToken, StepOutcome, StepPlan
 from backfill.execution.executor import PipelinedExecutor
 from backfill.execution.torch_executor import TorchExecutor
-from backfill.models.config import ModelConfig
 from backfill.parallel.executor import CompletedOnAll, merge_infos
 from backfill.parallel.load import load_rank
 from backfill.parallel.rank import RankContext, output_rank
 from backfill.parallel.shared_memory import create_memory
 from backfill.parallel.shared_state import SharedState
 from tests.engine.interruptions import Interruptions, all_requests, undisturbed
+from tests.execution.tiny import tiny_config
 
 TIMEOUT_S = 60.0
 
@@ -144,19 +143,8 @@ def load_tiny(
         num_blocks, num_host_blocks: of 8 tokens, of the KV pools.
         changes: of the configuration.
     """
-    model = ModelConfig.from_folder(str(model_dir))
-    layout = KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, block_size=8, dtype_bytes=4)
-    config = EngineConfig(
-        model_dir=str(model_dir),
-        device="cpu",
-        dtype="float32",
-        block_size=8,
-        threads=1,
-        kv_gib=num_blocks * layout.block_bytes / GIB,
-        host_kv_gib=num_host_blocks * layout.block_bytes / GIB,
-        scheduler=scheduler or SchedulerConfig(checkpointing="adaptive" if num_host_blocks else None),
-        **changes,
-    )
+    scheduler = scheduler or SchedulerConfig(checkpointing="adaptive" if num_host_blocks else None)
+    config = tiny_config(model_dir, num_blocks, num_host_blocks, scheduler=scheduler, **changes)
 
     def load(context: RankContext) -> TorchExecutor:
         of_rank = replace(

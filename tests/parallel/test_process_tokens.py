@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from backfill.core.clock import WallClock
-from backfill.core.config import GIB, EngineConfig, SchedulerConfig
+from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.plan import Compute, StepPlan
 from backfill.core.structured import StructuredOutputsParams
 from backfill.engine.engine import Engine
@@ -25,6 +25,7 @@ from backfill.parallel.executor import ParallelExecutor
 from backfill.parallel.rank import RankContext
 from tests.builders import make_request
 from tests.engine.interruptions import all_requests, stopping_engine, tokens_of, undisturbed
+from tests.execution.tiny import tiny_config
 from tests.integrity import check_scheduler
 from tests.models.tiny import save_tiny_model
 from tests.parallel.processes import wait_ended
@@ -80,15 +81,7 @@ def test_tokens_of_processes_are_those_of_one(
 ) -> None:
     """Of several stages also those of structured outputs."""
     monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path / "cache"))
-    common = {
-        "model_dir": str(small_model),
-        "dtype": "float32",
-        "block_size": 8,
-        "device": "cpu",
-        "threads": 2,
-    }
-    alone = EngineConfig(kv_gib=2**22 / GIB, **common)  # type: ignore[arg-type]
-    divided = EngineConfig(kv_gib=2**22 / GIB, **common, **sizes)  # type: ignore[arg-type]
+    alone, divided = tiny_config(small_model, threads=2), tiny_config(small_model, threads=2, **sizes)
     expected = create_torch_executor(alone)
     executor = create_executor(divided)
     assert isinstance(executor, ParallelExecutor)
@@ -121,8 +114,7 @@ def test_tokens_of_processes_whose_steps_are_stopped_at_random(
     """Two stages: half of the steps stop at the first safepoint, others whenever a thread asks them to."""
     monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path / "cache"))
     save_tiny_model("llama", tmp_path, num_hidden_layers=6)
-    common = {"model_dir": str(tmp_path), "dtype": "float32", "block_size": 8, "device": "cpu", "threads": 2}
-    alone = EngineConfig(kv_gib=2**21 / GIB, **common)  # type: ignore[arg-type]
+    alone = tiny_config(tmp_path, threads=2)
     expected = undisturbed(create_torch_executor(alone), all_requests())
     executor = create_executor(replace(alone, pipeline_parallel_size=2))
     assert isinstance(executor, ParallelExecutor)
@@ -167,8 +159,7 @@ def load_over_gloo(config: EngineConfig, context: RankContext) -> TorchExecutor:
 def test_tokens_of_processes_that_are_connected_by_gloo(tmp_path: Path) -> None:
     """What CUDA devices are connected by, with gloo in NCCL's place."""
     save_tiny_model("llama", tmp_path)
-    common = {"model_dir": str(tmp_path), "dtype": "float32", "block_size": 8, "device": "cpu", "threads": 2}
-    alone = EngineConfig(kv_gib=2**20 / GIB, **common)  # type: ignore[arg-type]
+    alone = tiny_config(tmp_path, threads=2)
     executor = create_parallel_executor(replace(alone, tensor_parallel_size=2), load_over_gloo)
     try:
         assert tokens(executor) == tokens(create_torch_executor(alone))

@@ -16,7 +16,7 @@ from backfill.bus.member import BusMember, OffloadedModel
 from backfill.bus.throttle import ROUND_BYTES, BusTransfers
 from backfill.core.block import BlockCopy
 from backfill.core.clock import VirtualClock
-from backfill.core.config import GIB, EngineConfig, SchedulerConfig
+from backfill.core.config import GIB, SchedulerConfig
 from backfill.core.plan import BlockCopies, Compute, CopyDirections, StepPlan
 from backfill.engine.engine import Engine
 from backfill.engine.process import load_engine
@@ -24,7 +24,7 @@ from backfill.execution.offloading import LayerStreamer
 from backfill.parallel.executor import ParallelExecutor
 from tests.builders import make_request
 from tests.engine.interruptions import all_requests, tokens_of, undisturbed
-from tests.models.tiny import save_tiny_model
+from tests.execution.tiny import cache_fixture, model_fixture, tiny_config
 from tests.parallel.processes import wait_ended
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny, tokens_of_one_rank
 from tests.parallel.test_rank_stops import LAYOUTS
@@ -33,19 +33,8 @@ NUM_LAYERS = 12
 GIB_PER_S = 0.5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder: Path = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BACKFILL_CACHE_ROOT", str(folder))
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    save_tiny_model("llama", folder, num_hidden_layers=NUM_LAYERS)
-    return folder
+cache = cache_fixture("module")
+model_dir = model_fixture("llama", num_hidden_layers=NUM_LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -155,14 +144,8 @@ def test_plans_give_all_ranks_the_interval_and_the_share_of_their_engine(
 
 def test_an_engine_of_processes_is_one_member_of_its_bus(model_dir: Path, tmp_path: Path) -> None:
     other = BusFile(tmp_path / "bus", 0.02 * GIB)  # so little that every transfer has to wait
-    config = EngineConfig(
-        model_dir=str(model_dir),
-        device="cpu",
-        dtype="float32",
-        block_size=8,
-        kv_gib=1 / 64,
-        scheduler=SchedulerConfig(policy="fcfs", prefix_caching=False, tpot_slo=0.5),
-    )
+    scheduler = SchedulerConfig(policy="fcfs", prefix_caching=False, tpot_slo=0.5)
+    config = tiny_config(model_dir, scheduler=scheduler)
     shared = replace(
         config,
         threads=2,

@@ -19,7 +19,7 @@ from backfill.core.plan import Compute, DeviceMemory, ScheduledSlice, StepPlan
 from backfill.core.request import ServiceClass
 from backfill.engine import engine as engine_module
 from backfill.engine.engine import Engine
-from backfill.execution import offloading, torch_executor
+from backfill.execution import torch_executor
 from backfill.execution.micro_batches import split_step
 from backfill.offloading.interval import num_device_layers, offloaded_layers
 from tests.builders import make_profile
@@ -35,7 +35,7 @@ from tests.engine.interruptions import (
 )
 from tests.engine.test_memory_division_tokens import ENOUGH, LEAST, make_erratic
 from tests.engine.test_restored_tokens import HOST, create_executor, serve_on
-from tests.models.tiny import save_tiny_model
+from tests.execution.tiny import cache_fixture, model_fixture
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny, tokens_of_one_rank
 from tests.parallel.test_rank_pipeline import ADMITTED, scheduled
 from tests.parallel.test_rank_stops import LAYOUTS, make_engine
@@ -45,20 +45,8 @@ NUM_LAYERS = 12
 LARGEST = 3  # whose memory has room for all smaller intervals too
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Packed layers are kept in a folder of these tests."""
-    folder: Path = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloading, "cache_root", lambda: folder)
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    save_tiny_model("llama-biased", folder, num_hidden_layers=NUM_LAYERS)  # only rank 0 has output biases
-    return folder
+cache = cache_fixture("module")
+model_dir = model_fixture("llama-biased", num_hidden_layers=NUM_LAYERS)  # only rank 0 has output biases
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +94,7 @@ def test_each_rank_streams_its_shard_of_its_own_layers(
 def test_the_ranks_shards_are_in_files_of_their_own(model_dir: Path, tmp_path: Path) -> None:
     sizes = Sizes(2, 2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloading, "cache_root", lambda: tmp_path)
+        patch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path))
         written: list[dict[str, int]] = []
         for _ in range(2):
             RankThreads(sizes, load_tiny(model_dir, offload_interval=1)).close()
@@ -154,7 +142,7 @@ def test_tokens_are_the_same_while_memory_changes_hands_on_ranks(
 ) -> None:
     """With preemptions, KV copies, shared blocks, micro-batches and stops; residencies are random."""
     plain = SchedulerConfig(prefix_caching=False)
-    alone = create_executor(model_dir, ENOUGH, plain, NUM_LAYERS)
+    alone = create_executor(model_dir, ENOUGH, plain)
     served, _ = serve_on(Engine(plain, alone, VirtualClock(), make_profile()), alone)
     wanted = [request.output_token_ids for request in served]
     config = SchedulerConfig(policy="slo", checkpointing="adaptive", kv_layout="bidirectional")

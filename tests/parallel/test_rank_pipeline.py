@@ -24,7 +24,7 @@ from backfill.core.plan import (
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from tests.engine.interruptions import before_layers
-from tests.models.tiny import save_tiny_model
+from tests.execution.tiny import model_fixture
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
 
 BLOCK_SIZE = 8
@@ -53,11 +53,7 @@ def tokens(*outcomes: StepOutcome) -> dict[str, int]:
     return {each.request_id: each.token_id for outcome in outcomes for each in outcome.sampled}
 
 
-@pytest.fixture(scope="module", params=["llama", "opt", "opt-350m"])
-def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    save_tiny_model(request.param, folder, num_hidden_layers=6)
-    return folder
+model_dir = model_fixture("llama", "opt", "opt-350m", num_hidden_layers=6)
 
 
 @pytest.fixture(scope="module")

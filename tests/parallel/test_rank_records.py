@@ -20,6 +20,7 @@ from backfill.offloading.loads import LoadGrid
 from backfill.parallel.create import create_timed_executor
 from backfill.parallel.executor import ParallelExecutor
 from tests.builders import make_request
+from tests.execution.tiny import cache_fixture, tiny_config
 from tests.models.tiny import save_tiny_model
 from tests.parallel.processes import wait_ended
 
@@ -33,23 +34,11 @@ def config_of(folder: Path, **sizes: Any) -> EngineConfig:
     objectives = SchedulerConfig(
         policy="fcfs", max_num_seqs=4, max_num_batched_tokens=64, ttft_slo=1e3, tpot_slo=1e3
     )
-    return EngineConfig(
-        model_dir=str(folder),
-        device="cpu",
-        dtype="float32",
-        threads=2,
-        kv_gib=1 / 256,
-        device_memory=1.0,
-        offload_interval="auto",
-        scheduler=objectives,
-        **sizes,
-    )
+    automatic: dict[str, Any] = {"device_memory": 1.0, "offload_interval": "auto", "scheduler": objectives}
+    return tiny_config(folder, kv_gib=1 / 256, threads=2, **automatic, **sizes)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+cache = cache_fixture()
 
 
 def test_the_interval_of_tensor_ranks_follows_from_their_record(

@@ -27,8 +27,8 @@ from tests.engine.interruptions import (
     stopping_engine,
     tokens_of,
 )
+from tests.execution.tiny import model_fixture
 from tests.integrity import check_scheduler
-from tests.models.tiny import save_tiny_model
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny, tokens_of_one_rank
 from tests.shared import examples
 
@@ -36,11 +36,7 @@ NUM_LAYERS = 4
 LAYOUTS = [Sizes(tensor=2), Sizes(pipeline=2), Sizes(2, 2)]
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    save_tiny_model("llama", folder, num_hidden_layers=NUM_LAYERS)
-    return folder
+model_dir = model_fixture("llama", num_hidden_layers=NUM_LAYERS)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)

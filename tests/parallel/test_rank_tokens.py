@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from backfill.core.clock import VirtualClock
-from backfill.core.config import GIB, EngineConfig, SchedulerConfig
+from backfill.core.config import SchedulerConfig
 from backfill.core.request import Request
 from backfill.engine.engine import Engine
 from backfill.execution.create import create_torch_executor
 from backfill.execution.executor import Executor
 from tests.builders import make_request
+from tests.execution.tiny import model_fixture, tiny_config
 from tests.models.tiny import CONFIGS, save_tiny_model
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
 
@@ -66,24 +67,11 @@ def tokens(executor: Executor) -> list[list[int]]:
     return [list(request.output_token_ids) for request in all_of_them]
 
 
-@pytest.fixture(params=sorted(CONFIGS), scope="module")
-def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    save_tiny_model(request.param, folder)
-    return folder
+model_dir = model_fixture(*sorted(CONFIGS))
 
 
 def tokens_of_one_process(model_dir: Path, kv_dtype: Literal["auto", "int8"] = "auto") -> list[list[int]]:
-    config = EngineConfig(
-        model_dir=str(model_dir),
-        dtype="float32",
-        kv_dtype=kv_dtype,
-        block_size=8,
-        kv_gib=2**20 / GIB,
-        device="cpu",
-        threads=1,
-    )
-    return tokens(create_torch_executor(config))
+    return tokens(create_torch_executor(tiny_config(model_dir, kv_dtype=kv_dtype)))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from socket import socket
 
 import pytest
 
-from backfill.core.config import GIB, EngineConfig
+from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, ExecutorDead
 from backfill.execution.create import create_torch_executor
 from backfill.parallel import worker
@@ -21,6 +21,7 @@ from backfill.parallel.load import load_rank
 from backfill.parallel.rank import RankContext, RemoteStage
 from backfill.parallel.shared_state import SharedState
 from backfill.parallel.sockets import Address, ConnectionRefused
+from tests.execution.tiny import tiny_config
 from tests.models.tiny import save_tiny_model
 from tests.parallel.fake_ranks import load_fake, load_refused
 from tests.parallel.processes import num_open_files, wait_ended
@@ -37,9 +38,7 @@ def test_ranks_stream_weights_and_have_micro_batches_as_on_one_machine(
 ) -> None:
     monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path / "cache"))
     save_tiny_model("llama", tmp_path)
-    one = EngineConfig(
-        model_dir=str(tmp_path), device="cpu", dtype="float32", block_size=8, kv_gib=2**20 / GIB, threads=1
-    )
+    one = tiny_config(tmp_path)
     expected = tokens(create_torch_executor(one))
     config = replace(one, pipeline_parallel_size=2, threads=2, offload_interval=1, num_micro_batches=2)
     executor, _ = executor_on_hosts(config, load_rank)
