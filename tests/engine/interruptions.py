@@ -1,22 +1,42 @@
-"""Requests, and models that are interrupted between two layers, for tests of steps that stop."""
+"""Requests, and executors that stop between two layers or have little memory, for tests of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
+from backfill.core.plan import StepPlan
 from backfill.core.request import Request, ServiceClass
 from backfill.engine.engine import Engine
+from backfill.execution.executor import Executor, StepOutcome
 from backfill.kernels.stop_signal import StopSignal
 from tests.builders import linear_cost, make_profile, make_request
 from tests.integrity import check_scheduler
+from tests.shared import examples
 
 OFFLINE_SHAPES = [(21, 9), (5, 12), (30, 6), (11, 10)]
 ONLINE_SHAPES = [(13, 5), (4, 7), (9, 4)]
+
+
+class WithBlocks(Executor):
+    """The same executor, of whose pool the control plane may use ``num_blocks``."""
+
+    def __init__(self, executor: Executor, num_blocks: int) -> None:
+        self.info = replace(executor.info, num_blocks=num_blocks)
+        self._executor = executor
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        return self._executor.run(plan)
+
+    def request_stop(self, step: int) -> None:
+        self._executor.request_stop(step)
 
 
 class Interruptions:
@@ -90,6 +110,29 @@ def stopping_engine(executor: Any, **options: Any) -> Engine:
     config = SchedulerConfig(policy="slo", max_stop_s=1e-9, ttft_slo=0.5, tpot_slo=0.3, **options)
     profile = make_profile(linear_cost(token_s=0.002, step_s=0.02))
     return Engine(config, executor, VirtualClock(), profile)
+
+
+def any_interleaving(num_examples: int, last_step: int, num_layers: int, **more: Any) -> Any:
+    """A test of ``arrivals`` for ``run_disturbed``, of ``options`` for ``stopping_engine``, and of ``more``.
+
+    Args:
+        last_step: at which a request may arrive, before any of ``num_layers`` or after the last one.
+    """
+    places = st.tuples(st.integers(0, last_step), st.integers(0, num_layers))
+    arrivals = st.lists(places, min_size=3, max_size=3, unique=True).map(
+        lambda places: {place: number for number, place in enumerate(places)}
+    )
+    options = st.fixed_dictionaries(
+        {
+            "preemption": st.sampled_from(["suspend", "discard"]),
+            "prefix_caching": st.booleans(),
+            "max_num_batched_tokens": st.sampled_from([20, 64]),
+            "max_num_seqs": st.just(16),
+        }
+    )
+    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    configured = settings(max_examples=examples(num_examples), deadline=None, suppress_health_check=checks)
+    return lambda test: configured(given(arrivals=arrivals, options=options, **more)(test))
 
 
 def before_layers(executor: Any, callback: Callable[[int, int, int], None] | None) -> None:

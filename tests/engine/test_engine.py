@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import msgspec
 import pytest
@@ -155,8 +155,8 @@ def test_a_retried_request_may_be_aborted_before_it_runs_again() -> None:
     assert [output.token_id for output in run_to_end(engine)] == sampled("a", 2)
 
 
-class FakeBus:
-    """What the engine tells its bus.
+class NotingBus:
+    """A bus that halves the engine's share, and notes what it is told of steps.
 
     Attributes:
         objectives: of each step, whether it has one; empty while the engine is idle.
@@ -166,26 +166,32 @@ class FakeBus:
 
     def __init__(self) -> None:
         self.objectives: list[bool] = []
+        self.num_in_flight: list[int] = []
+        self.computed_s: list[float] = []
 
     def begin_step(
         self, plan: StepPlan, objective_s: float, num_in_flight: int, *, has_objective: bool
     ) -> StepPlan:
         self.objectives.append(has_objective)
-        return plan
+        self.num_in_flight.append(num_in_flight)
+        return replace(plan, bus_share=0.5)
 
     def count_copies(self, num_bytes: int) -> None:
         pass
 
     def end_step(self, computed_s: float, interval: int | None) -> None:
-        pass
+        self.computed_s.append(computed_s)
 
     def idle(self) -> None:
         self.objectives.clear()
 
+    def least_step_s(self) -> float:
+        return 0.0
+
 
 def test_an_engine_whose_last_step_failed_is_on_no_bus() -> None:
     engine, executor = make_engine()
-    engine._bus = bus = FakeBus()
+    engine._bus = bus = NotingBus()
     engine.add(make_request(request_id="a"))
     for step in range(3):  # the last one has no slices: it releases the request
         assert engine.has_work and (step == 0 or bus.objectives)
@@ -197,7 +203,7 @@ def test_an_engine_whose_last_step_failed_is_on_no_bus() -> None:
 
 def test_an_engine_without_online_requests_has_no_objective_on_the_bus() -> None:
     engine, _ = make_engine()
-    engine._bus = bus = FakeBus()
+    engine._bus = bus = NotingBus()
     engine.add(make_request(request_id="a", service_class=ServiceClass.OFFLINE, max_tokens=3))
     engine.step()
     engine.add(make_request(request_id="b", service_class=ServiceClass.ONLINE, max_tokens=3))

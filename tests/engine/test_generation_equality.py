@@ -6,7 +6,6 @@ The latter is held with a small random model: what changes a batch's shape does 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,14 @@ import torch
 
 from backfill.core.clock import WallClock
 from backfill.core.config import Quantization, SchedulerConfig
-from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.engine.engine import Engine
 from backfill.execution.create import create_torch_executor
-from backfill.execution.executor import Executor
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.generation.tokenizer import Tokenizer
 from tests.builders import make_request
+from tests.engine.interruptions import WithBlocks
 from tests.execution.tiny import tiny_config
 from tests.integrity import check_scheduler
 from tests.models.gguf.builders import transformers_model
@@ -68,20 +66,6 @@ def executor(small_model: Path, request: pytest.FixtureRequest) -> TorchExecutor
     return create_executor(small_model, kv_gib, dtype=dtype, quantization=quantization, kv_dtype=kv_dtype)
 
 
-class WithFewerBlocks(Executor):
-    """The same executor, with only part of its pool for the control plane."""
-
-    def __init__(self, executor: TorchExecutor, num_blocks: int | None) -> None:
-        self.info = replace(executor.info, num_blocks=num_blocks or executor.info.num_blocks)
-        self._executor = executor
-
-    def run(self, plan: StepPlan) -> StepOutcome:
-        return self._executor.run(plan)
-
-    def request_stop(self, step: int) -> None:
-        self._executor.request_stop(step)
-
-
 def generate(
     executor: TorchExecutor,
     prompts: Sequence[list[int]],
@@ -93,7 +77,7 @@ def generate(
 ) -> tuple[list[list[int]], Engine]:
     """Greedy outputs of all prompts through one engine, with an integrity check after every step."""
     config = SchedulerConfig(prefix_caching=prefix_caching, **limits)
-    engine = Engine(config, WithFewerBlocks(executor, num_blocks), WallClock())
+    engine = Engine(config, WithBlocks(executor, num_blocks or executor.info.num_blocks), WallClock())
     requests = [
         make_request(prompt_token_ids=prompt, max_tokens=num_new_tokens, request_id=f"r{index}")
         for index, prompt in enumerate(prompts)

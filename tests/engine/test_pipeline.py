@@ -23,6 +23,7 @@ from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.execution.simulated_pipeline import SimulatedPipeline
 from backfill.parallel.executor import merge_transfers
 from tests.builders import linear_cost, make_info, make_profile, make_request
+from tests.engine.test_engine import NotingBus
 from tests.integrity import check_kv
 
 TPOT_S = 0.1
@@ -192,42 +193,13 @@ def test_two_stages_compute_side_by_side() -> None:
     assert ends[1] < 0.7 * ends[0]
 
 
-class NotingBus:
-    """A bus that halves the engine's share, and notes what it is told of steps."""
-
-    share = load = 0.0
-
-    def __init__(self) -> None:
-        self.num_in_flight: list[int] = []
-        self.computed_s: list[float] = []
-
-    def begin_step(
-        self, plan: StepPlan, objective_s: float, num_in_flight: int, *, has_objective: bool
-    ) -> StepPlan:
-        self.num_in_flight.append(num_in_flight)
-        return replace(plan, bus_share=0.5)
-
-    def end_step(self, computed_s: float, interval: int | None) -> None:
-        self.computed_s.append(computed_s)
-
-    def count_copies(self, num_bytes: int) -> None:
-        pass
-
-    def idle(self) -> None:
-        pass
-
-    def least_step_s(self) -> float:
-        return 0.0
-
-
 @pytest.mark.parametrize("stalls_s", [(0.0, 0.0), (0.8e-3, 0.6e-3), (0.9e-3, 1.3e-3)])
 def test_a_bus_learns_how_many_steps_are_in_flight_and_how_far_apart_they_end(
     stalls_s: Sequence[float],
 ) -> None:
     """16 decodes take 4.2 ms in both stages together, and the stages wait for weights beside each other."""
     run = Run((2, 2), prompts(32, 64, 40), policy="fcfs", step_s=1e-3)
-    bus: Any = NotingBus()
-    run.engine._bus = bus
+    run.engine._bus = bus = NotingBus()
     run.pipeline.stalls_s = stalls_s
     run.run()
     assert statistics.median(bus.num_in_flight) == max(bus.num_in_flight) == 2
@@ -238,8 +210,7 @@ def test_a_bus_learns_how_many_steps_are_in_flight_and_how_far_apart_they_end(
 
 def test_a_step_alone_waits_in_one_stage_after_another() -> None:
     run = Run((2, 2), prompts(1, 8, 40), policy="fcfs", step_s=4e-3)
-    bus: Any = NotingBus()
-    run.engine._bus = bus
+    run.engine._bus = bus = NotingBus()
     run.pipeline.stalls_s = (1e-3, 0.5e-3)
     run.run()
     assert max(bus.num_in_flight) == 1

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from backfill.core.clock import WallClock
 from backfill.core.config import PreemptionMode, SchedulerConfig
@@ -29,6 +27,7 @@ from tests.engine.interruptions import (
     SHARED,
     Interruptions,
     all_requests,
+    any_interleaving,
     before_layers,
     drain,
     requests,
@@ -39,7 +38,6 @@ from tests.engine.interruptions import (
 )
 from tests.execution.tiny import cache_fixture, model_fixture, tiny_config
 from tests.integrity import check_scheduler
-from tests.shared import examples
 
 NUM_LAYERS = 8
 NUM_BLOCKS = 36
@@ -144,36 +142,15 @@ def test_what_stops_of_a_flood_for_another_owner_changes_no_token(
     assert tokens_of(served) == undisturbed(create_executor(model_dir, num_micro_batches=1), wanted())
 
 
-@settings(
-    max_examples=examples(25),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(
-    places=st.lists(
-        st.tuples(st.integers(0, 25), st.integers(0, NUM_LAYERS)), min_size=3, max_size=3, unique=True
-    ),
-    preemption=st.sampled_from(["suspend", "discard"]),
-    max_num_batched_tokens=st.sampled_from([20, 64]),
-    prefix_caching=st.booleans(),
-)
+@any_interleaving(25, 25, NUM_LAYERS)
 def test_any_interleaving_yields_the_undisturbed_tokens_and_leaks_nothing(
     executor: TorchExecutor,
     expected: dict[str, list[int]],
-    places: list[tuple[int, int]],
-    preemption: PreemptionMode,
-    max_num_batched_tokens: int,
-    prefix_caching: bool,
+    arrivals: dict[tuple[int, int], int],
+    options: dict[str, Any],
 ) -> None:
-    arrivals = {place: number for number, place in enumerate(places)}
-    engine = make_engine(
-        executor,
-        preemption=preemption,
-        prefix_caching=prefix_caching,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=16,
-    )
-    assert tokens_after(engine, executor, arrivals, prefix_caching=prefix_caching) == expected
+    engine = make_engine(executor, **options)
+    assert tokens_after(engine, executor, arrivals, prefix_caching=options["prefix_caching"]) == expected
     assert engine.num_stopped_steps <= len(ONLINE_SHAPES)
 
 
@@ -293,7 +270,6 @@ def test_a_stop_meant_for_the_step_before_stops_nothing(executor: TorchExecutor)
         engine.add(request)
     engine.step()
     executor.request_stop(0)
-    engine._stop_request = (0, 0.0)
     engine.step()
     assert engine.num_stopped_steps == 0
     assert not executor._suspended

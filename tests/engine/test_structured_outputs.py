@@ -16,20 +16,19 @@ import pytest
 
 from backfill.core.clock import WallClock
 from backfill.core.config import SchedulerConfig
-from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.core.structured import StructuredOutputsParams
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
 from backfill.execution import grammar_masks
 from backfill.execution.create import create_torch_executor
-from backfill.execution.executor import Executor
 from backfill.execution.stage import Stage
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.generation.tokenizer import Tokenizer
 from tests.builders import make_request
 from tests.engine.interruptions import (
     Interruptions,
+    WithBlocks,
     before_layers,
     drain,
     stopping_engine,
@@ -49,20 +48,6 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-
-
-class WithBlocks(Executor):
-    """The same executor, with part of its pool."""
-
-    def __init__(self, executor: TorchExecutor, num_blocks: int) -> None:
-        self.info = replace(executor.info, num_blocks=num_blocks)
-        self._executor = executor
-
-    def run(self, plan: StepPlan) -> StepOutcome:
-        return self._executor.run(plan)
-
-    def request_stop(self, step: int) -> None:
-        self._executor.request_stop(step)
 
 
 class Run:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backfill.core.clock import VirtualClock
-from backfill.core.config import PreemptionMode, SchedulerConfig
+from backfill.core.config import SchedulerConfig
 from backfill.core.plan import Compute, DeviceMemory, ScheduledSlice, StepPlan
 from backfill.core.request import ServiceClass
 from backfill.engine import engine as engine_module
@@ -26,6 +25,7 @@ from tests.builders import make_profile
 from tests.engine.interruptions import (
     OFFLINE_SHAPES,
     all_requests,
+    any_interleaving,
     before_layers,
     drain,
     requests,
@@ -39,7 +39,6 @@ from tests.execution.tiny import cache_fixture, model_fixture
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny, tokens_of_one_rank
 from tests.parallel.test_rank_pipeline import ADMITTED, scheduled
 from tests.parallel.test_rank_stops import LAYOUTS, make_engine
-from tests.shared import examples
 
 NUM_LAYERS = 12
 LARGEST = 3  # whose memory has room for all smaller intervals too
@@ -173,33 +172,16 @@ def test_tokens_are_the_same_while_memory_changes_hands_on_ranks(
     assert engine.scheduler.counters[ServiceClass.OFFLINE].num_preemptions > 0
 
 
-@settings(
-    max_examples=examples(10),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(
-    intervals=st.lists(st.integers(1, LARGEST), min_size=1, max_size=5),
-    places=st.lists(
-        st.tuples(st.integers(0, 12), st.integers(0, NUM_LAYERS)), min_size=3, max_size=3, unique=True
-    ),
-    preemption=st.sampled_from(["suspend", "discard"]),
-    max_num_batched_tokens=st.sampled_from([20, 64]),
-)
+@any_interleaving(10, 12, NUM_LAYERS, intervals=st.lists(st.integers(1, LARGEST), min_size=1, max_size=5))
 def test_no_interleaving_of_stops_and_intervals_changes_a_token(
     ranks: RankThreads,
     expected: dict[str, list[int]],
     intervals: list[int],
-    places: list[tuple[int, int]],
-    preemption: PreemptionMode,
-    max_num_batched_tokens: int,
+    arrivals: dict[tuple[int, int], int],
+    options: dict[str, Any],
 ) -> None:
     ranks.change = taking_turns(intervals)
-    engine = make_engine(
-        ranks, preemption=preemption, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=16
-    )
-    arrivals = {place: number for number, place in enumerate(places)}
-    assert tokens_of(run_disturbed(engine, ranks, arrivals)) == expected
+    assert tokens_of(run_disturbed(make_engine(ranks, **options), ranks, arrivals)) == expected
 
 
 @pytest.mark.parametrize("failing_rank", [0, 3])

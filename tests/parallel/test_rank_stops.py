@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from backfill.core.config import PreemptionMode
 from backfill.core.request import ServiceClass
@@ -20,6 +18,7 @@ from backfill.engine.engine import Engine
 from backfill.execution.collectives import PeerFailed
 from tests.engine.interruptions import (
     OFFLINE_SHAPES,
+    any_interleaving,
     before_layers,
     drain,
     requests,
@@ -30,7 +29,6 @@ from tests.engine.interruptions import (
 from tests.execution.tiny import model_fixture
 from tests.integrity import check_scheduler
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny, tokens_of_one_rank
-from tests.shared import examples
 
 NUM_LAYERS = 4
 LAYOUTS = [Sizes(tensor=2), Sizes(pipeline=2), Sizes(2, 2)]
@@ -69,36 +67,14 @@ def test_an_arrival_at_any_point_of_a_step_changes_no_token(
         assert engine.num_stopped_steps > 0
 
 
-@settings(
-    max_examples=examples(15),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(
-    places=st.lists(
-        st.tuples(st.integers(0, 20), st.integers(0, NUM_LAYERS)), min_size=3, max_size=3, unique=True
-    ),
-    preemption=st.sampled_from(["suspend", "discard"]),
-    max_num_batched_tokens=st.sampled_from([20, 64]),
-    prefix_caching=st.booleans(),
-)
+@any_interleaving(15, 20, NUM_LAYERS)
 def test_any_interleaving_yields_the_undisturbed_tokens(
     ranks: RankThreads,
     expected: dict[str, list[int]],
-    places: list[tuple[int, int]],
-    preemption: PreemptionMode,
-    max_num_batched_tokens: int,
-    prefix_caching: bool,
+    arrivals: dict[tuple[int, int], int],
+    options: dict[str, Any],
 ) -> None:
-    engine = make_engine(
-        ranks,
-        preemption=preemption,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=16,
-        prefix_caching=prefix_caching,
-    )
-    arrivals = {place: number for number, place in enumerate(places)}
-    assert tokens_of(run_disturbed(engine, ranks, arrivals)) == expected
+    assert tokens_of(run_disturbed(make_engine(ranks, **options), ranks, arrivals)) == expected
 
 
 @pytest.mark.parametrize("failing_rank", range(4))
