@@ -4,37 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from contextlib import suppress
-from typing import Protocol
-
-import numpy as np
 
 from backfill.core.plan import Safepoints, StepPlan
 from backfill.execution.collectives import Handover, PeerFailed, RankLinks, SoleSafepointGroup, StageLink
+from backfill.execution.stop_words import StopWords
 from backfill.kernels.stop_signal import StopSignal
 from backfill.models.shard import ModelShard
-
-
-class StopRequests(Protocol):
-    """Which steps are to stop. Requests may come from any thread or process."""
-
-    def request(self, step: int) -> None:
-        """Stop the step at its next safepoint. One that has ended does not notice."""
-
-    def signal(self, step: int) -> StopSignal:
-        """Set once the step is to stop."""
-
-
-class StopRequest:
-    """See ``StopRequests``: of one step at a time."""
-
-    def __init__(self) -> None:
-        self._step = np.full(1, -1, dtype=np.int64)
-
-    def request(self, step: int) -> None:
-        self._step[0] = max(self._step[0], step)  # a late call for an earlier step must not undo it
-
-    def signal(self, step: int) -> StopSignal:
-        return StopSignal(self._step, step)
 
 
 class Stage:
@@ -61,7 +36,7 @@ class Stage:
         self,
         shard: ModelShard,
         links: RankLinks,
-        stops: StopRequests,
+        stops: StopWords,
         on_layer: Callable[[int], None] | None = None,
     ) -> None:
         self.shard = shard
@@ -79,7 +54,8 @@ class Stage:
     @classmethod
     def whole(cls, num_layers: int) -> Stage:
         """All layers of a model, on a rank of its own."""
-        return cls(ModelShard.whole(num_layers), RankLinks(SoleSafepointGroup()), StopRequest())
+        stops = StopWords(memoryview(bytearray(8)).cast("q"))
+        return cls(ModelShard.whole(num_layers), RankLinks(SoleSafepointGroup()), stops)
 
     def request_stop(self, step: int) -> None:
         """See ``Executor``."""

@@ -8,10 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import numpy as np
-
 from backfill.core.errors import BackfillError
-from backfill.kernels.stop_signal import StopSignal
+from backfill.execution.stop_words import StopWords
 from backfill.parallel.shared_memory import create_memory, map_memory
 
 _NUM_STOP_WORDS = 64  # more than the steps that are ever in flight
@@ -83,24 +81,6 @@ class SharedState:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-class StopWords:
-    """See ``StopRequests``. A word for each step in flight, with the number of the step to stop."""
-
-    def __init__(self, words: memoryview) -> None:
-        self._words = words
-
-    def request(self, step: int) -> None:
-        """Stop the step at its next safepoint. One that has ended does not notice."""
-        word = step % len(self._words)
-        # Steps count from 0 and a new word is 0. A late call for an earlier step must not undo it.
-        self._words[word] = max(self._words[word], step + 1)
-
-    def signal(self, step: int) -> StopSignal:
-        """See ``StopRequests``."""
-        word = step % len(self._words)
-        return StopSignal(np.frombuffer(self._words[word : word + 1], np.int64), step + 1)
 
 
 class RankProgress:
