@@ -32,9 +32,7 @@ def create_executor(
         bus: that the configuration names, and that this process has joined; ranks then open it themselves.
     Raises: ConfigError, ModelError, InsufficientMemory, each with a message for the user.
     """
-    if config.executor == "ray":
-        return create_ray_executor(config)
-    if config.num_ranks > 1:
+    if _is_divided(config):
         return create_parallel_executor(config)
     return create_torch_executor(config, bus)
 
@@ -44,54 +42,46 @@ def create_timed_executor(config: EngineConfig) -> TimedExecutor | ParallelExecu
 
     Raises: as ``create_executor``.
     """
-    if config.executor == "ray":
-        return create_ray_executor(config, load_timed_rank)
-    if config.num_ranks > 1:
+    if _is_divided(config):
         return create_parallel_executor(config, load_timed_rank)
     return TimedExecutor(create_torch_executor(config))
 
 
 def create_parallel_executor(config: EngineConfig, load: RankLoader = load_rank) -> ParallelExecutor:
-    """Start the ranks' processes and load the model there.
+    """Start the ranks, as processes or as actors of Ray, and load the model there.
 
-    Raises: BackfillError with a message for the user; no process is left then.
+    Raises: BackfillError with a message for the user; no process and no actor is left then.
     """
-    _check_sizes(config)
-    check_threads(config)
-    if choose_device(config).type == "cuda":
-        check_device_count(config, torch.cuda.device_count())
-    return _warmed_up(ParallelExecutor(config, threads_of_rank(config), load), config)
-
-
-def create_ray_executor(config: EngineConfig, load: RankLoader = load_rank) -> ParallelExecutor:
-    """Start the ranks as actors of Ray and load the model there.
-
-    Raises: BackfillError with a message for the user; no actor is left then.
-    """
-    require_ray()
-    from backfill.parallel.ray_stages import plan_stages, start_stages
-
-    _check_sizes(config)
-    bundle = plan_stages(config)
-    config = replace(config, device="cuda" if bundle.num_gpus else "cpu")
-    threads = max(1, bundle.threads // config.tensor_parallel_size)
-    start = partial(start_stages, bundle)
-    return _warmed_up(ParallelExecutor(config, threads, load, start=start), config)
-
-
-def _check_sizes(config: EngineConfig) -> None:
-    """Before any process is started, which takes seconds. Raises: ModelError, ConfigError."""
+    # Before any process is started, which takes seconds.
     sizes = config.tensor_parallel_size, config.pipeline_parallel_size
     ModelPlacement.of(ModelConfig.from_folder(config.model_dir), *sizes)
-
-
-def _warmed_up(executor: ParallelExecutor, config: EngineConfig) -> ParallelExecutor:
+    if config.executor == "ray":
+        executor = _start_on_ray(config, load)
+    else:
+        check_threads(config)
+        if choose_device(config).type == "cuda":
+            check_device_count(config, torch.cuda.device_count())
+        executor = ParallelExecutor(config, threads_of_rank(config), load)
     try:
         warm_up(executor, config.scheduler)
     except BaseException:
         executor.close()
         raise
     return executor
+
+
+def _is_divided(config: EngineConfig) -> bool:
+    return config.executor == "ray" or config.num_ranks > 1
+
+
+def _start_on_ray(config: EngineConfig, load: RankLoader) -> ParallelExecutor:
+    require_ray()
+    from backfill.parallel.ray_stages import plan_stages, start_stages
+
+    bundle = plan_stages(config)
+    config = replace(config, device="cuda" if bundle.num_gpus else "cpu")
+    threads = max(1, bundle.threads // config.tensor_parallel_size)
+    return ParallelExecutor(config, threads, load, start=partial(start_stages, bundle))
 
 
 def check_device_count(config: EngineConfig, num_devices: int) -> None:

@@ -66,7 +66,18 @@ class Ranks(ABC):
 
         Raises: ExecutorDead if a rank has ended. All others are ended then.
         """
-        self._receive(timeout_s)
+        if self._error is not None:
+            raise self._error
+        for fd, _ in self._poll.poll(timeout_s * 1000):
+            if fd == self._woken.fileno():
+                self._woken.recv(_WAKES)
+                self.was_woken = True
+                continue
+            rank, reader = self._readers[fd]
+            try:
+                self._take(rank, reader)
+            except (BadMessage, ValueError) as error:
+                self.fail(f"The process of rank {rank} of {len(self.pids)} has sent no message: {error}.")
 
     def check(self) -> None:
         """Raises: ExecutorDead if a rank has ended."""
@@ -101,36 +112,16 @@ class Ranks(ABC):
         self._readers[link.fileno()] = rank, FrameReader(link, FromRank)
         self._poll.register(link, select.POLLIN)
 
-    def _receive(self, timeout_s: float) -> bool:
-        """Returns: whether there was a report."""
-        if self._error is not None:
-            raise self._error
-        has_reports = False
-        for fd, _ in self._poll.poll(timeout_s * 1000):
-            if fd == self._woken.fileno():
-                self._woken.recv(_WAKES)
-                self.was_woken = True
-                continue
-            rank, reader = self._readers[fd]
-            try:
-                has_reports = self._take(rank, reader) or has_reports
-            except (BadMessage, ValueError) as error:
-                self.fail(f"The process of rank {rank} of {len(self.pids)} has sent no message: {error}.")
-        return has_reports
-
-    def _take(self, rank: int, reader: FrameReader[FromRank]) -> bool:
-        """Returns: whether there was a report. Raises: BadMessage, ValueError for what no rank sends."""
+    def _take(self, rank: int, reader: FrameReader[FromRank]) -> None:
+        """Raises: BadMessage, ValueError for what no rank sends."""
         messages = reader.take()
         if messages is None:
             self.fail(self._how_it_ended(rank))
-        has_reports = False
         for message in messages:
             if isinstance(message, Moved):
                 self.state.of_rank(rank).set_data(message.data)
             else:
                 self.reports[rank].append(message)
-                has_reports = True
-        return has_reports
 
     @abstractmethod
     def _send(self, plan: bytes) -> None: ...

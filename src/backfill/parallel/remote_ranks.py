@@ -93,9 +93,11 @@ class RemoteRanks(Ranks):
                     link.sendall(frame)
 
     def receive(self, timeout_s: float) -> None:
-        has_reports, now_s = self._receive(min(timeout_s, _CHECK_S)), time.monotonic()
+        num_reports = sum(map(len, self.reports))
+        super().receive(min(timeout_s, _CHECK_S))
+        now_s = time.monotonic()
         # What a rank has reported before its stage ended says why.
-        if not has_reports and now_s >= self._checks_at_s:
+        if sum(map(len, self.reports)) == num_reports and now_s >= self._checks_at_s:
             self._checks_at_s = now_s + _CHECK_S
             try:
                 self._launcher.check()
