@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from backfill.offloading.interval import LayerTimes, num_device_layers, stages_bounds, step_time_s
 from backfill.offloading.residency import (
     Residency,
-    ResidencyConfig,
     ResidencyPolicy,
     Situation,
     StepNeed,
@@ -23,7 +22,6 @@ from backfill.offloading.residency import (
 from tests.shared import examples
 
 NUM_LAYERS = 32
-CONFIG = ResidencyConfig(offline_hold_s=10.0, least_stay_s=5.0, least_gain=0.05, online_margin=0.8)
 
 
 def test_divisions_of_the_same_memory() -> None:
@@ -46,7 +44,7 @@ def test_a_smaller_interval_never_leaves_less_for_kv(num_layers: int, low: int, 
 def make_policy() -> ResidencyPolicy:
     """Interval 8 has 100 blocks, and 2 has 340."""
     choices = residencies(NUM_LAYERS, 2, 8, num_blocks=100, layer_bytes=20, block_bytes=1)
-    return ResidencyPolicy(choices, (NUM_LAYERS,), CONFIG)
+    return ResidencyPolicy(choices, (NUM_LAYERS,))
 
 
 def offline(**changes: Any) -> Situation:
@@ -189,7 +187,7 @@ def test_offline_requests_beside_online_ones_get_the_blocks_that_the_objective_h
 ) -> None:
     """Steps take 32 ms with interval 8, 64 with 4 and 128 with 2, which have 100, 340 and 820 blocks."""
     choices = residencies(NUM_LAYERS, 2, 8, num_blocks=100, layer_bytes=60, block_bytes=1)
-    policy = ResidencyPolicy(choices, (NUM_LAYERS,), CONFIG)
+    policy = ResidencyPolicy(choices, (NUM_LAYERS,))
     chosen = policy.choose(replace(online(transfer_s=8e-3), decodes=StepNeed(tpot_s, 0.008)))
     assert chosen.interval == interval
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from backfill.offloading.residency import (
     LinkGrant,
     LinkWish,
-    ResidencyConfig,
     SharedLinkPolicy,
     StepNeed,
     residencies,
@@ -16,7 +15,6 @@ from backfill.offloading.residency import (
 from tests.offloading.test_residency import NUM_LAYERS, offline, online
 
 HOLD_S = 10.0
-CONFIG = ResidencyConfig(offline_hold_s=HOLD_S, least_stay_s=5.0, least_gain=0.05, online_margin=0.8)
 FREE_S = 1e-3
 
 
@@ -36,7 +34,7 @@ def make() -> tuple[SharedLinkPolicy, Budget]:
     """Interval 8 has 100 blocks, and 2 has 340; see ``test_residency``."""
     budget = Budget()
     choices = residencies(NUM_LAYERS, 2, 8, num_blocks=100, layer_bytes=20, block_bytes=1)
-    return SharedLinkPolicy(choices, (NUM_LAYERS,), budget, CONFIG), budget
+    return SharedLinkPolicy(choices, (NUM_LAYERS,), budget), budget
 
 
 def test_with_the_link_to_itself_an_engine_does_as_alone() -> None:
@@ -110,7 +108,7 @@ def test_an_idle_moment_changes_no_wish() -> None:
 
     budget = Obliging()
     choices = residencies(NUM_LAYERS, 2, 8, num_blocks=100, layer_bytes=20, block_bytes=1)
-    policy = SharedLinkPolicy(choices, (NUM_LAYERS,), budget, CONFIG)
+    policy = SharedLinkPolicy(choices, (NUM_LAYERS,), budget)
     policy.choose(offline(now_s=100.0))
     assert policy.choose(offline(now_s=101.0)).interval == 2
     assert policy.choose(offline(now_s=110.0, used_blocks=0)).interval == 2

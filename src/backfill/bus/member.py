@@ -144,8 +144,6 @@ class BusMember:
         self._published_computed_s = 0.0
         self._in_flight: deque[int] = deque(maxlen=_NUM_STEPS)
         self._published = BusUse()
-        # For a computed time, an objective or a pace, steps in flight, and a wish.
-        self._needs: tuple[tuple[float, float, int, bool, LinkWish | None], BusInstance] | None = None
         self._copied_bytes_per_s = 0.0
         self._copied_bytes = 0  # since then
         self._copies_since_s = clock.now_s()
@@ -251,26 +249,19 @@ class BusMember:
         wish = self._wish
         if wish is not None:
             has_objective = wish.objective_s is not None
-        num_in_flight = max(self._in_flight)
-        needs_of = self._published_computed_s, objective_s, num_in_flight, has_objective, wish
-        if self._needs is not None and self._needs[0] == needs_of:
-            return self._needs[1]
-        layer_s = self._published_computed_s / model.num_layers
         step_s = OBJECTIVE_SHARE * objective_s
         if wish is not None and wish.objective_s is not None:
             step_s = wish.objective_s
-        instance = BusInstance(
+        return BusInstance(
             self._file.name,
             model.num_layers,
             model.total_layer_bytes,
-            step_s=max(step_s / num_in_flight, self._published_computed_s),
-            compute_s=layer_s,
+            step_s=max(step_s / max(self._in_flight), self._published_computed_s),
+            compute_s=self._published_computed_s / model.num_layers,
             min_interval=model.interval if wish is None else wish.min_interval,
             max_interval=self._max_interval if wish is None else wish.max_interval,
             has_objective=has_objective,
         )
-        self._needs = needs_of, instance
-        return instance
 
     def _measure_copies(self) -> None:
         """What KV copies take of the bus, rounded up."""

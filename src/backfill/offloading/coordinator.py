@@ -186,10 +186,9 @@ def attainable_step_s(instance: BusInstance, others: Iterable[BusInstance], band
     left = bandwidth - needed
     if left <= 0.0:
         return math.inf
-    largest_interval = instance.max_interval
+    times, largest_interval = instance.times(left), instance.max_interval
     if largest_interval is None:
-        return instance.times(left).resident_step_s
-    times = instance.times(left)
+        return times.resident_step_s
     return min(step_time_s(times, interval) for interval in range(1, largest_interval + 1))
 
 

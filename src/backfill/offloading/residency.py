@@ -15,6 +15,12 @@ from typing import Protocol
 
 from backfill.offloading.interval import StagesBounds, StepBounds, num_device_layers, stages_bounds
 
+# Seconds without online requests before residency is chosen for offline work, and for which what online
+# prompts needed holds.
+_OFFLINE_HOLD_S = 10.0
+_LEAST_STAY_S = 5.0  # that a residency lasts, unless online requests need another one
+_LEAST_GAIN = 0.05  # by which share offline work must get faster for a change
+_ONLINE_MARGIN = 0.8  # part of what a TPOT objective allows that a step may take in a residency newly chosen
 _NOTICED = 0.1  # a change of the objective by less is not told to others on the link
 
 
@@ -61,23 +67,6 @@ def common_residencies(ranks: Sequence[Sequence[Residency]]) -> tuple[Residency,
     """Of several ranks, each with its own memory: a block exists where all have memory for their part."""
     divisions = zip(*ranks, strict=True)
     return tuple(min(division, key=lambda each: each.num_blocks) for division in divisions)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResidencyConfig:
-    """
-    Attributes:
-        offline_hold_s: seconds without online requests before residency is chosen for offline work, and
-            for which what online prompts needed holds.
-        least_stay_s: seconds that a residency lasts at least, unless online requests need another one.
-        least_gain: by which share offline work must get faster for a change.
-        online_margin: part of what a TPOT objective allows that a step may take in a residency newly chosen.
-    """
-
-    offline_hold_s: float = 10.0
-    least_stay_s: float = 5.0
-    least_gain: float = 0.05
-    online_margin: float = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +127,10 @@ class ResidencyPolicy:
         stage_layers: of the model, by stage.
     """
 
-    def __init__(
-        self, choices: Sequence[Residency], stage_layers: Sequence[int], config: ResidencyConfig | None = None
-    ) -> None:
+    def __init__(self, choices: Sequence[Residency], stage_layers: Sequence[int]) -> None:
         self.choices = self._allowed = choices
         self.target = choices[-1]
         self._stage_layers = stage_layers
-        self._config = config or ResidencyConfig()
         self._changed_at_s = -math.inf
         self._online_at_s = -math.inf  # when online requests were last seen
         # When, and what prompts needed, unless later ones needed as much: tightest first.
@@ -171,21 +157,21 @@ class ResidencyPolicy:
             self.target, self._changed_at_s = wanted, now_s
 
     def _decide(self, situation: Situation) -> None:
-        config, now_s = self._config, situation.now_s
+        now_s = situation.now_s
         tightest = self._with_tightest_prompts(situation)  # notes the need, whatever is decided
         is_in_time = self.target in self._in_time(situation, self._allowed, 1.0)
-        is_held = not situation.num_online and now_s < self._online_at_s + config.offline_hold_s
-        if is_in_time and (is_held or now_s < self._changed_at_s + config.least_stay_s):
+        is_held = not situation.num_online and now_s < self._online_at_s + _OFFLINE_HOLD_S
+        if is_in_time and (is_held or now_s < self._changed_at_s + _LEAST_STAY_S):
             return
         best = self._fastest(tightest, self._allowed)
-        least_rate = (1.0 + config.least_gain) * self._rate(self.target, situation)
+        least_rate = (1.0 + _LEAST_GAIN) * self._rate(self.target, situation)
         if not is_in_time or self._rate(best, situation) > least_rate:
             self._change(best, now_s)
 
     def _with_tightest_prompts(self, situation: Situation) -> Situation:
         """Others like the latest prompts may come soon, and would be late while the KV is drained."""
         needs, need, now_s = self._prompts, situation.prompts, situation.now_s
-        while needs and now_s >= needs[0][0] + self._config.offline_hold_s:
+        while needs and now_s >= needs[0][0] + _OFFLINE_HOLD_S:
             needs.popleft()
         if need is not None:
             while needs and needs[-1][1].limit_s >= need.limit_s:
@@ -209,7 +195,7 @@ class ResidencyPolicy:
 
     def _fastest(self, situation: Situation, choices: Sequence[Residency]) -> Residency:
         """That with which requests advance fastest, in time with a margin; the largest of several."""
-        in_time = self._in_time(situation, choices, self._config.online_margin)
+        in_time = self._in_time(situation, choices, _ONLINE_MARGIN)
         rates = {each: self._rate(each, situation) for each in in_time}
         return max(reversed(in_time), key=lambda each: rates[each])
 
@@ -288,14 +274,8 @@ class SharedLinkPolicy(ResidencyPolicy):
     as offline work has to be alone: each change costs a drain.
     """
 
-    def __init__(
-        self,
-        choices: Sequence[Residency],
-        stage_layers: Sequence[int],
-        budget: LinkBudget,
-        config: ResidencyConfig | None = None,
-    ) -> None:
-        super().__init__(choices, stage_layers, config)
+    def __init__(self, choices: Sequence[Residency], stage_layers: Sequence[int], budget: LinkBudget) -> None:
+        super().__init__(choices, stage_layers)
         self._budget = budget
         self._floor = 1
         self._floor_at_s = -math.inf  # when the floor was last needed
@@ -318,7 +298,7 @@ class SharedLinkPolicy(ResidencyPolicy):
         needed = grant.interval if grant.is_bounded else 1
         if 1 < needed >= self._floor:
             self._floor, self._floor_at_s = needed, now_s
-        elif now_s >= self._floor_at_s + self._config.offline_hold_s:
+        elif now_s >= self._floor_at_s + _OFFLINE_HOLD_S:
             self._floor = needed
         least = max(self._floor, grant.interval)
         allowed = [each for each in self.choices if each.interval >= least]
