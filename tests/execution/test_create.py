@@ -20,7 +20,7 @@ from backfill.engine.engine import Engine
 from backfill.execution import sizing
 from backfill.execution.create import create_torch_executor, target_of
 from backfill.execution.machine import check_host_pool_fits
-from backfill.execution.memory import WeightSizes, WeightWidths
+from backfill.execution.memory import WeightSizes
 from backfill.execution.pool_pair import CopyGroup, CpuPools
 from backfill.models.config import ModelConfig
 from backfill.models.shard import ShardSizes
@@ -98,9 +98,7 @@ def test_by_default_it_is_as_large_as_the_pool_or_a_quarter_of_what_is_left(
             assert create_torch_executor(config).info.num_host_blocks == 24
         assert "KV pool in host memory: 24 blocks" in caplog.text
     model = ModelConfig.from_folder(model_dir)
-    weights_bytes = WeightSizes.of(
-        (ShardSizes(model, range(model.num_layers)),), WeightWidths(4, 4, 4)
-    ).device_bytes(None)
+    weights_bytes = WeightSizes.of((ShardSizes(model, range(model.num_layers)),), 4, 4, 4).device_bytes(None)
     available(monkeypatch, weights_bytes + 24 * BLOCK_BYTES + 4 * 5 * BLOCK_BYTES + 3)
     assert create_torch_executor(config).info.num_host_blocks == 5
 

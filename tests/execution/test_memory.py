@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.execution import sizing
-from backfill.execution.memory import MemoryPlan, WeightSizes, WeightWidths, activation_bytes, plan_memory
+from backfill.execution.memory import MemoryPlan, WeightSizes, activation_bytes, plan_memory
 from backfill.execution.sizing import RankPlan, Target
 from backfill.models.config import ModelConfig
 from backfill.models.placement import ModelPlacement
@@ -243,8 +243,8 @@ def test_activations_and_weights_are_of_the_ranks_part(config: EngineConfig) -> 
     assert used[0] == used[1] == 100 * of_token
     assert used[3] - used[1] == 10 * 100 * 4  # half of the 199 logits, and padding
     assert used[2] - used[3] == 10 * 199 * (4 + 8)
-    whole = WeightSizes.of(ModelPlacement.of(model).shards(), WeightWidths(4, 4, 4))
-    together = WeightSizes.of(placement.shards(), WeightWidths(4, 4, 4))
+    whole = WeightSizes.of(ModelPlacement.of(model).shards(), 4, 4, 4)
+    together = WeightSizes.of(placement.shards(), 4, 4, 4)
     norms = 2 * 64 * 4
     assert together.num_layers == 4
     assert together.layer_bytes == whole.layer_bytes + norms

@@ -105,8 +105,8 @@ def test_bytes_that_trickle_in_do_not_extend_the_time_for_a_proof() -> None:
     with ours, theirs:
         theirs.sendall(bytes(8))
         with pytest.raises(TimeoutError):
-            sockets._received(ours, 8, time.monotonic())
-        assert sockets._received(ours, 8, time.monotonic() + 60.0) == bytes(8)
+            sockets.receive_exactly(ours, 8, time.monotonic())
+        assert sockets.receive_exactly(ours, 8, time.monotonic() + 60.0) == bytes(8)
 
 
 def test_nobody_comes() -> None:

@@ -14,15 +14,6 @@ from backfill.offloading.interval import num_device_layers, offloaded_layers
 
 
 @dataclass(frozen=True, slots=True)
-class WeightWidths:
-    """Bytes of a weight: on average in layers and in tables of the vocabulary, and of all others."""
-
-    layers: float
-    tables: float
-    others: int
-
-
-@dataclass(frozen=True, slots=True)
 class WeightSizes:
     """Bytes of weights in one memory: of each layer, and of all outside the layers.
 
@@ -35,13 +26,18 @@ class WeightSizes:
     other_bytes: int
 
     @classmethod
-    def of(cls, shards: Sequence[ShardSizes], widths: WeightWidths) -> WeightSizes:
-        """Of what lies in one memory: one rank's shard, or all ranks' shards of a model."""
+    def of(cls, shards: Sequence[ShardSizes], in_layers: float, in_tables: float, other: int) -> WeightSizes:
+        """Of what lies in one memory: one rank's shard, or all ranks' shards of a model.
+
+        Args:
+            in_layers, in_tables, other: bytes of a weight: on average in layers and in tables of the
+                vocabulary, and of all others.
+        """
         stages = dict.fromkeys(each.layers for each in shards)
         of_stage = (each for each in shards if each.layers == shards[0].layers)
-        layer_bytes = math.ceil(widths.layers * sum(each.layer_parameters for each in of_stage))
-        tables = math.ceil(widths.tables * sum(each.table_parameters for each in shards))
-        others = widths.others * sum(each.other_parameters for each in shards)
+        layer_bytes = math.ceil(in_layers * sum(each.layer_parameters for each in of_stage))
+        tables = math.ceil(in_tables * sum(each.table_parameters for each in shards))
+        others = other * sum(each.other_parameters for each in shards)
         return cls(tuple(map(len, stages)), layer_bytes, tables + others)
 
     @property

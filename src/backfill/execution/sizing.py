@@ -20,7 +20,6 @@ from backfill.execution.machine import available_host_bytes, check_host_pool_fit
 from backfill.execution.memory import (
     MemoryPlan,
     WeightSizes,
-    WeightWidths,
     activation_bytes,
     check_pool_fits,
     plan_memory,
@@ -101,12 +100,14 @@ class Target:
         Raises: ConfigError, InsufficientMemory.
         """
         config, placement = self.config, self.placement
-        memory = self.plan_device(rank, node_ranks)
+        on_cpu, utilization = self.device.type == "cpu", config.gpu_memory_utilization
+        available = available_host_bytes() if on_cpu else available_cuda_bytes(self.device, utilization)
+        memory = self.divide_memory(available, rank, node_ranks)
         num_blocks, block_bytes = memory.num_blocks, self._block_bytes(placement.shards())
         kv_bytes = num_blocks * block_bytes if placement.num_ranks > 1 else memory.kv_bytes
         on_node = list(map(placement.sizes, range(placement.num_ranks) if node_ranks is None else node_ranks))
         taken_bytes = memory.weights_bytes + memory.kv_bytes
-        if self.device.type != "cpu":
+        if not on_cpu:
             taken_bytes = self.weight_sizes(on_node).host_layers_bytes(config.offload_every)
         return RankPlan(
             self.kv_layout(placement.sizes(rank)),
@@ -121,17 +122,14 @@ class Target:
             ),
         )
 
-    def plan_device(self, rank: int = 0, node_ranks: Sequence[int] | None = None) -> MemoryPlan:
-        """Divide the memory of a rank's device; see ``plan_rank``, also for what it raises."""
-        utilization = self.config.gpu_memory_utilization
-        on_cpu = self.device.type == "cpu"
-        available = available_host_bytes() if on_cpu else available_cuda_bytes(self.device, utilization)
-        return self.divide_memory(available, rank, node_ranks)
-
     def divide_memory(
         self, available_bytes: int | None, rank: int = 0, node_ranks: Sequence[int] | None = None
     ) -> MemoryPlan:
-        """See ``plan_device``. Args: available_bytes: what the device has; None: unknown."""
+        """Of a rank's device; see ``plan_rank``, also for what it raises.
+
+        Args:
+            available_bytes: what the device has; None: unknown.
+        """
         config, placement, on_cpu = self.config, self.placement, self.device.type == "cpu"
         _check_interval(config.offload_every, placement)
         sharing = range(placement.num_ranks) if node_ranks is None else node_ranks
@@ -140,8 +138,8 @@ class Target:
         has_all = len(shards) == placement.num_ranks
         if on_cpu and kv_bytes is None and config.device_memory_bytes is None and not has_all:
             kv_bytes = _DEFAULT_CPU_KV_BYTES  # as below, of all ranks together
-        if kv_bytes is not None and not has_all:
-            kv_bytes = kv_bytes // self._block_bytes(placement.shards()) * block_bytes
+        if kv_bytes is not None:
+            kv_bytes = self._part_of_pool(kv_bytes, shards)
         return plan_memory(
             self.weight_sizes(shards),
             device=str(self.device),
@@ -161,12 +159,9 @@ class Target:
         """
         config, shards = self.config, list(map(self.placement.sizes, ranks))
         weights_bytes = self.weight_sizes(shards).device_bytes(config.offload_every)
-        kv_bytes = block_bytes = self._block_bytes(shards)
-        if config.kv_bytes is not None:
-            kv_bytes = config.kv_bytes
-            if len(shards) < self.placement.num_ranks:
-                kv_bytes = kv_bytes // self._block_bytes(self.placement.shards()) * block_bytes
-        return weights_bytes + self.step_bytes(shards) + kv_bytes
+        one_block, kv_bytes = self._block_bytes(shards), config.kv_bytes
+        pool_bytes = one_block if kv_bytes is None else self._part_of_pool(kv_bytes, shards)
+        return weights_bytes + self.step_bytes(shards) + pool_bytes
 
     def kv_layout(self, shard: ShardSizes) -> KVLayout:
         """Of a rank's part of a KV block."""
@@ -175,8 +170,7 @@ class Target:
     def weight_sizes(self, shards: Sequence[ShardSizes]) -> WeightSizes:
         """Of shards in the memory of one device."""
         checkpoint = self.checkpoint
-        widths = WeightWidths(checkpoint.layer_width, checkpoint.table_width, self.dtype.itemsize)
-        return WeightSizes.of(shards, widths)
+        return WeightSizes.of(shards, checkpoint.layer_width, checkpoint.table_width, self.dtype.itemsize)
 
     def step_bytes(self, shards: Sequence[ShardSizes]) -> int:
         """What a step takes beside weights and KV, on ranks that share a memory."""
@@ -185,6 +179,12 @@ class Target:
             activation_bytes(each, limits.max_num_batched_tokens, limits.max_num_seqs, dtype_bytes)
             for each in shards
         )
+
+    def _part_of_pool(self, kv_bytes: int, shards: Sequence[ShardSizes]) -> int:
+        """What some ranks have of a KV pool that all of them have together."""
+        if len(shards) == self.placement.num_ranks:
+            return kv_bytes
+        return kv_bytes // self._block_bytes(self.placement.shards()) * self._block_bytes(shards)
 
     def _block_bytes(self, shards: Sequence[ShardSizes]) -> int:
         """Of a KV block, on several ranks together."""

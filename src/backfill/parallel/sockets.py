@@ -135,16 +135,26 @@ def connect_to(address: Address, key: bytes, timeout_s: float) -> socket.socket:
         raise
 
 
-def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Raises: ConnectionRefused at the end of the stream, OSError."""
+def receive_exactly(connection: socket.socket, num_bytes: int, until_s: float | None = None) -> bytes:
+    """As ``fill_from``."""
     data = bytearray(num_bytes)
-    fill_from(connection, memoryview(data))
+    fill_from(connection, memoryview(data), until_s)
     return bytes(data)
 
 
-def fill_from(connection: socket.socket, memory: memoryview) -> None:
-    """Fill the memory. Raises: ConnectionRefused at the end of the stream, OSError."""
+def fill_from(connection: socket.socket, memory: memoryview, until_s: float | None = None) -> None:
+    """Fill the memory.
+
+    Args:
+        until_s: TimeoutError is raised at this time, also if bytes still come in.
+    Raises: ConnectionRefused at the end of the stream, OSError.
+    """
     while memory:
+        if until_s is not None:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0:
+                raise TimeoutError("the other end does not prove in time that it belongs to this engine")
+            connection.settimeout(left_s)
         count = connection.recv_into(memory)
         if count == 0:
             raise ConnectionRefused("the connection was closed")
@@ -152,31 +162,16 @@ def fill_from(connection: socket.socket, memory: memoryview) -> None:
 
 
 def _prove(connection: socket.socket, key: bytes, role: bytes, until_s: float) -> None:
-    nonce = _received(connection, _NONCE_BYTES, until_s)
+    nonce = receive_exactly(connection, _NONCE_BYTES, until_s)
     connection.sendall(hmac.digest(key, role + nonce, _DIGEST))
 
 
 def _require_proof(connection: socket.socket, key: bytes, role: bytes, until_s: float) -> None:
     nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(nonce)
-    proof = _received(connection, _DIGEST_BYTES, until_s)
+    proof = receive_exactly(connection, _DIGEST_BYTES, until_s)
     if not hmac.compare_digest(proof, hmac.digest(key, role + nonce, _DIGEST)):
         raise ConnectionRefused("the other end does not belong to this engine")
-
-
-def _received(connection: socket.socket, num_bytes: int, until_s: float) -> bytes:
-    """Raises: TimeoutError at this time, also if bytes still come in."""
-    data = b""
-    while len(data) < num_bytes:
-        left_s = until_s - time.monotonic()
-        if left_s <= 0.0:
-            raise TimeoutError("the other end does not prove in time that it belongs to this engine")
-        connection.settimeout(left_s)
-        part = connection.recv(num_bytes - len(data))
-        if not part:
-            raise ConnectionRefused("the connection was closed")
-        data += part
-    return data
 
 
 def _prepared(connection: socket.socket) -> socket.socket:
