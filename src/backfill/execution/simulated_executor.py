@@ -85,9 +85,7 @@ class SimulatedExecutor(Executor):
         self._step_to_stop = max(self._step_to_stop, step)
 
     def run(self, plan: StepPlan) -> StepOutcome:
-        self._release(plan)
-        for admitted in plan.admitted:
-            self._num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
+        self._change_requests(plan)
         now_s = self._clock.now_s()
         self._wait(self._begin_copies(plan.copies, now_s) - now_s)
         match plan.work:
@@ -114,11 +112,13 @@ class SimulatedExecutor(Executor):
         self._suspended_at |= dict.fromkeys(outcome.suspended, stopped_at)
         return outcome
 
-    def _release(self, plan: StepPlan) -> None:
+    def _change_requests(self, plan: StepPlan) -> None:
         for request_id in plan.released:
             self._num_tokens.pop(request_id, None)
         for request_id in plan.dropped:
             self._suspended_at.pop(request_id, None)
+        for admitted in plan.admitted:
+            self._num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
 
     def _taken_up(self, plan: StepPlan) -> int:
         """The layers that the slices of a plan have passed, which are suspended no more."""

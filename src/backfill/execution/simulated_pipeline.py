@@ -86,9 +86,7 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
     def submit(self, plan: StepPlan) -> None:
         most = max_in_flight(self.info.max_steps_in_flight, (each.plan for each in self._steps))
         assert len(self._steps) < most, f"{len(self._steps)} steps are in flight"
-        self._release(plan)
-        for admitted in plan.admitted:
-            self._num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
+        self._change_requests(plan)
         in_front = self._steps[-1].left_at_s if self._steps else self._left_at_s
         begins_at_s = max(self._clock.now_s(), in_front[0])
         step = _Step(plan, self._begin_copies(plan.copies, begins_at_s))
@@ -104,7 +102,8 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
             case Compute():
                 step.last = self.info.num_layers
         if step.last:
-            self._time_layers(step)
+            step.noise = self._noise.draw()
+            step.layer_s = step.noise * self._seconds(plan.slices) / self.info.num_layers
         self._steps.append(step)
         self._pass_stages()
 
@@ -132,10 +131,6 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
         for each in self._steps:
             if each.plan.step == step and each.plan.safepoints is not None and not each.is_stopped:
                 self._stop(each, each.plan.safepoints)
-
-    def _time_layers(self, step: _Step) -> None:
-        step.noise = self._noise.draw()
-        step.layer_s = step.noise * self._seconds(step.plan.slices) / self.info.num_layers
 
     def _stop(self, step: _Step, points: Safepoints) -> None:
         """At the next safepoint that comes before ``last``, if one does."""

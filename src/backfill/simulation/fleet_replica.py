@@ -66,19 +66,16 @@ class ReplicaDevice(SimulatedPipeline):
         """When the step that has begun ends, as far as is known."""
         return self._steps[0].left_at_s[-1] if self._steps else math.inf
 
-    def submit(self, plan: StepPlan) -> None:
-        super().submit(plan)  # releases first: a plan may admit again what it releases
-        for admitted in plan.admitted:
-            self._naming[admitted.request_id] = len(admitted.prompt_token_ids)
-
     def collect(self) -> StepOutcome:
         assert self._clock.now_s() >= self.ends_at_s, "the step has not ended"
         return super().collect()
 
-    def _release(self, plan: StepPlan) -> None:
-        super()._release(plan)
-        for request_id in plan.released:
+    def _change_requests(self, plan: StepPlan) -> None:
+        super()._change_requests(plan)
+        for request_id in plan.released:  # first: a plan may admit again what it releases
             self._naming.pop(request_id, None)
+        for admitted in plan.admitted:
+            self._naming[admitted.request_id] = len(admitted.prompt_token_ids)
 
     def _sample(self, slices: tuple[ScheduledSlice, ...]) -> tuple[SampledToken, ...]:
         sampled, naming, new_tuple = [], self._naming, tuple.__new__
