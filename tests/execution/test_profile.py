@@ -4,8 +4,7 @@ import logging
 import math
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -40,6 +39,7 @@ from backfill.execution.profile import (
 )
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.execution.torch_executor import TorchExecutor
+from tests.api.servers import wait_until
 from tests.builders import make_info, make_profile, make_request
 from tests.execution.tiny import cache_fixture, dummy_config
 from tests.models.quantized import Case, save_quantized_model
@@ -322,15 +322,8 @@ def test_all_but_a_full_profile_are_refined_and_a_named_file_is_left_alone(
         assert CostProfile.load(path) == profile
         assert not profile_path(profile.key).exists()
     else:
-        wait_for(lambda: profile_path(profile.key).exists())
+        wait_until(lambda: profile_path(profile.key).exists(), "the profile to be saved")
         assert CostProfile.load(profile_path(profile.key)) == refined
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline_at_s = time.monotonic() + 60.0
-    while not is_so():
-        assert time.monotonic() < deadline_at_s
-        time.sleep(0.001)
 
 
 def test_steps_go_on_while_a_disk_hangs_and_the_latest_profile_is_saved(
@@ -371,7 +364,7 @@ def test_steps_go_on_while_a_disk_hangs_and_the_latest_profile_is_saved(
         refiner._on_refined(each)
     assert not saved
     disk_answers.set()
-    wait_for(lambda: len(saved) == 2)
+    wait_until(lambda: len(saved) == 2, "a second profile")
     assert saved == [first, later[-1]]
 
 

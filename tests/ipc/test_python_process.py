@@ -17,6 +17,7 @@ import pytest
 from backfill.ipc.channel import open_channel
 from backfill.ipc.child import ChildProcess, abandon_children
 from backfill.ipc.python_process import PythonProcess, is_running, say_last_words
+from tests.api.servers import wait_until
 from tests.parallel.processes import wait_ended
 
 pytestmark = pytest.mark.anyio
@@ -45,10 +46,7 @@ def ended(process: PythonProcess) -> int | None:
 
 
 def wait_for(path: Path) -> None:
-    deadline_at_s = time.monotonic() + TIMEOUT_S
-    while not (path.exists() and path.read_text()):
-        assert time.monotonic() < deadline_at_s
-        time.sleep(0.01)
+    wait_until(lambda: path.exists() and path.read_text(), path.name)
 
 
 @pytest.mark.parametrize("status", [0, 7])

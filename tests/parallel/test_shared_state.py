@@ -20,6 +20,7 @@ from backfill.parallel.shared_memory_group import SharedMemoryGroup, Signals
 from backfill.parallel.shared_state import Position, SharedState
 from backfill.parallel.stall import StallWatch, describe_positions, stall_limit_s, unwatched_s
 from backfill.parallel.worker import DriverClosed
+from tests.api.servers import wait_until
 from tests.shared import examples
 
 
@@ -89,9 +90,7 @@ def test_a_wait_for_another_rank_is_seen_while_it_lasts_also_one_that_fails(stat
 
     thread = threading.Thread(target=wait)
     thread.start()
-    until_s = time.monotonic() + 60.0
-    while not state.positions()[0].exchanges:
-        assert time.monotonic() < until_s
+    wait_until(lambda: state.positions()[0].exchanges, "a rank that waits for others")
     other.close()
     thread.join(60)
     assert failures
