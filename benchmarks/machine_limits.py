@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backfill.models.config import OPT_POSITION_OFFSET, ModelConfig
+from backfill.models.tensor_shapes import num_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -124,4 +125,4 @@ def read_parameters(config: ModelConfig) -> int:
         looked_up += config.vocab_size * (config.word_embed_proj_dim or config.hidden_size)
     if config.rope is None:
         looked_up += (config.max_position_embeddings + OPT_POSITION_OFFSET) * config.hidden_size
-    return config.num_parameters - looked_up
+    return num_parameters(config) - looked_up

@@ -25,6 +25,7 @@ from backfill.core.request import RequestId
 from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats, TokenOutput
 from backfill.execution.create import create_torch_executor
 from backfill.models.config import ModelConfig
+from backfill.models.tensor_shapes import num_parameters
 from tests.api.servers import TIMEOUT_S
 from tests.models.tiny import save_tiny_model
 
@@ -73,7 +74,7 @@ def prints(text: str, *, then: str = "") -> peers.EngineCommand:
 
 def test_bytes_are_read_once_for_each_step_and_the_prefill_is_one(config: ModelConfig) -> None:
     floor = floor_of(config, BYTES_BIND, **WORK)
-    weights_s = config.num_parameters * 2 / 1e9
+    weights_s = num_parameters(config) * 2 / 1e9
     kv_s = config.kv_bytes_per_token(2) / 1e9
     # Token 2 is computed with 33 tokens of context, the last, token n, with 32 + n - 1.
     assert floor["first_token_s"] == pytest.approx(weights_s)
@@ -88,7 +89,7 @@ def test_bytes_are_read_once_for_each_step_and_the_prefill_is_one(config: ModelC
 def test_products_count_each_token_once_and_logits_once_for_each_output(config: ModelConfig) -> None:
     floor = floor_of(config, PRODUCTS_BIND, **WORK, bytes_per_weight=0.7)
     embedding = config.vocab_size * config.hidden_size
-    layers = config.num_parameters - embedding
+    layers = num_parameters(config) - embedding
     flops = 2 * 4 * ((32 + 7) * layers + 8 * embedding)
     assert floor["batch_tok_s"] == pytest.approx(4 * (32 + 8) / (flops / 1e9))
     assert floor["first_token_s"] == pytest.approx(2 * (32 * layers + embedding) / 1e9)
@@ -204,7 +205,7 @@ def test_floors_are_the_longer_of_bytes_and_products(tmp_path: Path) -> None:
     decoder = sum(value for name, value in floors.items() if name.startswith("linear "))
     norms = config.hidden_size * (2 * config.num_layers + 1)
     tables = lm_head * (1 if config.tie_word_embeddings else 2)
-    assert decoder == pytest.approx(2e-3 * (config.num_parameters - tables - norms))
+    assert decoder == pytest.approx(2e-3 * (num_parameters(config) - tables - norms))
 
 
 def test_a_report_goes_to_another_process_and_back() -> None:

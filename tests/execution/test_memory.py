@@ -23,6 +23,7 @@ from backfill.execution.memory import MemoryPlan, WeightSizes, activation_bytes,
 from backfill.execution.sizing import RankPlan, Target
 from backfill.models.config import ModelConfig
 from backfill.models.placement import ModelPlacement
+from backfill.models.tensor_shapes import layer_parameters
 from backfill.models.weights import DummyCheckpoint
 from backfill.offloading.interval import num_device_layers
 from tests.execution.tiny import dummy_config
@@ -291,7 +292,7 @@ def test_what_is_offloaded_takes_no_memory(tmp_path: Path) -> None:
         tmp_path, num_hidden_layers=NUM_LAYERS, hidden_size=512, intermediate_size=1024,
         num_attention_heads=8, num_key_value_heads=8,
     )  # fmt: skip
-    layer_bytes = ModelConfig.from_folder(tmp_path).layer_parameters * 4
+    layer_bytes = layer_parameters(ModelConfig.from_folder(tmp_path)) * 4
     cache = tmp_path / "cache"
     taken = {interval: anonymous_bytes(tmp_path, interval, cache) for interval in ("none", "1")}
     again = anonymous_bytes(tmp_path, "1", cache)

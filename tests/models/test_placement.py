@@ -15,6 +15,7 @@ from backfill.models.config import Architecture, ModelConfig
 from backfill.models.placement import ModelPlacement, check_parallel, stage_layers, tensor_parallel_sizes
 from backfill.models.rope import RopeConfig
 from backfill.models.shard import ShardSizes
+from backfill.models.tensor_shapes import layer_parameters, num_parameters
 from tests.models.tiny import CONFIGS
 
 SMOLLM2 = ModelConfig(  # SmolLM2-135M
@@ -119,7 +120,7 @@ def test_one_rank_has_all_parameters(tmp_path: Path) -> None:
         config = ModelConfig.from_folder(tmp_path / kind)
         whole = ModelPlacement.of(config).sizes(0)
         others = whole.table_parameters + whole.other_parameters
-        assert config.num_layers * whole.layer_parameters + others == config.num_parameters
+        assert config.num_layers * whole.layer_parameters + others == num_parameters(config)
         first, middle, last = map(ModelPlacement.of(config, 1, 3).sizes, range(3))
         assert first.other_parameters + last.other_parameters == whole.other_parameters
         table = config.vocab_size * config.embedding_size
@@ -141,7 +142,7 @@ def test_no_division_has_a_faster_slowest_stage(num_layers: int, num_stages: int
 
     def slowest(stops: tuple[int, ...]) -> int:
         counts = [stop - start for start, stop in zip((0, *stops), (*stops, num_layers), strict=True)]
-        costs = [count * config.layer_parameters for count in counts]
+        costs = [count * layer_parameters(config) for count in counts]
         costs[-1] += vocab * config.hidden_size // 2
         return max(costs)
 

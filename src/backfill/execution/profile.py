@@ -33,6 +33,7 @@ from backfill.execution.machine import StolenTime, proc_value, threads_of_rank
 from backfill.kernels.cpu import CpuKernels
 from backfill.models.config import ModelConfig
 from backfill.models.resolve import cache_root
+from backfill.models.tensor_shapes import num_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -146,15 +147,16 @@ def _expected_cost(config: EngineConfig, info: ExecutorInfo) -> CostModel:
     """Of steps whose FLOPs and bytes take all of their time. What counts is how its terms compare."""
     model = ModelConfig.from_folder(config.model_dir)
     flops, bytes_per_s = _CPU_RATES if info.device == "cpu" else _GPU_RATES
+    num_weights = num_parameters(model)
     resources = ResourceModel.from_dimensions(
-        model.num_parameters,
+        num_weights,
         model.num_heads * model.head_dim,
         model.num_kv_heads * model.head_dim,
         model.num_layers,
         flops,
         bytes_per_s,
     )
-    row_s, weights_s = resources.token_s, 2 * model.num_parameters / bytes_per_s
+    row_s, weights_s = resources.token_s, 2 * num_weights / bytes_per_s
     sampled_s = 2 * model.vocab_size * model.hidden_size / flops
     num_tokens, num_sampled = float(FULL.row_knots[-1]), float(FULL.sampled_knots[-1])
     return CostModel(

@@ -108,65 +108,6 @@ class ModelConfig:
         """Width of the embedding table and of the output projection's input."""
         return self.word_embed_proj_dim or self.hidden_size
 
-    @property
-    def num_parameters(self) -> int:
-        """Weights as stored, a tied output projection counted once."""
-        tables = 1 if self.tie_word_embeddings else 2
-        return (
-            tables * self.vocab_size * self.embedding_size
-            + self.input_parameters
-            + self.num_layers * self.layer_parameters
-            + self.output_parameters
-        )
-
-    @property
-    def layer_parameters(self) -> int:
-        """Weights of one layer."""
-        return self.parameters_of_layer(self.num_heads, self.num_kv_heads, self.intermediate_size)
-
-    @property
-    def input_parameters(self) -> int:
-        """Weights before the first layer, without the embedding table."""
-        if self.architecture is Architecture.LLAMA:
-            return 0
-        num_positions = self.max_position_embeddings + OPT_POSITION_OFFSET
-        return num_positions * self.hidden_size + self._projection_parameters
-
-    @property
-    def output_parameters(self) -> int:
-        """Weights after the last layer, without the output projection to the vocabulary."""
-        if self.architecture is Architecture.LLAMA:
-            return self.hidden_size
-        return 2 * self.hidden_size * self.final_layer_norm + self._projection_parameters
-
-    @property
-    def _projection_parameters(self) -> int:
-        """Of one of opt-350m's two projections between embedding and layers; 0 without them."""
-        width = self.embedding_size
-        return width * self.hidden_size if width != self.hidden_size else 0
-
-    def parameters_of_layer(
-        self, num_heads: int, num_kv_heads: int, intermediate_size: int, *, has_output_biases: bool = True
-    ) -> int:
-        """Weights of a part of a layer.
-
-        Args:
-            has_output_biases: the biases of the projections back to ``hidden_size`` are in this part.
-        """
-        hidden, is_opt = self.hidden_size, self.architecture is Architecture.OPT
-        query, kv = num_heads * self.head_dim, num_kv_heads * self.head_dim
-        num_inner = 1 if is_opt else 2  # projections to intermediate_size: OPT has no gate
-        num_norms = 4 if is_opt else 2  # vectors of hidden_size: LayerNorm has a bias
-        return (
-            hidden * (2 * query + 2 * kv)
-            + self.qkv_bias * (query + 2 * kv)
-            + self.qk_norm * 2 * self.head_dim
-            + (num_inner + 1) * hidden * intermediate_size
-            + self.mlp_bias * num_inner * intermediate_size
-            + has_output_biases * (self.o_bias + self.mlp_bias) * hidden
-            + num_norms * hidden
-        )
-
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of a token's keys and values, all layers together. Args: see ``KVLayout``."""
         return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, 1, dtype_bytes).block_bytes

@@ -8,6 +8,7 @@ from backfill.core.config import MAX_RANKS
 from backfill.core.errors import ConfigError
 from backfill.models.config import ModelConfig
 from backfill.models.shard import ShardSizes
+from backfill.models.tensor_shapes import layer_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +93,13 @@ def stage_layers(config: ModelConfig, num_stages: int) -> tuple[range, ...]:
     of it would be right for decodes, and none for prompts. Looking an embedding up costs nothing.
     """
     assert 1 <= num_stages <= config.num_layers
-    costs = [config.layer_parameters] * num_stages
+    of_layer = layer_parameters(config)
+    costs = [of_layer] * num_stages
     costs[-1] += config.vocab_size * config.embedding_size // 2
     counts = [1] * num_stages
     for _ in range(config.num_layers - num_stages):
         least = costs.index(min(costs))  # the first of equal ones: the last stage has the sampler, too
-        costs[least] += config.layer_parameters
+        costs[least] += of_layer
         counts[least] += 1
     starts = [sum(counts[:stage]) for stage in range(num_stages)]
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from backfill.models.config import ModelConfig
+from backfill.models.tensor_shapes import input_shapes, layer_shapes, num_elements, output_shapes
 
 if TYPE_CHECKING:  # the control plane, too, asks for sizes, and has no torch
     from torch import Tensor
@@ -158,9 +159,9 @@ class ShardSizes:
     @property
     def layer_parameters(self) -> int:
         """Weights of one layer that the rank holds."""
-        return self.config.parameters_of_layer(
-            self.heads.length, self.kv_heads.length, self.inner.length, has_output_biases=self.rank == 0
-        )
+        heads, kv_heads, inner = self.heads.length, self.kv_heads.length, self.inner.length
+        shapes = layer_shapes(self.config, heads, kv_heads, inner, has_output_biases=self.rank == 0)
+        return num_elements(shapes)
 
     @property
     def table_parameters(self) -> int:
@@ -172,8 +173,8 @@ class ShardSizes:
     @property
     def other_parameters(self) -> int:
         """Weights outside the layers and the tables that the rank holds."""
-        of_input = self.config.input_parameters if self.is_first else 0
-        return of_input + (self.config.output_parameters if self.is_last else 0)
+        of_input = num_elements(input_shapes(self.config)) if self.is_first else 0
+        return of_input + (num_elements(output_shapes(self.config)) if self.is_last else 0)
 
     def _part_of(self, number: int) -> Span:
         """This rank's part of a dimension; the first ranks have one more where it does not divide."""

@@ -10,6 +10,7 @@ from backfill.blending.requests import OrderName
 from backfill.blending.resources import ResourceModel
 from backfill.costs.model import CostModel
 from backfill.models.config import ModelConfig
+from backfill.models.tensor_shapes import num_parameters
 from backfill.protocol.preparer import EngineFacts
 
 # Of an engine that was not measured: an A100's, in bfloat16. The order depends on their ratio alone.
@@ -42,7 +43,7 @@ def typical_resources(model: ModelConfig, dtype_bytes: int = 2) -> ResourceModel
     """Of the model on a device that was not measured. Args: dtype_bytes: as of ``KVLayout``."""
     num_elements = 2 * model.num_layers * model.num_kv_heads * model.head_dim
     return ResourceModel.from_dimensions(
-        model.num_parameters,
+        num_parameters(model),
         model.hidden_size,
         model.num_kv_heads * model.head_dim,
         model.num_layers,

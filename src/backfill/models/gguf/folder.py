@@ -11,8 +11,6 @@ from typing import Any
 
 from backfill.core.durable_files import sync
 from backfill.core.errors import ModelError
-from backfill.models.config import ModelConfig
-from backfill.models.fields import Fields
 from backfill.models.gguf.config import generation_config, hf_config
 from backfill.models.gguf.file import GgufFile
 from backfill.models.gguf.tensors import check_types, planned_tensors
@@ -32,8 +30,6 @@ def describe_gguf(source: Path) -> dict[str, str]:
     """
     file = GgufFile(source)
     config = hf_config(file)
-    # Raises for what the decoder cannot run, and for inconsistent sizes.
-    ModelConfig.from_fields(Fields(source, config))
     check_types(planned_tensors(file, config))
     tokenizer, tokenizer_config = build_tokenizer(file, config)
     return {

@@ -10,7 +10,25 @@ import numpy as np
 import numpy.typing as npt
 
 from backfill.core.errors import CorruptModel, UnsupportedModel
+from backfill.models.config import ModelConfig
+from backfill.models.fields import Fields
 from backfill.models.gguf.file import GgufFile, GgufTensor
+from backfill.models.tensor_shapes import tensor_shapes
+
+_ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_PARTS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +43,19 @@ class PlannedTensor:
 def planned_tensors(file: GgufFile, config: Mapping[str, Any]) -> Iterator[PlannedTensor]:
     """Every tensor under its Hugging Face name, its shape checked.
 
-    Raises: CorruptModel for a missing tensor or a wrong shape; UnsupportedModel for an unknown tensor.
+    Args:
+        config: contents of ``config.json``.
+    Raises: CorruptModel for a missing tensor or a wrong shape; UnsupportedModel for an unknown tensor; as
+        ``ModelConfig.from_fields``.
     """
-    expected = _tensor_table(config)
+    model = ModelConfig.from_fields(Fields(file.path, config))
+    expected = {_stored_name(name): (name, shape) for name, shape in tensor_shapes(model)}
     unknown = sorted(set(file.tensors) - set(expected) - {"rope_freqs.weight"})
     if unknown:
         raise UnsupportedModel(
             f"{file.path}: tensor {unknown[0][:60]!r} is not part of a {config['model_type']} model "
-            f"of {config['num_hidden_layers']} layers"
+            f"of {model.num_layers} layers"
         )
-    head_dim = config["head_dim"]
     for stored_name, (name, shape) in expected.items():
         tensor = file.tensors.get(stored_name)
         if tensor is None:
@@ -43,7 +64,7 @@ def planned_tensors(file: GgufFile, config: Mapping[str, Any]) -> Iterator[Plann
             found, wanted = list(tensor.shape), list(shape)
             raise CorruptModel(f"{file.path}: tensor {stored_name} has shape {found}, expected {wanted}")
         rotated = config["model_type"] == "llama" and stored_name.endswith(("attn_q.weight", "attn_k.weight"))
-        yield PlannedTensor(name, tensor, _split_pairs(shape[0], head_dim) if rotated else None)
+        yield PlannedTensor(name, tensor, _split_pairs(shape[0], model.head_dim) if rotated else None)
 
 
 def check_types(tensors: Iterable[PlannedTensor]) -> None:
@@ -55,40 +76,13 @@ def check_types(tensors: Iterable[PlannedTensor]) -> None:
             known.add(tensor.source.kind)
 
 
-def _tensor_table(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """GGUF name to Hugging Face name and shape, for all tensors of the model.
-
-    Source: ``gguf.tensor_mapping``.
-    """
-    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    layer: dict[str, tuple[str, tuple[int, ...]]] = {
-        "attn_norm.weight": ("input_layernorm.weight", (hidden,)),
-        "attn_q.weight": ("self_attn.q_proj.weight", (query, hidden)),
-        "attn_k.weight": ("self_attn.k_proj.weight", (kv, hidden)),
-        "attn_v.weight": ("self_attn.v_proj.weight", (kv, hidden)),
-        "attn_output.weight": ("self_attn.o_proj.weight", (hidden, query)),
-        "ffn_norm.weight": ("post_attention_layernorm.weight", (hidden,)),
-        "ffn_gate.weight": ("mlp.gate_proj.weight", (inner, hidden)),
-        "ffn_up.weight": ("mlp.up_proj.weight", (inner, hidden)),
-        "ffn_down.weight": ("mlp.down_proj.weight", (hidden, inner)),
-    }
-    if config["model_type"] == "qwen2":
-        for letter, width in (("q", query), ("k", kv), ("v", kv)):
-            layer[f"attn_{letter}.bias"] = (f"self_attn.{letter}_proj.bias", (width,))
-    if config["model_type"] == "qwen3":
-        for letter in "qk":
-            layer[f"attn_{letter}_norm.weight"] = (f"self_attn.{letter}_norm.weight", (head,))
-    table: dict[str, tuple[str, tuple[int, ...]]] = {
-        "token_embd.weight": ("model.embed_tokens.weight", (config["vocab_size"], hidden)),
-        "output_norm.weight": ("model.norm.weight", (hidden,)),
-    }
-    if not config["tie_word_embeddings"]:
-        table["output.weight"] = ("lm_head.weight", (config["vocab_size"], hidden))
-    for i in range(config["num_hidden_layers"]):
-        for stored, (name, shape) in layer.items():
-            table[f"blk.{i}.{stored}"] = (f"model.layers.{i}.{name}", shape)
-    return table
+def _stored_name(name: str) -> str:
+    """The GGUF name of a tensor of ``tensor_shapes``. Source: ``gguf.tensor_mapping``."""
+    module, _, kind = name.rpartition(".")
+    if module in _ENDS:
+        return f"{_ENDS[module]}.{kind}"
+    index, _, part = module.removeprefix("model.layers.").partition(".")
+    return f"blk.{index}.{_PARTS[part]}.{kind}"
 
 
 def _split_pairs(num_rows: int, head_dim: int) -> npt.NDArray[np.int64]:
