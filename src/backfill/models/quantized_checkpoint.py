@@ -99,12 +99,12 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         return f"{self._stored.method}-int{self._stored.bits}"
 
     def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
-        if not self._has_codes(name):
+        if not self._files.has_codes(name, self._stored):
             return super().get(name, shape, part)
         return self._codes_of(name, shape, part).values().to(self.dtype)
 
     def weight(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor | QuantizedWeight:
-        if not self._keeps_codes or not self._has_codes(name):
+        if not self._keeps_codes or not self._files.has_codes(name, self._stored):
             return self.get(name, shape, part)
         found = self._codes_of(name, shape, part)
         form = self._format(name, found.codes.shape[1], found.group, found.zeros is not None)
@@ -122,16 +122,8 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
                         "(desc_act), which is not supported; supported: groups of neighbouring inputs"
                     )
 
-    def _has_codes(self, name: str) -> bool:
-        found = self._stored_type(self._named(name, self._layout.codes))
-        return name.endswith(".weight") and found == self._stored.code_type
-
     def _named(self, name: str, kind: str) -> str:
         return self._files.stored_name(name.removesuffix("weight") + kind)
-
-    def _stored_type(self, stored: str) -> str | None:
-        found = self._files.find(stored)
-        return None if found is None else found.dtype
 
     def _format(self, name: str, num_inputs: int, group: int, has_zeros: bool) -> QuantizedFormat | None:
         """With which no product is rounded; None: the matrix is dequantized.
@@ -140,7 +132,8 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         may only be rounded once: there a code has its zero point subtracted, which with 8 bits is no int8.
         """
         bits = self._stored.bits
-        stored_type = self._stored_type(self._named(name, self._layout.scales))
+        scales = self._files.find(self._named(name, self._layout.scales))
+        stored_type = None if scales is None else scales.dtype
         if num_inputs % INPUT_MULTIPLE or (group != 16 and group % INPUT_MULTIPLE):
             return None
         if stored_type == "F32":
@@ -239,7 +232,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
             if kind not in ("weight", layout.codes) or ("layers." in stored) != of_layers or len(sizes) != 2:
                 continue
             width: float = self.dtype.itemsize
-            if kind == layout.codes and self._has_codes(name := f"{module}.weight"):
+            if kind == layout.codes and self._files.has_codes(name := f"{module}.weight", self._stored):
                 sizes = sizes[::-1] if layout.has_inputs_first else sizes
                 if layout.packed is not None:
                     sizes[layout.packed] *= 32 // self._stored.bits
