@@ -264,7 +264,7 @@ def test_generation_defaults(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(text))
     defaults = GenerationDefaults.from_folder(tmp_path)
     assert defaults == GenerationDefaults(0.6, 0.9, 20, None, 1.1, (5, 3))
-    assert end_token_ids(parse(tmp_path), defaults, 9) == (2, 3, 5, 7, 9)
+    assert end_token_ids(parse(tmp_path), defaults) == (2, 3, 5, 7)
     (tmp_path / "generation_config.json").write_text('{"top_p": 1.5}')
     with pytest.raises(CorruptModel, match=r"top_p must be a number in \[0, 1\], got 1.5"):
         GenerationDefaults.from_folder(tmp_path)

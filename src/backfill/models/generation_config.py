@@ -54,17 +54,13 @@ class GenerationDefaults:
         return {name: value for name, value in fields.items() if value is not None}
 
 
-def end_token_ids(
-    config: ModelConfig, generation: GenerationDefaults, tokenizer_eos_id: int | None = None
-) -> tuple[int, ...]:
-    """Every id that ends a sequence, ascending: the union of three files' ids.
+def end_token_ids(config: ModelConfig, generation: GenerationDefaults) -> tuple[int, ...]:
+    """Every id that ends a sequence, ascending: the union of two files' ids.
 
-    The files disagree in practice: often only one of them has the token that ends a chat turn. An id outside
+    The files disagree in practice: often only one has the token that ends a chat turn. An id outside
     the vocabulary cannot be sampled; it is left out with a warning.
     """
     ids = {*config.eos_token_ids, *generation.eos_token_ids}
-    if tokenizer_eos_id is not None:
-        ids.add(tokenizer_eos_id)
     outside = sorted(token_id for token_id in ids if not 0 <= token_id < config.vocab_size)
     if outside:
         logger.warning(
