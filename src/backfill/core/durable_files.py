@@ -7,26 +7,24 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write_durably(path: Path, content: bytes, *, mode: int = 0o600, partial: Path | None = None) -> None:
+def write_durably(path: Path, content: bytes) -> None:
     """Replace a file as a whole, for good: after a crash it has the old content, or the new if this returned.
 
-    Args:
-        mode, partial: as of ``replace``.
+    Others may not read it. It is written first to the name and ``.part``: one writer at a time.
     Raises: OSError; the file is as it was, or it is new and a crash may bring back the old one.
     """
-    replace(path, content, mode=mode, partial=partial)
+    replace(path, content, mode=0o600, partial=path.with_name(path.name + ".part"))
     sync(path.parent)
 
 
-def replace(path: Path, content: bytes, *, mode: int = 0o600, partial: Path | None = None) -> None:
+def replace(path: Path, content: bytes, *, mode: int, partial: Path) -> None:
     """Replace a file as a whole: after a crash it has either the old content or the new.
 
     Args:
-        mode: of the new file, less what the process's umask takes; by default others may not read it.
-        partial: where the content is written first. By default the name and ``.part``: one writer at a time.
+        mode: of the new file, less what the process's umask takes.
+        partial: where the content is written first.
     Raises: OSError; the file is as it was.
     """
-    partial = partial or path.with_name(path.name + ".part")
     try:
         file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
         try:
