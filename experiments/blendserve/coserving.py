@@ -7,22 +7,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 from rich.console import Console
 
 from backfill.blending.requests import OrderName
 from backfill.cli.studies import command_of
 from backfill.core.errors import ConfigError
-from backfill.simulation.study import (
-    Outcomes,
-    Run,
-    Study,
-    check_names,
-    check_positive,
-    mean_figures,
-    names_of,
-)
+from backfill.core.options import bounded
+from backfill.simulation.study import Outcomes, Run, Study, mean_figures
 from backfill.simulation.tables import print_rows
 from experiments.blendserve.coserving_run import (
     SLO_OF_ALL,
@@ -31,9 +24,9 @@ from experiments.blendserve.coserving_run import (
     run_coserving,
 )
 from experiments.blendserve.mix import MixSpec
-from experiments.blendserve.overlap import INTERFERENCE
+from experiments.blendserve.overlap import InterferenceName
 from experiments.blendserve.pool import HARDWARE
-from experiments.blendserve.sources import COMPUTE_SOURCES
+from experiments.blendserve.sources import ComputeSource
 from experiments.blendserve.traffic import TRAFFICS, OnlineTraffic, TrafficName
 
 LONG_SOURCE = "reasoning"
@@ -71,9 +64,9 @@ class Coserving(Study[CoservePoint]):
 
     Attributes:
         traffics: online traffic, separated by commas: alternating (prompt-heavy and decode-heavy requests by
-            turns), steady (both at any time). Default: both.
+            turns), steady (both at any time).
         variants: orders of the offline pool, separated by commas: fcfs, dfs, blend, blend-online (the pool is
-            told what online requests use). Default: all.
+            told what online requests use).
         source: compute-bound requests of the pool: burstgpt, azure, sharegpt or wildchat. MMLU and long
             answers are mixed with them.
         density: compute density of the pool.
@@ -86,54 +79,28 @@ class Coserving(Study[CoservePoint]):
             ideal (not at all) or sequential (they do not overlap).
     """
 
-    traffics: str | None = None
-    variants: str | None = None
-    source: str = "burstgpt"
-    density: float = 1.0
-    requests: int = 8_000
-    load: float = 0.4
-    phase: float = 120.0
-    cv: float = 1.0
-    duration: float = 3_600.0
-    interference: str = "blendserve"
+    traffics: str = ",".join(TRAFFICS)
+    variants: str = ",".join(VARIANTS)
+    source: ComputeSource = "burstgpt"
+    density: float = bounded(1.0, above=0)
+    requests: int = bounded(8_000, above=0)
+    load: float = bounded(0.4, above=0, below=1)
+    phase: float = bounded(120.0, above=0)
+    cv: float = bounded(1.0, above=0)
+    duration: float = bounded(3_600.0, above=0)
+    interference: InterferenceName = "blendserve"
 
     scenario: ClassVar[str] = "blendserve-coserving"
     title: ClassVar[str] = "Orders of an offline pool beside online traffic"
     writes: ClassVar[str] = "json"
     tells_progress: ClassVar[bool] = True
 
-    def validate(self) -> None:
-        """Raises: ConfigError."""
-        super().validate()
-        check_names("traffics", self._traffics, TRAFFICS)
-        check_names("variants", self._variants, VARIANTS)
-        check_names("source", (self.source,), COMPUTE_SOURCES)
-        check_names("interference", (self.interference,), INTERFERENCE)
-        check_positive(
-            density=self.density,
-            requests=self.requests,
-            load=self.load,
-            phase=self.phase,
-            cv=self.cv,
-            duration=self.duration,
-        )
-        if not self.load < 1.0:
-            raise ConfigError(f"`load` must be below 1, the whole device, got {self.load:g}.")
-
-    @property
-    def _traffics(self) -> tuple[TrafficName, ...]:
-        return cast("tuple[TrafficName, ...]", names_of(self.traffics, TRAFFICS))
-
-    @property
-    def _variants(self) -> tuple[str, ...]:
-        return names_of(self.variants, tuple(VARIANTS))
-
     def runs(self, seeds: Sequence[int]) -> list[Run]:
         """Variants on one pool after another, so that it is drawn once. Raises: ConfigError."""
         return [
             Run(traffic, name, seed, partial(run_to_the_end, name, self.run_of(traffic, name, seed)))
-            for seed, traffic in itertools.product(seeds, self._traffics)
-            for name in self._variants
+            for seed, traffic in itertools.product(seeds, self.names("traffics", TRAFFICS))
+            for name in self.names("variants", VARIANTS)
         ]
 
     def run_of(self, traffic: TrafficName, variant: str, seed: int) -> CoserveRun:

@@ -23,6 +23,7 @@ from backfill.simulation.replay import ReplayResult, Workload
 from experiments.blendserve.coserving_replay import BIN_S, PoolReplay
 from experiments.blendserve.mix import Mix, MixSpec, draw_mix
 from experiments.blendserve.optimum import PoolWork, Work, WorkModel
+from experiments.blendserve.overlap import InterferenceName
 from experiments.blendserve.pool import device, resource_model
 from experiments.blendserve.traffic import OnlineTraffic
 
@@ -46,7 +47,7 @@ class CoserveRun:
     traffic: OnlineTraffic
     order: OrderName
     knows_online: bool
-    interference: str
+    interference: InterferenceName
 
 
 @dataclass(frozen=True, slots=True)

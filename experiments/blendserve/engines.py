@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 
@@ -17,22 +17,15 @@ from rich.console import Console
 from backfill.blending.split import split_requests
 from backfill.cli.studies import command_of
 from backfill.core.errors import ConfigError
+from backfill.core.options import bounded
 from backfill.core.request import RequestId
 from backfill.costs.hardware import HardwareProfile
 from backfill.jobs.results import MAX_OBSERVED
 from backfill.preparation.division import num_parts_of, spread
-from backfill.simulation.study import (
-    Outcomes,
-    Run,
-    Study,
-    check_names,
-    check_positive,
-    mean_figures,
-    names_of,
-)
+from backfill.simulation.study import Outcomes, Run, Study, mean_figures
 from backfill.simulation.tables import print_rows
 from experiments.blendserve.groups import LENGTHS, GroupedPool, GroupSpec, draw_groups
-from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
+from experiments.blendserve.overlap import InterferenceName, OverlappedCostModel
 from experiments.blendserve.pool import HARDWARE, PoolLoop, device, resource_model, step_tokens
 
 SplitName = Literal["file", "ends", "pairs", "lengths"]
@@ -127,7 +120,7 @@ def run_engines(
     spec: GroupSpec,
     split: SplitName,
     num_engines: int,
-    interference: str,
+    interference: InterferenceName,
     lines_ahead: int,
     ended_share: float = 0.0,
 ) -> EnginesResult:
@@ -197,21 +190,11 @@ def _drawn(spec: GroupSpec, cost: OverlappedCostModel) -> GroupedPool:
     return draw_groups(spec, resource_model(cost))
 
 
-@dataclass(frozen=True, slots=True)
-class EnginesFigures:
-    """One split, means over the seeds; see ``EnginesResult``."""
-
-    seconds: float
-    mean_s: float
-    least_density: float
-    most_density: float
-
-
 class EnginesPoint(NamedTuple):
-    """Figures of each split, and their seconds by seed."""
+    """Means of each split over the seeds, and its seconds by seed."""
 
     lengths: str
-    splits: dict[SplitName, EnginesFigures]
+    splits: dict[SplitName, EnginesResult]
     seconds: dict[SplitName, list[float]]
 
 
@@ -226,7 +209,7 @@ class EnginesStudy(Study[EnginesPoint]):
         lengths: lengths of the requests, separated by commas: sharegpt, lmsys.
         splits: how parts are made, separated by commas: file (in the order of a file sorted by kind), ends (a
             block from each end of the order), pairs (blocks from all over it), lengths (as built: the same
-            parts, and an engine that claims is told lengths of lines of ended claims). Default: all.
+            parts, and an engine that claims is told lengths of lines of ended claims).
         density: compute density of the batch.
         requests: lines of the batch.
         engines: number of engines.
@@ -238,13 +221,13 @@ class EnginesStudy(Study[EnginesPoint]):
     """
 
     lengths: str = "sharegpt"
-    splits: str | None = None
-    density: float = 1.0
-    requests: int = 4_000
-    engines: int = 2
-    lines_ahead: int = 512
-    ended: float = 0.0
-    interference: str = "blendserve"
+    splits: str = ",".join(SPLITS)
+    density: float = bounded(1.0, above=0)
+    requests: int = bounded(4_000, above=0)
+    engines: int = bounded(2, above=0)
+    lines_ahead: int = bounded(512, above=0)
+    ended: float = bounded(0.0, least=0, below=1)
+    interference: InterferenceName = "blendserve"
 
     scenario: ClassVar[str] = "blendserve-engines"
     title: ClassVar[str] = "Parts of a batch on several engines"
@@ -253,28 +236,13 @@ class EnginesStudy(Study[EnginesPoint]):
     def validate(self) -> None:
         """Raises: ConfigError."""
         super().validate()
-        check_names("lengths", names_of(self.lengths), LENGTHS)
-        check_names("splits", self._splits, SPLITS)
-        check_names("interference", (self.interference,), INTERFERENCE)
-        check_positive(
-            density=self.density,
-            requests=self.requests,
-            engines=self.engines,
-            lines_ahead=self.lines_ahead,
-        )
-        if not 0.0 <= self.ended < 1.0:
-            raise ConfigError(f"`ended` must be from 0 to less than 1, got {self.ended:g}.")
         if self.requests < self.engines:
             raise ConfigError(f"`requests` ({self.requests}) must be at least `engines` ({self.engines}).")
-
-    @property
-    def _splits(self) -> tuple[SplitName, ...]:
-        return cast("tuple[SplitName, ...]", names_of(self.splits, SPLITS))
 
     def runs(self, seeds: Sequence[int]) -> list[Run]:
         """Splits of one pool after another, so that a process draws few pools twice."""
         found = []
-        for name, seed in itertools.product(names_of(self.lengths), seeds):
+        for name, seed in itertools.product(self.names("lengths", LENGTHS), seeds):
             pool = GroupSpec(name, self.density, self.requests, seed)
             found += [
                 Run(
@@ -291,14 +259,14 @@ class EnginesStudy(Study[EnginesPoint]):
                         self.ended,
                     ),
                 )
-                for split in self._splits
+                for split in self.names("splits", SPLITS)
             ]
         return found
 
     def point(self, setting: str, outcomes: Outcomes) -> EnginesPoint:
         of_names = cast("Mapping[SplitName, Sequence[EnginesResult]]", outcomes)
         figures = {
-            name: EnginesFigures(**mean_figures(EnginesFigures.__slots__, results))
+            name: EnginesResult(**mean_figures(EnginesResult._fields, results))
             for name, results in of_names.items()
         }
         return EnginesPoint(
@@ -313,7 +281,7 @@ class EnginesStudy(Study[EnginesPoint]):
             reference = splits.get(REFERENCE)
             columns: dict[str, dict[str, object]] = {
                 split: {
-                    **asdict(figures),
+                    **figures._asdict(),
                     "speedup": None if reference is None else reference.seconds / figures.seconds,
                 }
                 for split, figures in splits.items()
@@ -333,7 +301,7 @@ class EnginesStudy(Study[EnginesPoint]):
             "interference": self.interference,
             "batches": {
                 name: {
-                    split: {**asdict(figures), "seconds_by_seed": seconds[split]}
+                    split: {**figures._asdict(), "seconds_by_seed": seconds[split]}
                     for split, figures in splits.items()
                 }
                 for name, splits, seconds in points

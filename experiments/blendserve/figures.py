@@ -18,18 +18,11 @@ from backfill.blending.requests import OrderName
 from backfill.cli.startup import check_folder
 from backfill.cli.studies import command_of
 from backfill.core.errors import ConfigError
+from backfill.core.options import Bounds, bounded
 from backfill.simulation.processes import RunShare
-from backfill.simulation.study import (
-    Outcomes,
-    Run,
-    Study,
-    check_names,
-    check_positive,
-    names_of,
-    numbers_of,
-)
+from backfill.simulation.study import Outcomes, Run, Study
 from experiments.blendserve.mix import MixSpec
-from experiments.blendserve.overlap import INTERFERENCE
+from experiments.blendserve.overlap import InterferenceName
 from experiments.blendserve.points import add_point, read_points, settings_of
 from experiments.blendserve.pool import HARDWARE, PoolResult, StepSizes, run_pool
 from experiments.blendserve.result import (
@@ -45,7 +38,7 @@ from experiments.blendserve.result import (
     Target,
     speedups_of,
 )
-from experiments.blendserve.sources import COMPUTE_SOURCES
+from experiments.blendserve.sources import ComputeSource
 from experiments.blendserve.tables import print_grid, print_point, print_sources, print_summary, print_usage
 
 if TYPE_CHECKING:
@@ -73,12 +66,12 @@ class Pools(Study[BlendPoint]):
             needs beside it; fixed, those that a full KV cache does.
     """
 
-    source: str = "burstgpt"
+    source: ComputeSource = "burstgpt"
     source_lengths: Path | None = None
-    requests: int = 100_000
+    requests: int = bounded(100_000, above=0)
     orders: str = ",".join(ORDERS)
-    interference: str = "blendserve"
-    steps: str = "density"
+    interference: InterferenceName = "blendserve"
+    steps: StepSizes = "density"
 
     tells_progress: ClassVar[bool] = True
 
@@ -88,20 +81,7 @@ class Pools(Study[BlendPoint]):
 
     @property
     def all_orders(self) -> tuple[OrderName, ...]:
-        return cast("tuple[OrderName, ...]", names_of(self.orders))
-
-    def validate(self) -> None:
-        """Raises: ConfigError."""
-        super().validate()
-        check_names("source", (self.source,), COMPUTE_SOURCES)
-        check_names("orders", self.all_orders, get_args(OrderName))
-        check_names("interference", (self.interference,), INTERFERENCE)
-        check_names("steps", (self.steps,), get_args(StepSizes))
-        check_positive(requests=self.requests)
-        for target in self.targets():
-            check_positive(densities=target.density)
-            if not 0.0 <= target.sharing < 1.0:
-                raise ConfigError(f"`sharings` must be at least 0 and below 1, got {target.sharing:g}.")
+        return self.names("orders", get_args(OrderName))
 
     def mix(self, target: Target, seed: int) -> MixSpec:
         return MixSpec(self.source, target.density, target.sharing, self.requests, seed, self.source_lengths)
@@ -113,9 +93,7 @@ class Pools(Study[BlendPoint]):
                 target,
                 order,
                 seed,
-                partial(
-                    run_pool, self.mix(target, seed), order, self.interference, cast("StepSizes", self.steps)
-                ),
+                partial(run_pool, self.mix(target, seed), order, self.interference, self.steps),
             )
             for target, seed in itertools.product(self.targets(), seeds)
             for order in self.all_orders
@@ -178,17 +156,16 @@ class Grid(Pools):
     Figure 9 is of burstgpt, 10 of azure, 11 of sharegpt, 12 of wildchat.
 
     Attributes:
-        densities: compute densities of the pools, separated by commas. Default: 0.8 to 1.4 by 0.05.
-        sharings: shares of tokens that a perfect prefix cache saves, separated by commas. Default: 0.05 to
-            0.45 by 0.1.
+        densities: compute densities of the pools, separated by commas.
+        sharings: shares of tokens that a perfect prefix cache saves, separated by commas.
         output: file of JSON lines to which each point is appended once it has run. Points that it has
             are not run again, so an interrupted grid goes on. Points of other settings are refused.
     """
 
-    requests: int = 40_000
+    requests: int = bounded(40_000, above=0)
     orders: str = f"{REFERENCE},{BLEND}"
-    densities: str | None = None
-    sharings: str | None = None
+    densities: str = ",".join(map(str, GRID_DENSITIES))
+    sharings: str = ",".join(map(str, GRID_SHARINGS))
     output: Path | None = None
 
     scenario: ClassVar[str] = "blendserve-grid"
@@ -209,8 +186,8 @@ class Grid(Pools):
         check_folder("output", self.output)
 
     def targets(self) -> list[Target]:
-        densities = numbers_of("densities", self.densities, GRID_DENSITIES)
-        sharings = numbers_of("sharings", self.sharings, GRID_SHARINGS)
+        densities = self.numbers("densities")
+        sharings = self.numbers("sharings", Bounds(least=0, below=1))
         return [Target(density, sharing) for sharing in sharings for density in densities]
 
     def runs(self, seeds: Sequence[int]) -> list[Run]:

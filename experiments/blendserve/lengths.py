@@ -18,21 +18,14 @@ from backfill.blending.resources import Floats
 from backfill.blending.tree import PrefixTree
 from backfill.cli.studies import command_of
 from backfill.core.errors import ConfigError
+from backfill.core.options import bounded
 from backfill.core.request import RequestId, ServiceClass
 from backfill.costs.hardware import HardwareProfile
-from backfill.simulation.study import (
-    Outcomes,
-    Run,
-    Study,
-    check_names,
-    check_positive,
-    mean_figures,
-    names_of,
-)
+from backfill.simulation.study import Outcomes, Run, Study, mean_figures
 from backfill.simulation.tables import print_rows
 from experiments.blendserve.groups import LENGTHS, GroupedPool, GroupSpec, draw_groups
 from experiments.blendserve.optimum import PoolWork, WorkModel
-from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
+from experiments.blendserve.overlap import InterferenceName, OverlappedCostModel
 from experiments.blendserve.pool import HARDWARE, PoolLoop, device, resource_model, step_tokens
 
 EstimateName = Literal["exact", "moments", "point", "pool-mean"]
@@ -143,7 +136,7 @@ class _ComparedLoop(PoolLoop):
         return done
 
 
-def run_lengths(spec: GroupSpec, estimate: EstimateName, interference: str) -> LengthsResult:
+def run_lengths(spec: GroupSpec, estimate: EstimateName, interference: InterferenceName) -> LengthsResult:
     """Draw the pool, and run it in the order ``blend``. The same for the same spec. Raises: ConfigError."""
     hardware, cost = device(interference)
     pool = _drawn(spec, cost)
@@ -211,22 +204,21 @@ class LengthsStudy(Study[LengthsPoint]):
     off as the pool empties.
 
     Attributes:
-        lengths: lengths of the requests, separated by commas: sharegpt, lmsys. Default: both, a pool of each.
+        lengths: lengths of the requests, separated by commas: sharegpt, lmsys. Each has a pool.
         source_lengths: CSV of prompt and output lengths, instead of those drawn for sharegpt.
         estimates: estimates of output lengths, separated by commas: exact, moments, point, pool-mean.
-            Default: all.
         density: compute density of each pool.
         requests: requests of a pool.
         interference: how compute and memory traffic of a step disturb each other: blendserve, nanoflow,
             ideal (not at all) or sequential (they do not overlap).
     """
 
-    lengths: str | None = None
+    lengths: str = ",".join(LENGTHS)
     source_lengths: Path | None = None
-    estimates: str | None = None
-    density: float = 1.0
-    requests: int = 10_000
-    interference: str = "blendserve"
+    estimates: str = ",".join(ESTIMATES)
+    density: float = bounded(1.0, above=0)
+    requests: int = bounded(10_000, above=0)
+    interference: InterferenceName = "blendserve"
 
     scenario: ClassVar[str] = "blendserve-lengths"
     title: ClassVar[str] = "Output lengths and the order blend"
@@ -236,30 +228,18 @@ class LengthsStudy(Study[LengthsPoint]):
     def validate(self) -> None:
         """Raises: ConfigError."""
         super().validate()
-        check_names("lengths", self._lengths, LENGTHS)
-        check_names("estimates", self._estimates, ESTIMATES)
-        check_names("interference", (self.interference,), INTERFERENCE)
-        check_positive(density=self.density, requests=self.requests)
-        if self.source_lengths is not None and "sharegpt" not in self._lengths:
+        if self.source_lengths is not None and "sharegpt" not in self.names("lengths", LENGTHS):
             raise ConfigError("`source_lengths` are those of sharegpt, which `lengths` does not name.")
-
-    @property
-    def _lengths(self) -> tuple[str, ...]:
-        return names_of(self.lengths, tuple(LENGTHS))
-
-    @property
-    def _estimates(self) -> tuple[EstimateName, ...]:
-        return cast("tuple[EstimateName, ...]", names_of(self.estimates, ESTIMATES))
 
     def runs(self, seeds: Sequence[int]) -> list[Run]:
         """Estimates of one pool after another, so that a process draws few pools twice."""
         found = []
-        for name, seed in itertools.product(self._lengths, seeds):
+        for name, seed in itertools.product(self.names("lengths", LENGTHS), seeds):
             path = self.source_lengths if name == "sharegpt" else None
             pool = GroupSpec(name, self.density, self.requests, seed, path)
             found += [
                 Run(name, each, seed, partial(run_lengths, pool, each, self.interference))
-                for each in self._estimates
+                for each in self.names("estimates", ESTIMATES)
             ]
         return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
@@ -73,7 +74,8 @@ _NANOFLOW_GEMV = {
 # gains most at a density of about 1.3 (section 5.4).
 _BLENDSERVE = (0.86, 0.60)
 
-INTERFERENCE: Mapping[str, Overlap] = {
+InterferenceName = Literal["sequential", "nanoflow", "blendserve", "ideal"]
+INTERFERENCE: Mapping[InterferenceName, Overlap] = {
     "sequential": Overlap.of_rates([]),
     "nanoflow": Overlap.of_rates([(1.0 - share, rate) for share, rate in _NANOFLOW_GEMV.items()]),
     "blendserve": Overlap.of_rates([_BLENDSERVE]),

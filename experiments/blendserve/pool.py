@@ -31,7 +31,7 @@ from backfill.simulation.processes import RunShare
 from experiments.blendserve.feed import PoolFeed
 from experiments.blendserve.mix import Mix, MixSpec, draw_mix
 from experiments.blendserve.optimum import PoolWork, WorkModel
-from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
+from experiments.blendserve.overlap import INTERFERENCE, InterferenceName, OverlappedCostModel
 from experiments.blendserve.sources import TraceFigures
 
 HARDWARE = "a100-80g-llama-3-8b"
@@ -116,13 +116,15 @@ class PoolResult:
         return self.optimal_with_longest_s / self.seconds
 
 
-def device(interference: str) -> tuple[HardwareProfile, OverlappedCostModel]:
+def device(interference: InterferenceName) -> tuple[HardwareProfile, OverlappedCostModel]:
     """Args: interference: a name of ``INTERFERENCE``."""
     hardware = replace(load_hardware_profile(HARDWARE), max_model_len=_CONTEXT_TOKENS)
     return hardware, OverlappedCostModel.of(hardware.costs.cost, INTERFERENCE[interference])
 
 
-def run_pool(spec: MixSpec, order: OrderName, interference: str, steps: StepSizes = "density") -> PoolResult:
+def run_pool(
+    spec: MixSpec, order: OrderName, interference: InterferenceName, steps: StepSizes = "density"
+) -> PoolResult:
     """Draw the pool, and run it. The same for the same arguments. Raises: ConfigError."""
     mix, requests, outputs = _drawn(spec)
     hardware, cost = device(interference)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,5 +139,5 @@ SOURCES: Mapping[str, Source] = {
     # Chosen: answers with long reasoning. They last a minute or two, where a video lasts ten.
     "reasoning": Source(_lognormal(150, 0.5), _lognormal(2500, 0.6), 64, knows_outputs=True),
 }
-COMPUTE_SOURCES = ("burstgpt", "azure", "sharegpt", "wildchat")
+ComputeSource = Literal["burstgpt", "azure", "sharegpt", "wildchat"]
 """Sources that are mixed with videos and MMLU, one at a time."""

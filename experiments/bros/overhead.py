@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from backfill.cli.studies import command_of
-from backfill.core.config import at_least
 from backfill.core.errors import ConfigError
+from backfill.core.options import bounded
 from backfill.core.request import ServiceClass
 from backfill.engine.engine import Engine
 from backfill.simulation.replay import ReplayResult
-from backfill.simulation.study import Outcomes, names_of
+from backfill.simulation.study import Outcomes
 from backfill.simulation.tables import cell, table_of
 from backfill.simulation.variants import COLOURS, Simulation
 from experiments.bros.engine import observed_by
-from experiments.bros.tradeoff import Bros, Setting
+from experiments.bros.tradeoff import LEAST_DURATION_S, MODELS, Bros, Setting
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -165,18 +165,13 @@ class OverheadStudy(Bros[OverheadPoint]):
 
     models: str = ",".join(OVERHEAD_MODELS)
     rates: str = ",".join(f"{rate:g}" for rate in OVERHEAD_RATES_PER_S)
-    duration: float = OVERHEAD_DURATION_S
+    duration: float = bounded(OVERHEAD_DURATION_S, least=LEAST_DURATION_S)
     policies: str = ",".join(OVERHEAD_POLICIES)
-    repeats: int = 3
+    repeats: int = bounded(3, least=1)
 
     scenario: ClassVar[str] = "bros-overhead"
     title: ClassVar[str] = "BROS, figure 14: decisions measured on this machine, steps of a simulated device"
     how: ClassVar[str] = "seeds"  # a process beside it would disturb what is measured
-
-    def validate(self) -> None:
-        """Raises: ConfigError."""
-        super().validate()
-        at_least("repeats", self.repeats, 1)
 
     def simulate(self) -> Callable[[Simulation], Any]:
         return partial(run_repeatedly, repeats=self.repeats)
@@ -227,7 +222,7 @@ class OverheadStudy(Bros[OverheadPoint]):
 
     def draw(self, figure: Figure, points: Sequence[OverheadPoint]) -> None:
         """A row for each model: breakdown of an iteration, and decisions by running requests."""
-        models = names_of(self.models)
+        models = self.names("models", MODELS)
         figure.set_size_inches(11, 1 + _ROW_INCHES * len(models))
         figure.suptitle("BROS, figure 14: decisions measured on this machine beside steps of a simulated one")
         axes = figure.subplots(len(models), 2, squeeze=False)

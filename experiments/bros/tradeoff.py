@@ -17,20 +17,11 @@ from rich.table import Table
 
 from backfill.cli.studies import command_of
 from backfill.core.errors import ConfigError
+from backfill.core.options import bounded
 from backfill.core.slo import SLO
 from backfill.costs.hardware import load_hardware_profile
 from backfill.simulation.replay import Workload
-from backfill.simulation.study import (
-    Outcomes,
-    Point,
-    Run,
-    Study,
-    check_names,
-    check_positive,
-    mean_figures,
-    names_of,
-    numbers_of,
-)
+from backfill.simulation.study import Outcomes, Point, Run, Study, mean_figures
 from backfill.simulation.tables import cell, table_of
 from backfill.simulation.variants import COLOURS, VARIANTS, Simulation, figures_of
 from backfill.simulation.workloads import (
@@ -62,7 +53,7 @@ SLO_OF_ALL = SLO(ttft_s=0.4, tpot_s=0.2)
 RATES_PER_S = (1.0, 3.0, 5.0, 8.0, 11.0, 15.0)
 ALL_RATES_PER_S = tuple(float(rate) for rate in range(1, 16))
 POLICIES = ("online-only", "fcfs", "round-robin", "bros", "slo")
-LEAST_DURATION_S = 1.0  # a trace that is shorter says nothing
+LEAST_DURATION_S = 1  # a trace that is shorter says nothing
 BASELINES = ("fcfs", "round-robin")
 FIGURES = (
     "normalized_latency_s",
@@ -151,7 +142,7 @@ class Bros(Study[Point]):
     models: str = ",".join(MODELS)
     workloads: str = ",".join(WORKLOADS)
     rates: str = ",".join(f"{rate:g}" for rate in RATES_PER_S)
-    duration: float = 120.0
+    duration: float = bounded(120.0, least=LEAST_DURATION_S)
     online_lengths: Path | None = None
     policies: str = ",".join(POLICIES)
 
@@ -160,21 +151,12 @@ class Bros(Study[Point]):
     def validate(self) -> None:
         """Raises: ConfigError."""
         super().validate()
-        workloads = names_of(self.workloads)
-        check_names("models", names_of(self.models), MODELS)
-        check_names("workloads", workloads, WORKLOADS)
-        check_names("policies", self.all_policies, self.known_policies)
-        check_positive(duration=self.duration)
-        if self.duration < LEAST_DURATION_S:
-            raise ConfigError(f"`duration` must be at least {LEAST_DURATION_S:g}, got {self.duration:g}.")
-        if self.online_lengths is not None and "sharegpt" not in workloads:
+        if self.online_lengths is not None and "sharegpt" not in self.names("workloads", WORKLOADS):
             raise ConfigError("`online_lengths` are those of the workload sharegpt, which is not asked for.")
-        for rate_per_s in self._rates_per_s():
-            check_positive(rates=rate_per_s)
 
     @property
     def all_policies(self) -> tuple[str, ...]:
-        return names_of(self.policies)
+        return self.names("policies", self.known_policies)
 
     @abstractmethod
     def simulate(self) -> Callable[[Simulation], Any]:
@@ -184,9 +166,8 @@ class Bros(Study[Point]):
         sources = dict(WORKLOADS)
         if self.online_lengths is not None:
             sources["sharegpt"] = TraceLengths.read(self.online_lengths)
-        settings = itertools.product(
-            names_of(self.models), names_of(self.workloads), sorted(self._rates_per_s())
-        )
+        workloads, rates_per_s = self.names("workloads", WORKLOADS), sorted(self._rates_per_s())
+        settings = itertools.product(self.names("models", MODELS), workloads, rates_per_s)
         return [
             Run(
                 setting,
@@ -214,7 +195,7 @@ class Bros(Study[Point]):
         return Simulation(hardware, policy, workload, SLO_OF_ALL, _MAX_STEP_TOKENS, seed)
 
     def _rates_per_s(self) -> tuple[float, ...]:
-        return ALL_RATES_PER_S if self.rates == "all" else numbers_of("rates", self.rates)
+        return ALL_RATES_PER_S if self.rates == "all" else self.numbers("rates")
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +286,7 @@ class Tradeoff(Bros[BrosPoint]):
 
     def report(self, console: Console, points: Sequence[BrosPoint]) -> None:
         for workload, of_workload in by_workload(points).items():
-            for model in names_of(self.models):
+            for model in self.names("models", MODELS):
                 of_model = [point for point in of_workload if point.setting.model == model]
                 _print_points(console, f"{model}, {workload}", of_model)
             _print_comparisons(console, workload, of_workload)

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from backfill.cli.studies import command_of
 from backfill.core.errors import ConfigError
+from backfill.core.options import Bounds, bounded
 from backfill.offloading.record import Phase
-from backfill.simulation.study import Outcomes, Run, Study, check_names, names_of, numbers_of
+from backfill.simulation.study import Outcomes, Run, Study
 from backfill.simulation.tables import cell, table_of
 from experiments.selectn.baselines import FLEXGEN
 from experiments.selectn.contention import ContentionUnit
@@ -65,10 +66,12 @@ class Selectn(Study[list[Row]]):
 
     how: ClassVar[str] = "jobs"
 
-    def validate(self) -> None:
+    def batch_sizes(self) -> tuple[int, ...]:
         """Raises: ConfigError."""
-        super().validate()
-        self.units()
+        batches = self.numbers("batches", Bounds(least=1, most=_MOST_BATCH))
+        if not all(batch.is_integer() for batch in batches):
+            raise ConfigError("must be whole numbers.", field="batches")
+        return tuple(map(int, batches))
 
     @abstractmethod
     def units(self) -> Sequence[Unit]:
@@ -127,16 +130,16 @@ class Slo(Selectn):
 
     models: str = "opt-6.7b,qwen2-beta-7b"
     slacks: str = "0.1,0.2,0.3,0.4,0.5"
-    steps: int = 1000
+    steps: int = bounded(1000, least=LEAST_STEPS, most=_MOST_STEPS)
 
     scenario: ClassVar[str] = "selectn-slo"
     title: ClassVar[str] = "Select-N, figure 9: latency over its objective"
 
     def units(self) -> Sequence[Unit]:
-        slacks, steps, systems = slacks_of(self.slacks), steps_of(self.steps), (DEEPSPEED, RESIDENT)
+        slacks, systems = self.numbers("slacks", Bounds(least=0)), (DEEPSPEED, RESIDENT)
         return [
-            LoadUnit(model, PhaseLoad(phase, SLO_BATCHES[phase], LENGTH), slacks, systems, steps)
-            for model in models_of(self.models)
+            LoadUnit(model, PhaseLoad(phase, SLO_BATCHES[phase], LENGTH), slacks, systems, self.steps)
+            for model in self.names("models", SHAPES)
             for phase in PHASES
         ]
 
@@ -153,21 +156,19 @@ class Memory(Selectn):
     batches: str = "4,8,16,32"
     # Section 5.3 states no objective; that of figure 5, with the same systems, has no slack.
     slacks: str = "0"
-    steps: int = 1000
+    steps: int = bounded(1000, least=LEAST_STEPS, most=_MOST_STEPS)
 
     scenario: ClassVar[str] = "selectn-memory"
     title: ClassVar[str] = "Select-N, figure 10: host memory and throughput"
 
     def units(self) -> Sequence[Unit]:
-        models, slacks, steps = models_of(self.models), slacks_of(self.slacks), steps_of(self.steps)
+        models, slacks = self.names("models", SHAPES), self.numbers("slacks", Bounds(least=0))
         systems = tuple(FLEXGEN)
-        loads = [
-            PhaseLoad(phase, batch, MEMORY_LENGTH) for phase in PHASES for batch in batches_of(self.batches)
-        ]
+        loads = [PhaseLoad(phase, batch, MEMORY_LENGTH) for phase in PHASES for batch in self.batch_sizes()]
         return [
-            *(LoadUnit(each, load, slacks, systems, steps, True) for each in models for load in loads),
+            *(LoadUnit(each, load, slacks, systems, self.steps, True) for each in models for load in loads),
             *(
-                BatchUnit(each, MEMORY_LENGTH, slo_s, systems, steps)
+                BatchUnit(each, MEMORY_LENGTH, slo_s, systems, self.steps)
                 for each in models
                 for slo_s in BATCH_SLOS_S
             ),
@@ -180,17 +181,16 @@ class Interval(Selectn):
 
     models: str = "opt-6.7b"
     slacks: str = "0.5"
-    steps: int = 1000
+    steps: int = bounded(1000, least=LEAST_STEPS, most=_MOST_STEPS)
 
     scenario: ClassVar[str] = "selectn-interval"
     title: ClassVar[str] = "Select-N, figure 11: every interval"
 
     def units(self) -> Sequence[Unit]:
-        steps = steps_of(self.steps)
         return [
-            IntervalUnit(model, PhaseLoad(phase, INTERVAL_BATCHES[phase], LENGTH), slack, steps)
-            for model in models_of(self.models)
-            for slack in slacks_of(self.slacks)
+            IntervalUnit(model, PhaseLoad(phase, INTERVAL_BATCHES[phase], LENGTH), slack, self.steps)
+            for model in self.names("models", SHAPES)
+            for slack in self.numbers("slacks", Bounds(least=0))
             for phase in PHASES
         ]
 
@@ -200,17 +200,16 @@ class Contention(Selectn):
     """Run Select-N's figure 12: two devices on one bus."""
 
     batches: str = "8,16,32"
-    steps: int = 1000
+    steps: int = bounded(1000, least=LEAST_STEPS, most=_MOST_STEPS)
 
     scenario: ClassVar[str] = "selectn-contention"
     title: ClassVar[str] = "Select-N, figure 12: two devices on one bus"
 
     def units(self) -> Sequence[Unit]:
-        steps = steps_of(self.steps)
         return [
-            ContentionUnit(pair, PhaseLoad("decode", batch, LENGTH), slo_s, steps)
+            ContentionUnit(pair, PhaseLoad("decode", batch, LENGTH), slo_s, self.steps)
             for pair, slo_s in PAIRS
-            for batch in batches_of(self.batches)
+            for batch in self.batch_sizes()
         ]
 
 
@@ -224,45 +223,11 @@ class MaxLen(Selectn):
     title: ClassVar[str] = "Select-N, figure 14: largest total length"
 
     def units(self) -> Sequence[Unit]:
-        return [MaxLengthUnit(model) for model in models_of(self.models)]
+        return [MaxLengthUnit(model) for model in self.names("models", SHAPES)]
 
 
 STUDIES: tuple[type[Selectn], ...] = (Slo, Memory, Interval, Contention, MaxLen)
 slo, memory, interval, contention, maxlen = (command_of(study, "EXPERIMENTS_") for study in STUDIES)
-
-
-def models_of(text: str) -> tuple[str, ...]:
-    """Raises: ConfigError."""
-    models = names_of(text)
-    check_names("models", models, SHAPES)
-    return models
-
-
-def batches_of(text: str) -> tuple[int, ...]:
-    """Raises: ConfigError."""
-    batches = numbers_of("batches", text)
-    for batch in batches:
-        if not batch.is_integer():
-            raise ConfigError(f"`batches` must be whole numbers, got {text!r:.80}.")
-        if not 1 <= batch <= _MOST_BATCH:
-            raise ConfigError(f"`batches` must be 1 to {_MOST_BATCH} requests, got {batch:g}.")
-    return tuple(int(batch) for batch in batches)
-
-
-def slacks_of(text: str) -> tuple[float, ...]:
-    """Raises: ConfigError."""
-    slacks = numbers_of("slacks", text)
-    for slack in slacks:
-        if not 0.0 <= slack < float("inf"):
-            raise ConfigError(f"`slacks` must be finite and at least 0, got {slack:g}.")
-    return slacks
-
-
-def steps_of(steps: int) -> int:
-    """Raises: ConfigError."""
-    if not LEAST_STEPS <= steps <= _MOST_STEPS:
-        raise ConfigError(f"`steps` must be {LEAST_STEPS} to {_MOST_STEPS}, got {steps}.")
-    return steps
 
 
 class _Column(NamedTuple):

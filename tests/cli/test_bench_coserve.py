@@ -191,7 +191,7 @@ def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policies", "slo,best"], "--policies: there is no policy 'best'; there are slo, "),
+        (["--policies", "slo,best"], "--policies: there is no 'best'; there are slo, "),
         (["--policies", ","], "--policies names none"),
         (["--offline-mode", "bulk"], "--offline-mode must be none, flex, priority or batch"),
         (["--rounds", "0"], "--rounds must be at least 1"),

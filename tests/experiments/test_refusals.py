@@ -19,7 +19,7 @@ from tests.cli.running import run_cli_here
         ("blendserve usage --trace 5", "--trace must be 1 to 4, got 5"),
         ("blendserve coserving --traffics bursts", "there is no 'bursts'"),
         ("blendserve coserving --variants best", "there is no 'best'"),
-        ("blendserve coserving --load 1", "must be below 1"),
+        ("blendserve coserving --load 1", "--load must be above 0 and below 1"),
         ("blendserve coserving --duration 0", "--duration must be above 0, got 0"),
         ("blendserve coserving --phase 0", "must be above 0"),
         ("blendserve lengths --estimates best", "estimates: there is no 'best'"),
@@ -32,9 +32,9 @@ from tests.cli.running import run_cli_here
         ("bros tradeoff --online-lengths missing.csv", "missing.csv cannot be read"),
         ("bros overhead --repeats 0", "--repeats must be at least 1, got 0"),
         ("selectn memory --models gpt", "--models: there is no 'gpt'"),
-        ("selectn memory --batches 0", "--batches must be 1 to 4096 requests, got 0"),
-        ("selectn memory --slacks=-0.1", "--slacks must be finite and at least 0"),
-        ("selectn memory --steps 10", "--steps must be 100 to 100000, got 10"),
+        ("selectn memory --batches 0", "--batches must be between 1 and 4096, got 0"),
+        ("selectn memory --slacks=-0.1", "--slacks must be at least 0"),
+        ("selectn memory --steps 10", "--steps must be between 100 and 100000, got 10"),
     ],
 )
 def test_bad_settings_are_refused_in_one_line(command: str, message: str) -> None:

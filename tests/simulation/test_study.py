@@ -11,7 +11,7 @@ from backfill.cli.studies import live_progress
 from backfill.core.errors import ConfigError
 from backfill.simulation.goodput import Goodput
 from backfill.simulation.processes import Progress, RunShare, processes
-from backfill.simulation.study import check_names, check_positive, run_study
+from backfill.simulation.study import check_names, run_study
 from tests.api.servers import wait_until
 from tests.simulation.partial_runs import run_in_part
 
@@ -74,7 +74,8 @@ def test_names_and_numbers_are_checked() -> None:
         check_names("models", ["a", "d"], ["a", "b"])
     with pytest.raises(ConfigError, match="`models` names none; there are a, b"):
         check_names("models", [], ["a", "b"])
-    check_positive(rates=0.1)
-    for value in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ConfigError, match=r"`rates` must be (above 0|finite), got"):
-            check_positive(rates=value)
+    study = Goodput(policies="slo, fcfs,slo", loads="0.5,1,0.5")
+    assert (study.all_policies, study.numbers("loads")) == (("slo", "fcfs"), (0.5, 1.0))
+    for value in ("0.0", "-1", "inf", "nan"):
+        with pytest.raises(ConfigError, match=r"`cvs` must be (above 0|finite)"):
+            Goodput(cvs=f"1,{value}").numbers("cvs")

@@ -32,6 +32,7 @@ from backfill.core.config import PolicyName
 from backfill.core.errors import ConfigError
 from backfill.core.options import bounded, check_types
 from backfill.models.resolve import DEFAULT_MODEL
+from backfill.simulation.study import check_names
 from backfill.simulation.tables import print_figures
 
 _DEFAULT_POLICIES = "online-only,fcfs,priority,slo"
@@ -92,15 +93,9 @@ class ServerOptions:
         """The policies with their options, or the label of the running server. Raises: ConfigError."""
         if self.base_url is not None:
             return (self.label,)
-        known = get_args(PolicyName)
         texts = (_DEFAULT_POLICIES if self.policies is None else self.policies).split(",")
         names = [text.strip() for text in texts if text.strip()]
-        for name in names:
-            policy = _split("policies", name)[0]
-            if policy not in known:
-                raise ConfigError(f"`policies`: there is no policy {policy!r}; there are {', '.join(known)}.")
-        if not names:
-            raise ConfigError(f"`policies` names none; there are {', '.join(known)}.")
+        check_names("policies", [_split("policies", name)[0] for name in names], get_args(PolicyName))
         return tuple(dict.fromkeys(names))
 
     def extra_options(self) -> list[str]:

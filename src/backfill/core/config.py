@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from backfill.core.errors import ConfigError
-from backfill.core.options import bounded, check_types, internal, with_options
+from backfill.core.options import Bounds, bounded, check_types, internal, with_options
 from backfill.core.slo import SLO
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -314,7 +314,7 @@ class EngineConfig:
         self._validate_bus()
         self._validate_ranks()
         if self.max_model_tokens is not None:
-            at_least("max_model_len", self.max_model_tokens, 1)
+            Bounds(least=1).check("max_model_len", self.max_model_tokens)
         asked = self.scheduler.checkpointing
         if self.host_kv_gib == 0 and asked not in (None, "none"):
             raise ConfigError(f"`checkpointing` {asked} needs a pool, and `host_kv_gib` is 0.")
@@ -381,12 +381,6 @@ class EngineConfig:
         asked = self.scheduler.checkpointing
         default = "none" if self.host_kv_gib == 0 else "adaptive"
         return with_options(self, {"policy": "priority", "checkpointing": asked or default})
-
-
-def at_least(field: str, value: float, low: float) -> None:
-    """Raises: ConfigError for a value that is less."""
-    if value < low:
-        raise ConfigError(f"must be at least {low:g}, got {value:g}.", field=field)
 
 
 def check_log_level(level: str) -> None:

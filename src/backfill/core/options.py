@@ -50,6 +50,12 @@ class Bounds:
     most: float = math.inf
     below: float = math.inf
 
+    def check(self, field: str, value: float) -> None:
+        """Raises: ConfigError for a number that is not in it."""
+        if value not in self:
+            allowed = str(self) if math.isfinite(value) else f"finite and {self}"
+            raise ConfigError(f"must be {allowed}, got {value!r}.", field=field)
+
     def __contains__(self, value: float) -> bool:
         return self.least <= value <= self.most and self.above < value < self.below
 
@@ -90,12 +96,10 @@ class Option:
         if not _is_of(self.kind, value):
             *others, last = self.choices or [_name_of(kind) for kind in alternatives(self.kind)]
             allowed = f"{', '.join(others)} or {last}" if others else last
-        elif self.bounds is None or not isinstance(value, int | float) or value in self.bounds:
-            return
-        else:
-            allowed = str(self.bounds) if math.isfinite(value) else f"finite and {self.bounds}"
-        got = "" if self.is_secret else f", got {value!r:.80}"
-        raise ConfigError(f"must be {allowed}{got}.", field=self.name)
+            got = "" if self.is_secret else f", got {value!r:.80}"
+            raise ConfigError(f"must be {allowed}{got}.", field=self.name)
+        if self.bounds is not None and isinstance(value, int | float):
+            self.bounds.check(self.name, value)
 
 
 def internal(default: Default) -> Default:

@@ -7,9 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from backfill.core.config import at_least
 from backfill.core.errors import ConfigError
-from backfill.core.options import bounded, internal, secret
+from backfill.core.options import Bounds, bounded, internal, secret
 from backfill.protocol.options import MAX_RESPONSE_TOKENS, RequestOptions
 
 # A browser writes a name in Punycode, so nothing but ASCII can match.
@@ -147,7 +146,7 @@ class ServerConfig(RequestOptions):
                 f"must be a URL such as http://localhost:4318/v1/traces, got {collector!r}.",
                 field="otlp_traces_endpoint",
             )
-        at_least("max_inflight_body_bytes", self.max_inflight_body_bytes, self.max_body_bytes)
+        Bounds(least=self.max_body_bytes).check("max_inflight_body_bytes", self.max_inflight_body_bytes)
         for field in ("shutdown_timeout", "sse_keep_alive_interval"):
             if not (seconds := getattr(self, field)) >= 0:
                 raise ConfigError(f"must be at least 0 seconds, got {seconds:g}.", field=field)

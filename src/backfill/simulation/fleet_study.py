@@ -29,13 +29,7 @@ from backfill.simulation.fleet_figures import (
 )
 from backfill.simulation.fleet_replica import ReplicaSpec
 from backfill.simulation.fleet_traffic import FleetTraffic
-from backfill.simulation.study import (
-    Outcomes,
-    Run,
-    Study,
-    check_names,
-    names_of,
-)
+from backfill.simulation.study import Outcomes, Run, Study
 from backfill.simulation.tables import print_rows
 from backfill.simulation.workloads import summarization_lengths
 
@@ -123,7 +117,7 @@ class FleetStudy(Study[Comparison]):
     def validate(self) -> None:
         """Raises: ConfigError."""
         super().validate()
-        check_names("routers", names_of(self.routers), ROUTERS)
+        self.names("routers", ROUTERS)
         if self.online_only and self.offline is not None:
             raise ConfigError("is of no use with `online_only`.", field="offline")
         self.scheduler().validate()
@@ -177,7 +171,7 @@ class FleetStudy(Study[Comparison]):
         return [
             Run("fleet", router, seed, partial(self.run, router, seed))
             for seed in seeds
-            for router in names_of(self.routers)
+            for router in self.names("routers", ROUTERS)
         ]
 
     def run(self, router: str, seed: int) -> FleetOutcome:

@@ -34,11 +34,7 @@ from backfill.simulation.study import (
     Outcomes,
     Run,
     Study,
-    check_names,
-    check_positive,
     mean_figures,
-    names_of,
-    numbers_of,
 )
 from backfill.simulation.tables import cell, table_of
 from backfill.simulation.variants import VARIANTS, Simulation, figures_of
@@ -116,18 +112,9 @@ class Goodput(Study[Pair]):
     scenario: ClassVar[str] = "goodput"
     title: ClassVar[str] = "Goodput against load, with and without offline requests"
 
-    def validate(self) -> None:
-        """Raises: ConfigError."""
-        super().validate()
-        check_names("workloads", names_of(self.workloads), WORKLOADS)
-        check_names("policies", self.all_policies, VARIANTS)
-        for field in ("loads", "cvs"):
-            for value in numbers_of(field, getattr(self, field)):
-                check_positive(**{field: value})
-
     @property
     def all_policies(self) -> tuple[str, ...]:
-        return names_of(self.policies)
+        return self.names("policies", VARIANTS)
 
     @property
     def hardware(self) -> HardwareProfile:
@@ -139,8 +126,8 @@ class Goodput(Study[Pair]):
         return SLO(self.slowness * slo.ttft_s, self.slowness * slo.tpot_s)
 
     def settings(self) -> list[Setting]:
-        kinds = itertools.product(names_of(self.workloads), numbers_of("cvs", self.cvs))
-        loads = sorted(numbers_of("loads", self.loads))
+        kinds = itertools.product(self.names("workloads", WORKLOADS), self.numbers("cvs"))
+        loads = sorted(self.numbers("loads"))
         return [Setting(workload, cv, load) for workload, cv in kinds for load in loads]
 
     def runs(self, seeds: Sequence[int]) -> list[Run]:

@@ -18,7 +18,7 @@ from backfill.costs.hardware import HardwareProfile
 from backfill.costs.profile import CostProfile
 from backfill.simulation.metrics import PolicyMetrics, metrics_of, percentile
 from backfill.simulation.replay import BIN_S, ReplayResult, Workload
-from backfill.simulation.study import Outcomes, Run, Study, check_names, names_of
+from backfill.simulation.study import Outcomes, Run, Study
 from backfill.simulation.tables import print_figures
 from backfill.simulation.variants import COLOURS, VARIANTS, Simulation
 
@@ -114,11 +114,6 @@ class PolicyStudy(Study[PolicyPoint]):
     def scenario_of(self, seed: int) -> Scenario:
         """Raises: ConfigError."""
 
-    def validate(self) -> None:
-        """Raises: ConfigError."""
-        super().validate()
-        check_names("policies", names_of(self.policies), VARIANTS)
-
     def heading(self, seed: int) -> list[str]:
         scenario = self.scenario_of(seed)
         hardware, slo = scenario.hardware, scenario.slo
@@ -135,7 +130,7 @@ class PolicyStudy(Study[PolicyPoint]):
             for seed in seeds
             for scenario in (self.scenario_of(seed),)
             for setting, workload in scenario.points.items()
-            for policy in names_of(self.policies)
+            for policy in self.names("policies", VARIANTS)
         ]
 
     def point(self, setting: Setting, outcomes: Outcomes) -> PolicyPoint:

@@ -16,18 +16,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from rich.console import Console
 
 from backfill.core.errors import ConfigError
-from backfill.core.options import check_types
+from backfill.core.options import Bounds, check_types
 from backfill.simulation.processes import Progress, processes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Point = TypeVar("Point")
+Name = TypeVar("Name", bound=str)
 
 # Seed 0 is for tuning: rates, limits and the code's constants were chosen with it. What is reported must not
 # come from it.
 TUNING_SEED = 0
 FIRST_REPORTED_SEED = 1
+_POSITIVE = Bounds(above=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,25 @@ class Study(ABC, Generic[Point]):
     def validate(self) -> None:
         """Raises: ConfigError."""
         check_types(self)  # type: ignore[arg-type]
+
+    def names(self, field: str, known: Iterable[Name]) -> tuple[Name, ...]:
+        """Of a field with names separated by commas, each once. Raises: ConfigError, as ``check_names``."""
+        allowed = {str(each): each for each in known}
+        texts = [text.strip() for text in getattr(self, field).split(",")]
+        names = list(dict.fromkeys(filter(None, texts)))
+        check_names(field, names, allowed)
+        return tuple(allowed[name] for name in names)
+
+    def numbers(self, field: str, bounds: Bounds = _POSITIVE) -> tuple[float, ...]:
+        """Of a field with numbers separated by commas, each once. Raises: ConfigError."""
+        text = getattr(self, field)
+        try:
+            numbers = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+        except ValueError:
+            raise ConfigError(f"`{field}` must be numbers separated by commas, got {text!r:.80}.") from None
+        for number in numbers:
+            bounds.check(field, number)
+        return numbers
 
     def heading(self, seed: int) -> list[str]:
         """The title, and lines on what the options say. Args: seed: the first one."""
@@ -136,31 +157,6 @@ def _simulate(run: Run) -> Any:
 def mean_figures(names: Iterable[str], results: Sequence[object]) -> dict[str, float]:
     """Means of these attributes."""
     return {name: fmean(getattr(each, name) for each in results) for name in names}
-
-
-def names_of(text: str | None, default: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Names separated by commas, each once."""
-    if text is None:
-        return default
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-
-
-def numbers_of(field: str, text: str | None, default: tuple[float, ...] = ()) -> tuple[float, ...]:
-    """Numbers separated by commas, each once. Raises: ConfigError."""
-    if text is None:
-        return default
-    try:
-        return tuple(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError:
-        raise ConfigError(f"`{field}` must be numbers separated by commas, got {text!r:.80}.") from None
-
-
-def check_positive(**values: float) -> None:
-    """Raises: ConfigError for a value that is not above 0, named as the keyword."""
-    for name, value in values.items():
-        if not 0 < value < float("inf"):
-            bound = "finite" if value == float("inf") else "above 0"
-            raise ConfigError(f"`{name}` must be {bound}, got {value:g}.")
 
 
 def check_names(field: str, names: Sequence[str], known: Iterable[str]) -> None:
