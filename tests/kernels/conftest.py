@@ -1,4 +1,4 @@
-"""Fixtures of the CPU kernels' tests."""
+"""Fixtures of the kernels' tests."""
 
 from __future__ import annotations
 
@@ -55,3 +55,11 @@ def scratch_limit() -> Iterator[Callable[[int], None]]:
     """Sets the most bytes of scratch memory that a kernel's thread gets."""
     yield _kernels.limit_scratch
     _kernels.limit_scratch(1 << 62)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """New inputs in each run; a failure's report has the seed."""
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)

@@ -212,22 +212,15 @@ def test_rotate_and_write_kv(
 
 @pytest.mark.parametrize("rows", [1, 5, 200])
 @pytest.mark.parametrize("size", [8, 40, 576, 1537])
-def test_rms_norm(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
+def test_rms_norm_alone_and_of_a_residual_that_it_updates(
+    kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int
+) -> None:
     generator = seeded("norm", rows, size)
-    x, weight = random_rows(generator, rows, size, dtype=dtype), random_rows(generator, size, dtype=dtype)
+    x, residual = (random_rows(generator, rows, size, dtype=dtype) for _ in range(2))
+    weight = random_rows(generator, size, dtype=dtype)
     assert_close(kernels.rms_norm(x, weight, EPS), REFERENCE.rms_norm(x, weight, EPS))
     apart = torch.cat((x, x), dim=1)[:, :size]
     assert_close(kernels.rms_norm(apart, weight, EPS), REFERENCE.rms_norm(x, weight, EPS))
-
-
-@pytest.mark.parametrize("rows", [1, 5, 200])
-@pytest.mark.parametrize("size", [8, 40, 576, 1537])
-def test_add_rms_norm_updates_the_residual(
-    kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int
-) -> None:
-    generator = seeded("add", rows, size)
-    x, residual = (random_rows(generator, rows, size, dtype=dtype) for _ in range(2))
-    weight = random_rows(generator, size, dtype=dtype)
     expected_residual = residual.clone()
     expected = REFERENCE.add_rms_norm(x, expected_residual, weight, EPS)
     assert_close(kernels.add_rms_norm(x, residual, weight, EPS), expected)

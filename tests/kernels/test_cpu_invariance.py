@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -10,8 +11,7 @@ from torch import Tensor
 
 from backfill.core.block import KVLayout
 from backfill.kernels.cpu import CpuKernels
-from backfill.kernels.inputs import AttentionMetadata
-from tests.kernels.batches import make_batch, unset_kv
+from tests.kernels.batches import make_batch, make_metadata, unset_kv
 from tests.kernels.cpu import random_rows, seeded
 
 # Heads, key/value heads, head size, block size: shapes that AMX computes in tiles, and shapes that it cannot.
@@ -38,7 +38,7 @@ class Tokens:
         kv_dtype: torch.dtype,
         generator: torch.Generator,
     ) -> None:
-        self.num_heads, self.num_kv_heads, self.head_dim, self.block_size = geometry
+        self.geometry = self.num_heads, self.num_kv_heads, self.head_dim, self.block_size = geometry
         self.kv_dtype = kv_dtype
         self.generator = generator
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
@@ -62,35 +62,28 @@ class Tokens:
         )
         contexts = torch.cat([self.qkv[:context] for _, context in lens])
         kernels.rotate_and_write_kv(contexts.clone(), pool, 0, whole, self.num_heads, None)
-        rows = torch.tensor([0, *(rows for rows, _ in lens)]).cumsum(0).int()
-        batch = AttentionMetadata(
-            positions=whole.positions[: rows[-1]],
-            slot_mapping=whole.slot_mapping[: rows[-1]],
-            cu_seqlens_q=rows,
-            seq_lens=whole.seq_lens,
-            block_table=whole.block_table,
-            block_table_offsets=whole.block_table_offsets,
-            max_query_len=max(rows for rows, _ in lens),
-            max_seq_len=max(context for _, context in lens),
-        )
+        starts = whole.block_table_offsets.tolist()
+        refs = [whole.block_table[start:end].tolist() for start, end in itertools.pairwise(starts)]
+        batch = make_metadata([(*each, own) for each, own in zip(lens, refs, strict=True)], block_size)
         qkv = torch.cat([self.qkv[context - rows : context] for rows, context in lens])
         return kernels.attention(qkv, pool, 0, batch, self.num_heads, self.head_dim**-0.5)
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.fixture(params=GEOMETRIES, ids=str)
+def tokens(request: pytest.FixtureRequest, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tokens:
+    return Tokens(request.param, dtype, kv_dtype, seeded("attention", request.param))
+
+
 def test_attention_does_not_depend_on_the_batch(
-    kernels: CpuKernels,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    geometry: tuple[int, int, int, int],
-    thread_counts: Iterator[int],
+    kernels: CpuKernels, tokens: Tokens, thread_counts: Iterator[int]
 ) -> None:
     """Prefill in one step, in chunks of any size, and decode, in any company, on any number of threads."""
-    tokens = Tokens(geometry, dtype, kv_dtype, seeded("attention", geometry))
     expected = tokens.attend(kernels, [(LENGTH, LENGTH)])
     for threads in thread_counts:
         assert torch.equal(tokens.attend(kernels, [(LENGTH, LENGTH)]), expected), threads
-        generator = seeded("company", kernels.isa, dtype, kv_dtype, geometry, threads)
+        generator = seeded(
+            "company", kernels.isa, tokens.qkv.dtype, tokens.kv_dtype, tokens.geometry, threads
+        )
 
         def draw(low: int, high: int, generator: torch.Generator = generator) -> int:
             return int(torch.randint(low, high, (), generator=generator))
@@ -105,16 +98,10 @@ def test_attention_does_not_depend_on_the_batch(
                 assert torch.equal(result, expected[context - rows : context]), (threads, lens, context)
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_decodes_of_many_keys_share_items_and_threads(
-    kernels: CpuKernels,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    geometry: tuple[int, int, int, int],
-    thread_counts: Iterator[int],
+    kernels: CpuKernels, tokens: Tokens, thread_counts: Iterator[int]
 ) -> None:
     """Enough of them that an item has several heads: of parts of a context, and of whole ones."""
-    tokens = Tokens(geometry, dtype, kv_dtype, seeded("decodes", geometry))
     expected = tokens.attend(kernels, [(LENGTH, LENGTH)])
     for threads in thread_counts:
         for contexts in DECODED:

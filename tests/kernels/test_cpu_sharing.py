@@ -12,30 +12,13 @@ from torch import Tensor
 from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.block import KVLayout, pack_block_ref
 from backfill.kernels.cpu import CpuKernels, available_isas
-from backfill.kernels.inputs import AttentionMetadata
-from tests.kernels.batches import make_pool
+from tests.kernels.batches import make_metadata, make_pool
 from tests.kernels.cpu import random_rows, seeded
 
 # Heads, key/value heads, head size, block size: shapes that AMX computes in tiles, and shapes that it cannot.
 # There are as many heads as make a few sequences worth computing together.
 GEOMETRIES = [(16, 2, 64, 16), (24, 3, 32, 48), (24, 1, 40, 16), (20, 1, 64, 32), (40, 1, 64, 8)]
 NUM_BLOCKS = 700
-
-
-def make_metadata(block_size: int, seqs: Sequence[tuple[int, int, list[int]]]) -> AttentionMetadata:
-    """Sequences of (query rows, tokens, block references); blocks may be those of others too."""
-    rows = [0, *itertools.accumulate(rows for rows, _, _ in seqs)]
-    offsets = [0, *itertools.accumulate(len(refs) for _, _, refs in seqs)]
-    return AttentionMetadata(
-        positions=torch.zeros(rows[-1], dtype=torch.int64),
-        slot_mapping=torch.zeros(rows[-1], dtype=torch.int64),
-        cu_seqlens_q=torch.tensor(rows, dtype=torch.int32),
-        seq_lens=torch.tensor([context for _, context, _ in seqs], dtype=torch.int32),
-        block_table=torch.tensor([ref for _, _, refs in seqs for ref in refs], dtype=torch.int32),
-        block_table_offsets=torch.tensor(offsets, dtype=torch.int32),
-        max_query_len=max(rows for rows, _, _ in seqs),
-        max_seq_len=max(context for _, context, _ in seqs),
-    )
 
 
 class Tree:
@@ -74,7 +57,7 @@ class Tree:
         return [seqs[i] for i in order]
 
     def attend(self, kernels: CpuKernels, seqs: Sequence[tuple[int, int, list[int]]], qkv: Tensor) -> Tensor:
-        batch = make_metadata(self.block_size, seqs)
+        batch = make_metadata(seqs, self.block_size)
         return kernels.attention(qkv, self.pool, 0, batch, self.num_heads, self.head_dim**-0.5)
 
     def queries(self, rows: int) -> Tensor:
@@ -120,7 +103,7 @@ def sharing_trees(
 
 
 def shared_keys(block_size: int, seqs: Sequence[tuple[int, int, list[int]]], min_sharers: int) -> list[int]:
-    batch = make_metadata(block_size, seqs)
+    batch = make_metadata(seqs, block_size)
     arrays = batch.cu_seqlens_q, batch.seq_lens, batch.block_table, batch.block_table_offsets
     cpp = _kernels.Batch(0, 0, *(each.data_ptr() for each in arrays), 0, batch.num_seqs)
     keys: list[int] = cpp.shared_keys(block_size, min_sharers)

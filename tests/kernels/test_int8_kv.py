@@ -9,30 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from backfill.kernels.cpu import CpuKernels, available_isas
-from backfill.kernels.inputs import AttentionMetadata
+from tests.kernels.batches import make_metadata
 from tests.kernels.reference import quantized_rows
 
 HEAD_DIMS = [8, 16, 24, 40, 64, 128]
 
 
-def of_one_token(position: int, context: int) -> AttentionMetadata:
-    """A sequence in block 0 of 8 tokens."""
-    return AttentionMetadata(
-        positions=torch.tensor([position]),
-        slot_mapping=torch.tensor([position]),
-        cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
-        seq_lens=torch.tensor([context], dtype=torch.int32),
-        block_table=torch.tensor([0], dtype=torch.int32),
-        block_table_offsets=torch.tensor([0, 1], dtype=torch.int32),
-        max_query_len=1,
-        max_seq_len=context,
-    )
-
-
 def written(kernels: CpuKernels, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of int8 KV ``[D + 4]`` of a token, as the kernels write them, and its attention to itself."""
     pool = torch.full((1, 1, 2, 1, 8, len(key) + 4), -1, dtype=torch.int8)
-    qkv, batch = torch.cat((key, key, value))[None], of_one_token(0, 1)
+    qkv, batch = torch.cat((key, key, value))[None], make_metadata([(1, 1, [0])], block_size=8)
     kernels.rotate_and_write_kv(qkv, pool, 0, batch, 1, None)
     return pool[0, 0, :, 0, 0], kernels.attention(qkv, pool, 0, batch, 1, 1.0)[0]
 

@@ -59,14 +59,6 @@ ATTENTION_CASES = [
 ]
 
 
-@pytest.fixture
-def generator() -> torch.Generator:
-    """New inputs in each run; a failure's report has the seed."""
-    seed = torch.seed() % 2**31
-    print(f"seed {seed}")
-    return torch.Generator().manual_seed(seed)
-
-
 def on(device: str, batch: AttentionMetadata) -> AttentionMetadata:
     shared = batch.shared
     if shared is not None:
@@ -118,12 +110,18 @@ def assert_rotated_close(actual: Tensor, expected: Tensor) -> None:
     assert (errors <= rtol * lengths + 1e-6).all(), (errors - rtol * lengths).max()
 
 
-def attend_both(
-    device: str, case: AttentionCase, generator: torch.Generator, decode_programs: int = 1
-) -> tuple[Tensor, Tensor]:
+def check_attention(
+    device: str,
+    case: AttentionCase,
+    generator: torch.Generator,
+    decode_programs: int = 1,
+    batch: AttentionMetadata | None = None,
+) -> None:
+    """``batch``: of the case; one of random blocks where it is not given."""
     dtype, head_dim, num_heads, num_kv_heads, block_size, lens = case
     num_blocks = sum(-(-context // block_size) for _, context in lens) + 3
-    batch = make_batch(lens, block_size=block_size, num_blocks=num_blocks, generator=generator)
+    if batch is None:
+        batch = make_batch(lens, block_size=block_size, num_blocks=num_blocks, generator=generator)
     pool = poisoned_pool(batch, (num_blocks, LAYERS, 2, num_kv_heads, block_size, head_dim), dtype, generator)
     width = (num_heads + 2 * num_kv_heads) * head_dim
     qkv = random(generator, sum(query for query, _ in lens), width, dtype=dtype)
@@ -132,15 +130,14 @@ def attend_both(
     kernels = TritonKernels(torch.device(device), decode_programs)
     there = on(device, batch)
     actual = kernels.attention(qkv.to(device), pool.to(device), LAYER, there, num_heads, scale)
-    return actual, expected
+    assert not expected.isnan().any()
+    assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", ATTENTION_CASES)
 def test_attention(device: str, case: AttentionCase, generator: torch.Generator) -> None:
-    actual, expected = attend_both(device, case, generator)
-    assert not expected.isnan().any()
-    assert_close(actual, expected)
+    check_attention(device, case, generator)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -148,8 +145,7 @@ def test_attention(device: str, case: AttentionCase, generator: torch.Generator)
 def test_attention_with_split_contexts(device: str, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Some splits hold whole tiles, some a part of one, and those past the short context nothing."""
     case = AttentionCase(dtype, 40, 6, 2, 16, [*LONG_DECODE, (4, 70)])
-    actual, expected = attend_both(device, case, generator, decode_programs=1000)
-    assert_close(actual, expected)
+    check_attention(device, case, generator, decode_programs=1000)
 
 
 @pytest.mark.gpu

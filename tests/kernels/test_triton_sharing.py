@@ -10,19 +10,8 @@ import pytest
 import torch
 
 from backfill.kernels.inputs import SHARED_UNIT, AttentionMetadata, SharedKeys
-from backfill.kernels.triton_ops import TritonKernels
 from tests.kernels.batches import make_batch
-from tests.kernels.test_triton import (
-    DEVICES,
-    LAYER,
-    LAYERS,
-    REFERENCE,
-    AttentionCase,
-    assert_close,
-    on,
-    poisoned_pool,
-    random,
-)
+from tests.kernels.test_triton import DEVICES, AttentionCase, check_attention
 
 # Of each case a group whose member's own part has no whole tile, one of more sharers than a tile has, one of
 # sharers of different lengths, sequences that share nothing, and parts of prompts.
@@ -46,14 +35,6 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def generator() -> torch.Generator:
-    """New inputs in each run; a failure's report has the seed."""
-    seed = torch.seed() % 2**31
-    print(f"seed {seed}")
-    return torch.Generator().manual_seed(seed)
-
-
 def with_shared_keys(
     batch: AttentionMetadata, groups: Sequence[Sequence[int]], lens: Sequence[int], block_size: int
 ) -> AttentionMetadata:
@@ -75,22 +56,6 @@ def with_shared_keys(
     return dataclasses.replace(batch, shared=shared)
 
 
-def attend_and_compare(
-    device: str, case: AttentionCase, batch: AttentionMetadata, generator: torch.Generator, programs: int
-) -> None:
-    dtype, head_dim, num_heads, num_kv_heads, block_size, lens = case
-    num_blocks = sum(-(-context // block_size) for _, context in lens)
-    pool = poisoned_pool(batch, (num_blocks, LAYERS, 2, num_kv_heads, block_size, head_dim), dtype, generator)
-    width = (num_heads + 2 * num_kv_heads) * head_dim
-    qkv = random(generator, sum(rows for rows, _ in lens), width, dtype=dtype)
-    expected = REFERENCE.attention(qkv, pool, LAYER, batch, num_heads, head_dim**-0.5)
-    kernels = TritonKernels(torch.device(device), programs)
-    there = on(device, batch)
-    actual = kernels.attention(qkv.to(device), pool.to(device), LAYER, there, num_heads, head_dim**-0.5)
-    assert not expected.isnan().any()
-    assert_close(actual, expected)
-
-
 def made_batch(case: AttentionCase, generator: torch.Generator) -> AttentionMetadata:
     num_blocks = sum(-(-context // case.block_size) for _, context in case.lens)
     return make_batch(case.lens, block_size=case.block_size, num_blocks=num_blocks, generator=generator)
@@ -100,7 +65,7 @@ def made_batch(case: AttentionCase, generator: torch.Generator) -> AttentionMeta
 @pytest.mark.parametrize("case", CASES)
 def test_groups_of_decodes(device: str, case: AttentionCase, generator: torch.Generator) -> None:
     batch = with_shared_keys(made_batch(case, generator), GROUPS, [64, 128, 64], case.block_size)
-    attend_and_compare(device, case, batch, generator, programs=1)
+    check_attention(device, case, generator, batch=batch)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -121,7 +86,7 @@ def test_random_groups(device: str, dtype: torch.dtype, programs: int, generator
     shared_lens = [draw(1, (min(lens[i][1] for i in group) - 1) // SHARED_UNIT + 1) * 64 for group in groups]
     case = AttentionCase(dtype, 40, 6, 2, 16, lens)
     batch = with_shared_keys(made_batch(case, generator), groups, shared_lens, case.block_size)
-    attend_and_compare(device, case, batch, generator, programs)
+    check_attention(device, case, generator, programs, batch)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -134,4 +99,4 @@ def test_groups_of_no_sequence(device: str, generator: torch.Generator) -> None:
     offsets = torch.cat((batch.shared.offsets, torch.full((3,), 3, dtype=torch.int32)))
     shared = dataclasses.replace(batch.shared, sharers=sharers, offsets=offsets, max_len=2000)
     batch = dataclasses.replace(batch, shared=shared, max_seq_len=2000)
-    attend_and_compare(device, case, batch, generator, programs=100)
+    check_attention(device, case, generator, 100, batch)
