@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -83,6 +83,11 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             ("--device-memory", "0.01"),
             "--device-memory 0.010 GiB is too small with --offload-interval none",
         ),
+        (
+            ("--tensor-parallel-size", "3", "--threads", "3"),
+            "--tensor-parallel-size 3: the model has 4 attention heads",
+        ),
+        (("--shed-hopeless", "--policy", "fcfs"), "--shed-hopeless needs --policy slo"),
     ],
 )
 def test_options_that_the_engine_refuses_are_told_in_a_line(
@@ -94,14 +99,20 @@ def test_options_that_the_engine_refuses_are_told_in_a_line(
     assert_refused(result, part)
 
 
-def assert_refused_early(
-    monkeypatch: pytest.MonkeyPatch, model: Path, data_dir: Path, part: str, *options: str
-) -> None:
-    """No engine is launched, and nothing says that a server starts."""
+RefusedEarly = Callable[..., None]
+
+
+@pytest.fixture
+def refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RefusedEarly:
+    """Asserts that an error contains a part, no engine is launched, and nothing says that a server starts."""
     monkeypatch.setattr(EngineClient, "launch", lambda _: pytest.fail("launched"))
-    result = run_cli_here("serve", str(model), "--port", "0", "--data-dir", str(data_dir), *options)
-    assert_refused(result, part)
-    assert "starting on" not in result.stderr
+
+    def check(model: Path, part: str, *options: str, data_dir: Path = tmp_path) -> None:
+        result = run_cli_here("serve", str(model), "--port", "0", "--data-dir", str(data_dir), *options)
+        assert_refused(result, part)
+        assert "starting on" not in result.stderr
+
+    return check
 
 
 @pytest.mark.parametrize(
@@ -125,13 +136,18 @@ def assert_refused_early(
     ],
 )
 def test_sizes_and_files_that_cannot_be_are_refused_before_an_engine_is_launched(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], part: str
+    small_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refused_early: RefusedEarly,
+    arguments: tuple[str, ...],
+    part: str,
 ) -> None:
     monkeypatch.setattr("backfill.execution.machine._may_have_driver", lambda: False)
     make_profile().save(tmp_path / "profile.json")
     (tmp_path / "corrupt.json").write_text('{"format": 4, ')
     options = [argument.format(folder=tmp_path) for argument in arguments]
-    assert_refused_early(monkeypatch, small_model, tmp_path, part, *options)
+    refused_early(small_model, part, *options)
 
 
 @pytest.mark.parametrize("command", ["serve", "run-batch"])
@@ -176,11 +192,11 @@ def copy_of(small_model: Path, folder: Path) -> Path:
     ],
 )
 def test_weights_of_another_model_are_refused_before_an_engine_is_launched(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], part: str
+    small_model: Path, tmp_path: Path, refused_early: RefusedEarly, changed: dict[str, Any], part: str
 ) -> None:
     path = copy_of(small_model, tmp_path) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
-    assert_refused_early(monkeypatch, path.parent, tmp_path, part)
+    refused_early(path.parent, part)
 
 
 @pytest.mark.parametrize(
@@ -205,25 +221,25 @@ def test_weights_of_another_model_are_refused_before_an_engine_is_launched(
 def test_a_damaged_file_is_refused_by_name_before_an_engine_is_launched(
     small_model: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    refused_early: RefusedEarly,
     name: str,
     content: bytes | None,
     part: str,
 ) -> None:
     path = copy_of(small_model, tmp_path) / name
     path.write_bytes(path.read_bytes()[:-100] if content is None else content)
-    assert_refused_early(monkeypatch, path.parent, tmp_path, part)
+    refused_early(path.parent, part)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
 def test_a_link_to_a_file_that_is_gone_is_refused_with_where_it_leads(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    small_model: Path, tmp_path: Path, refused_early: RefusedEarly, name: str
 ) -> None:
     path = copy_of(small_model, tmp_path) / name
     path.unlink()
     path.symlink_to(tmp_path / "gone")
     part = f"{path} is a link to {tmp_path / 'gone'}, which is not there any more"
-    assert_refused_early(monkeypatch, path.parent, tmp_path, part)
+    refused_early(path.parent, part)
 
 
 @pytest.mark.parametrize(
@@ -234,12 +250,12 @@ def test_a_link_to_a_file_that_is_gone_is_refused_with_where_it_leads(
     ],
 )
 def test_all_that_a_folder_lacks_is_told_at_once(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], part: str
+    small_model: Path, tmp_path: Path, refused_early: RefusedEarly, options: tuple[str, ...], part: str
 ) -> None:
     model = tmp_path / "model"
     model.mkdir()
     shutil.copy(small_model / "config.json", model)
-    assert_refused_early(monkeypatch, model, tmp_path, part, *options)
+    refused_early(model, part, *options)
 
 
 @pytest.mark.parametrize(
@@ -253,11 +269,7 @@ def test_all_that_a_folder_lacks_is_told_at_once(
     ],
 )
 def test_a_folder_without_weights_is_refused_before_an_engine_is_launched(
-    small_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    index: dict[str, str] | None,
-    part: str,
+    small_model: Path, tmp_path: Path, refused_early: RefusedEarly, index: dict[str, str] | None, part: str
 ) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -265,7 +277,7 @@ def test_a_folder_without_weights_is_refused_before_an_engine_is_launched(
         shutil.copy(small_model / name, model)
     if index is not None:
         (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    assert_refused_early(monkeypatch, model, tmp_path, part)
+    refused_early(model, part)
 
 
 @pytest.mark.parametrize(
@@ -273,11 +285,11 @@ def test_a_folder_without_weights_is_refused_before_an_engine_is_launched(
     [("2.13.0+cpu", "torch that is installed, 2.13.0+cpu, has no CUDA"), ("2.13.0", "no driver of a GPU")],
 )
 def test_cuda_that_cannot_be_there_is_refused_before_an_engine_is_launched(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, part: str
+    small_model: Path, monkeypatch: pytest.MonkeyPatch, refused_early: RefusedEarly, version: str, part: str
 ) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda _: version)
     monkeypatch.setattr("backfill.execution.machine._may_have_driver", lambda: False)
-    assert_refused_early(monkeypatch, small_model, tmp_path, part, "--device", "cuda")
+    refused_early(small_model, part, "--device", "cuda")
 
 
 def test_the_engine_has_the_last_word_on_cuda(
@@ -288,14 +300,6 @@ def test_the_engine_has_the_last_word_on_cuda(
     options = ("--device", "cuda", "--port", "0", "--data-dir", str(tmp_path))
     result = run_cli_here("serve", str(small_model), *options)
     assert_refused(result, "--device cuda: torch finds no CUDA device here")
-
-
-def test_a_size_that_does_not_divide_the_model_is_refused_with_those_that_do(
-    small_model: Path, tmp_path: Path
-) -> None:
-    options = ("--tensor-parallel-size", "3", "--port", "0", "--data-dir", str(tmp_path))
-    result = run_cli_here("serve", str(small_model), *options)
-    assert_refused(result, "--tensor-parallel-size 3: the model has 4 attention heads")
 
 
 @pytest.mark.parametrize("asks_for_keys", [False, True])
@@ -321,20 +325,13 @@ def test_the_banner_says_how_ranks_share_processors(device: str, num_ranks: int)
     assert ("3 ranks divide the threads: 2 threads each" in text) == is_said
 
 
-def test_shedding_needs_the_policy_that_knows_costs(small_model: Path, tmp_path: Path) -> None:
-    options = ("--shed-hopeless", "--policy", "fcfs", "--port", "0", "--data-dir", str(tmp_path))
-    result = run_cli_here("serve", str(small_model), *options)
-    assert result.returncode == 1
-    assert "--shed-hopeless needs --policy slo" in result.stderr
-
-
 def test_a_data_folder_that_is_taken_is_refused_before_an_engine_is_launched(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_model: Path, tmp_path: Path, refused_early: RefusedEarly
 ) -> None:
     lock = DataFolderLock(tmp_path, "http://127.0.0.1:1")
     lock.acquire()
     part = f"is in use by the server with process id {os.getpid()} at http://127.0.0.1:1"
-    assert_refused_early(monkeypatch, small_model, tmp_path, part)
+    refused_early(small_model, part)
     lock.release()
 
 
@@ -354,36 +351,40 @@ def test_a_data_folder_that_is_taken_is_refused_before_an_engine_is_launched(
     ],
 )
 def test_what_is_wrong_whatever_the_model_is_refused_before_it_is_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], part: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refused_early: RefusedEarly,
+    arguments: tuple[str, ...],
+    part: str,
 ) -> None:
     monkeypatch.setattr("backfill.cli.serve.find_folder", lambda _: pytest.fail("the model is looked for"))
     options = [argument.format(folder=tmp_path) for argument in arguments]
-    assert_refused_early(monkeypatch, Path("org/model"), tmp_path, part, *options)
+    refused_early(Path("org/model"), part, *options)
 
 
 def test_a_revision_of_a_folder_is_refused_by_the_name_of_the_option(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_model: Path, refused_early: RefusedEarly
 ) -> None:
     part = f"--revision is only for models of the Hugging Face hub, and {small_model} is not one."
-    assert_refused_early(monkeypatch, small_model, tmp_path, part, "--revision", "main")
+    refused_early(small_model, part, "--revision", "main")
 
 
 @pytest.mark.parametrize("batch_api", ["--batch-api", "--no-batch-api"])
 @pytest.mark.parametrize("below", ["", "/data", "/data/data"])
 def test_a_data_folder_that_is_a_file_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str, batch_api: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused_early: RefusedEarly, below: str, batch_api: str
 ) -> None:
     monkeypatch.setattr("backfill.cli.serve.find_folder", lambda _: pytest.fail("the model is looked for"))
     file = tmp_path / "file"
     file.touch()
     data_dir = Path(f"{file}{below}")
     part = f"--data-dir {data_dir} cannot be written: {file} is no folder."
-    assert_refused_early(monkeypatch, tmp_path, data_dir, part, batch_api)
+    refused_early(tmp_path, part, batch_api, data_dir=data_dir)
 
 
 @pytest.mark.parametrize("batch_api", ["--batch-api", "--no-batch-api"])
 def test_a_data_folder_that_cannot_be_written_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_api: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused_early: RefusedEarly, batch_api: str
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
 
@@ -392,7 +393,7 @@ def test_a_data_folder_that_cannot_be_written_is_told(
 
     monkeypatch.setattr("filelock.FileLock.acquire", refuse)
     part = f"--data-dir {tmp_path} cannot be written: Permission denied."
-    assert_refused_early(monkeypatch, tmp_path, tmp_path, part, batch_api)
+    refused_early(tmp_path, part, batch_api)
 
 
 @pytest.mark.parametrize("on_ray", [False, True])

@@ -77,6 +77,13 @@ def make_rows(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x, random_rows(generator, NUM_ROWS, HIDDEN, dtype=dtype)
 
 
+def make_plain() -> tuple[CpuKernels, Layer, Tensor, Tensor, DecoderInputs]:
+    """A layer of floats without norms of heads, and what it runs on."""
+    kernels, dtype = CpuKernels(), torch.float32
+    layer = make_layer(kernels, dtype, 0, has_norms=False)
+    return kernels, layer, *make_rows(dtype), DecoderInputs(*make_kv(dtype), NUM_HEADS, None, SCALE, EPS)
+
+
 @pytest.mark.parametrize("bits", [0, 4, 8])
 @pytest.mark.parametrize(("has_residual", "has_norms"), [(True, False), (False, True)])
 def test_attention_block(
@@ -146,17 +153,13 @@ def test_decoder_layers(
 @pytest.mark.parametrize("layers_apart", [1, 2, 3, 4, 5])
 def test_layers_stop_where_a_word_says_so(way: Callable[..., tuple[Tensor, int]], layers_apart: int) -> None:
     """A word that is written while they run: here by one of them, as part of its KV."""
-    kernels = CpuKernels()
-    first_delta, first_residual = make_rows(torch.float32)
-    first_pool, batch = make_kv(torch.float32)
-    first_pool = torch.cat((first_pool, first_pool), dim=1)
-    layer = make_layer(kernels, torch.float32, 0, has_norms=False)
+    kernels, layer, first_delta, first_residual, first_inputs = make_plain()
+    first_pool = torch.cat([first_inputs.kv_pool] * 2, dim=1)
     layers = [layer, replace(layer, input_norm=layer.input_norm * 2)] * 2
-    block, slot = divmod(int(batch.slot_mapping[0]), BLOCK_SIZE)
+    block, slot = divmod(int(first_inputs.batch.slot_mapping[0]), BLOCK_SIZE)
 
     def begin() -> tuple[Tensor, DecoderInputs]:
-        pool = first_pool.clone()
-        return first_residual.clone(), DecoderInputs(pool, batch, NUM_HEADS, None, SCALE, EPS)
+        return first_residual.clone(), first_inputs._replace(kv_pool=first_pool.clone())
 
     expected_residual, whole = begin()
     expected, done = way(kernels, layers, expected_residual, first_delta, 0, whole)
@@ -193,13 +196,11 @@ def test_mlp_block(
 
 
 def test_parts_of_several_formats_are_computed_by_operators() -> None:
-    kernels = CpuKernels()
-    layer = make_layer(kernels, torch.float32, 0, has_norms=False)
+    kernels, layer, x, residual, _ = make_plain()
     generator = seeded("parts")
     parts = [random_rows(generator, size, HIDDEN, dtype=torch.float32) / 14 for size in (INNER, INNER)]
     both = ConcatenatedLinear([kernels.linear(parts[0].clone()), kernels.linear(quantize(parts[1], 8))])
     assert not isinstance(gated := kernels.gated(both), CpuLinear)
-    x, residual = make_rows(torch.float32)
     normed = kernels.add_rms_norm(x, residual.clone(), layer.post_attention_norm, EPS)
     expected = layer.down(kernels.silu_and_mul(both(normed)))
     assert torch.equal(kernels.mlp_block(replace(layer, gate_up=gated), x, residual, EPS), expected)
@@ -233,43 +234,26 @@ def test_without_scratch_memory_a_block_raises_and_changes_nothing(
     ],
 )
 def test_attention_block_refuses(named: str, change: Callable[[Layer], Layer]) -> None:
-    kernels = CpuKernels()
-    layer = change(make_layer(kernels, torch.float32, 0, has_norms=False))
-    x, residual = make_rows(torch.float32)
-    pool, batch = make_kv(torch.float32)
+    kernels, layer, x, residual, inputs = make_plain()
     with pytest.raises(ValueError, match=f"^{named}:"):
-        kernels.attention_block(
-            layer, x, residual, 0, DecoderInputs(pool, batch, NUM_HEADS, None, SCALE, EPS)
-        )
+        kernels.attention_block(change(layer), x, residual, 0, inputs)
 
 
 def test_attention_block_refuses_other_rows_kv_and_scales() -> None:
-    kernels = CpuKernels()
-    layer = make_layer(kernels, torch.float32, 0, has_norms=False)
-    x, residual = make_rows(torch.float32)
-    pool, batch = make_kv(torch.float32)
-
-    def run(x: Tensor, residual: Tensor, pool: Tensor, scale: float) -> None:
-        kernels.attention_block(
-            layer, x, residual, 0, DecoderInputs(pool, batch, NUM_HEADS, None, scale, EPS)
-        )
-
-    with pytest.raises(ValueError, match=r"^x:"):
-        run(x[1:], residual[1:], pool, SCALE)
-    with pytest.raises(ValueError, match=r"^residual:"):
-        run(x, residual[1:], pool, SCALE)
-    with pytest.raises(ValueError, match=r"^residual:"):
-        run(x, residual.to("meta"), pool, SCALE)
-    with pytest.raises(ValueError, match=r"^kv_pool:"):
-        run(x, residual, pool.bfloat16(), SCALE)
-    with pytest.raises(ValueError, match=r"^scale:"):
-        run(x, residual, pool, 0.0)
+    kernels, layer, x, residual, inputs = make_plain()
+    for named, rows, other_residual, other_inputs in (
+        ("x", x[1:], residual[1:], inputs),
+        ("residual", x, residual[1:], inputs),
+        ("residual", x, residual.to("meta"), inputs),
+        ("kv_pool", x, residual, inputs._replace(kv_pool=inputs.kv_pool.bfloat16())),
+        ("scale", x, residual, inputs._replace(scale=0.0)),
+    ):
+        with pytest.raises(ValueError, match=f"^{named}:"):
+            kernels.attention_block(layer, rows, other_residual, 0, other_inputs)
 
 
 def test_mlp_block_refuses() -> None:
-    kernels = CpuKernels()
-    layer = make_layer(kernels, torch.float32, 0, has_norms=False)
-    x, residual = make_rows(torch.float32)
+    kernels, layer, x, residual, _ = make_plain()
     for changed in (replace(layer, gate_up=layer.down), replace(layer, down=layer.qkv)):
         with pytest.raises(ValueError, match=r"^x:"):
             kernels.mlp_block(changed, x, residual, EPS)
@@ -280,16 +264,11 @@ def test_mlp_block_refuses() -> None:
 @pytest.mark.parametrize("part", ["output", "down"])
 def test_decoder_layers_refuse_a_layer_whose_rows_have_another_width(part: str) -> None:
     """Of any layer: its rows would be written beyond the result."""
-    kernels = CpuKernels()
-    layer = make_layer(kernels, torch.float32, 0, has_norms=False)
+    kernels, layer, x, residual, inputs = make_plain()
     in_features = getattr(layer, part).in_features
     wide = kernels.linear(random_rows(seeded("wide"), HIDDEN + 32, in_features, dtype=torch.float32))
     changed = replace(layer, output=wide) if part == "output" else replace(layer, down=wide)
     layers = [layer, changed]
-    x, residual = make_rows(torch.float32)
-    pool, batch = make_kv(torch.float32)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^x:"):
-            kernels.decoder_layers(
-                layers, residual, x, 0, DecoderInputs(pool, batch, NUM_HEADS, None, SCALE, EPS)
-            )
+            kernels.decoder_layers(layers, residual, x, 0, inputs)

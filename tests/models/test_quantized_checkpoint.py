@@ -73,6 +73,24 @@ def write_matrix(folder: Path, case: Case, shape: tuple[int, int]) -> tuple[dict
     return tensors, values
 
 
+def change_stored(folder: Path, end: str, changed: Callable[[Tensor], Tensor | None]) -> None:
+    """Of the first tensor whose name ends so; None: it is left out."""
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith(end))
+    tensor = changed(tensors.pop(name))
+    if tensor is not None:
+        tensors[name] = tensor.contiguous()
+    save_file(tensors, folder / "model.safetensors")
+
+
+def without(tensor: Tensor) -> None:
+    pass
+
+
+def without_last(tensor: Tensor) -> Tensor:
+    return tensor[:-1]
+
+
 @pytest.mark.parametrize("label", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_of_matrices_and_parts(label: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -180,27 +198,17 @@ def test_what_is_seen_before_an_engine_starts(label: str, tmp_path: Path) -> Non
             r"qweight is F32 .* expected I32 .* for awq of 4 bits",
         ),
         ("awq", "scales", lambda scales: scales.int(), r"scales is I32 .* expected F16 or BF16 or F32"),
-        (
-            "gptq",
-            "qweight",
-            lambda codes: codes[:-1],
-            r"gptq of 4 bits in groups of 32 \(quantization_config",
-        ),
-        ("gptq", "qzeros", lambda zeros: None, r"qzeros \[.*\] is missing"),
+        ("gptq", "qweight", without_last, r"gptq of 4 bits in groups of 32 \(quantization_config"),
+        ("gptq", "qzeros", without, r"qzeros \[.*\] is missing"),
         ("pack-quantized", "weight_scale", lambda scales: scales[:, :1], "weight_scale is .* expected"),
-        ("int-quantized", "weight_scale", lambda scales: None, r"weight_scale \[.*\] is missing"),
+        ("int-quantized", "weight_scale", without, r"weight_scale \[.*\] is missing"),
     ],
 )
 def test_tensors_that_do_not_fit_the_configuration_are_refused_before_an_engine_starts(
     layout: str, kind: str, changed: Callable[[Tensor], Tensor | None], message: str, tmp_path: Path
 ) -> None:
     save_quantized_model(Case(layout), tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    name = next(name for name in tensors if name.endswith(f"down_proj.{kind}"))
-    tensor = changed(tensors.pop(name))
-    if tensor is not None:
-        tensors[name] = tensor.contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
+    change_stored(tmp_path, f"down_proj.{kind}", changed)
     with pytest.raises(CorruptModel, match=message):
         check_weights(tmp_path, "auto", ModelConfig.from_folder(tmp_path))
 
@@ -240,58 +248,50 @@ def test_symmetric_codes_with_other_zero_points_keep_them(layout: str, tmp_path:
 
 @pytest.mark.parametrize("layout", ["awq", "gptq"])
 def test_symmetric_codes_need_no_zero_points(layout: str, tmp_path: Path) -> None:
-    tensors, values = write_matrix(tmp_path, Case(layout, is_symmetric=True), (72, 64))
-    del tensors[f"{NAME}.qzeros"]
-    save_file(tensors, tmp_path / "model.safetensors")
+    _, values = write_matrix(tmp_path, Case(layout, is_symmetric=True), (72, 64))
+    change_stored(tmp_path, "qzeros", without)
     checkpoint = open_checkpoint(tmp_path, dtype=torch.float32, quantization="auto")
     assert torch.equal(dequantized(checkpoint.weight(f"{NAME}.weight", (72, 64))), values)
 
 
 def test_reordered_inputs_are_refused_when_opening(tmp_path: Path) -> None:
-    tensors, _ = write_matrix(tmp_path, Case("gptq"), (72, 64))
-    tensors[f"{NAME}.g_idx"] = tensors[f"{NAME}.g_idx"].flip(0).contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
+    write_matrix(tmp_path, Case("gptq"), (72, 64))
+    change_stored(tmp_path, "g_idx", lambda groups: groups.flip(0))
     with pytest.raises(UnsupportedModel, match=r"q_proj\.g_idx has groups .*desc_act.* neighbouring inputs"):
         open_checkpoint(tmp_path, dtype=torch.float32, quantization="auto")
 
 
 @pytest.mark.parametrize(
-    ("layout", "changed", "message"),
+    ("layout", "kind", "changed", "message"),
     [
-        ("gptq", "qweight", r"q_proj\.qweight has shape \[7, 72\], expected \[8, 72\]"),
-        ("gptq", "scales", r"q_proj\.scales has shape \[1, 72\], expected \[2, 72\]"),
-        ("awq", "qzeros", r"q_proj\.qzeros has shape \[1, 9\], expected \[2, 9\]"),
-        ("pack-quantized", "weight_shape", r"q_proj\.weight_shape has shape \[1\]"),
-        ("pack-quantized", "weight_zero_point", r"weight_zero_point has shape \[8, 2\], expected \[9, 2\]"),
+        ("gptq", "qweight", without_last, r"q_proj\.qweight has shape \[7, 72\], expected \[8, 72\]"),
+        ("gptq", "scales", without_last, r"q_proj\.scales has shape \[1, 72\], expected \[2, 72\]"),
+        ("awq", "qzeros", without_last, r"q_proj\.qzeros has shape \[1, 9\], expected \[2, 9\]"),
+        ("pack-quantized", "weight_shape", without_last, r"q_proj\.weight_shape has shape \[1\]"),
+        (
+            "pack-quantized",
+            "weight_zero_point",
+            without_last,
+            r"weight_zero_point has shape \[8, 2\], expected \[9, 2\]",
+        ),
+        ("awq", "scales", without, r"tensor .*q_proj\.scales \[2, 72\] is missing"),
+        ("awq", "qzeros", without, r"qzeros \[2, 9\] is missing"),
+        ("awq", "scales", lambda scales: scales * torch.inf, r"tensor .* has scales .*finite"),
+        ("awq", "scales", lambda scales: scales.int(), r"scales is torch\.int32, expected floats"),
+        (
+            "pack-quantized",
+            "weight_shape",
+            lambda shape: torch.tensor([72, 60]),
+            r"has shape \[72, 60\], expected",
+        ),
+        ("int-quantized", "weight", lambda codes: torch.full_like(codes, 9), "more than 4 bits"),
     ],
 )
-def test_misshapen_tensors_are_named(layout: str, changed: str, message: str, tmp_path: Path) -> None:
-    tensors, _ = write_matrix(tmp_path, Case(layout), (72, 64))
-    tensors[f"{NAME}.{changed}"] = tensors[f"{NAME}.{changed}"][:-1].contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
-    checkpoint = open_checkpoint(tmp_path, dtype=torch.float32, quantization="auto")
-    with pytest.raises(CorruptModel, match=message):
-        checkpoint.weight(f"{NAME}.weight", (72, 64))
-
-
-@pytest.mark.parametrize(
-    ("layout", "changed", "message"),
-    [
-        ("awq", {"scales": None}, r"tensor .*q_proj\.scales \[2, 72\] is missing"),
-        ("awq", {"qzeros": None}, r"qzeros \[2, 9\] is missing"),
-        ("awq", {"scales": torch.full((2, 72), torch.inf).half()}, r"tensor .* has scales .*finite"),
-        ("awq", {"scales": torch.ones(2, 72, dtype=torch.int32)}, r"scales is torch\.int32, expected floats"),
-        ("pack-quantized", {"weight_shape": torch.tensor([72, 60])}, r"has shape \[72, 60\], expected"),
-        ("int-quantized", {"weight": torch.full((72, 64), 9, dtype=torch.int8)}, "more than 4 bits"),
-    ],
-)  # fmt: skip
 def test_damaged_matrices_are_named(
-    layout: str, changed: dict[str, Tensor | None], message: str, tmp_path: Path
+    layout: str, kind: str, changed: Callable[[Tensor], Tensor | None], message: str, tmp_path: Path
 ) -> None:
-    tensors, _ = write_matrix(tmp_path, Case(layout), (72, 64))
-    tensors |= {f"{NAME}.{key}": tensor for key, tensor in changed.items() if tensor is not None}
-    missing = {f"{NAME}.{key}" for key, tensor in changed.items() if tensor is None}
-    save_file({name: tensors[name] for name in tensors.keys() - missing}, tmp_path / "model.safetensors")
+    write_matrix(tmp_path, Case(layout), (72, 64))
+    change_stored(tmp_path, f"{NAME}.{kind}", changed)
     checkpoint = open_checkpoint(tmp_path, dtype=torch.float32, quantization="auto")
     with pytest.raises(CorruptModel, match=message):
         checkpoint.weight(f"{NAME}.weight", (72, 64))
