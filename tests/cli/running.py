@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -67,3 +69,11 @@ def run_cli_here(*arguments: str, commands: App = app) -> subprocess.CompletedPr
     return subprocess.CompletedProcess(
         arguments, int(ended.value.code or 0), stdout.getvalue(), stderr.getvalue()
     )
+
+
+def run_to_json(*arguments: str, commands: App = app) -> tuple[str, Any]:
+    """Of a command that succeeds: what it prints before the last line, and the JSON in that."""
+    done = run_cli_here(*arguments, commands=commands)
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    return "\n".join(lines), json.loads(last)

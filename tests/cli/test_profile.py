@@ -11,7 +11,7 @@ import pytest
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile
 from backfill.offloading.record import PerformanceRecord
-from tests.cli.running import assert_refused, run_cli_here
+from tests.cli.running import assert_refused, run_cli_here, run_to_json
 from tests.models.tiny import save_tiny_llama_config
 
 SMALL = ("--load-format", "dummy", "--device", "cpu", "--dtype", "float32", "--kv-gib", "0.01")
@@ -70,23 +70,23 @@ def test_without_a_file_it_goes_where_serve_looks(model: str, cache: Path, tmp_p
 
 def test_a_performance_record_is_measured_written_and_printed(model: str, cache: Path) -> None:
     """The table is as wide as 80 columns allow, and nothing in it is cut."""
-    done = run_cli_here("profile", model, *SMALL, "--offload", "--quick", "--json", "--tpot-slo", "1000")
-    assert done.returncode == 0, done.stderr
+    printed, content = run_to_json(
+        "profile", model, *SMALL, "--offload", "--quick", "--json", "--tpot-slo", "1000"
+    )
     (path,) = (cache / "profiles").glob("*.offload.json")
     record = PerformanceRecord.load(path)
-    content = json.loads(done.stdout.splitlines()[-1])
     assert content["path"] == str(path)
     assert content["objectives"] == {"ttft_s": 1.0, "tpot_s": 1000.0}
     assert content["transfer_s"] == record.transfer_s == max(content["alone_s"], content["beside_s"])
-    assert "…" not in done.stdout
-    rows = [line.strip("│ ").split() for line in done.stdout.splitlines() if line.startswith("│")]
+    assert "…" not in printed
+    rows = [line.strip("│ ").split() for line in printed.splitlines() if line.startswith("│")]
     cells = [[cell for cell in row if cell != "│"] for row in rows]
     assert [each[:3] for each in cells] == [
         [each.phase, str(each.batch_size), str(each.length)] for each in record.loads
     ]
     assert {each[6] for each in cells if each[0] == "decode"} == {"1"}
     assert [str(each["interval"]) for each in content["loads"]] == [each[6] for each in cells]
-    assert all(len(line) <= 80 for line in done.stdout.splitlines() if line.startswith(("│", "┃")))
+    assert all(len(line) <= 80 for line in printed.splitlines() if line.startswith(("│", "┃")))
 
 
 @pytest.mark.slow  # what is measured: tests/parallel/test_rank_records.py

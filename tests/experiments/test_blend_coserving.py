@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
@@ -23,7 +22,7 @@ from experiments.blendserve.overlap import INTERFERENCE, OverlappedCostModel
 from experiments.blendserve.pool import HARDWARE
 from experiments.blendserve.sources import SOURCES
 from experiments.blendserve.traffic import KINDS, OnlineTraffic
-from tests.cli.running import assert_fits, run_cli_here
+from tests.cli.running import assert_fits, run_to_json
 
 TINY = Coserving(traffics="alternating", density=2.5, requests=280, phase=3.0, duration=100.0)
 
@@ -103,13 +102,11 @@ def test_figures_are_means_over_seeds() -> None:
 
 @pytest.mark.usefixtures("_invented_runs")
 def test_the_command_prints_a_table_of_each_traffic_and_ends_with_json() -> None:
-    done = run_cli_here("blendserve", "coserving", "--requests", "500", "--json", commands=app)
-    assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout.splitlines()[-1])
+    printed, content = run_to_json("blendserve", "coserving", "--requests", "500", "--json", commands=app)
     assert content["traffics"]["steady"]["blend"]["of_optimum"] == pytest.approx(0.6)
     for text in ("alternating traffic, load 0.4", "steady traffic", "blend-online"):
-        assert text in done.stdout
-    assert_fits("\n".join(done.stdout.splitlines()[:-1]))
+        assert text in printed
+    assert_fits(printed)
 
 
 MODEL = WorkModel.of(

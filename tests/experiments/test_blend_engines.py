@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from backfill.core.errors import ConfigError
@@ -9,7 +7,7 @@ from backfill.simulation.study import run_study
 from experiments.__main__ import app
 from experiments.blendserve.engines import SPLITS, EnginesResult, EnginesStudy, run_engines
 from experiments.blendserve.groups import GroupSpec
-from tests.cli.running import assert_fits, run_cli_here
+from tests.cli.running import assert_fits, run_to_json
 
 SPEC = GroupSpec("sharegpt", 1.0, 300, 1)
 
@@ -33,15 +31,14 @@ def test_parts_of_a_sorted_file_differ_most(results: dict[str, EnginesResult]) -
 
 
 def test_the_command_prints_a_table_and_ends_with_json() -> None:
-    done = run_cli_here(
+    printed, content = run_to_json(
         "blendserve", "engines", "--requests", "100", "--splits", "ends,pairs", "--json", commands=app
     )
-    assert done.returncode == 0, done.stderr
-    batch = json.loads(done.stdout.splitlines()[-1])["batches"]["sharegpt"]
+    batch = content["batches"]["sharegpt"]
     assert set(batch) == {"ends", "pairs"}
     assert batch["ends"]["seconds_by_seed"] == [batch["ends"]["seconds"]]
-    assert "speed / ends" in done.stdout
-    assert_fits("\n".join(done.stdout.splitlines()[:-1]))
+    assert "speed / ends" in printed
+    assert_fits(printed)
 
 
 def test_lines_that_others_have_answered_do_not_run(results: dict[str, EnginesResult]) -> None:

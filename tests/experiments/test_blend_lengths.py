@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -26,7 +25,7 @@ from experiments.blendserve.lengths import (
     run_lengths,
 )
 from experiments.blendserve.mix import A100_LLAMA_3_8B
-from tests.cli.running import assert_fits, run_cli_here
+from tests.cli.running import assert_fits, run_to_json
 
 SPEC = GroupSpec("sharegpt", 1.0, 500, 1)
 
@@ -134,11 +133,9 @@ def test_figures_are_means_and_errors_do_not_cancel_out() -> None:
 
 @pytest.mark.usefixtures("_invented_runs")
 def test_the_command_prints_a_table_and_ends_with_json() -> None:
-    done = run_cli_here("blendserve", "lengths", "--requests", "100", "--json", commands=app)
-    assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout.splitlines()[-1])
+    printed, content = run_to_json("blendserve", "lengths", "--requests", "100", "--json", commands=app)
     assert set(content["pools"]) == {"sharegpt", "lmsys"}
     assert content["pools"]["lmsys"]["moments"]["of_optimum"] == pytest.approx(80 / 110)
     for text in ("pool-mean", "1.100"):
-        assert text in done.stdout
-    assert_fits("\n".join(done.stdout.splitlines()[:-1]))
+        assert text in printed
+    assert_fits(printed)

@@ -16,7 +16,7 @@ from experiments.blendserve.mix import MixSpec
 from experiments.blendserve.points import add_point, read_points, settings_of
 from experiments.blendserve.pool import PoolResult
 from experiments.blendserve.result import Target
-from tests.cli.running import run_cli_here
+from tests.cli.running import run_cli_here, run_to_json
 from tests.experiments.blend_doubles import invented
 
 GRID = ("blendserve", "grid", "--requests", "2000", "--sharings", "0.4", "--plot", "grid.png")
@@ -49,14 +49,11 @@ def test_an_interrupted_grid_goes_on() -> None:
     RAN.clear()
     with Path("points.jsonl").open("a") as file:
         file.write('{"settings": {"hardw')  # was being written
-    resumed = run_cli_here(
-        *GRID, "--densities", "0.8,0.9,1.0", "--output", "points.jsonl", "--json", commands=app
-    )
-    assert resumed.returncode == 0, resumed.stderr
-    assert "2 of 3 points are in points.jsonl" in resumed.stdout
+    whole_grid = (*GRID, "--densities", "0.8,0.9,1.0", "--json")
+    printed, resumed = run_to_json(*whole_grid, "--output", "points.jsonl", commands=app)
+    assert "2 of 3 points are in points.jsonl" in printed
     assert RAN == [(1.0, "dfs"), (1.0, "blend")]
-    whole = run_cli_here(*GRID, "--densities", "0.8,0.9,1.0", "--json", commands=app)
-    assert json.loads(resumed.stdout.splitlines()[-1]) == json.loads(whole.stdout.splitlines()[-1])
+    assert run_to_json(*whole_grid, commands=app)[1] == resumed
     lines = [json.loads(line) for line in Path("points.jsonl").read_text().splitlines()]
     assert [line["target"]["density"] for line in lines] == [0.8, 0.9, 1.0]
     assert lines[0]["settings"]["num_requests"] == 2000

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from experiments.blendserve.result import (
     BlendPoint,
     speedups_of,
 )
-from tests.cli.running import assert_fits, run_cli_here
+from tests.cli.running import assert_fits, run_cli_here, run_to_json
 from tests.experiments.blend_doubles import invented
 
 SMALL = Grid(densities="0.8,0.9", sharings="0.4", requests=2000)
@@ -55,15 +54,13 @@ def test_every_order_runs_on_every_pool(points: list[BlendPoint]) -> None:
 
 def test_the_grid_command_prints_a_table_and_ends_with_json(tmp_path: Path) -> None:
     plot = tmp_path / "grid.png"
-    done = run_cli_here(
+    printed, content = run_to_json(
         "blendserve", "grid", "--requests", "4000", "--densities", "0.8,0.9",
         "--sharings", "0.4", "--seeds", "2", "--json", "--plot", str(plot), commands=app,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout.splitlines()[-1])
     assert [each["target"]["density"] for each in content["points"]] == [0.8, 0.9]
     assert set(content["points"][0]["orders"]) == {"dfs", "blend"}
-    assert "mean 1.250, 1.250 to 1.250 (paper: 1.225, 1.14 to 1.34)" in done.stdout
+    assert "mean 1.250, 1.250 to 1.250 (paper: 1.225, 1.14 to 1.34)" in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -94,14 +91,12 @@ def test_the_other_commands_print_their_pools(tmp_path: Path) -> None:
         assert text in done.stdout
     assert_fits(done.stdout)
     plot = tmp_path / "usage.png"
-    done = run_cli_here(
+    printed, content = run_to_json(
         "blendserve", "usage", *common, "--trace", "1", "--plot", str(plot), "--json", commands=app
     )
-    assert done.returncode == 0, done.stderr
-    *lines, content = done.stdout.splitlines()
-    assert_fits("\n".join(lines))
-    assert re.search(r"0% to 10% +│ +4\.1 │ +95\.9 │ +4\.1 │ +95\.9 ", done.stdout)
-    usage = json.loads(content)["usage"]
+    assert_fits(printed)
+    assert re.search(r"0% to 10% +│ +4\.1 │ +95\.9 │ +4\.1 │ +95\.9 ", printed)
+    usage = content["usage"]
     assert set(usage) == {"dfs", "blend"}
     assert usage["dfs"]["num_steps"] == 500
     assert usage["dfs"]["compute_s"] == pytest.approx(np.linspace(0.0, 0.1, 50).tolist())

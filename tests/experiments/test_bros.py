@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ from experiments.bros.tradeoff import (
 )
 from experiments.workloads import gamma_workload
 from tests.builders import make_profile
-from tests.cli.running import assert_fits, run_cli_here
+from tests.cli.running import assert_fits, run_to_json
 
 TINY = Tradeoff(models="opt-13b", workloads="sharegpt", rates="4,1", duration=8.0)
 
@@ -127,18 +126,16 @@ def test_online_lengths_come_from_a_file(tmp_path: Path) -> None:
 
 def test_tradeoff_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
     plot = tmp_path / "bros.png"
-    done = run_cli_here(
+    printed, content = run_to_json(
         "bros", "tradeoff", "--models", "opt-13b", "--workloads", "lmsys", "--rates", "2",
         "--duration", "5", "--json", "--plot", str(plot), commands=app,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout.splitlines()[-1])
     (point,) = content["points"]
     assert point["is_feasible"] is True
     assert set(point["policies"]["slo"]) == set(FIGURES)
     assert content["summary"]["lmsys"]["slo"]["over round-robin"]["latency_reduction"] is not None
     assert content["paper"]["lmsys"]["bros"]["over fcfs"]["latency_reduction"] == 0.6961
-    assert "(paper)" in done.stdout
+    assert "(paper)" in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -180,20 +177,18 @@ def test_late_recomputation_has_a_policy_of_its_own(monkeypatch: pytest.MonkeyPa
 
 def test_cache_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
     plot = tmp_path / "cache.png"
-    done = run_cli_here(
+    printed, content = run_to_json(
         "bros", "cache", "--workloads", "sharegpt", "--duration", "8", "--rates", "14",
         "--policies", f"{BASELINES[1]},{BIDIRECTIONAL}", "--json", "--plot", str(plot), commands=app,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout.splitlines()[-1])
     (point,) = content["points"]
     assert (point["model"], point["rate_per_s"]) == ("opt-30b", 14)
     assert point["policies"][BASELINES[1]]["shared"] == 0
     shared = point["policies"][BIDIRECTIONAL]
     assert set(shared[f"over {BASELINES[1]}"]) == set(PAPER_RATIOS)
-    assert_fits(done.stdout)
-    assert f"attainments over those of {BASELINES[1]}" in " ".join(done.stdout.split())
-    assert "(paper)" in done.stdout
+    assert_fits(printed)
+    assert f"attainments over those of {BASELINES[1]}" in " ".join(printed.split())
+    assert "(paper)" in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -231,18 +226,16 @@ def test_a_trace_without_a_step_is_refused() -> None:
 
 def test_overhead_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
     plot = tmp_path / "overhead.png"
-    done = run_cli_here(
+    printed, content = run_to_json(
         "bros", "overhead", "--models", "opt-13b", "--workloads", "lmsys", "--rates", "4",
         "--duration", "1", "--repeats", "1", "--json", "--plot", str(plot), commands=app,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout.splitlines()[-1])
     (point,) = content["points"]
     assert set(point["policies"]) == {"bros", "bros-checkpoint"}
     assert 0 < point["policies"]["bros"]["share"] < 1
     assert content["paper"]["opt-30b"]["share"] == [0.0756, 0.0842]
-    assert "9.12% to 9.52%" in done.stdout
-    assert_fits(done.stdout)
+    assert "9.12% to 9.52%" in printed
+    assert_fits(printed)
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

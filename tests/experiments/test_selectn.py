@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +40,7 @@ from experiments.selectn.units import (
     MaxLengthUnit,
     objective_s,
 )
-from tests.cli.running import run_cli_here
+from tests.cli.running import run_to_json
 from tests.shared import examples
 
 FIGURES: dict[str, Selectn] = {kind.scenario: kind() for kind in STUDIES}
@@ -212,12 +211,9 @@ def test_the_command_prints_tables_of_80_columns_and_json(
     plot = tmp_path / "plot.png"
     monkeypatch.setattr("experiments.selectn.figures.BATCH_SLOS_S", (0.55,))
     arguments = ("--batches", "4", "--steps", "100", "--plot", str(plot), "--json")
-    done = run_cli_here("selectn", "memory", *arguments, commands=app)
-    assert done.returncode == 0, done.stderr
-    *lines, last = done.stdout.splitlines()
-    assert max(len(line) for line in lines if str(plot) not in line) <= 80
-    assert "…" not in done.stdout
-    content = json.loads(last)
+    printed, content = run_to_json("selectn", "memory", *arguments, commands=app)
+    assert max(len(line) for line in printed.splitlines() if str(plot) not in line) <= 80
+    assert "…" not in printed
     assert content["scenario"] == "selectn-memory"
     assert {row["system"] for row in content["rows"]} == {SELECT_N, *FLEXGEN}
     assert any("A10" in line for line in content["settings"])

@@ -227,6 +227,15 @@ class TwoTokens:
         return "two tokens"
 
 
+def make_preparer(**options: Any) -> RequestPreparer:
+    model = ServedModel(names=("m",), root="m", folder=Path(), created=0)
+    preparer = RequestPreparer(model, cast(Tokenizer, TwoTokens()), GenerationDefaults(), **options)
+    preparer.facts = EngineFacts(
+        info=make_info(), default_slo=SLO(1.0, 0.1), profile=None, scheduler=SchedulerConfig()
+    )
+    return preparer
+
+
 def refusal_of(work: Callable[[], object]) -> tuple[str, str | None, str | None] | None:
     try:
         work()
@@ -285,11 +294,7 @@ def refusal_of(work: Callable[[], object]) -> tuple[str, str | None, str | None]
 def test_a_line_is_refused_for_what_the_run_would_refuse_it_for(
     endpoint: GenerationEndpoint, fields: dict[str, Any], is_refused: bool
 ) -> None:
-    model = ServedModel(names=("m",), root="m", folder=Path(), created=0)
-    preparer = RequestPreparer(model, cast(Tokenizer, TwoTokens()), GenerationDefaults())
-    preparer.facts = EngineFacts(
-        info=make_info(), default_slo=SLO(1.0, 0.1), profile=None, scheduler=SchedulerConfig()
-    )
+    preparer = make_preparer()
     raw = json.dumps({**(PROMPT if endpoint == "/v1/completions" else CHAT), **fields}).encode()
     at_the_run = refusal_of(lambda: preparer.prepare(endpoint, raw, RequestContext(is_batch_line=True)))
     before = refusal_of(lambda: preparer.line_check.check(parse_generation(endpoint, raw)))
@@ -323,12 +328,7 @@ def test_max_tokens_are_bounded_by_the_size_of_the_response(
     ],
 )
 def test_what_is_returned_of_prompts_is_bounded(fields: dict[str, Any], param: str | None) -> None:
-    model = ServedModel(names=("m",), root="m", folder=Path(), created=0)
-    tokenizer = cast(Tokenizer, TwoTokens())
-    preparer = RequestPreparer(model, tokenizer, GenerationDefaults(), max_response_tokens=42)
-    preparer.facts = EngineFacts(
-        info=make_info(), default_slo=SLO(1.0, 0.1), profile=None, scheduler=SchedulerConfig()
-    )
+    preparer = make_preparer(max_response_tokens=42)
     raw = json.dumps({**PROMPT, "max_tokens": 1, **fields}).encode()
     refused = refusal_of(lambda: preparer.prepare("/v1/completions", raw, RequestContext()))
     assert (refused and refused[1]) == param

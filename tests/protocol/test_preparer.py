@@ -39,12 +39,16 @@ def make_preparer(profile: CostProfile | None = None, policy: PolicyName = "slo"
     return preparer
 
 
+def ask(preparer: RequestPreparer, context: RequestContext | None = None, **fields: object) -> Generation:
+    """Prepare a short request with these fields."""
+    raw = json.dumps({"prompt": [5], "max_tokens": 1, **fields}).encode()
+    return preparer.prepare("/v1/completions", raw, context or RequestContext())
+
+
 def prepare(
     profile: CostProfile | None, slo: dict[str, float], num_tokens: int = 100, policy: PolicyName = "slo"
 ) -> Generation:
-    body = {"prompt": [5] * num_tokens, "max_tokens": 1, "slo": slo}
-    preparer = make_preparer(profile, policy)
-    return preparer.prepare("/v1/completions", json.dumps(body).encode(), RequestContext())
+    return ask(make_preparer(profile, policy), prompt=[5] * num_tokens, slo=slo)
 
 
 @pytest.mark.parametrize(
@@ -107,31 +111,23 @@ def test_an_objective_below_its_floor_is_refused_with_the_least_one_offered(
     preparer = make_preparer(policy="priority")
     floors = SchedulerConfig(policy="priority", min_ttft_slo=0.5, min_tpot_slo=0.05)
     preparer.facts = replace(preparer.engine, scheduler=floors)
-    body = {"prompt": [5], "max_tokens": 1}
-
-    def prepare_with(slo: dict[str, float], headers: dict[str, str]) -> Generation:
-        raw = json.dumps({**body, "slo": slo}).encode()
-        return preparer.prepare("/v1/completions", raw, RequestContext(headers=headers))
-
     with pytest.raises(RequestError) as refused:
-        prepare_with(slo, headers)
+        ask(preparer, RequestContext(headers=headers), slo=slo)
     assert refused.value.param == name
     assert str(refused.value) == f"{name} of {asked} is not offered: the least on this server is {least}."
-    assert prepare_with({"ttft": 0.5, "tpot": 0.05}, {}).request.slo == SLO(0.5, 0.05)
+    assert ask(preparer, slo={"ttft": 0.5, "tpot": 0.05}).request.slo == SLO(0.5, 0.05)
 
 
 def test_a_field_out_of_range_is_refused_before_the_prompt_is_tokenized() -> None:
     """Tokenizing a long text takes a hundred times as long as parsing it."""
-    body = b'{"prompt": "a long text", "max_tokens": -1}'
     with pytest.raises(RequestError) as refused:
-        make_preparer().prepare("/v1/completions", body, RequestContext())
+        ask(make_preparer(), prompt="a long text", max_tokens=-1)
     assert refused.value.param == "max_tokens"
 
 
 def test_a_batch_line_brings_no_objectives() -> None:
-    raw = json.dumps({"prompt": [5], "max_tokens": 1, "slo": {"ttft": 50.0}}).encode()
     with pytest.raises(RequestError, match="slo") as refused:
-        make_preparer().prepare("/v1/completions", raw, RequestContext(is_batch_line=True))
+        ask(make_preparer(), RequestContext(is_batch_line=True), slo={"ttft": 50.0})
     assert refused.value.param == "slo"
 
 
@@ -140,8 +136,7 @@ def test_owner_and_salt_go_to_the_engine_and_never_into_a_log(is_batch_line: boo
     context = RequestContext(owner="a-digest", is_batch_line=is_batch_line)
 
     def request_of(**fields: object) -> GenerationRequest:
-        body = json.dumps({"prompt": [5], "max_tokens": 1, **fields}).encode()
-        return make_preparer().prepare("/v1/completions", body, context).request
+        return ask(make_preparer(), context, **fields).request
 
     request = request_of(cache_salt="a-secret")
     assert (request.owner, request.cache_salt) == ("a-digest", "a-secret")
@@ -151,8 +146,7 @@ def test_owner_and_salt_go_to_the_engine_and_never_into_a_log(is_batch_line: boo
 
 
 def prepare_with(headers: dict[str, str], **fields: object) -> Generation:
-    raw = json.dumps({"prompt": [5], "max_tokens": 1, **fields}).encode()
-    return make_preparer().prepare("/v1/completions", raw, RequestContext(headers=headers))
+    return ask(make_preparer(), RequestContext(headers=headers), **fields)
 
 
 def test_a_gateway_s_time_for_an_offline_request_is_its_window() -> None:

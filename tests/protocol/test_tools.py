@@ -97,13 +97,12 @@ def test_what_an_answer_may_be(
 
 
 @pytest.mark.parametrize("template", ["<tool_call>", "[TOOL_CALLS] [", "[TOOL_CALLS] [ARGS]"])
-def test_forced_calls_are_no_more_than_a_message_may_have(preparer: RequestPreparer, template: str) -> None:
-    own = preparer.tokenizer.message_format
-    preparer.tokenizer.message_format = message_format = MessageFormat.of(template)
-    try:
-        generation = prepared(preparer, tool_choice="required", **QUIET)
-    finally:
-        preparer.tokenizer.message_format = own
+def test_forced_calls_are_no_more_than_a_message_may_have(
+    preparer: RequestPreparer, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message_format = MessageFormat.of(template)
+    monkeypatch.setattr(preparer.tokenizer, "message_format", message_format)
+    generation = prepared(preparer, tool_choice="required", **QUIET)
     calls = message_format.forced_calls
     call = calls.begin.replace("{name}", "f") + '{"a": 1}' + calls.end
     for num, is_allowed in ((1, True), (2, True), (MAX_CALLS, True), (MAX_CALLS + 1, False)):
@@ -153,22 +152,19 @@ def test_a_schema_that_cannot_be_used_is_refused_with_its_tool(preparer: Request
 
 
 def test_a_line_whose_tools_the_model_cannot_be_asked_for_is_refused_alone(
-    preparer: RequestPreparer, tmp_path: Path
+    preparer: RequestPreparer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, url = preparer.tokenizer.message_format, "/v1/chat/completions"
+    url = "/v1/chat/completions"
     messages = [{"role": "user", "content": "Rain?"}]
     bodies = [{"messages": messages, "tools": TOOLS, "tool_choice": each} for each in ("auto", "none")]
     lines = [{"custom_id": str(n), "method": "POST", "url": url, "body": b} for n, b in enumerate(bodies)]
     path = tmp_path / "input"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    try:
-        preparer.tokenizer.message_format = MessageFormat()
-        with pytest.raises(RequestError) as raised:
-            prepared(preparer, tool_choice="auto")
-        file = LineFile(LineSelection(path=str(path), max_line_bytes=10_000), preparer.prepare)
-        first, second = file.read(START, 2).lines
-    finally:
-        preparer.tokenizer.message_format = own
+    monkeypatch.setattr(preparer.tokenizer, "message_format", MessageFormat())
+    with pytest.raises(RequestError) as raised:
+        prepared(preparer, tool_choice="auto")
+    file = LineFile(LineSelection(path=str(path), max_line_bytes=10_000), preparer.prepare)
+    first, second = file.read(START, 2).lines
     assert first.refusal == error_of(raised.value) and first.generation is None
     assert second.refusal is None and second.generation is not None
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from backfill.simulation.fleet_study import FleetStudy
 from backfill.simulation.fleet_traffic import answer_token
 from backfill.simulation.study import run_study
 from tests.builders import linear_cost, make_info
-from tests.cli.running import run_cli_here
+from tests.cli.running import run_cli_here, run_to_json
 from tests.integrity import check_scheduler
 
 STUDY = FleetStudy(
@@ -161,10 +160,8 @@ def test_the_command_compares_routers(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     size = ["--replicas", "2", "--rate", "3", "--duration", "2",
             "--kv-tokens", "40000", "--max-num-seqs", "8"]  # fmt: skip
-    result = run_cli_here("simulate", "fleet", *size, "--routers", "slo,round-robin", "--json",
-                          "--plot", "fleet.png")  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    content = json.loads(result.stdout.splitlines()[-1])
+    _, content = run_to_json("simulate", "fleet", *size, "--routers", "slo,round-robin", "--json",
+                             "--plot", "fleet.png")  # fmt: skip
     assert list(content["routers"]) == ["slo", "round-robin"]
     assert content["hardware"] == "a100-80g-llama-3-70b-tp4"
     assert content["kv_tokens_per_replica"] == 40_000

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from backfill.simulation.goodput_figures import FIGURES, GoodputPoint, Pair, Pan
 from backfill.simulation.replay import Arrival, Lengths, Workload
 from backfill.simulation.study import run_study
 from backfill.simulation.variants import Simulation, figures_of
-from tests.cli.running import run_cli_here
+from tests.cli.running import run_cli_here, run_to_json
 
 TINY = Goodput(
     workloads="code",
@@ -153,18 +152,16 @@ def test_simulate_goodput_prints_tables_and_ends_with_json(
 ) -> None:
     monkeypatch.setattr("backfill.simulation.goodput.capacity_rps", lambda *_: 12.5)
     plot = tmp_path / "goodput.png"
-    done = run_cli_here(
+    printed, content = run_to_json(
         "simulate", "goodput", "--workloads", "code", "--loads", "0.5", "--cvs", "1", "--num-requests",
         "20", "--policies", "online-only,priority", "--jobs", "1", "--json", "--plot", str(plot),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout.splitlines()[-1])
     assert content["workloads"]["code"]["capacity_rps"] == 12.5
     assert [each["has_offline"] for each in content["points"]] == [False, True]
     assert set(content["points"][0]["policies"]["priority"]) == set(FIGURES)
     assert content["summary"]["with_offline"]["online-only"]["over_online_only"] == 1.0
     for heading in ("goodput", "Summary, with an offline flood", "capacity of code"):
-        assert heading in done.stdout
+        assert heading in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

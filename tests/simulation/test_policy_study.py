@@ -21,7 +21,7 @@ from backfill.simulation.replay import Lengths
 from backfill.simulation.study import FIRST_REPORTED_SEED, TUNING_SEED, Run, run_study
 from backfill.simulation.variants import COLOURS, VARIANTS
 from experiments.workloads import gamma_workload
-from tests.cli.running import run_cli_here
+from tests.cli.running import run_cli_here, run_to_json
 
 SEEDS = (1, 2, 3)
 OFFLINE = (Lengths(2000, 200), Lengths(600, 40))
@@ -128,13 +128,11 @@ def test_a_run_says_its_setting_and_its_steps(points: list[PolicyPoint]) -> None
 
 def test_the_command_prints_a_table_beside_the_papers_and_ends_with_json(tmp_path: Path) -> None:
     plot = tmp_path / "tiny.png"
-    done = run_cli_here("tiny", "--seeds", "2", "--json", "--plot", str(plot), commands=APP)
-    assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout.splitlines()[-1])
+    printed, content = run_to_json("tiny", "--seeds", "2", "--json", "--plot", str(plot), commands=APP)
     assert content["scenario"] == "tiny"
     assert "points" not in content and content["paper"] == OneRate.paper
-    assert "rate 2, 2 seeds: median (least to most)" in done.stdout
-    assert "12.345" in done.stdout
+    assert "rate 2, 2 seeds: median (least to most)" in printed
+    assert "12.345" in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

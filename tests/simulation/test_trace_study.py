@@ -14,7 +14,7 @@ from backfill.costs.profile import FitError
 from backfill.simulation.replay import Lengths
 from backfill.simulation.workloads import TraceLengths, trace_workload
 from tests.builders import make_profile
-from tests.cli.running import run_cli_here
+from tests.cli.running import run_cli_here, run_to_json
 
 HEADER = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
 A100 = "a100-40g-llama-2-7b"
@@ -98,15 +98,13 @@ def test_run_prints_a_row_for_each_figure_and_draws_a_plot(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     plot = tmp_path / "mine.png"
-    done = run_cli_here(
+    printed, content = run_to_json(
         "simulate", "run", "--hardware", A100, "--online", str(online), "--offline", str(offline),
         "--ttft-slo", "1.5", "--tpot-slo", "0.11", "--seeds", "2", "--json", "--plot", str(plot),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     for name in ("goodput req/s", "TTFT met", "TPOT met", "TTFT P99 s", "offline tok/s", "offline req/s"):
-        assert name in done.stdout
-    assert "40 online requests in 19.5 s; left out of the trace, as too long for the device: 1" in done.stdout
-    content = json.loads(done.stdout.splitlines()[-1])
+        assert name in printed
+    assert "40 online requests in 19.5 s; left out of the trace, as too long for the device: 1" in printed
     assert list(content["policies"]) == ["online-only", "priority", "slo"]
     assert [run["seed"] for run in content["runs"]] == [1, 2]
     figures = content["policies"]
@@ -127,9 +125,7 @@ def measured(tmp_path: Path) -> Path:
 def test_a_measured_cost_profile_is_a_device(measured: Path, online: Path, offline: Path) -> None:
     command = ("simulate", "run", "--hardware", str(measured), "--online", str(online))
     command += ("--offline", str(offline), "--policies", "slo", "--duration", "5", "--json")
-    done = run_cli_here(*command, "--kv-tokens", "20000", "--plot", str(measured.with_suffix(".png")))
-    assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout.splitlines()[-1])
+    _, content = run_to_json(*command, "--kv-tokens", "20000", "--plot", str(measured.with_suffix(".png")))
     assert content["hardware"] == "cpu"
     assert content["policies"]["slo"]["checkpointed_token_share"] == 0
     refused = run_cli_here(*command)
