@@ -29,7 +29,6 @@ from tests.integrity import check_scheduler
 
 MIX = MixSpec("burstgpt", 0.9, 0.35, 60, 1)
 ORDERS: tuple[OrderName, ...] = ("fcfs", "random", "dfs", "batchllm", "blend")
-BLOCK = 16
 
 
 @dataclass(frozen=True)
