@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backfill.blending.tree import PROGRESS_EVERY, PrefixTree, shared_prefix_tokens
+from backfill.blending.tree import PrefixTree, shared_prefix_tokens
 from backfill.blending.waiting import Waiting
 from tests.blending.builders import as_bytes, make_tree, num_shared, prompts, sorted_prompts
 
@@ -94,13 +94,6 @@ def test_a_chain_of_prompts_that_extend_each_other() -> None:
     tree = make_tree([[1] * n for n in range(1, 2000)])
     assert len(tree.depth) == 1999
     assert tree.path_sums(np.ones(1999, np.int64)).max() == 1998
-
-
-def test_progress_is_reported_while_a_large_tree_is_built() -> None:
-    calls: list[tuple[int, int]] = []
-    num = 2 * PROGRESS_EVERY + 1
-    PrefixTree.build(sorted_prompts([[i] for i in range(num)]), lambda done, of: calls.append((done, of)))
-    assert calls == [(PROGRESS_EVERY, num), (2 * PROGRESS_EVERY, num)]
 
 
 @given(st.lists(prompts, min_size=1, max_size=30), st.data())

@@ -371,7 +371,7 @@ def test_each_line_is_taken_once_whatever_happens(
         driver.close(reader_id)
     assert pool._num_waiting == pool._num_waiting_tokens == 0
     assert not (pool._by_id or pool._unpooled or pool._to_plan)
-    assert pool._forecast is None or not pool._forecast.outputs
+    assert pool._forecast is None or not pool._forecast._ids
 
 
 def test_the_pool_knows_what_online_traffic_uses(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backfill.blending.memory_forecast import MemoryForecast, Output
+from backfill.blending.memory_forecast import MemoryForecast
 from backfill.blending.requests import OrderName
 from backfill.preparation import line_pool, readers
 from backfill.preparation.line_file import LineFile
@@ -409,35 +409,36 @@ async def test_a_new_process_knows_the_kv_of_lines_that_run(tmp_path: Path) -> N
         assert process.pool._forecast is not None
         return process.pool._forecast
 
-    def outputs() -> list[Output]:
-        return sorted(forecast().outputs.values())
+    def to_go() -> list[float]:
+        """Tokens that lines have yet to generate."""
+        return forecast().free().ends[:-1].tolist()
 
-    def num_so_far() -> int:
-        return sum(each.so_far for each in outputs())
+    def num_so_far(*numbers: int) -> float:
+        return sum(99 + number for number in numbers) - sum(to_go())
 
     async with process.running() as readers:
         lines = readers.open(selection_of(path))
         taken = [line.number for _, line in await lines.read(5)]
         lines.note_progress({taken[0]: 7, taken[1]: 8, taken[2]: 9})
         lines.end(taken[0], 100)
-        before, room = outputs(), forecast().free().most_output_tokens(0)
-        assert (len(before), num_so_far()) == (4, 17)
+        before, room = to_go(), forecast().free().most_output_tokens(0)
+        assert (len(before), num_so_far(*taken[1:])) == (4, 17)
         process.die()
         await until(lambda: lines.is_indexed)
-        assert outputs() == before
+        assert to_go() == before
         assert forecast().free().most_output_tokens(0) == room
         lines.note_progress({taken[1]: 20, 99: 1})
-        assert num_so_far() == 29
+        assert num_so_far(*taken[1:]) == 29
         lines.end(taken[1], 100)
         lines.end(taken[2], None)
-        assert (len(outputs()), num_so_far()) == (2, 0)
+        assert (len(to_go()), num_so_far(*taken[3:])) == (2, 0)
         ((_, last),) = await lines.read(1)
         lines.note_progress({last.number: 3})
         process.die()
         await until(lambda: lines.is_indexed)
-        assert (len(outputs()), num_so_far()) == (3, 3)
+        assert (len(to_go()), num_so_far(*taken[3:], last.number)) == (3, 3)
         lines.close()
-        assert outputs() == []
+        assert to_go() == []
     assert process.num_prepared.total() > len(process.num_prepared) == 20
 
 

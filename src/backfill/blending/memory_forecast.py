@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,13 +30,6 @@ class _Column(IntEnum):
     """Of a request: tokens of its prompt, its outputs, and tokens of each of them as expected and so far."""
 
     PROMPT, CHOICES, EXPECTED, SO_FAR = range(4)
-
-
-class Output(NamedTuple):
-    """Tokens of each choice, as expected in all and so far."""
-
-    expected: float
-    so_far: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,12 +77,6 @@ class MemoryForecast:
         self._columns = np.empty((len(_Column), 64))
         self._ids: list[Hashable] = []  # by column
         self._index_of: dict[Hashable, int] = {}
-
-    @property
-    def outputs(self) -> Mapping[Hashable, Output]:
-        """Of the requests, by id."""
-        expected, so_far = self._columns[[_Column.EXPECTED, _Column.SO_FAR]]
-        return {each: Output(float(expected[at]), int(so_far[at])) for each, at in self._index_of.items()}
 
     @property
     def offline_tokens(self) -> int:

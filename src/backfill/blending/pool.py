@@ -16,7 +16,6 @@ from backfill.blending.resources import Cost, Expected, OnlineUse, ResourceModel
 from backfill.blending.returned import Returned
 from backfill.blending.run import Entry, Run, Scope, State
 from backfill.blending.scanner import Blend
-from backfill.blending.tree import Progress
 from backfill.core.errors import ConfigError, RequestError
 
 MERGE_FACTOR = 2
@@ -134,18 +133,11 @@ class OfflinePool:
         self._num_online_values = min(self._num_online_values + 1, LONG_RUN_VALUES)
         self._online_long_run = self._online_long_run.moved_towards(use, 1 / self._num_online_values)
 
-    def add(
-        self,
-        requests: Sequence[PoolRequest],
-        progress: Progress | None = None,
-        *,
-        merges_all: bool = False,
-    ) -> None:
+    def add(self, requests: Sequence[PoolRequest], *, merges_all: bool = False) -> None:
         """Add requests and plan them; nothing where all have ended.
 
         Args:
             merges_all: plan all that waits together, however much that is.
-            progress: called with the requests indexed so far and their number, and not to use the pool.
 
         Raises: RequestError for a request that is malformed or whose id is in use. Nothing was added then.
         """
@@ -163,7 +155,7 @@ class OfflinePool:
             num_waiting += replaced[-1].waiting.count
             merged += replaced[-1].kept_entries()
         self._num_runs += 1
-        run = Run(merged, self._num_runs, self._kv_tokens, progress, self._estimate)
+        run = Run(merged, self._num_runs, self._kv_tokens, self._estimate)
         self._plan(run, replaced)
         self._runs.append(run)
 

@@ -14,7 +14,7 @@ from backfill.blending.order import Forecast, batchllm_order, blend_order, forec
 from backfill.blending.requests import TOKEN_BYTES, Batch, OrderName, PoolRequest, prompt_bytes
 from backfill.blending.resources import Cost, Expected, Floats, Ints, ResourceModel
 from backfill.blending.scanner import Cursor
-from backfill.blending.tree import PrefixTree, Progress
+from backfill.blending.tree import PrefixTree
 from backfill.blending.waiting import Waiting
 
 FIRST_CORRECTION = 16
@@ -120,7 +120,6 @@ class Run:
         entries: Sequence[Entry],
         number: int,
         kv_tokens: int | None = None,
-        progress: Progress | None = None,
         estimate: OutputEstimator = output_moments,
     ) -> None:
         self.entries = sorted(entries, key=lambda entry: entry.prompt)
@@ -130,7 +129,7 @@ class Run:
         prompts = [entry.prompt for entry in self.entries]
         for index, entry in enumerate(self.entries):
             entry.run, entry.index = self, index
-        self.tree = PrefixTree.build(prompts, progress)
+        self.tree = PrefixTree.build(prompts)
         is_waiting = (entry.state is State.WAITING for entry in self.entries)
         self.waiting = Waiting(prompts, np.fromiter(is_waiting, np.bool_, num))
         limit = np.fromiter((entry.max_output_tokens for entry in self.entries), np.int64, num)

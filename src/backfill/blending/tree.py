@@ -9,7 +9,7 @@ the requests that are left are counted apart (``waiting.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,10 +19,6 @@ from numpy.typing import NDArray
 from backfill.blending.requests import TOKEN_BYTES
 from backfill.blending.resources import Floats, Ints
 
-Progress = Callable[[int, int], None]
-"""Called with (requests done, of how many) from time to time."""
-
-PROGRESS_EVERY = 4096
 FIRST_COMPARED_BYTES = 256
 
 
@@ -63,13 +59,11 @@ class PrefixTree:
     num_tokens: Ints
 
     @classmethod
-    def build(cls, prompts: Sequence[bytes], progress: Progress | None = None) -> Self:
+    def build(cls, prompts: Sequence[bytes]) -> Self:
         """The tree of prompts that are sorted as bytes."""
         builder = _Builder(len(prompts))
         for i in range(1, len(prompts)):
             builder.add(i, shared_prefix_tokens(prompts[i - 1], prompts[i]))
-            if progress is not None and i % PROGRESS_EVERY == 0:
-                progress(i, len(prompts))
         builder.finish()
         num_tokens = np.fromiter(map(len, prompts), np.int64, len(prompts)) // TOKEN_BYTES
         return cls(
