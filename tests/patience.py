@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import warnings
 from collections.abc import Callable
 
 import pytest
 
+# Far above any duration on a busy machine: only a hang reaches it.
+TIMEOUT_S = 300.0
 _TIMES = (1.0, 5.0, 25.0)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until ``condition``, which may be a coroutine's function, returns something true."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not (await found if inspect.isawaitable(found := condition()) else found):
+            await asyncio.sleep(0.001)
 
 
 def with_more_time(attempt: Callable[[float], None]) -> None:

@@ -22,11 +22,10 @@ import httpx
 from openai import DefaultHttpxClient, OpenAI
 
 from backfill.costs.profile import CostProfile, FitError
+from tests.patience import TIMEOUT_S
 from tests.shared import made_once
 
 MODEL = "smollm2-135m-instruct"
-# Far above any duration on a busy machine: only a hang reaches it.
-TIMEOUT_S = 300.0
 # A client gives up an idle connection before its server does (after 5 s): it must not send as that closes it.
 KEEP_ALIVE = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=1.0)
 # Options of the small model (tests/conftest.py): float32, and one thread.

@@ -26,7 +26,7 @@ from backfill.preparation.messages import START, InputLimits, InputReport, LineS
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.body_check import BodyCheck
 from backfill.protocol.service import CompletionService, TokenCount
-from tests.api.servers import TIMEOUT_S
+from tests.patience import TIMEOUT_S, until
 
 OWNER = "owner"
 RESOURCES = ResourceModel(token_s=5.1e-5, prompt_pair_s=1.7e-9, cached_token_s=6.4e-8)
@@ -197,6 +197,22 @@ async def in_status(
         while (batch := await manager.get_batch(owner, batch_id)).status is not status:
             await asyncio.sleep(0.002)
         return batch
+
+
+async def until_some_done(manager: JobManager, batch: BatchRecord, num_lines: int = 1) -> None:
+    async def are_done() -> bool:
+        return (await manager.get_batch(OWNER, batch.id)).request_counts.completed >= num_lines
+
+    await until(are_done)
+
+
+async def hold_after(manager: JobManager, runner: InstantRunner, batch: BatchRecord, num_lines: int) -> None:
+    """Let about so many lines have results; the others wait in the engine."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while runner.runs.total() < num_lines:
+            await asyncio.sleep(0)
+    runner.hold()
+    await until_some_done(manager, batch, num_lines)
 
 
 async def content_of(manager: JobManager, record: FileRecord) -> bytes:

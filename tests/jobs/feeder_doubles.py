@@ -15,7 +15,6 @@ from backfill.jobs.lines import LineResult, completed
 from backfill.jobs.threads import ThreadPool
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
-from tests.api.servers import TIMEOUT_S
 
 CAPACITY = 64
 
@@ -164,9 +163,3 @@ def feed_of(
 
 def lines_up_to(count: int) -> Iterator[BatchLine]:
     return (line_of(number) for number in range(count))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.001)

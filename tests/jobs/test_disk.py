@@ -18,7 +18,6 @@ from backfill.jobs import files as files_module
 from backfill.jobs import manager as manager_module
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchStatus
-from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
@@ -36,6 +35,7 @@ from tests.jobs.doubles import (
     store_input,
     submit,
 )
+from tests.patience import TIMEOUT_S, until
 
 pytestmark = pytest.mark.anyio
 
@@ -66,9 +66,7 @@ class HangingDisk:
 
     async def hangs(self) -> None:
         """Wait until a thread hangs. The event loop goes on."""
-        async with asyncio.timeout(TIMEOUT_S):
-            while not self._hung.is_set():
-                await asyncio.sleep(0.001)
+        await until(self._hung.is_set)
         for _ in range(20):
             await asyncio.sleep(0)
 
@@ -292,9 +290,3 @@ async def test_no_file_is_opened_or_deleted_on_the_event_loop(tmp_path: Path) ->
     finally:
         _on_audit.remove(watch)
     assert seen == []
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.001)

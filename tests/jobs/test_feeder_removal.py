@@ -18,7 +18,6 @@ from backfill.jobs.suspects import Suspects
 from backfill.jobs.threads import ThreadPool
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
-from tests.api.servers import TIMEOUT_S
 from tests.jobs.feeder_doubles import (
     CAPACITY,
     Engine,
@@ -27,8 +26,8 @@ from tests.jobs.feeder_doubles import (
     feed_of,
     line_of,
     lines_up_to,
-    until,
 )
+from tests.patience import TIMEOUT_S, until
 from tests.protocol.builders import make_generation
 
 pytestmark = pytest.mark.anyio

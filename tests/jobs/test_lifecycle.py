@@ -22,7 +22,6 @@ from backfill.jobs.lifecycle import BatchDriver
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchRecord, BatchStatus
 from backfill.jobs.results import ResultLog
-from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
@@ -30,6 +29,7 @@ from tests.jobs.doubles import (
     check_accounts,
     check_completed,
     ended,
+    hold_after,
     in_status,
     input_line,
     input_of,
@@ -40,6 +40,7 @@ from tests.jobs.doubles import (
     store_input,
     submit,
 )
+from tests.patience import until
 
 pytestmark = pytest.mark.anyio
 
@@ -64,12 +65,7 @@ async def half_done(manager: JobManager, runner: InstantRunner, content: bytes =
     """A batch of 20 lines; some have results, the runner holds the rest."""
     batch = await submit(manager, content)
     ready(manager)
-    async with asyncio.timeout(TIMEOUT_S):
-        while sum(runner.runs.values()) < 6:
-            await asyncio.sleep(0)
-        runner.hold()
-        while (await manager.get_batch(OWNER, batch.id)).request_counts.completed < 6:
-            await asyncio.sleep(0.001)
+    await hold_after(manager, runner, batch, 6)
     return await manager.get_batch(OWNER, batch.id)
 
 
@@ -235,9 +231,7 @@ async def test_a_commit_whose_answer_is_lost_counts_once(manager: JobManager, st
     manager._storage.store.change_batch = change  # type: ignore[method-assign]
     ready(manager)
     batch = await run_batch(manager, input_of(5))
-    async with asyncio.timeout(TIMEOUT_S):
-        while num_lost == 0:  # the record may be read before the answer is lost
-            await asyncio.sleep(0.001)
+    await until(lambda: num_lost)  # the record may be read before the answer is lost
     await check_completed(manager, batch, 5)
 
 

@@ -15,7 +15,6 @@ from backfill.jobs.config import JobsConfig
 from backfill.jobs.errors import Conflict, NotFound, StorageFull, TooLarge, TooMany, TooManyUploads
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchRecord, BatchStatus
-from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
@@ -23,6 +22,7 @@ from tests.jobs.doubles import (
     check_accounts,
     create,
     ended,
+    hold_after,
     in_status,
     input_of,
     make_manager,
@@ -31,6 +31,7 @@ from tests.jobs.doubles import (
     store_input,
     submit,
 )
+from tests.patience import TIMEOUT_S, until
 
 pytestmark = pytest.mark.anyio
 
@@ -97,10 +98,7 @@ async def test_what_a_batch_had_done_before_a_restart_is_not_queued(start: Start
     manager = await start(runner, limits={"batch_max_queued_lines": 20})
     batch = await submit(manager, input_of(20))
     ready(manager)
-    async with asyncio.timeout(TIMEOUT_S):
-        while (await manager.get_batch(OWNER, batch.id)).request_counts.completed < 8:
-            await asyncio.sleep(0)
-        runner.hold()
+    await hold_after(manager, runner, batch, 8)
     file_id = await store_input(manager, input_of(1))
     await manager.pause()
     other = await create(manager, file_id)  # validated by the next start
@@ -279,8 +277,6 @@ async def test_expired_files_are_deleted_at_the_next_sweep(tmp_path: Path, start
     (tmp_path / "files" / "file-left.part").write_bytes(b"an upload a crash cut")
     wall[0] += 31 * 24 * 3600
     manager = await start(wall=lambda: wall[0])
-    async with asyncio.timeout(TIMEOUT_S):
-        while list((tmp_path / "files").iterdir()):
-            await asyncio.sleep(0.01)
+    await until(lambda: not list((tmp_path / "files").iterdir()))
     with pytest.raises(NotFound):
         await manager.files.get(OWNER, file_id)

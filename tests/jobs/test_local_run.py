@@ -31,9 +31,8 @@ from backfill.protocol.generation import Generation
 from backfill.protocol.preparer import ServedModel
 from backfill.protocol.service import TokenCount
 from tests.api.batch_inputs import parse_jsonl
-from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import InThreadLines, InThreadReader, input_of
-from tests.jobs.feeder_doubles import until
+from tests.patience import TIMEOUT_S, until
 from tests.preparation.facts import FACTS
 from tests.protocol.builders import make_generation
 

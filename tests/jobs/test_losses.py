@@ -21,7 +21,6 @@ from backfill.jobs.suspects import (
 )
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
-from tests.api.servers import TIMEOUT_S
 from tests.jobs.feeder_doubles import (
     CAPACITY,
     Engine,
@@ -30,8 +29,8 @@ from tests.jobs.feeder_doubles import (
     feed_of,
     line_of,
     lines_up_to,
-    until,
 )
+from tests.patience import TIMEOUT_S, until
 from tests.protocol.builders import make_generation
 
 pytestmark = pytest.mark.anyio

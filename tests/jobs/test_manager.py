@@ -10,6 +10,7 @@ import random
 import sqlite3
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from backfill.jobs.records import BatchStatus, LineOutcome, TokenUsage
 from backfill.jobs.suspects import MAX_LONE_LOSSES
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
-from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
@@ -38,6 +38,7 @@ from tests.jobs.doubles import (
     check_accounts,
     check_completed,
     ended,
+    hold_after,
     in_status,
     input_line,
     input_of,
@@ -47,7 +48,7 @@ from tests.jobs.doubles import (
     run_batch,
     submit,
 )
-from tests.jobs.feeder_doubles import until
+from tests.patience import TIMEOUT_S, until
 
 pytestmark = pytest.mark.anyio
 
@@ -106,12 +107,9 @@ async def test_owners_share_the_engine_evenly_and_the_earlier_deadline_goes_firs
     ):
         content = b"".join(input_line(i, custom_id=f"{name} {i}") for i in range(100))
         batches.append((owner, (await submit(manager, content, window_s, owner)).id))
-    async with asyncio.timeout(TIMEOUT_S):
-        while len(reader.selections) < len(batches):
-            await asyncio.sleep(0.001)
-        ready(manager)
-        while len(runner.held) < 6:
-            await asyncio.sleep(0.001)
+    await until(lambda: len(reader.selections) >= len(batches))
+    ready(manager)
+    await until(lambda: len(runner.held) >= 6)
     assert Counter(name.split()[0] for name in runner.held) in ({"early": 3, "b": 3}, {"same": 3, "b": 3})
     runner.release()
     for owner, batch_id in batches:
@@ -154,26 +152,24 @@ def has_ended(folder: Path) -> bool:
     return BatchStatus(status).is_final
 
 
-@pytest.mark.usefixtures("each_database")
-async def test_the_next_start_knows_the_lengths_of_finished_lines(start: Start) -> None:
-    """Of all of them; where several servers divide the lines, of those in parts that have ended."""
+async def lengths_after(start: Start, num_done: int) -> tuple[InstantRunner, Mapping[int, int]]:
+    """A runner of 30 lines, one by one, until so many are done, and the lengths that the next start knows."""
     runner, reader = InstantRunner(), InThreadReader()
-
-    def on_lines(*_: object) -> None:
-        if runner.runs.total() >= 26:
-            runner.hold()
-
-    first = await start(runner, num_in_flight=1, on_lines=on_lines)
+    first = await start(runner, num_in_flight=1)
     batch = await submit(first, input_of(30))
     ready(first)
-    async with asyncio.timeout(TIMEOUT_S):
-        while not (runner.runs.total() >= 26 and runner.held):
-            await asyncio.sleep(0.001)
+    await hold_after(first, runner, batch, num_done)
     await first.stop()
     second = await start(reader=reader)
     ready(second)
     await ended(second, batch.id)
-    observed = reader.selections[0].observed
+    return runner, reader.selections[0].observed
+
+
+@pytest.mark.usefixtures("each_database")
+async def test_the_next_start_knows_the_lengths_of_finished_lines(start: Start) -> None:
+    """Of all of them; where several servers divide the lines, of those in parts that have ended."""
+    runner, observed = await lengths_after(start, 26)
     # One line runs, so all parts of four lines but its own and the next have ended.
     assert len(observed) >= 16 and set(observed.values()) == {1}
     assert set(observed) <= {int(name.removeprefix("r")) + 1 for name in runner.runs}
@@ -184,23 +180,8 @@ async def test_without_parts_lengths_are_known_once_half_of_the_lines_are_done(
     start: Start, num_done: int, is_told: bool
 ) -> None:
     """Of those that ran at the same time the short ones have ended: they would tell too little."""
-    runner, reader = InstantRunner(), InThreadReader()
-
-    def on_lines(*_: object) -> None:
-        if runner.runs.total() >= num_done:
-            runner.hold()
-
-    first = await start(runner, num_in_flight=1, on_lines=on_lines)
-    batch = await submit(first, input_of(30))
-    ready(first)
-    async with asyncio.timeout(TIMEOUT_S):
-        while not (runner.runs.total() >= num_done and runner.held):
-            await asyncio.sleep(0.001)
-    await first.stop()
-    second = await start(reader=reader)
-    ready(second)
-    await ended(second, batch.id)
-    assert len(reader.selections[0].observed) == is_told * num_done
+    _, observed = await lengths_after(start, num_done)
+    assert len(observed) == is_told * num_done
 
 
 async def test_cancelling_keeps_finished_lines(start: Start) -> None:
@@ -318,9 +299,7 @@ async def test_a_locked_database_delays_the_end_and_loses_nothing(
     other = sqlite3.connect(tmp_path / "jobs.db")
     other.execute("BEGIN IMMEDIATE")
     ready(manager)
-    async with asyncio.timeout(TIMEOUT_S):
-        while manager.snapshot().num_lines_queued:
-            await asyncio.sleep(0.01)
+    await until(lambda: not manager.snapshot().num_lines_queued)
     assert (await manager.get_batch(OWNER, batch.id)).status is BatchStatus.IN_PROGRESS
     other.rollback()
     other.close()
@@ -339,9 +318,7 @@ async def test_tasks_that_an_exception_ends_are_counted(
     tasks = TaskWatch()
     manager = await start(tasks=tasks)
     batch = await submit(manager, input_of(1))
-    async with asyncio.timeout(TIMEOUT_S):
-        while tasks.failures.total() < 2:
-            await asyncio.sleep(0.01)
+    await until(lambda: tasks.failures.total() >= 2)
     assert tasks.failures == {"batch-driver": 1, "sweeper": 1}
     assert f"{batch.id}: stays as it is" in caplog.text
     assert "ValueError: a bug" in caplog.text
@@ -390,9 +367,8 @@ async def test_observers_get_every_line_and_snapshots_count_the_rest(start: Star
     manager = await start(on_lines=on_lines)
     batch = await submit(manager, input_of(7))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
-    async with asyncio.timeout(TIMEOUT_S):  # the database knows it first
-        while dict(manager.snapshot().jobs_by_status) != {BatchStatus.IN_PROGRESS: 1}:
-            await asyncio.sleep(0.001)
+    # The database knows it first.
+    await until(lambda: dict(manager.snapshot().jobs_by_status) == {BatchStatus.IN_PROGRESS: 1})
     snapshot = manager.snapshot()
     assert snapshot.num_lines_queued == 7
     assert snapshot.least_slack_s is not None

@@ -31,12 +31,12 @@ from tests.jobs.doubles import (
     Start,
     check_completed,
     ended,
+    hold_after,
     input_of,
     ready,
     submit,
 )
 from tests.jobs.test_leases import file_of
-from tests.jobs.test_shared_store import hold_after
 
 # The tables as the last Backfill made them that knew no versions.
 _OF_OWNERS = "sequence {sequence}, id VARCHAR(64) NOT NULL, owner VARCHAR(64) NOT NULL"

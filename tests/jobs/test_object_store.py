@@ -25,6 +25,7 @@ from tests.jobs.doubles import (
     content_of,
     create,
     ended,
+    hold_after,
     input_of,
     make_manager,
     ready,
@@ -32,8 +33,8 @@ from tests.jobs.doubles import (
     store_input,
     submit,
 )
-from tests.jobs.feeder_doubles import until
-from tests.jobs.test_shared_store import Fleet, hold_after
+from tests.jobs.test_shared_store import Fleet
+from tests.patience import until
 
 pytestmark = pytest.mark.anyio
 

@@ -26,9 +26,8 @@ from backfill.preparation.lines import BatchLine
 from backfill.protocol.encoding import EncodedList
 from backfill.protocol.service import CompletionService, TokenCount
 from tests.api.in_process import ScriptedEngine
-from tests.api.servers import TIMEOUT_S
 from tests.api.test_fields import make_tokenizer
-from tests.jobs.feeder_doubles import until
+from tests.patience import TIMEOUT_S, until
 from tests.protocol.builders import make_generation
 from tests.shared import examples
 

@@ -7,13 +7,12 @@ import contextlib
 import itertools
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from backfill.jobs.retry import is_temporary
 from backfill.jobs.suspects import MAX_BLAMED_LINES, MAX_LONE_LOSSES
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
-from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
@@ -45,14 +43,18 @@ from tests.jobs.doubles import (
     content_of,
     create,
     ended,
+    hold_after,
     input_of,
     make_manager,
     ready,
     results_of,
+    run_batch,
     started,
     store_input,
     submit,
+    until_some_done,
 )
+from tests.patience import TIMEOUT_S, until
 from tests.postgres import PostgresServer
 
 pytestmark = pytest.mark.anyio
@@ -95,31 +97,17 @@ class Fleet:
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path, database_url: str) -> Any:
+async def fleet(tmp_path: Path, database_url: str) -> AsyncIterator[Fleet]:
     made = Fleet(tmp_path, database_url)
     yield made
     await made.stop()
 
 
-async def until_some_done(manager: JobManager, batch: BatchRecord, num_lines: int = 1) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while (await manager.get_batch(OWNER, batch.id)).request_counts.completed < num_lines:
-            await asyncio.sleep(0.002)
-
-
-async def until_held(runner: InstantRunner) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not runner.held:
-            await asyncio.sleep(0.002)
-
-
-async def hold_after(manager: JobManager, runner: InstantRunner, batch: BatchRecord, num_lines: int) -> None:
-    """Let about so many lines have results; the others wait in the engine."""
-    async with asyncio.timeout(TIMEOUT_S):
-        while sum(runner.runs.values()) < num_lines:
-            await asyncio.sleep(0)
-    runner.hold()
-    await until_some_done(manager, batch, num_lines)
+@pytest.fixture
+async def sqlite_fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    made = Fleet(tmp_path, f"sqlite:///{tmp_path / 'jobs.db'}")
+    yield made
+    await made.stop()
 
 
 async def test_every_server_answers_for_the_batches_of_all(fleet: Fleet) -> None:
@@ -153,9 +141,7 @@ async def test_batches_are_spread_and_each_runs_on_one_server(fleet: Fleet) -> N
         await fleet.add(runner, num_in_flight=2)
     front = fleet.managers[0]
     batches = [await submit(front, input_of(40)) for _ in range(3)]
-    async with asyncio.timeout(TIMEOUT_S):
-        while not all(runner.held for runner in runners):
-            await asyncio.sleep(0.002)
+    await until(lambda: all(runner.held for runner in runners))
     for runner in runners:
         runner.release()
     for batch in batches:
@@ -227,9 +213,7 @@ async def test_a_line_that_has_ended_an_engine_runs_alone_on_the_next_server(fle
     first = await fleet.add(dying)
     batch = await submit(first, input_of(20))
     saved = first._storage.results.losses_of(batch, None)
-    async with asyncio.timeout(TIMEOUT_S):
-        while await asyncio.to_thread(saved.read) is None:
-            await asyncio.sleep(0.002)
+    await until(lambda: asyncio.to_thread(saved.read))
     await first.stop()
     second = await fleet.add(runner)
     batch = await ended(second, batch.id)
@@ -250,9 +234,7 @@ async def test_a_server_that_is_silent_loses_its_batches_and_records_nothing_mor
     second = await fleet.add(runners[1])
     await hold_after(second, runners[1], batch, 3)
     runners[0].release()  # it goes on, with lines in the engine
-    async with asyncio.timeout(TIMEOUT_S):
-        while batch.id in first._jobs:
-            await asyncio.sleep(0.002)
+    await until(lambda: batch.id not in first._jobs)
     runners[1].release()
     batch = await ended(second, batch.id)
     await check_completed(second, batch, 60)
@@ -350,9 +332,7 @@ async def test_files_of_other_servers_are_not_swept_away(fleet: Fleet) -> None:
         os.utime(path, (old_s, old_s))
     (files / "file-3").touch()
     second = await fleet.add()
-    async with asyncio.timeout(TIMEOUT_S):
-        while any(path.exists() for path in garbage):
-            await asyncio.sleep(0.002)
+    await until(lambda: not any(path.exists() for path in garbage))
     record = await upload.finish(filename="in.jsonl", purpose="batch", expires_after_s=None)
     assert await content_of(second, record) == input_of(3)
     assert {path.name for path in files.iterdir()} == {kept, record.id, "file-3"}
@@ -374,9 +354,7 @@ async def test_batches_wait_for_a_database_that_is_away(
             await manager.get_batch(OWNER, batch.id)
         with pytest.raises(Busy):
             await manager.files.list(OWNER, purpose=None, order="asc", limit=9, after=None)
-        async with asyncio.timeout(TIMEOUT_S):
-            while "results cannot be written" not in caplog.text:
-                await asyncio.sleep(0.002)
+        await until(lambda: "results cannot be written" in caplog.text)
         await asyncio.to_thread(server.start)
         await check_completed(manager, await ended(manager, batch.id), 60)
         await asyncio.to_thread(server.stop)
@@ -411,7 +389,7 @@ async def test_a_server_that_hangs_in_a_transaction_freezes_no_other(
     runner.hold()
     manager = await fleet.add(runner)
     batch = await submit(manager, input_of(9))
-    await until_held(runner)
+    await until(lambda: runner.held)
     other = database_module.open_database(fleet.options["batch_database_url"], tmp_path)
     timeouts = {**database_module._SESSION_TIMEOUTS_MS, "idle_in_transaction_session_timeout": 300}
     with monkeypatch.context() as patched:  # not of the manager's, which end so on a busy machine
@@ -438,12 +416,11 @@ async def test_a_session_has_timeouts_unless_the_url_sets_them(fleet: Fleet, tmp
         opened.dispose()
 
 
-async def test_leases_are_renewed_while_all_threads_of_the_database_are_blocked(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'jobs.db'}"
-    fleet, runner = Fleet(tmp_path, url), InstantRunner()
+async def test_leases_are_renewed_while_all_threads_of_the_database_are_blocked(sqlite_fleet: Fleet) -> None:
+    runner = InstantRunner()
     runner.hold()
-    manager = await fleet.add(runner)
-    engine, blocked = create_engine(url), threading.Event()
+    manager = await sqlite_fleet.add(runner)
+    engine, blocked = create_engine(sqlite_fleet.options["batch_database_url"]), threading.Event()
 
     def renewed_until_s() -> float:
         with engine.connect() as connection:
@@ -451,19 +428,16 @@ async def test_leases_are_renewed_while_all_threads_of_the_database_are_blocked(
 
     try:
         await submit(manager, input_of(9))
-        await until_held(runner)
+        await until(lambda: runner.held)
         blocking = [asyncio.ensure_future(manager._threads.database.run(blocked.wait)) for _ in range(4)]
         await asyncio.sleep(0.1)  # a claim waits for them
         until_s = renewed_until_s()
-        async with asyncio.timeout(TIMEOUT_S):
-            while renewed_until_s() <= until_s:
-                await asyncio.sleep(0.01)
+        await until(lambda: renewed_until_s() > until_s)
     finally:
         blocked.set()
         runner.release()
         await asyncio.gather(*blocking)
         engine.dispose()
-        await fleet.stop()
 
 
 async def ended_despite_pauses(manager: JobManager, batch_id: str) -> BatchRecord:
@@ -474,12 +448,11 @@ async def ended_despite_pauses(manager: JobManager, batch_id: str) -> BatchRecor
                 return await ended(manager, batch_id)
 
 
-async def test_the_clock_of_the_database_says_when_windows_end_and_files_expire(tmp_path: Path) -> None:
+async def test_the_clock_of_the_database_says_when_windows_end_and_files_expire(sqlite_fleet: Fleet) -> None:
     days_s = 31 * 24 * 3600.0
-    fleet = Fleet(tmp_path, f"sqlite:///{tmp_path / 'jobs.db'}")
-    right = await fleet.add()
-    ahead = await fleet.add(wall=lambda: time.time() + days_s)
-    behind = await fleet.add(wall=lambda: time.time() - days_s)
+    right = await sqlite_fleet.add()
+    ahead = await sqlite_fleet.add(wall=lambda: time.time() + days_s)
+    behind = await sqlite_fleet.add(wall=lambda: time.time() - days_s)
     file_id = await store_input(right, input_of(9))
     await ahead.files._delete_expired()
     for manager in (ahead, behind):
@@ -487,35 +460,29 @@ async def test_the_clock_of_the_database_says_when_windows_end_and_files_expire(
         assert abs(batch.expires_at - time.time() - 3600) < 600
         await check_completed(right, await ended(right, batch.id), 9)
         assert abs((await manager.store_snapshot()).oldest_line_s) < 600
-    await fleet.stop()
 
 
-async def test_servers_on_one_sqlite_database_divide_the_lines_of_a_batch(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, f"sqlite:///{tmp_path / 'jobs.db'}")
+async def test_servers_on_one_sqlite_database_divide_the_lines_of_a_batch(sqlite_fleet: Fleet) -> None:
     runners = [InstantRunner() for _ in range(2)]
     for runner in runners:
         runner.hold()
-        await fleet.add(runner, num_in_flight=4)
-    front = await fleet.add(has_engine=False)
+        await sqlite_fleet.add(runner, num_in_flight=4)
+    front = await sqlite_fleet.add(has_engine=False)
     await asyncio.sleep(0.1)  # both have said that they are ready
     batch = await submit(front, input_of(80))
-    async with asyncio.timeout(TIMEOUT_S):
-        while not all(runner.held for runner in runners):
-            await asyncio.sleep(0.002)
+    await until(lambda: all(runner.held for runner in runners))
     for runner in runners:
         runner.release()
     await check_completed(front, await ended(front, batch.id), 80)
     assert set((runners[0].runs + runners[1].runs).values()) == {1}
     assert min(runner.runs.total() for runner in runners) >= 4
-    await fleet.stop()
 
 
 @pytest.mark.parametrize("method", ["claim", "release"])
 async def test_leases_whose_claim_or_release_had_no_answer_are_not_orphaned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    sqlite_fleet: Fleet, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Though the server that holds them lives, and no other one is there."""
-    fleet = Fleet(tmp_path, f"sqlite:///{tmp_path / 'jobs.db'}")
     work = getattr(Leases, method)
     num_answers_lost = 0
 
@@ -532,45 +499,35 @@ async def test_leases_whose_claim_or_release_had_no_answer_are_not_orphaned(
     monkeypatch.setattr(Leases, method, work_without_answer)
     runner = InstantRunner()
     lease_s = LONG_S if method == "claim" else 0.2
-    try:
-        server = await fleet.add(runner, lease_s=lease_s)
-        if method == "release":
-            runner.hold()
-        batch = await submit(server, input_of(20))
-        if method == "release":
-            async with asyncio.timeout(TIMEOUT_S):
-                await until_held(runner)
-                server.engine_lost()
-                while not num_answers_lost:
-                    await asyncio.sleep(0.005)
-            runner.release()
-            ready(server)
-        await check_completed(server, await ended(server, batch.id), 20)
-        assert num_answers_lost
-    finally:
-        await fleet.stop()
+    server = await sqlite_fleet.add(runner, lease_s=lease_s)
+    if method == "release":
+        runner.hold()
+    batch = await submit(server, input_of(20))
+    if method == "release":
+        await until(lambda: runner.held)
+        server.engine_lost()
+        await until(lambda: num_answers_lost)
+        runner.release()
+        ready(server)
+    await check_completed(server, await ended(server, batch.id), 20)
+    assert num_answers_lost
 
 
-async def test_servers_that_are_full_of_one_owner_take_lines_of_another(tmp_path: Path) -> None:
-    fleet, runners = Fleet(tmp_path, f"sqlite:///{tmp_path / 'jobs.db'}"), [InstantRunner(), InstantRunner()]
+async def test_servers_that_are_full_of_one_owner_take_lines_of_another(sqlite_fleet: Fleet) -> None:
+    runners = [InstantRunner(), InstantRunner()]
     for runner in runners:
         runner.hold()
-        await fleet.add(runner)
-    try:
-        flood = await submit(fleet.managers[0], input_of(400))
-        for runner in runners:
-            await until_held(runner)
-        late = await submit(fleet.managers[1], input_of(10), owner="other", window_s=7200)
-        async with asyncio.timeout(TIMEOUT_S):
-            while not jobs_of(fleet, "other"):
-                await asyncio.sleep(0.005)
-        assert sum(job.num_unfinished for job in jobs_of(fleet, OWNER)) < 400 / 2
-        for runner in runners:
-            runner.release()
-        assert (await ended(fleet.managers[0], late.id, "other")).request_counts.completed == 10
-        await check_completed(fleet.managers[0], await ended(fleet.managers[0], flood.id), 400)
-    finally:
-        await fleet.stop()
+        await sqlite_fleet.add(runner)
+    first, second = sqlite_fleet.managers
+    flood = await submit(first, input_of(400))
+    await until(lambda: all(runner.held for runner in runners))
+    late = await submit(second, input_of(10), owner="other", window_s=7200)
+    await until(lambda: jobs_of(sqlite_fleet, "other"))
+    assert sum(job.num_unfinished for job in jobs_of(sqlite_fleet, OWNER)) < 400 / 2
+    for runner in runners:
+        runner.release()
+    assert (await ended(first, late.id, "other")).request_counts.completed == 10
+    await check_completed(first, await ended(first, flood.id), 400)
 
 
 def jobs_of(fleet: Fleet, owner: str) -> list[OpenBatch]:
@@ -587,30 +544,25 @@ class DyingRunner(InstantRunner):
 
 @pytest.mark.parametrize("is_shared", [False, True])
 async def test_a_batch_of_lines_that_end_engines_fails_with_the_reason(
-    tmp_path: Path, is_shared: bool
+    sqlite_fleet: Fleet, is_shared: bool
 ) -> None:
-    fleet, runner = Fleet(tmp_path, f"sqlite:///{tmp_path / 'jobs.db'}"), DyingRunner()
+    runner = DyingRunner()
     if not is_shared:
-        fleet.options.clear()
-    try:
-        manager = await fleet.add(runner)
-        batch = await ended(manager, (await submit(manager, input_of(100))).id)
-        assert batch.status is BatchStatus.FAILED
-        assert [error.code for error in batch.errors] == ["engine_error"]
-        num_leases = 4 if is_shared else 1  # that may run at once
-        assert 1 <= batch.request_counts.failed <= num_leases * MAX_BLAMED_LINES
-        assert len(runner.runs) < 100 and max(runner.runs.values()) <= MAX_LONE_LOSSES
-    finally:
-        await fleet.stop()
+        sqlite_fleet.options.clear()
+    manager = await sqlite_fleet.add(runner)
+    batch = await run_batch(manager, input_of(100))
+    assert batch.status is BatchStatus.FAILED
+    assert [error.code for error in batch.errors] == ["engine_error"]
+    num_leases = 4 if is_shared else 1  # that may run at once
+    assert 1 <= batch.request_counts.failed <= num_leases * MAX_BLAMED_LINES
+    assert len(runner.runs) < 100 and max(runner.runs.values()) <= MAX_LONE_LOSSES
 
 
-async def test_sqlite_without_a_place_of_files_is_for_one_server(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, f"sqlite:///{tmp_path / 'jobs.db'}")
-    del fleet.options["batch_file_store"]
-    await fleet.add()
+async def test_sqlite_without_a_place_of_files_is_for_one_server(sqlite_fleet: Fleet) -> None:
+    del sqlite_fleet.options["batch_file_store"]
+    await sqlite_fleet.add()
     with pytest.raises(ConfigError, match="belongs to another data folder"):
-        await fleet.add()
-    await fleet.stop()
+        await sqlite_fleet.add()
 
 
 async def test_a_database_has_one_place_of_files(fleet: Fleet) -> None:
@@ -673,16 +625,22 @@ async def main():
     manager = make_manager(Path(sys.argv[1]), SlowRunner(), limits=json.loads(sys.argv[2]))
     await manager.start()
     ready(manager)
-    print("ready", flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())
 """
 
 
-def start_process(folder: Path, limits: Mapping[str, Any]) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def server_process(folder: Path, limits: Mapping[str, Any]) -> Iterator[None]:
+    """A server in a process of its own, which is killed as the block is left."""
     command = [sys.executable, "-c", _SERVER, str(folder), json.dumps(limits)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait(TIMEOUT_S)
 
 
 async def test_a_killed_server_is_replaced_and_each_line_has_one_result(fleet: Fleet) -> None:
@@ -690,12 +648,8 @@ async def test_a_killed_server_is_replaced_and_each_line_has_one_result(fleet: F
     limits = {**fleet.options, "batch_lease_timeout": 1.0, "batch_min_free_gib": 0}
     front = await fleet.add(has_engine=False)
     batch = await submit(front, input_of(2000))
-    process = start_process(fleet.folder / "process", limits)
-    try:
+    with server_process(fleet.folder / "process", limits):
         await until_some_done(front, batch, 100)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(TIMEOUT_S)
     num_before = (await front.get_batch(OWNER, batch.id)).request_counts.completed
     assert 100 <= num_before < 2000
     await fleet.add(runner, num_in_flight=100)

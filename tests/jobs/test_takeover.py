@@ -23,9 +23,7 @@ from sqlalchemy import Engine, create_engine, text
 from backfill.jobs.errors import Busy
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchRecord
-from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
-    OWNER,
     InstantRunner,
     check_completed,
     ended,
@@ -33,7 +31,9 @@ from tests.jobs.doubles import (
     ready,
     started,
     submit,
+    until_some_done,
 )
+from tests.patience import TIMEOUT_S, until
 from tests.postgres import PostgresServer
 
 pytestmark = pytest.mark.anyio
@@ -140,9 +140,7 @@ async def test_a_silent_server_is_replaced_within_two_lease_times(
             begin()
             since_s = time.monotonic()
             ready(heir)
-            async with asyncio.timeout(2 * LEASE_S + TIMEOUT_S):
-                while runner.runs.total() == num_before:
-                    await asyncio.sleep(0.005)
+            await until(lambda before=num_before: runner.runs.total() > before)
             took_s = time.monotonic() - since_s
             print(f"{fault}: taken over after {took_s:.1f} s, {took_s / LEASE_S:.2f} leases")
             assert took_s < 2 * LEASE_S
@@ -180,12 +178,6 @@ def end_connections(engine: Engine) -> None:
     statement = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}"
     with engine.begin() as connection:
         connection.execute(text(statement))
-
-
-async def until_some_done(manager: JobManager, batch: BatchRecord, num_lines: int) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while (await manager.get_batch(OWNER, batch.id)).request_counts.completed < num_lines:
-            await asyncio.sleep(0.01)
 
 
 def start_process(folder: Path, limits: Mapping[str, Any]) -> subprocess.Popen[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from backfill.jobs.threads import JobThreads, ThreadPool
-from tests.api.servers import TIMEOUT_S
+from tests.patience import TIMEOUT_S, until
 
 pytestmark = pytest.mark.anyio
 
@@ -46,8 +46,7 @@ async def test_no_more_threads_than_allowed(gate: threading.Event) -> None:
             running -= 1
 
     calls = [asyncio.create_task(pool.run(work)) for _ in range(10)]
-    while running < 3:
-        await asyncio.sleep(0.001)
+    await until(lambda: running >= 3)
     gate.set()
     await asyncio.gather(*calls)
     assert most == 3
@@ -63,8 +62,7 @@ async def test_a_cancelled_call_that_runs_ends_with_its_thread(gate: threading.E
         gate.wait(TIMEOUT_S)
 
     call = asyncio.create_task(pool.run(work))
-    while not begun.is_set():
-        await asyncio.sleep(0.001)
+    await until(begun.is_set)
     waiting = asyncio.create_task(pool.run(begun.clear))
     await asyncio.sleep(0)
     for task in (call, waiting):
@@ -89,8 +87,7 @@ async def test_the_error_of_a_cancelled_call_is_no_error_of_the_loop(gate: threa
         raise ValueError
 
     call = asyncio.create_task(pool.run(work))
-    while not begun.is_set():
-        await asyncio.sleep(0.001)
+    await until(begun.is_set)
     call.cancel()
     await asyncio.sleep(0)
     gate.set()
@@ -109,8 +106,7 @@ async def test_a_call_that_hangs_does_not_delay_the_close(gate: threading.Event)
         gate.wait(TIMEOUT_S)
 
     calls = [asyncio.create_task(pool.run(work)) for _ in range(3)]
-    while not begun.is_set():
-        await asyncio.sleep(0.001)
+    await until(begun.is_set)
     await pool.wait_idle(0.01)
     assert pool.close() == 1
     for call in calls:

@@ -38,8 +38,8 @@ from backfill.preparation.readers import PreparedLines
 from backfill.preparation.supervisor import PreparationDied, PreparationSupervisor
 from backfill.protocol.generation import Generation
 from backfill.protocol.preparer import RequestContext, ServedModel
-from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import URL, input_line, input_of
+from tests.patience import TIMEOUT_S, until
 from tests.preparation.facts import FACTS
 from tests.preparation.test_line_file import generation_of
 
@@ -150,14 +150,11 @@ async def test_files_have_a_process_of_their_own_once_there_is_one(
     bodies_pid, files_pid = client.bodies.pid, client.files.pid
     assert bodies_pid != files_pid
     kill(client.files)
-    async with asyncio.timeout(TIMEOUT_S):
-        while client.num_deaths == 0:
-            await asyncio.sleep(0.01)
-        assert not client.is_up
-        await client.prepare("/v1/completions", body, CONTEXT)
-        assert client.bodies.pid == bodies_pid
-        while not client.is_up:
-            await asyncio.sleep(0.01)
+    await until(lambda: client.num_deaths)
+    assert not client.is_up
+    await client.prepare("/v1/completions", body, CONTEXT)
+    assert client.bodies.pid == bodies_pid
+    await until(lambda: client.is_up)
     assert client.files.pid != files_pid
     assert (client.bodies.num_deaths, client.files.num_deaths) == (0, 1)
 
@@ -311,8 +308,7 @@ async def test_jobs_are_refused_while_no_process_can_be_started(
             await lone_client.bodies.wait_ready()
         with pytest.raises(NotReady):  # after more failed launches
             await lone_client.prepare("/v1/completions", b"x", CONTEXT)
-    while not lone_client.is_up:
-        await asyncio.sleep(0.01)
+    await until(lambda: lone_client.is_up)
     assert await lone_client.prepare("/v1/completions", b"x", CONTEXT)
 
 

@@ -38,8 +38,7 @@ from backfill.preparation.spool import Span, Spool
 from backfill.preparation.supervisor import PreparationDied
 from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import RequestContext
-from tests.api.servers import TIMEOUT_S
-from tests.jobs.feeder_doubles import until
+from tests.patience import TIMEOUT_S, until
 from tests.preparation.pool_doubles import lines_of, make_pool, prepare, prompts, selection_of
 from tests.shared import examples
 
@@ -272,8 +271,7 @@ async def test_a_file_that_could_not_be_read_for_a_moment_is_tried_again(
     path.write_bytes(prompts([1], [2], [3]))
     async with process.running() as opened, asyncio.timeout(TIMEOUT_S):
         lines = opened.open(selection_of(path))
-        while not lines.is_indexed:
-            await asyncio.sleep(0.001)
+        await until(lambda: lines.is_indexed)
         assert len(await lines.read(10)) == 3
 
 

@@ -23,8 +23,8 @@ from backfill.protocol.replica_state import ReplicaState
 from backfill.router.config import RouterConfig
 from backfill.router.engines import Engines
 from backfill.router.server import RouterServer
+from tests.patience import TIMEOUT_S, until
 
-TIMEOUT_S = 60.0
 COMPLETIONS = "/v1/completions"
 
 
@@ -175,15 +175,19 @@ class RunningRouter:
             lines = (await response.text()).splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"backfill:{name}"))
 
+    async def show(self, path: str) -> Any:
+        async with self.http.get(path) as response:
+            return await response.json()
+
     async def status_of(self, engine: StubEngine) -> str | None:
-        async with self.http.get("/router/engines") as response:
-            engines = (await response.json())["data"]
+        engines = (await self.show("/router/engines"))["data"]
         return next((each["status"] for each in engines if each["url"] == engine.url), None)
 
     async def until_status(self, engine: StubEngine, status: str | None) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            while await self.status_of(engine) != status:
-                await asyncio.sleep(0.01)
+        async def has_status() -> bool:
+            return await self.status_of(engine) == status
+
+        await until(has_status)
 
 
 @asynccontextmanager
@@ -234,9 +238,3 @@ async def routing(
             for engine in engines:
                 await engine.die()
             listener.close()
-
-
-async def until(predicate: Any) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not predicate():
-            await asyncio.sleep(0.005)

@@ -3,9 +3,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import signal
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from aiohttp import web
 from backfill.blending.requests import OrderName, PoolRequest
 from backfill.core.clock import WallClock
 from backfill.jobs.feed import InputChanged
+from backfill.jobs.records import BatchStatus
 from backfill.jobs.suspects import MAX_LONE_LOSSES
 from backfill.preparation.messages import LineSelection
 from backfill.protocol.replica_state import ReplicaState
@@ -29,8 +29,9 @@ from backfill.router.looks import EngineLost
 from backfill.router.metrics import RouterMetrics
 from backfill.router.requests import peek
 from tests.api.batch_inputs import completion_line
-from tests.jobs.test_shared_store import start_process
-from tests.router.stubs import COMPLETIONS, TIMEOUT_S, RunningRouter, StubEngine, routing, until
+from tests.jobs.test_shared_store import server_process
+from tests.patience import TIMEOUT_S, until
+from tests.router.stubs import COMPLETIONS, RunningRouter, StubEngine, routing
 
 pytestmark = pytest.mark.anyio
 
@@ -54,15 +55,23 @@ def lines_of(count: int, prompt: str = "prompt {}") -> list[dict[str, Any]]:
     ]
 
 
+async def batch_when(
+    router: RunningRouter, batch_id: str, holds: Callable[[dict[str, Any]], bool]
+) -> dict[str, Any]:
+    """The batch, once something holds of it."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not holds(batch := await router.show(f"/v1/batches/{batch_id}")):
+            await asyncio.sleep(0.02)
+    return batch
+
+
+async def results_in(router: RunningRouter, batch_id: str, count: int) -> None:
+    await batch_when(router, batch_id, lambda batch: batch["request_counts"]["completed"] >= count)
+
+
 async def ended(router: RunningRouter, batch_id: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The batch at its end, and its results."""
-    async with asyncio.timeout(TIMEOUT_S):
-        while True:
-            async with router.http.get(f"/v1/batches/{batch_id}") as response:
-                batch = await response.json()
-            if batch["status"] in ("completed", "failed", "expired", "cancelled"):
-                break
-            await asyncio.sleep(0.02)
+    batch = await batch_when(router, batch_id, lambda batch: BatchStatus(batch["status"]).is_final)
     results = []
     for file_id in filter(None, (batch["output_file_id"], batch["error_file_id"])):
         async with router.http.get(f"/v1/files/{file_id}/content") as response:
@@ -350,15 +359,6 @@ async def test_batches_belong_to_owners_and_engines_are_told(tmp_path: Path) -> 
         assert [seen["x-backfill-owner"] for seen, _ in engine.seen[2:]] == ["bob"] * 3
 
 
-async def results_in(router: RunningRouter, batch_id: str, count: int) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while True:
-            async with router.http.get(f"/v1/batches/{batch_id}") as response:
-                if (await response.json())["request_counts"]["completed"] >= count:
-                    return
-            await asyncio.sleep(0.02)
-
-
 @asynccontextmanager
 async def sharing(folder: Path) -> AsyncIterator[tuple[RunningRouter, dict[str, Any]]]:
     """A router whose engine shares its store, and the options with which a server shares it."""
@@ -380,15 +380,11 @@ async def test_an_engine_that_leases_lines_is_killed_and_others_lease_them_again
     async with sharing(tmp_path) as (router, options):
         batch_id = await create_batch(router, lines_of(1000))
         for number in range(3):
-            process = start_process(tmp_path / f"server-{number}", options)
-            try:
+            with server_process(tmp_path / f"server-{number}", options):
                 if number < 2:
                     await results_in(router, batch_id, 50 + 200 * number)
                 else:
                     batch, results = await ended(router, batch_id)
-            finally:
-                process.send_signal(signal.SIGKILL)
-                process.wait(TIMEOUT_S)
         assert batch["request_counts"] == {"total": 1000, "completed": 1000, "failed": 0}
         assert sorted(each["custom_id"] for each in results) == sorted(f"c{n}" for n in range(1000))
 
@@ -396,12 +392,8 @@ async def test_an_engine_that_leases_lines_is_killed_and_others_lease_them_again
 async def test_a_cancelled_batch_ends_once_no_line_of_it_is_leased(tmp_path: Path) -> None:
     async with sharing(tmp_path) as (router, options):
         batch_id = await create_batch(router, lines_of(1000))
-        process = start_process(tmp_path / "server", options)
-        try:
+        with server_process(tmp_path / "server", options):
             await results_in(router, batch_id, 50)
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait(TIMEOUT_S)
         async with router.http.post(f"/v1/batches/{batch_id}/cancel") as response:
             assert (await response.json())["status"] == "cancelling"
         batch, results = await ended(router, batch_id)

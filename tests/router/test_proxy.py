@@ -16,8 +16,8 @@ from backfill.router.health import RetryBudget
 from backfill.router.policy import RoutedRequest
 from backfill.router.proxy import NO_ENGINES
 from backfill.router.requests import peek
-from tests.patience import with_more_time
-from tests.router.stubs import COMPLETIONS, TIMEOUT_S, RunningRouter, StubEngine, event, routing, until
+from tests.patience import TIMEOUT_S, until, with_more_time
+from tests.router.stubs import COMPLETIONS, RunningRouter, StubEngine, event, routing
 
 pytestmark = pytest.mark.anyio
 
