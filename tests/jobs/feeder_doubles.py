@@ -15,6 +15,7 @@ from backfill.jobs.lines import LineResult, completed
 from backfill.jobs.threads import ThreadPool
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
+from tests.patience import TIMEOUT_S
 
 CAPACITY = 64
 
@@ -118,12 +119,24 @@ class Engine:
         if self.fatal & set(self.in_flight):
             self.fail()
             return
+        self.end_lines()
+
+    def start(self, *feeds: Feed) -> None:
+        """Add feeds, and run lines."""
+        for feed in feeds:
+            self.feeder.add(feed)
+        self.feeder.set_capacity(CAPACITY)
+
+    async def finish(self, *feeds: Feed) -> None:
+        """Run feeds to their ends."""
+        self.start(*feeds)
+        await asyncio.wait_for(asyncio.gather(*(feed.finished for feed in feeds)), TIMEOUT_S)
+
+    def end_lines(self) -> None:
+        """Those in flight."""
         for end in self.in_flight.values():
             if not end.done():
                 end.set_result(None)
-
-    def start(self) -> None:
-        self.feeder.set_capacity(CAPACITY)
 
     def fail(self) -> None:
         """Lose all lines in flight."""

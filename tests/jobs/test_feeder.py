@@ -45,16 +45,13 @@ async def test_lines_in_memory_are_bounded_in_bytes_too(monkeypatch: pytest.Monk
             yield line_of(number, 400)
 
     feed = feed_of(long_lines(), 20, group=1)
-    engine.start()
-    engine.feeder.add(feed)
+    engine.start(feed)
     await until(lambda: len(engine.in_flight) == num_read == 3)
     for _ in range(20):
         await asyncio.sleep(0)
     assert num_read == 3, "up to the bound, and one line over it"
     while not feed.finished.done():
-        for end in engine.in_flight.values():
-            if not end.done():
-                end.set_result(None)
+        engine.end_lines()
         await asyncio.sleep(0.001)
     assert num_read == 20
 
@@ -72,9 +69,7 @@ async def test_lines_read_for_batches_that_must_wait_do_not_stop_the_next(
         engine.feeder.add(feeds[-1])
         async with asyncio.timeout(TIMEOUT_S):
             while not feeds[-1].running:  # lines that were read before may have to end first
-                for end in engine.in_flight.values():
-                    if not end.done():
-                        end.set_result(None)
+                engine.end_lines()
                 await asyncio.sleep(0.001)
         assert feeds[-1].has_read_lines
     engine.holds = False
@@ -94,9 +89,7 @@ async def test_owners_share_evenly_and_the_earlier_deadline_goes_first() -> None
             (300, sinks[3], "b", 99.0),
         )
     ]
-    for feed in feeds:
-        engine.feeder.add(feed)
-    engine.start()
+    engine.start(*feeds)
     await until(lambda: len(engine.in_flight) == CAPACITY)
     assert [len(feed.running) for feed in feeds] == [0, CAPACITY // 2, 0, CAPACITY // 2]
     engine.holds = False
@@ -195,9 +188,7 @@ async def test_a_batch_that_leaves_takes_its_lines_along_and_no_others() -> None
     order = [(number % 2, number) for number in range(100)]
     engine, sinks = Engine(holds=True), [Sink(), Sink()]
     (leaving, staying), _ = pooled(order, sinks)
-    engine.start()
-    engine.feeder.add(leaving)
-    engine.feeder.add(staying)
+    engine.start(leaving, staying)
     await until(lambda: len(leaving.running) > 3 and len(staying.running) > 3)
     await engine.feeder.remove(leaving)
     engine.holds = False
@@ -216,9 +207,7 @@ async def test_the_source_learns_what_has_ended_and_how_long_it_was() -> None:
     engine = Answers(fatal={4}, survives=True)
     source = Source(lines_up_to(6))
     feed = Feed("b", source, 6, Sink(), lambda results: None)
-    engine.feeder.add(feed)
-    engine.start()
-    await asyncio.wait_for(feed.finished, TIMEOUT_S)
+    await engine.finish(feed)
     assert source.ended == {0: 0, 1: 1, 2: 2, 3: None, 4: None, 5: 5}, "those that were lost ended once"
 
 
@@ -230,9 +219,7 @@ async def test_a_result_that_cannot_be_encoded_fails_its_line_alone() -> None:
 
     engine, sink = Answers(), Sink()
     feed = Feed("b", Source(lines_up_to(6)), 6, sink, lambda results: None)
-    engine.feeder.add(feed)
-    engine.start()
-    await asyncio.wait_for(feed.finished, TIMEOUT_S)
+    await engine.finish(feed)
     failed = [result.line.number for result in sink.results if result.error is not None]
     assert (len(sink.results), failed) == (6, [3])
 
@@ -255,8 +242,7 @@ async def test_the_source_learns_how_far_running_lines_are(
     lines[2].generation = make_generation(num_choices=2)
     source = Source(iter(lines))
     feed = Feed("b", source, 3, Sink(), lambda results: None)
-    engine.feeder.add(feed)
-    engine.start()
+    engine.start(feed)
     await until(lambda: len(engine.in_flight) == 3)
     if not reports:
         assert engine.feeder._reporting is None
@@ -281,9 +267,7 @@ async def test_lines_beyond_those_that_were_checked_are_dropped() -> None:
     engine, sink = Engine(), Sink()
     source = Source(lines_up_to(8), group=8)
     feed = Feed("b", source, 5, sink, lambda results: None)
-    engine.feeder.add(feed)
-    engine.start()
-    await asyncio.wait_for(feed.finished, TIMEOUT_S)
+    await engine.finish(feed)
     assert sorted(result.line.number for result in sink.results) == list(range(5))
     assert {number for number, length in source.ended.items() if length is None} == {5, 6, 7}
 
@@ -322,9 +306,7 @@ async def test_lines_of_others_start_while_those_of_one_owner_are_read() -> None
         await asyncio.sleep(0)
     assert [len(feed.running) for feed in quick] == [20, 20], "and leave the slow one its share"
     for _ in range(3):  # their lines end and others take their places
-        for end in engine.in_flight.values():
-            if not end.done():
-                end.set_result(None)
+        engine.end_lines()
         ended = [len(sink.results) for sink in sinks]
         await until(
             lambda ended=ended: [len(sink.results) for sink in sinks[1:]] == [n + 20 for n in ended[1:]]
@@ -342,8 +324,7 @@ async def test_lines_of_others_start_while_those_of_one_owner_are_read() -> None
 async def test_a_read_that_finds_its_lines_with_another_read_ends_no_batch() -> None:
     engine, sink, may_read = Engine(), Sink(), asyncio.Event()
     feed = Feed("batch", SharedSource(deque(), may_read), 1, sink, lambda results: None)
-    engine.feeder.add(feed)
-    engine.start()
+    engine.start(feed)
     await until(lambda: feed.reading is not None)
     feed.add(line_of(0), 0)  # it came with another batch's read
     may_read.set()

@@ -36,8 +36,7 @@ pytestmark = pytest.mark.anyio
 async def test_places_of_a_removed_batch_go_to_others() -> None:
     engine = Engine(holds=True)
     greedy, other = feed_of(lines_up_to(200), 200), feed_of((line_of(n) for n in range(500, 510)), 10)
-    engine.start()
-    engine.feeder.add(greedy)
+    engine.start(greedy)
     await until(lambda: len(engine.in_flight) == CAPACITY)
     engine.feeder.add(other)
     await engine.feeder.remove(greedy)
@@ -56,8 +55,7 @@ class HalfBegins(Engine):
 async def test_a_drain_begins_no_line_and_waits_for_results() -> None:
     engine, sink, num_begun = HalfBegins(holds=True), Sink(), CAPACITY // 2
     feed = feed_of(lines_up_to(200), 200, sink)
-    engine.start()
-    engine.feeder.add(feed)
+    engine.start(feed)
     await until(lambda: len(engine.in_flight) == CAPACITY)
     assert engine.feeder.num_begun == num_begun
     assert await engine.feeder.drain(0.01) == num_begun
@@ -98,9 +96,7 @@ async def test_lines_that_cannot_be_read_end_their_own_batch_only(error: OSError
     engine, sinks = Engine(), [Sink(), Sink()]
     bad = feed_of(broken(), 5, sinks[0])
     good = feed_of((line_of(number) for number in range(100, 300)), 200, sinks[1])
-    engine.start()
-    engine.feeder.add(good)
-    engine.feeder.add(bad)
+    engine.start(good, bad)
     await asyncio.wait_for(good.finished, TIMEOUT_S)
     assert len(sinks[1].results) == 200
     with pytest.raises(OSError if error else InputChanged):
@@ -115,9 +111,7 @@ async def test_results_that_cannot_be_written_end_their_own_batch_only() -> None
     engine, sink = Engine(), Sink()
     bad = feed_of(lines_up_to(50), 50, Broken())
     good = feed_of((line_of(number) for number in range(100, 300)), 200, sink)
-    engine.start()
-    engine.feeder.add(bad)
-    engine.feeder.add(good)
+    engine.start(bad, good)
     with pytest.raises(BackfillError, match="gone"):
         await asyncio.wait_for(bad.finished, TIMEOUT_S)
     await engine.feeder.remove(bad)
@@ -134,9 +128,7 @@ async def test_an_unexpected_error_is_logged_and_counted(
 
     engine, sink = Engine(fatal={0}), Sink()
     feed = feed_of(lines_up_to(1), 1, sink, suspects=Unbound())
-    engine.start()
-    engine.feeder.add(feed)
-    await asyncio.wait_for(feed.finished, TIMEOUT_S)
+    await engine.finish(feed)
     await until(lambda: engine.tasks.failures["feeder-save"] > 0)
     assert "a bug" in caplog.text
 
@@ -160,8 +152,7 @@ async def test_a_batch_removed_during_a_read_and_a_write_blocks_no_other() -> No
     engine, sink = Engine(), Sink()
     leaving = Feed("a", Hanging(), 100, Refusing(), lambda results: None, deadline_at_s=1.0)
     staying = feed_of((line_of(n) for n in range(500, 510)), 10, sink)
-    engine.start()
-    engine.feeder.add(leaving)
+    engine.start(leaving)
     await until(lambda: leaving.committer is not None and leaving.reading is not None)
     engine.feeder.add(staying)
     removal = asyncio.create_task(engine.feeder.remove(leaving))
@@ -186,9 +177,7 @@ async def test_lines_read_for_a_batch_that_was_removed_are_those_of_others() -> 
     engine, sink = Engine(), Sink()
     leaving = Feed("a", Waiting(), 1, Sink(), lambda results: None, deadline_at_s=1.0)
     staying = Feed("b", Waiting(), 2, sink, lambda results: None)
-    engine.feeder.add(leaving)
-    engine.feeder.add(staying)
-    engine.start()
+    engine.start(leaving, staying)
     await until(lambda: leaving.reading is not None)
     await engine.feeder.remove(leaving)
     may_read.set()
@@ -209,8 +198,7 @@ async def test_a_removal_that_is_cancelled_waits_for_a_write_that_has_begun() ->
 
     engine, sink = Engine(threads=ThreadPool("results", 1)), Slow()
     feed = feed_of(lines_up_to(3), 3, sink)
-    engine.start()
-    engine.feeder.add(feed)
+    engine.start(feed)
     await begun.wait()
     removal = asyncio.create_task(engine.feeder.remove(feed))
     for _ in range(3):
@@ -227,8 +215,7 @@ async def test_a_removal_that_is_cancelled_waits_for_a_write_that_has_begun() ->
 async def test_lines_cancelled_before_they_began_leave_their_places() -> None:
     engine = Engine(holds=True)
     first, second = feed_of(lines_up_to(200), 200), feed_of((line_of(n) for n in range(500, 510)), 10)
-    engine.start()
-    engine.feeder.add(first)
+    engine.start(first)
     await until(lambda: len(first.running) > 0)
     await engine.feeder.remove(first)
     engine.feeder.add(second)
@@ -249,8 +236,7 @@ async def test_a_line_that_was_lost_counts_from_nothing_again(monkeypatch: pytes
     engine = Counting(holds=True, survives=True, reports_progress=True)
     source = Source(lines_up_to(1))
     feed = Feed("b", source, 1, Sink(), lambda results: None)
-    engine.feeder.add(feed)
-    engine.start()
+    engine.start(feed)
     for num_tokens in (9, 4):
         await until(lambda: len(engine.in_flight) == 1)
         counts[-1].num_tokens = num_tokens
@@ -281,7 +267,5 @@ async def test_a_lost_line_runs_again_without_what_waiting_lines_needed_of_it() 
     line.generation = msgspec.structs.replace(generation, request=request)
     engine = Told()
     feed = feed_of(iter([line]), 1)
-    engine.feeder.add(feed)
-    engine.start()
-    await asyncio.wait_for(feed.finished, TIMEOUT_S)
+    await engine.finish(feed)
     assert engine.told == [3, None, None]

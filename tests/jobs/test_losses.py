@@ -39,8 +39,7 @@ pytestmark = pytest.mark.anyio
 async def test_deaths_of_the_engine_fail_no_line_that_was_one_of_many() -> None:
     engine, sink = Engine(holds=True), Sink()
     feed = feed_of(lines_up_to(200), 200, sink)
-    engine.start()
-    engine.feeder.add(feed)
+    engine.start(feed)
     for num_deaths in range(1, 3):  # after two, lines of this capacity are run one by one
         await until(lambda: len(engine.in_flight) > 1)
         engine.fail()
@@ -58,8 +57,7 @@ async def test_a_fatal_line_is_found_and_costs_no_other(
 ) -> None:
     engine, sink = Engine(fatal={CAPACITY + 7}, survives=survives), Sink()
     feed = feed_of(lines_up_to(200), 200, sink)
-    engine.start()
-    engine.feeder.add(feed)
+    engine.start(feed)
     with caplog.at_level(logging.WARNING):
         await asyncio.wait_for(feed.finished, TIMEOUT_S)
     assert sink.failed() == [CAPACITY + 7]
@@ -78,10 +76,7 @@ async def test_several_fatal_lines_of_several_batches() -> None:
     engine, sinks = Engine(fatal={3, 90}), [Sink(), Sink()]
     halves = [(line_of(number) for number in range(start, start + 50)) for start in (0, 50)]
     feeds = [feed_of(half, 50, sink) for half, sink in zip(halves, sinks, strict=True)]
-    engine.start()
-    for feed in feeds:
-        engine.feeder.add(feed)
-    await asyncio.wait_for(asyncio.gather(*(feed.finished for feed in feeds)), TIMEOUT_S)
+    await engine.finish(*feeds)
     assert [sink.failed() for sink in sinks] == [[3], [90]]
     assert [len(sink.results) for sink in sinks] == [50, 50]
 
@@ -90,9 +85,7 @@ async def test_a_batch_of_fatal_lines_fails_before_all_of_them_have_ended_the_en
     engine, sinks = Engine(fatal=set(range(0, 100, 2))), [Sink(), Sink()]
     halves = [(line_of(number) for number in range(start, start + 100)) for start in (0, 100)]
     feeds = [feed_of(half, 100, sink) for half, sink in zip(halves, sinks, strict=True)]
-    engine.start()
-    for feed in feeds:
-        engine.feeder.add(feed)
+    engine.start(*feeds)
     with pytest.raises(BatchPoisoned):
         await asyncio.wait_for(feeds[0].finished, TIMEOUT_S)
     await engine.feeder.remove(feeds[0])
@@ -104,8 +97,7 @@ async def test_a_batch_of_fatal_lines_fails_before_all_of_them_have_ended_the_en
 async def test_a_step_that_fails_once_loses_no_line() -> None:
     engine, sink = Engine(fatal={CAPACITY + 7}, survives=True), Sink()
     feed = feed_of(lines_up_to(200), 200, sink)
-    engine.start()
-    engine.feeder.add(feed)
+    engine.start(feed)
     await until(lambda: engine.num_failures == 1)
     engine.fatal.clear()
     await asyncio.wait_for(feed.finished, TIMEOUT_S)
@@ -118,8 +110,7 @@ async def test_a_step_that_fails_once_loses_no_line() -> None:
 async def test_an_online_request_that_kills_the_engine_fails_no_line_beside_it() -> None:
     engine, sink = Engine(fatal={0}, num_others=1), Sink()
     feed = feed_of(lines_up_to(1), 1, sink)
-    engine.start()
-    engine.feeder.add(feed)
+    engine.start(feed)
     await until(lambda: engine.num_failures >= MAX_LONE_LOSSES + 2)
     engine.fatal.clear()
     await asyncio.wait_for(feed.finished, TIMEOUT_S)
@@ -129,9 +120,7 @@ async def test_an_online_request_that_kills_the_engine_fails_no_line_beside_it()
 async def test_a_fatal_line_beside_online_requests_is_given_up_in_the_end() -> None:
     engine, sink = Engine(fatal={0}, num_others=3), Sink()
     feed = feed_of(lines_up_to(9), 9, sink)
-    engine.start()
-    engine.feeder.add(feed)
-    await asyncio.wait_for(feed.finished, TIMEOUT_S)
+    await engine.finish(feed)
     assert sink.failed() == [0]
     assert len(sink.results) == 9
     # With all lines, at most eight times with fewer, and then as the only line.
@@ -229,8 +218,7 @@ async def test_losses_are_remembered_over_a_restart(tmp_path: Path) -> None:
         suspects.load()
         left = [n for n in range(200) if n not in {result.line.number for result in sink.results}]
         feed = feed_of((line_of(number) for number in left), len(left), sink, suspects=suspects)
-        engine.start()
-        engine.feeder.add(feed)
+        engine.start(feed)
         await until(lambda engine=engine, feed=feed: engine.num_failures > 0 or feed.finished.done())
         num_failures += engine.num_failures
         if feed.finished.done():
