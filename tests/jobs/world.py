@@ -52,8 +52,8 @@ from backfill.router import line_runner
 from backfill.router.line_reader import RoutedReader
 from tests.jobs.doubles import ready, submit
 from tests.jobs.routed_engines import TIMEOUT_S, RoutedEngines
-from tests.jobs.virtual_processes import CALL_S, Process, Scheduler, VirtualPool
-from tests.router.virtual_fleet import EngineWorld, VirtualEngine
+from tests.jobs.virtual_processes import CALL_S, Process, VirtualPool
+from tests.router.virtual_fleet import EngineWorld
 from tests.seeds import run_seeds
 
 _EPOCH_S = 1_700_000_000.0
@@ -343,11 +343,8 @@ class World(EngineWorld):
     loads_s = 0.2
     run_s = _LINE_S / 2, _LINE_S
 
-    seed: int
     folder: Path
-    violations: list[str] = field(default_factory=list)
     runs: Counter[str] = field(default_factory=Counter)
-    poison: set[str] = field(default_factory=set)
     lost_alone: Counter[str] = field(default_factory=Counter)  # lines, with their engines
     durable: dict[str, Any] = field(default_factory=dict)
     created: dict[str, tuple[str, int, str]] = field(default_factory=dict)  # by id: owner, lines, label
@@ -355,23 +352,16 @@ class World(EngineWorld):
     wanted: set[str] = field(default_factory=set)  # labels of batches whose clients have no answer yet
     jumped_s: float = 0.0
     went_back_s: float = 0.0
-    is_chaotic: bool = True
     is_disk_full: bool = False
     is_over: bool = False  # no server starts any more
-    scheduler: Scheduler = field(init=False)
     plan: Plan = field(init=False)
     servers: list[Server] = field(default_factory=list)
-    engines: dict[str, VirtualEngine] = field(default_factory=dict)  # of routers, by URL
     _reader: sqlite3.Connection | None = None
     _ask_at_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.seed)
-        self.plan = Plan.of(self.source)
-        self.scheduler.note(str(self.plan))
-        for number in range(self.plan.num_engines):
-            url = f"http://engine-{number}"
-            self.engines[url] = VirtualEngine(self, url, self.plan.capacity)
+    @staticmethod
+    def plan_of(source: random.Random) -> Plan:
+        return Plan.of(source)
 
     @property
     def database(self) -> Path:

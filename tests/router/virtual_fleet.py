@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import Any, Protocol
+from typing import Any, ClassVar
 from unittest import mock
 from urllib.parse import urlsplit
 
@@ -41,29 +41,35 @@ class Head:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-class _Plan(Protocol):
-    """Of a seed."""
-
-    @property
-    def faults(self) -> Collection[str]: ...
-
-
+@dataclass(slots=True)
 class EngineWorld:
-    """What engines ask of their world, and tell it.
+    """A world of a seed: what engines ask of it, and tell it.
 
     Attributes:
         loads_s: at most so long an engine loads.
         run_s: that a request takes, from and to.
+        plan_of: what a source of random numbers makes of the world: faults, engines and their capacity.
     """
 
     loads_s = 2.0
     run_s = 0.05, 0.6
-    engines: dict[str, VirtualEngine]  # by URL
-    poison: set[str]  # requests that end the engine
-    plan: _Plan
-    is_chaotic: bool  # faults occur
-    scheduler: Scheduler
-    violations: list[str]  # what did not hold
+    plan_of: ClassVar[Callable[[Random], Any]]
+
+    seed: int
+    violations: list[str] = field(default_factory=list, init=False)  # what did not hold
+    poison: set[str] = field(default_factory=set, init=False)  # requests that end the engine
+    engines: dict[str, VirtualEngine] = field(default_factory=dict, init=False)  # by URL
+    is_chaotic: bool = field(default=True, init=False)  # faults occur
+    scheduler: Scheduler = field(init=False)
+    plan: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.seed)
+        self.plan = self.plan_of(self.source)
+        self.scheduler.note(str(self.plan))
+        for number in range(self.plan.num_engines):
+            url = f"http://engine-{number}"
+            self.engines[url] = VirtualEngine(self, url, self.plan.capacity)
 
     @property
     def source(self) -> Random:

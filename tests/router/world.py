@@ -37,7 +37,7 @@ from backfill.router.looks import EngineLost, EngineRefused
 from backfill.router.metrics import RouterMetrics
 from backfill.router.policy import PolicyName
 from backfill.router.proxy import MAX_LOSSES, NO_ENGINES, Proxy
-from tests.jobs.virtual_processes import Process, Scheduler
+from tests.jobs.virtual_processes import Process
 from tests.router.virtual_fleet import (
     BROKEN,
     CONNECT_S,
@@ -143,37 +143,27 @@ class Client:
 class World(EngineWorld):
     """Runs a seed. ``violations`` are what did not hold."""
 
-    seed: int
-    violations: list[str] = field(default_factory=list)
-    poison: set[str] = field(default_factory=set)
     kills: Counter[str] = field(default_factory=Counter)
     losses: Counter[str] = field(default_factory=Counter)  # of each request and line
     clients: dict[str, Client] = field(default_factory=dict)
     lines: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
-    engines: dict[str, VirtualEngine] = field(default_factory=dict)  # by URL
     left: set[str] = field(default_factory=set)  # URLs of those that were removed
     num_sent: Counter[str] = field(default_factory=Counter)
     num_retries: int = 0
     retried: Counter[str] = field(default_factory=Counter)
-    is_chaotic: bool = True
     is_over: bool = False
     resumed_at_s: float = 0.0
     none_since_s: float = 0.0  # no engine is up
     none_at_s: float = 0.0  # when none was last
-    scheduler: Scheduler = field(init=False)
     plan: Plan = field(init=False)
     process: Process = field(init=False)
     router: Engines = field(init=False)
     proxy: Proxy = field(init=False)
     runner: EngineRunner = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.seed)
-        self.plan = Plan.of(self.source)
-        self.scheduler.note(str(self.plan))
-        for number in range(self.plan.num_engines):
-            url = f"http://engine-{number}"
-            self.engines[url] = VirtualEngine(self, url, self.plan.capacity)
+    @staticmethod
+    def plan_of(source: random.Random) -> Plan:
+        return Plan.of(source)
 
     @property
     def now_s(self) -> float:
