@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from backfill.core.errors import EngineDead
 from backfill.engine.tasks import TaskWatch
 from backfill.jobs import feeder as feeder_module
 from backfill.jobs import files as files_module
@@ -27,7 +26,6 @@ from backfill.jobs.lines import LineResult
 from backfill.jobs.manager import JobManager
 from backfill.jobs.open_batch import OpenBatch
 from backfill.jobs.records import BatchStatus, LineOutcome, TokenUsage
-from backfill.jobs.suspects import MAX_LONE_LOSSES
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
 from tests.jobs.doubles import (
@@ -42,7 +40,6 @@ from tests.jobs.doubles import (
     in_status,
     input_line,
     input_of,
-    make_manager,
     ready,
     results_of,
     run_batch,
@@ -322,40 +319,6 @@ async def test_tasks_that_an_exception_ends_are_counted(
     assert tasks.failures == {"batch-driver": 1, "sweeper": 1}
     assert f"{batch.id}: stays as it is" in caplog.text
     assert "ValueError: a bug" in caplog.text
-
-
-class DyingEngine(InstantRunner):
-    """Dies of some lines, each time they run."""
-
-    def __init__(self, manager: list[JobManager], fatal: set[str]) -> None:
-        super().__init__()
-        self._manager = manager
-        self._fatal = fatal
-        self.num_deaths = 0
-
-    async def run(self, line: BatchLine, count: TokenCount | None = None, **_: object) -> LineResult:
-        if line.custom_id in self._fatal:
-            self.num_deaths += 1
-            asyncio.get_running_loop().call_soon(ready, self._manager[0])
-            raise EngineDead("killed", num_lost=1 + len(self.held), num_others=len(self.held))
-        return await super().run(line, count)
-
-
-@pytest.mark.usefixtures("each_database")
-async def test_a_line_that_ends_the_engine_is_given_up_in_time(tmp_path: Path) -> None:
-    managers: list[JobManager] = []
-    runner = DyingEngine(managers, {"r3"})
-    managers.append(make_manager(tmp_path, runner))
-    manager = managers[0]
-    await manager.start()
-    ready(manager)
-    batch = await run_batch(manager, input_of(10))
-    assert batch.status is BatchStatus.COMPLETED
-    assert runner.num_deaths <= 1 + MAX_LONE_LOSSES
-    await check_accounts(manager, batch, 10)
-    _, errors = await results_of(manager, batch)
-    assert [(line["custom_id"], line["error"]["code"]) for line in errors] == [("r3", "engine_error")]
-    await manager.stop()
 
 
 async def test_observers_get_every_line_and_snapshots_count_the_rest(start: Start) -> None:

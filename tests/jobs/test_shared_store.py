@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +49,6 @@ from tests.jobs.doubles import (
     started,
     store_input,
     submit,
-    until_some_done,
 )
 from tests.patience import TIMEOUT_S, until
 from tests.postgres import PostgresServer
@@ -607,52 +603,3 @@ async def test_a_database_that_never_answers(tmp_path: Path, monkeypatch: pytest
         manager = make_manager(tmp_path, InstantRunner(), limits={"batch_database_url": url})
         with pytest.raises(ConfigError, match=r"127\.0\.0\.1.* does not answer within 0\.1 s"):
             await manager.start()
-
-
-# ---- Death ----
-
-_SERVER = """
-import asyncio, json, sys
-from pathlib import Path
-from tests.jobs.doubles import InstantRunner, make_manager, ready
-
-class SlowRunner(InstantRunner):
-    async def run(self, line, count=None, **_):
-        await asyncio.sleep(0.002)
-        return await super().run(line, count)
-
-async def main():
-    manager = make_manager(Path(sys.argv[1]), SlowRunner(), limits=json.loads(sys.argv[2]))
-    await manager.start()
-    ready(manager)
-    await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
-@contextlib.contextmanager
-def server_process(folder: Path, limits: Mapping[str, Any]) -> Iterator[None]:
-    """A server in a process of its own, which is killed as the block is left."""
-    command = [sys.executable, "-c", _SERVER, str(folder), json.dumps(limits)]
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait(TIMEOUT_S)
-
-
-async def test_a_killed_server_is_replaced_and_each_line_has_one_result(fleet: Fleet) -> None:
-    runner = InstantRunner()
-    limits = {**fleet.options, "batch_lease_timeout": 1.0, "batch_min_free_gib": 0}
-    front = await fleet.add(has_engine=False)
-    batch = await submit(front, input_of(2000))
-    with server_process(fleet.folder / "process", limits):
-        await until_some_done(front, batch, 100)
-    num_before = (await front.get_batch(OWNER, batch.id)).request_counts.completed
-    assert 100 <= num_before < 2000
-    await fleet.add(runner, num_in_flight=100)
-    await check_completed(front, await ended(front, batch.id), 2000)
-    # Less where a last commit of the killed server came through.
-    assert 0 < runner.runs.total() <= 2000 - num_before, "what was recorded does not run again"

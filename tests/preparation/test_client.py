@@ -251,33 +251,23 @@ async def test_offline_bodies_do_not_keep_online_ones_waiting(lone_client: Prepa
     assert answered.index("online") <= 1
 
 
-@pytest.mark.parametrize("service_class", ServiceClass)
+@pytest.mark.parametrize("asks", [*ServiceClass, "a text"])
 async def test_bodies_of_one_owner_do_not_keep_another_ones_waiting(
-    lone_client: PreparationClient, service_class: ServiceClass
+    lone_client: PreparationClient, asks: ServiceClass | str
 ) -> None:
     answered: list[str] = []
     lone_client.start()
 
     async def ask(owner: str) -> None:
-        context = replace(CONTEXT, owner=owner)
-        await lone_client.prepare("/v1/completions", b"x", context, service_class)
+        if isinstance(asks, ServiceClass):
+            await lone_client.prepare("/v1/completions", b"x", replace(CONTEXT, owner=owner), asks)
+        else:
+            await lone_client.answer("/tokenize", b"x", owner)
         answered.append(owner)
 
     await asyncio.gather(*(ask("flood") for _ in range(30)), ask("late"), ask("late"))
     last_late = max(index for index, owner in enumerate(answered) if owner == "late")
     assert last_late <= 4 + 3, "those that were in, and turns"
-
-
-async def test_texts_of_one_owner_do_not_keep_another_ones_waiting(lone_client: PreparationClient) -> None:
-    answered: list[str] = []
-    lone_client.start()
-
-    async def ask(owner: str) -> None:
-        await lone_client.answer("/tokenize", b"x", owner)
-        answered.append(owner)
-
-    await asyncio.gather(*(ask("flood") for _ in range(30)), ask("late"))
-    assert answered.index("late") <= 4 + 1, "those that were in, and a turn"
 
 
 async def test_bodies_whose_clients_leave_keep_no_turn(lone_client: PreparationClient) -> None:

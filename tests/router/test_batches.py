@@ -4,8 +4,10 @@ import asyncio
 import json
 import math
 import sqlite3
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -29,7 +31,6 @@ from backfill.router.looks import EngineLost
 from backfill.router.metrics import RouterMetrics
 from backfill.router.requests import peek
 from tests.api.batch_inputs import completion_line
-from tests.jobs.test_shared_store import server_process
 from tests.patience import TIMEOUT_S, until
 from tests.router.stubs import COMPLETIONS, RunningRouter, StubEngine, routing
 
@@ -357,6 +358,38 @@ async def test_batches_belong_to_owners_and_engines_are_told(tmp_path: Path) -> 
         await create_batch(router, lines_of(3), authorization="Bearer second")
         await until(lambda: len(engine.seen) == 5)
         assert [seen["x-backfill-owner"] for seen, _ in engine.seen[2:]] == ["bob"] * 3
+
+
+_SERVER = """
+import asyncio, json, sys
+from pathlib import Path
+from tests.jobs.doubles import InstantRunner, make_manager, ready
+
+class SlowRunner(InstantRunner):
+    async def run(self, line, count=None, **_):
+        await asyncio.sleep(0.002)
+        return await super().run(line, count)
+
+async def main():
+    manager = make_manager(Path(sys.argv[1]), SlowRunner(), limits=json.loads(sys.argv[2]))
+    await manager.start()
+    ready(manager)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def server_process(folder: Path, limits: Mapping[str, Any]) -> Iterator[None]:
+    """A server in a process of its own, which is killed as the block is left."""
+    command = [sys.executable, "-c", _SERVER, str(folder), json.dumps(limits)]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait(TIMEOUT_S)
 
 
 @asynccontextmanager
