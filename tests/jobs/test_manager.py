@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import random
 import sqlite3
@@ -262,46 +261,6 @@ async def test_a_changed_clock_ends_nothing_early_and_timestamps_stay_ordered(st
     stamps = [batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at]
     assert None not in stamps
     assert stamps == sorted(stamps)  # type: ignore[type-var]
-
-
-async def test_a_full_disk_delays_results_and_loses_none(
-    manager: JobManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    num_refused = 0
-    real_write = os.write
-
-    def write(file: int, data: Any) -> int:
-        nonlocal num_refused
-        if num_refused < 3 and b"batch_req_" in bytes(data[:60]):
-            num_refused += 1
-            real_write(file, bytes(data[:7]))
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real_write(file, data)
-
-    monkeypatch.setattr(os, "write", write)
-    monkeypatch.setattr("backfill.jobs.retry.FIRST_RETRY_S", 0.001)
-    ready(manager)
-    batch = await run_batch(manager, input_of(30))
-    assert num_refused == 3
-    await check_completed(manager, batch, 30)
-
-
-async def test_a_locked_database_delays_the_end_and_loses_nothing(
-    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("backfill.jobs.database._BUSY_TIMEOUT_MS", 1)
-    manager = await start()
-    batch = await submit(manager, input_of(30))
-    await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
-    other = sqlite3.connect(tmp_path / "jobs.db")
-    other.execute("BEGIN IMMEDIATE")
-    ready(manager)
-    await until(lambda: not manager.snapshot().num_lines_queued)
-    assert (await manager.get_batch(OWNER, batch.id)).status is BatchStatus.IN_PROGRESS
-    other.rollback()
-    other.close()
-    batch = await ended(manager, batch.id)
-    await check_completed(manager, batch, 30)
 
 
 async def test_tasks_that_an_exception_ends_are_counted(

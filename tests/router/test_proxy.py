@@ -12,7 +12,6 @@ from yarl import URL
 
 from backfill.http.errors import LOST_HEADER
 from backfill.http.limits import OwnerLimiter
-from backfill.router.health import RetryBudget
 from backfill.router.policy import RoutedRequest
 from backfill.router.proxy import NO_ENGINES
 from backfill.router.requests import peek
@@ -163,29 +162,6 @@ async def test_a_pause_of_the_router_is_not_an_engines() -> None:
         engine.gate.set()
         assert (await task)[0] == 200
         assert engine.num_left == 0 and router.engines.num_lost == {}
-
-
-async def test_a_request_ends_at_most_two_engines_and_no_more_than_the_budget_allows() -> None:
-    engines = [StubEngine() for _ in range(3)]
-    for engine in engines:
-        engine.gate.clear()
-    async with routing(engines) as router:
-        for num_losses, message in ((2, "2 engines were lost"), (1, "lost too many requests")):
-            if num_losses == 1:
-                router.engines.retries = RetryBudget(_left=0.0, _at_s=time.monotonic() + 1000.0)
-            task = asyncio.create_task(complete(router, "p"))
-            for _ in range(num_losses):
-                await until(lambda: any(each.seen for each in engines))
-                killed = next(each for each in engines if each.seen)
-                await killed.die()
-                killed.seen.clear()
-            status, answer = await task
-            assert status == 503 and message in answer["error"]["message"]
-            for engine in engines:
-                if engine._runner is None:
-                    await engine.start()
-                await router.until_status(engine, "up")
-            assert not any(each.seen for each in engines)
 
 
 async def test_a_large_body_is_read_apart_from_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
