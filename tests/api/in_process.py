@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from backfill.api.app import create_app
 from backfill.api.metrics.registry import Metrics
+from backfill.api.replica_state import StateReporter
 from backfill.api.state import Phase, ServerState
 from backfill.core.clock import Clock
 from backfill.core.config import EngineConfig, SchedulerConfig
@@ -145,7 +146,8 @@ def unstarted_app(api_keys: ApiKeys | None = None, jobs: JobManager | None = Non
     """An application without an engine. ``config``: fields of ``ServerConfig``."""
     engine = cast(EngineClient, None)
     preparation = cast(PreparationClient, None)
-    state = ServerState(ServerConfig(**config), EngineConfig(model_dir=""), engine, preparation)
+    reporter = StateReporter((), Path())
+    state = ServerState(ServerConfig(**config), EngineConfig(model_dir=""), engine, preparation, reporter)
     state.api_keys, state.jobs = api_keys, jobs
     return create_app(state)
 
@@ -192,7 +194,13 @@ def in_process_server(
     )
     preparation = InlinePreparation(preparer)
     state = ServerState(
-        server_config, engine_config, client, cast(PreparationClient, preparation), preparer, Phase.READY
+        server_config,
+        engine_config,
+        client,
+        cast(PreparationClient, preparation),
+        StateReporter(served.names, model),
+        preparer,
+        Phase.READY,
     )
     state.clock = clock or state.clock
     if api_keys:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 import msgspec
-from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -111,10 +111,7 @@ def _add_load_routes(router: APIRouter, state: ServerState) -> None:
     @router.get("/state")
     async def replica_state() -> Response:
         """What a router wants to know: limits, load, and which model is served."""
-        replica = state.replica_state()
-        if replica is None:
-            raise HTTPException(404)
-        return Response(msgspec.json.encode(replica), media_type="application/json")
+        return Response(msgspec.json.encode(state.replica_state()), media_type="application/json")
 
     @router.get("/load")
     async def load() -> Json:

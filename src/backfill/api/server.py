@@ -89,13 +89,16 @@ class Server:
         )
         self._processes = ServingProcesses(client, setup, self._tasks)
         self.state = ServerState(
-            server_config, engine_config, client, self._processes.preparation, api_keys=api_keys
+            server_config,
+            engine_config,
+            client,
+            self._processes.preparation,
+            StateReporter(model.names, model.folder),
+            api_keys=api_keys,
         )
         self._tracer: RequestTracer | None = None
         if (endpoint := server_config.otlp_traces_endpoint) is not None:
             self._tracer = RequestTracer.to_endpoint(endpoint, model.names[0], self.state.clock)
-        self._reporter = StateReporter(model.names, model.folder)
-        self.state.reporter = self._reporter
         self._traffic: OnlineTrafficMeter | None = None
         self._job_metrics: JobMetrics | None = None
         if jobs_config is not None:
@@ -261,7 +264,7 @@ class Server:
 
     def _on_report(self, report: StepReport) -> None:
         self._stats_log.on_report(report)
-        self._reporter.on_report(report)
+        self.state.reporter.on_report(report)
         if self.state.metrics is not None:
             self.state.metrics.engine.on_report(report)
         if self.state.online_load is not None:

@@ -51,6 +51,7 @@ class ServerState:
     engine_config: EngineConfig
     client: EngineClient
     preparation: PreparationClient
+    reporter: StateReporter
     preparer: RequestPreparer | None = None  # for small bodies; set once the model is loaded
     phase: Phase = Phase.LOADING
     service: CompletionService | None = None  # set once the model is loaded
@@ -58,7 +59,6 @@ class ServerState:
     api_keys: ApiKeys | None = None  # None if requests need no key
     jobs: JobManager | None = None  # None if the Batch API is switched off
     online_load: OnlineLoad | None = None  # None without a cost model, and for policies that use none
-    reporter: StateReporter | None = None  # None if no router may ask
     num_unanswered: int = 0  # accepted generation requests whose response is not complete
     clock: Clock = field(default_factory=WallClock)  # of arrivals and of what is measured at the socket
     field_warnings: FieldWarnings = field(default_factory=FieldWarnings)
@@ -145,10 +145,8 @@ class ServerState:
         assert self.preparer is not None, "made with the service"
         return self.preparer
 
-    def replica_state(self) -> ReplicaState | None:
-        """What a router wants to know; None if no router may ask."""
-        if self.reporter is None:
-            return None
+    def replica_state(self) -> ReplicaState:
+        """What a router wants to know."""
         facts = None if self.preparer is None else self.preparer.facts
         return self.reporter.state(self.phase.value, self.admission, self.online_load, self.jobs, facts)
 
