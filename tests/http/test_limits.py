@@ -118,7 +118,7 @@ class Limiter(RuleBasedStateMachine):
         self.clock.advance(60)
         for owner in LIMITS:
             self.limiter.leave(owner)
-        assert self.limiter.num_owners == 0, "nothing is kept of those that have left"
+        assert not self.limiter._uses, "nothing is kept of those that have left"
 
 
 TestLimiter = Limiter.TestCase
@@ -202,7 +202,7 @@ def test_what_a_router_sends_was_counted_by_it_and_keeps_its_weight() -> None:
     assert {slot.weight for slot in slots} == {0.5}
     for slot in slots:
         slot.release()
-    assert limiter.num_owners == 0
+    assert not limiter._uses
 
 
 def test_refusals_of_an_owner_that_asks_again_at_once_are_answered_later() -> None:
@@ -218,4 +218,4 @@ def test_refusals_of_an_owner_that_asks_again_at_once_are_answered_later() -> No
     clock.advance(10.0)
     limiter.enter("flood").release()
     limiter.enter("other").release()
-    assert limiter.num_owners == 0
+    assert not limiter._uses

@@ -56,8 +56,8 @@ def test_the_least_wait_is_chosen_for_new_prefixes() -> None:
 def test_a_wait_shrinks_while_the_prompt_is_computed_and_ends_with_its_token() -> None:
     replicas, clock = replica_set(names="a")
     placements = [replicas.place(RoutedRequest(500)) for _ in range(2)]
-    replica = replicas.get("a")
-    assert replica is not None and placements[0] is not None and placements[1] is not None
+    assert placements[0] is not None and placements[1] is not None
+    replica = placements[0].replica
     assert replica.wait_s(clock.now_s()) == pytest.approx(1.0)
     assert placements[1].predicted_s == pytest.approx(1.0)
     clock.advance(0.3)
@@ -74,9 +74,7 @@ def test_a_wait_shrinks_while_the_prompt_is_computed_and_ends_with_its_token() -
 
 def test_requests_of_other_clients_count_as_reported() -> None:
     replicas, _ = replica_set()
-    replicas.report("a", report(waiting_prompt_tokens=400, num_online=3, online_tokens=400))
-    replica = replicas.get("a")
-    assert replica is not None
+    replica = replicas.report("a", report(waiting_prompt_tokens=400, num_online=3, online_tokens=400))
     assert replica.wait_s(0.0) == pytest.approx(0.4)
     replicas.place(RoutedRequest(100), besides={"b"})
     assert replica.wait_s(0.0) == pytest.approx(0.5)
@@ -127,9 +125,8 @@ def test_the_baselines() -> None:
 
 def test_lines_go_where_online_requests_leave_room() -> None:
     replicas, _ = replica_set()
-    replicas.report("a", report(num_online=7))
-    replica = replicas.get("a")
-    assert replica is not None and replica.line_headroom == 2
+    replica = replicas.report("a", report(num_online=7))
+    assert replica.line_headroom == 2
     placements = [replicas.place_line(RoutedRequest(10)) for _ in range(18)]
     assert Counter(each.replica.name for each in placements if each is not None) == {"a": 2, "b": 16}
     assert replicas.place_line(RoutedRequest(10)) is None

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from backfill.core.clock import Clock, WallClock
+from backfill.core.clock import Clock
 from backfill.core.errors import ConfigError, RequestError
 from backfill.core.request import ServiceClass
 from backfill.http.errors import MAX_RETRY_AFTER_S, RateLimited
@@ -149,15 +149,10 @@ class OwnerLimiter:
         limits_of: the limits of an owner, as they are now.
     """
 
-    def __init__(self, limits_of: Callable[[str], OwnerLimits], clock: Clock | None = None) -> None:
+    def __init__(self, limits_of: Callable[[str], OwnerLimits], clock: Clock) -> None:
         self._limits_of = limits_of
-        self._clock = WallClock() if clock is None else clock
+        self._clock = clock
         self._uses: dict[str, _Use] = {}
-
-    @property
-    def num_owners(self) -> int:
-        """Of which something is known."""
-        return len(self._uses)
 
     def enter(self, owner: str, *, is_routed: bool = False) -> OwnerSlot:
         """Count a request, of one choice until it is resized.

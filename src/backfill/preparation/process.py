@@ -45,7 +45,6 @@ from backfill.preparation.messages import (
     JobDone,
     KVRoom,
     LineChange,
-    LineSelection,
     LinesProgress,
     Loaded,
     OnlineTraffic,
@@ -159,7 +158,7 @@ class Preparation:
         try:
             match message:
                 case OpenLines() as opened:
-                    self._pool.open(opened, self._file(opened.selection))
+                    self._pool.open(opened, LineFile(opened.selection, self._prepare))
                 case CloseLines(reader_id):
                     self._pool.close(reader_id)
                 case EndLine(reader_id, number, num_output_tokens):
@@ -178,9 +177,6 @@ class Preparation:
         """End the process: what it knows of lines may be wrong. The next one indexes the files again."""
         logger.error("the state of batch lines may be wrong, so the process ends")
         os._exit(1)
-
-    def _file(self, selection: LineSelection) -> LineFile:
-        return LineFile(selection, self._prepare)
 
     def _begin(self, pool: ThreadPoolExecutor, job: Job, work: Callable[[], Result]) -> None:
         def run() -> None:

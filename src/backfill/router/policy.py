@@ -155,9 +155,6 @@ class ReplicaSet:
     def replicas(self) -> Collection[Replica]:
         return self._replicas.values()
 
-    def get(self, name: str) -> Replica | None:
-        return self._replicas.get(name)
-
     def report(self, name: str, state: ReplicaState) -> Replica:
         """What a replica says of itself; one that is not known is added, with an empty cache."""
         replica = self._replicas.get(name)
