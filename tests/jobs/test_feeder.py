@@ -19,7 +19,6 @@ from backfill.jobs.records import TokenUsage
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
 from tests.jobs.feeder_doubles import (
-    CAPACITY,
     Engine,
     Sink,
     Source,
@@ -74,27 +73,6 @@ async def test_lines_read_for_batches_that_must_wait_do_not_stop_the_next(
         assert feeds[-1].has_read_lines
     engine.holds = False
     await asyncio.wait_for(asyncio.gather(*(feed.finished for feed in feeds)), TIMEOUT_S)
-
-
-async def test_owners_share_evenly_and_the_earlier_deadline_goes_first() -> None:
-    engine, sinks = Engine(holds=True), [Sink() for _ in range(4)]
-    feeds = [
-        feed_of(
-            (line_of(n) for n in range(at, at + 100)), 100, sink, owner=owner, deadline_at_s=deadline_at_s
-        )
-        for at, sink, owner, deadline_at_s in (
-            (0, sinks[0], "a", 30.0),
-            (100, sinks[1], "a", 10.0),
-            (200, sinks[2], "a", 20.0),
-            (300, sinks[3], "b", 99.0),
-        )
-    ]
-    engine.start(*feeds)
-    await until(lambda: len(engine.in_flight) == CAPACITY)
-    assert [len(feed.running) for feed in feeds] == [0, CAPACITY // 2, 0, CAPACITY // 2]
-    engine.holds = False
-    await asyncio.wait_for(asyncio.gather(*(feed.finished for feed in feeds)), TIMEOUT_S)
-    assert [len(sink.results) for sink in sinks] == [100] * 4
 
 
 async def test_lines_start_a_few_at_a_time_so_that_others_get_their_turn() -> None:
