@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvloop
+from starlette.responses import Response
 
 from backfill.cli.startup import bind
 from backfill.core.clock import Clock
@@ -43,11 +44,17 @@ def serving(
     listener = bind("127.0.0.1", 0)
     if send_buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-    server = HttpServer(app, limits, clock)
+    with running(HttpServer(app, limits, clock), listener):
+        yield listener.getsockname()[1]
+
+
+@contextmanager
+def running(server: HttpServer, listener: socket.socket) -> Iterator[None]:
+    """Run a server in another thread."""
     thread = threading.Thread(target=lambda: uvloop.run(server.serve(sockets=[listener])))
     thread.start()
     try:
-        yield listener.getsockname()[1]
+        yield
     finally:
         server.should_exit = True
         thread.join(TIMEOUT_S)
@@ -118,7 +125,4 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
             return
         body += message.get("body", b"")
         more = message.get("more_body", False)
-    content = scope["path"].encode() + b" " + body
-    headers = [(b"content-length", str(len(content)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
+    await Response(scope["path"].encode() + b" " + body)(scope, receive, send)

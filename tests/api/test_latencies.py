@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import Response
 
 from backfill.api.app import create_app
 from backfill.bench.client import BenchClient, Endpoint
@@ -36,6 +36,7 @@ from tests.api.test_fields import make_tokenizer
 from tests.generation.test_generator import ScriptedTokens
 from tests.generation.test_timeline import Waits
 from tests.http.test_bodies import still_connected
+from tests.patience import until
 from tests.protocol.builders import make_generation
 
 pytestmark = pytest.mark.anyio
@@ -117,9 +118,7 @@ def test_a_request_sent_ahead_is_received_when_the_one_before_it_is_answered() -
         received.append(scope["state"]["received_at_s"])
         while not may_answer.is_set():
             await asyncio.sleep(0.005)
-        headers = [(b"content-length", b"0")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
+        await Response()(scope, receive, send)
 
     with serving(app, limits(), clock=clock) as port, RawClient(port) as client:
         client.send(request() * 2)
@@ -136,26 +135,17 @@ def test_the_server_and_the_load_generator_measure_the_same(
 ) -> None:
     ttft_s, gaps_s = 0.5, [0.125, MISSED_S, 0.0625]
 
-    async def until(condition: Callable[[], bool], what: str) -> None:
-        deadline_at_s = time.monotonic() + TIMEOUT_S
-        while not condition():
-            assert time.monotonic() < deadline_at_s, f"waited for {what}"
-            await asyncio.sleep(0.005)
-
     async def measure(server: InProcessServer, clock: WatchedClock) -> RequestRecord:
         server.engine.num_allowed = 0
         record = RequestRecord(0.0, 1)
         async with BenchClient(Endpoint(server.url, "/v1/completions", "m")) as client:
             sending = asyncio.create_task(client.send(BenchRequest([7], 1, 4), record, 0.0))
-            await until(lambda: bool(server.engine.requests), "the request")
+            await until(lambda: server.engine.requests)
             for number, wait_s in enumerate([ttft_s, *gaps_s], start=1):
                 clock.advance(wait_s)
                 server.engine.num_allowed = number
-                await until(lambda n=number: len(record.chunk_after_s) == n, "the client's chunk")  # type: ignore[misc]
-                await until(
-                    lambda n=number: num_first_tokens(server) + num_gaps(server) == n,  # type: ignore[misc]
-                    "the server's measurement",
-                )
+                await until(lambda n=number: len(record.chunk_after_s) == n)  # type: ignore[misc]
+                await until(lambda n=number: num_first_tokens(server) + num_gaps(server) == n)  # type: ignore[misc]
             await sending
         return record
 

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from backfill.core.errors import ConfigError
 from backfill.http import connection
 from backfill.http.connection import MAX_PIPELINED
-from tests.api.servers import TIMEOUT_S
+from tests.api.servers import TIMEOUT_S, wait_until
 from tests.api.sockets import App, RawClient, echo, limits, request, serving
 from tests.patience import with_more_time
 
@@ -60,16 +61,8 @@ HEAD_PIECES = [b"GET /a HTTP/1.1\r\n", b"POST / HTTP/1.1\r\n", b"GET / HTTP/1.0\
 HEAD_PIECES += [b"Host: localhost\r\n", b"Host: \xff\r\n", b"Origin: null\r\n", b"Expect: 100-continue\r\n"]
 HEAD_PIECES += [b"Content-Length: %s\r\n" % each for each in (b"5", b"-1", b"0x5", b"9" * 30, b"5, 5")]
 HEAD_PIECES += [b"Transfer-Encoding: chunked\r\n", b"Connection: upgrade\r\nUpgrade: h2c\r\n", b"a" * 9000]
-HEAD_PIECES += [
-    b"\r\n",
-    b"\r\n\r\n",
-    b"\n",
-    b"5\r\nhello\r\n",
-    b"0\r\n\r\n",
-    b"f" * 20 + b"\r\n",
-    b"\0",
-    b": ",
-]
+HEAD_PIECES += [b"\r\n", b"\r\n\r\n", b"\n", b"5\r\nhello\r\n", b"0\r\n\r\n", b"f" * 20 + b"\r\n"]
+HEAD_PIECES += [b"\0", b": "]
 
 
 @given(st.lists(st.sampled_from(HEAD_PIECES) | st.binary(max_size=9), max_size=12))
@@ -271,11 +264,7 @@ def test_time_that_the_application_takes_does_not_count_against_the_client() -> 
     with_timeout(slow, attempt, "head_timeout_s", "body_timeout_s", "write_timeout_s")
 
 
-async def refuse(scope: Any, receive: Any, send: Any) -> None:
-    """Answers without reading a body."""
-    headers = [(b"content-length", b"2")]
-    await send({"type": "http.response.start", "status": 413, "headers": headers})
-    await send({"type": "http.response.body", "body": b"no"})
+refuse = Response(b"no", 413)  # without reading a body
 
 
 def test_the_rest_of_an_answered_body_has_a_time_limit() -> None:
@@ -332,9 +321,7 @@ def test_nothing_runs_that_follows_an_answer_with_which_the_connection_closes() 
 
     async def close(scope: Any, receive: Any, send: Any) -> None:
         paths.append(scope["path"])
-        headers = [(b"content-length", b"2"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": 413, "headers": headers})
-        await send({"type": "http.response.body", "body": b"no"})
+        await Response(b"no", 413, {"connection": "close"})(scope, receive, send)
 
     first = request(path="/first", body=b"hello")
     with serving(close, limits()) as port:
@@ -458,18 +445,14 @@ def _assert_reset(client: RawClient) -> None:
 
 def _wait_for_room(port: int) -> None:
     """Wait until the server accepts a connection again."""
-    deadline_at_s = time.monotonic() + TIMEOUT_S
-    while True:
-        with RawClient(port) as client:
+
+    def is_served() -> bool:
+        with RawClient(port) as client, suppress(ConnectionError):
             client.send(request("GET"))
-            try:
-                status = int(client.socket.recv(12).split()[1])
-            except (ConnectionError, IndexError):
-                status = 503
-        if status == 200:
-            return
-        assert time.monotonic() < deadline_at_s
-        time.sleep(0.05)
+            return b" 200" in client.socket.recv(12)
+        return False
+
+    wait_until(is_served, "room for a connection")
 
 
 def test_a_uvicorn_without_the_hook_is_refused_at_import(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,48 +5,35 @@ from __future__ import annotations
 import os
 import ssl
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import trustme
-import uvloop
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
     PrivateFormat,
     load_pem_private_key,
 )
+from starlette.responses import Response
 
 from backfill.cli.startup import Address, bind, first_request, listen
 from backfill.core.errors import ConfigError
 from backfill.http.app import new_app
 from backfill.http.config import ServerConfig
 from backfill.http.server import HttpServer
-from tests.api.servers import TIMEOUT_S
-from tests.api.sockets import limits
-
-
-async def hello(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"hello"})
+from tests.api.sockets import limits, running
 
 
 @contextmanager
 def serving(config: ServerConfig) -> Iterator[Address]:
     address = listen(config)
-    server = HttpServer(hello, limits(), certificate=config.certificate)
-    thread = threading.Thread(target=lambda: uvloop.run(server.serve(sockets=[address.listener])))
-    thread.start()
-    try:
+    server = HttpServer(Response(b"hello"), limits(), certificate=config.certificate)
+    with running(server, address.listener):
         yield address
-    finally:
-        server.should_exit = True
-        thread.join(TIMEOUT_S)
 
 
 def test_a_socket_in_place_of_a_port_is_taken_over_once_nobody_listens(tmp_path: Path) -> None:
