@@ -15,7 +15,7 @@ from backfill.models.resolve import DEFAULT_MODEL, told_what_to_delete
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """A model, by the name that ``models.resolve_model`` takes.
+    """A model, by the name that ``models.resolve.resolve_model`` takes.
 
     Attributes:
         model: known name, Hugging Face folder, GGUF file or hub id.

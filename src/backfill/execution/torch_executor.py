@@ -314,6 +314,8 @@ class TorchExecutor(Executor):
                 break
             stage.begin_layer(layer)
             left = safepoints if stop is None else frozenset()
+            # Kernels that heed a stop end a call by themselves; else a call ends at each safepoint, and where
+            # something is done between two layers, after each layer.
             takes_turns = streamer is not None or len(running.micro_batches) > 1
             heeds_stop = model.heeds_stops and not takes_turns
             pauses = {layer + 1} if takes_turns else {last, end} if heeds_stop else {last, end} | left

@@ -133,7 +133,7 @@ def query_limit(request: Request, *, default: int, maximum: int) -> int:
 
 
 def owner_of(request: Request) -> str:
-    """The owner of the request's API key (``api.keys``); empty if the server asks for no key."""
+    """The owner of the request's API key (``http.keys``); empty if the server asks for no key."""
     owner: str = request.scope["state"].get("owner", "")
     return owner
 

@@ -242,7 +242,10 @@ class BlockPool:
             self._empty.append(block)
 
     def update_released(self, block: Block, content: Content) -> None:
-        """``update`` of a block of the device that has just lost its last reference and keeps its content."""
+        """``update`` of a block of the device that has just lost its last reference and keeps its content.
+
+        It has the usual cases of ``_state_of`` once more, because every end of a request takes this way.
+        """
         is_plain = self.on_updated is None and content.host is None and not block.is_guest
         if not is_plain or block.num_copies or block.is_pinned:
             self.update(block)

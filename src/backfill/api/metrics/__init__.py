@@ -1,1 +1,1 @@
-"""What ``/metrics`` exposes. Every metric is defined in this package, once."""
+"""What ``/metrics`` exposes of a server. What a router has too is in ``http.metrics``."""
