@@ -314,7 +314,7 @@ def test_over_http_what_no_load_leaves_is_400_once_the_profile_is_certain(defaul
     full = replace(make_profile(cost), error=FitError(0.01, 0.05, 40), known_tokens=64, known_chunk_tokens=64)
     with in_process_server(default_model) as server:
         server.state.online_load = OnlineLoad(cost, CONFIG)
-        facts = server.state.ready_preparer().engine
+        facts = server.state.ready_preparer().engine_facts
         # Alone a decode takes 10 ms, 7 of them for certain; two thirds of an objective are for decodes.
         for quality, asked_s, expected in (
             ("coarse", 0.005, 429),

@@ -74,9 +74,9 @@ async def test_the_online_load_is_predicted_under_a_policy_with_a_cost_model() -
 async def test_objectives_that_return_are_those_of_requests_and_of_the_next_engine() -> None:
     server = await ready_server(SchedulerConfig(policy="slo"))
     client, preparer = server.state.client, server.state.preparer
-    assert preparer is not None and preparer.engine.default_slo == SLO(1.0, 0.1)
+    assert preparer is not None and preparer.engine_facts.default_slo == SLO(1.0, 0.1)
     client._on_message(ProfileRefined(make_profile(), SLO(0.9, 0.05)))
-    assert preparer.engine.default_slo == SLO(0.9, 0.05)
+    assert preparer.engine_facts.default_slo == SLO(0.9, 0.05)
     assert client.config.scheduler.kept_slo == client.default_slo == SLO(0.9, 0.05)
 
 

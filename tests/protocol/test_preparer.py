@@ -110,7 +110,7 @@ def test_an_objective_below_its_floor_is_refused_with_the_least_one_offered(
 ) -> None:
     preparer = make_preparer(policy="priority")
     floors = SchedulerConfig(policy="priority", min_ttft_slo=0.5, min_tpot_slo=0.05)
-    preparer.facts = replace(preparer.engine, scheduler=floors)
+    preparer.facts = replace(preparer.engine_facts, scheduler=floors)
     with pytest.raises(RequestError) as refused:
         ask(preparer, RequestContext(headers=headers), slo=slo)
     assert refused.value.param == name

@@ -165,5 +165,5 @@ def _model_card(preparer: RequestPreparer, name: str) -> Json:
         "owned_by": "backfill",
         "root": preparer.model.root,
         "parent": None,
-        "max_model_len": preparer.engine.info.max_model_len,
+        "max_model_len": preparer.engine_facts.info.max_model_len,
     }

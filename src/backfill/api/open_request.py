@@ -150,7 +150,7 @@ def count_online(state: ServerState, generation: Generation, arrived_at_s: float
     )
     if state.server_config.shed_hopeless:
         check_hopeless(predicted, request.slo.ttft_s)
-    default = state.ready_preparer().engine.default_slo
+    default = state.ready_preparer().engine_facts.default_slo
     end_s = partial(state.admission.retry_after_s, ServiceClass.ONLINE)
     check_objectives(generation.objectives, default, load, predicted, prompt_tokens, end_s)
     return load.add(

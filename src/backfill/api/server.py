@@ -248,7 +248,7 @@ class Server:
     def _on_profile(self, profile: CostProfile) -> None:
         """The engine predicts steps with ``profile`` from now on."""
         if self.state.preparer is not None:
-            facts = self.state.preparer.engine
+            facts = self.state.preparer.engine_facts
             slo = self.state.client.default_slo or facts.default_slo
             facts = replace(facts, profile=profile, default_slo=slo)
             self._processes.configure(self.state.preparer, facts)

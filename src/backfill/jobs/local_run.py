@@ -303,7 +303,7 @@ class LocalRun:
         await self._processes.preparation.files.wait_ready()
         self._processes.configure(preparer, EngineFacts.of(ready, self._engine_config.scheduler))
         if self.speed is None:
-            facts = preparer.engine
+            facts = preparer.engine_facts
             self.speed = RunSpeed(
                 resources_of(facts, ModelConfig.from_folder(self._setup.model.folder)),
                 facts.info,

@@ -268,7 +268,7 @@ class RequestPreparer:
         """The prompts as token ids, truncated to ``truncate_prompt_tokens``."""
         last_tokens = body.truncate_prompt_tokens
         # A prompt that is known to be too long is not tokenized to its end.
-        most_tokens = None if last_tokens is not None else self.engine.info.max_model_len
+        most_tokens = None if last_tokens is not None else self.engine_facts.info.max_model_len
         token_ids = [
             self.tokenizer.encode(
                 prompt,
@@ -286,7 +286,7 @@ class RequestPreparer:
         self, body: GenerationBody, sampling: SamplingParams, prompts: list[list[int]], plan: MessagePlan
     ) -> list[SamplingParams]:
         """The sampling of every choice. Raises: RequestError for a request the engine can never serve."""
-        info = self.engine.info
+        info = self.engine_facts.info
         sampling = replace(sampling, structured_outputs=plan.structured)
         if plan.parsing is not None and self.tokenizer.needs_marks(plan.parsing):
             sampling = replace(sampling, skip_special_tokens=False)
@@ -304,7 +304,7 @@ class RequestPreparer:
     def _check_grammar(self, structured: StructuredOutputsParams, field: str, body: GenerationBody) -> None:
         """Raises: RequestError naming the field or the tool whose grammar cannot be used."""
         if self._compiler is None:
-            info = self.engine.info
+            info = self.engine_facts.info
             self._compiler = GrammarCompiler(self.model.folder, info.vocab_size, info.end_token_ids)
         try:
             self._compiler.matcher(structured)
@@ -331,17 +331,17 @@ class RequestPreparer:
             tokens = self.tokenizer.encode(
                 body.prompt or "", add_special_tokens=body.add_special_tokens is not False
             )
-        return {"count": len(tokens), "max_model_len": self.engine.info.max_model_len, "tokens": tokens}
+        return {"count": len(tokens), "max_model_len": self.engine_facts.info.max_model_len, "tokens": tokens}
 
     def _detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
         self.check_model(body.model)
-        vocab_size = self.engine.info.vocab_size
+        vocab_size = self.engine_facts.info.vocab_size
         if not all(0 <= token_id < vocab_size for token_id in body.tokens):
             raise RequestError(f"tokens must be between 0 and {vocab_size - 1}.", param="tokens")
         return {"prompt": self.tokenizer.decode(body.tokens)}
 
     @property
-    def engine(self) -> EngineFacts:
+    def engine_facts(self) -> EngineFacts:
         """``facts``, which must be set."""
         assert self.facts is not None, "set before requests are prepared"
         return self.facts
@@ -350,7 +350,7 @@ class RequestPreparer:
         """The request's objectives, with the server's for absent ones. Offline requests have none."""
         if service_class is ServiceClass.OFFLINE:
             return None
-        default, ttft, tpot = self.engine.default_slo, objectives.get("ttft"), objectives.get("tpot")
+        default, ttft, tpot = self.engine_facts.default_slo, objectives.get("ttft"), objectives.get("tpot")
         return SLO(
             ttft_s=default.ttft_s if ttft is None else ttft.seconds,
             tpot_s=default.tpot_s if tpot is None else tpot.seconds,
@@ -362,14 +362,14 @@ class RequestPreparer:
         ``prompt_tokens``: of each choice's prompt.
         """
         requested = {name: objective.seconds for name, objective in objectives.items()}
-        for name, floor_s in objectives_below_floor(requested, self.engine.scheduler).items():
+        for name, floor_s in objectives_below_floor(requested, self.engine_facts.scheduler).items():
             objective = objectives[name]
             raise RequestError(
                 f"{objective.name} of {objective.show(objective.seconds)} is not offered: the least on this "
                 f"server is {objective.show(floor_s)}.",
                 param=objective.name,
             )
-        engine = self.engine
+        engine = self.engine_facts
         refused = never_offered(
             requested, engine.default_slo, engine.profile, engine.scheduler, prompt_tokens
         )
