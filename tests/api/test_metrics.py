@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from backfill.api.metrics.engine import STOP_LATENCY_S
 from backfill.api.metrics.registry import Metrics
 from backfill.api.metrics.requests import ObjectiveCounts
 from backfill.api.stats_log import FieldWarnings, StatsLog
@@ -107,7 +106,8 @@ def test_a_request_without_a_token_missed_its_objective_unless_its_client_left_i
 def test_a_stopped_step_computed_nothing() -> None:
     metrics = make_metrics()
     metrics.engine.on_report(report(StepStats("mixed", 40, 0.2, 0.1)))
-    metrics.engine.on_report(report(StepStats("offline", 90, 0.05, 0.4, stopped=True), 1, 90))
+    stopped = StepStats("offline", 90, 0.05, 0.4, stopped=True, stop_latency_s=0.002)
+    metrics.engine.on_report(report(stopped, 1, 90))
     metrics.engine.on_report(report(StepStats("none", 0, 0.0, 0.0), 1, 90))
     metrics.engine.on_report(report(StepStats("online", 3, 0.01, 0.0), 1, 90))
     registry = metrics.registry
@@ -117,6 +117,7 @@ def test_a_stopped_step_computed_nothing() -> None:
     assert value(registry, "step_predicted_ratio_sum") == 2.0
     assert value(registry, "step_predicted_ratio_count") == 1, "a step without a prediction has no ratio"
     assert value(registry, "step_stops_total") == 1
+    assert value(registry, "stop_latency_seconds_sum") == 0.002
     assert value(registry, "discarded_tokens_total", **{"class": "offline"}) == 90
 
 
@@ -127,24 +128,6 @@ def test_samples_that_are_asked_for_come_alone() -> None:
     lines = exposed(metrics.registry, names).decode().splitlines()
     samples = {line.partition("{")[0] for line in lines if not line.startswith("#")}
     assert samples == set(names[:3])
-
-
-def test_renamed_metrics_keep_their_old_names_with_the_same_values() -> None:
-    metrics = make_metrics()
-    step = StepStats("offline", 90, 0.05, 0.4, stopped=True, stop_latency_s=0.002)
-    metrics.engine.on_report(report(step, 3, 90))
-    lines = exposed(metrics.registry).decode().splitlines()
-    for new, old, full in (
-        ("step_stops_total", "step_aborts_total", 1),
-        ("discarded_tokens_total", "aborted_tokens_total", 2),
-        ("stop_latency_seconds", "abort_latency_seconds", len(STOP_LATENCY_S) + 3),
-    ):
-        samples = [line for line in lines if line.startswith(f"backfill:{new}")]
-        assert len(samples) == full
-        assert [line.replace(new, old) for line in samples] == [
-            line for line in lines if line.startswith(f"backfill:{old}")
-        ]
-        assert f"# HELP backfill:{old} Deprecated: use backfill:{new}" in lines
 
 
 def test_the_prefix_cache_is_counted_by_class_and_tier() -> None:

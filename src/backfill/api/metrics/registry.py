@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import Metric
 
 from backfill.api.metrics.engine import EngineMetrics
 from backfill.api.metrics.requests import RequestMetrics
@@ -15,13 +14,6 @@ from backfill.execution.executor import ExecutorInfo
 from backfill.generation.timeline import RequestRecord
 from backfill.http.metrics import JobMetrics
 from backfill.preparation.client import PreparationClient
-
-# New name to old name, both without "_total". The old name is exposed too, with the same values.
-DEPRECATED = {
-    "backfill:step_stops": "backfill:step_aborts",
-    "backfill:discarded_tokens": "backfill:aborted_tokens",
-    "backfill:stop_latency_seconds": "backfill:abort_latency_seconds",
-}
 
 
 class Metrics:
@@ -51,7 +43,7 @@ class Metrics:
         trace: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         # Collectors name no metrics when they are registered: ``name[]`` asks all of them.
-        self.registry = _Registry(support_collectors_without_names=True)
+        self.registry = CollectorRegistry(support_collectors_without_names=True)
         self.loop_lag = LoopLag(self.registry, model_name)
         if jobs is not None:
             self.registry.register(jobs)
@@ -60,22 +52,3 @@ class Metrics:
         self.requests = RequestMetrics(self.registry, labels, info.max_model_len, slo, trace)
         self.http = HttpMetrics(self.registry)
         self.registry.register(ProcessMetrics(preparation, task_failures or {}))
-
-
-class _Registry(CollectorRegistry):
-    """Adds the old names of renamed metrics."""
-
-    def collect(self) -> Iterable[Metric]:
-        for family in super().collect():
-            yield family
-            if family.name in DEPRECATED:
-                yield _renamed(family, DEPRECATED[family.name])
-
-
-def _renamed(family: Metric, name: str) -> Metric:
-    suffix = "_total" if family.type == "counter" else ""
-    renamed = Metric(name, f"Deprecated: use {family.name}{suffix}", family.type)
-    renamed.samples = [
-        sample._replace(name=sample.name.replace(family.name, name, 1)) for sample in family.samples
-    ]
-    return renamed
