@@ -14,6 +14,7 @@ from backfill.core.block import BlockRef, SlotCopy, block_index, is_reversed
 from backfill.core.config import CheckpointingName, PrefixCacheScope, SchedulerConfig
 from backfill.core.plan import BlockCopies, CopyDirections
 from backfill.core.request import Request, RequestId, ServiceClass
+from backfill.kvcache.checkpointer import Saving
 from backfill.kvcache.content import Block, BlockKey, BlockState, Evictable, Match
 from backfill.kvcache.copies import Copy
 from backfill.kvcache.create import create_checkpoint_policy
@@ -421,7 +422,7 @@ class CacheModel:
     def check_tails_beside_others(self, num_room: int) -> None:
         """Those in blocks whose other end is in use are copied, but for want of time or room."""
         cache = self.cache
-        if not cache.checkpointer.saves_victims or cache._store.ledger.checkpoints_block:
+        if cache.checkpointer.saving is not Saving.BESIDE_STEPS:
             return
         shared = cache.sharing.blocks.values()
         if num_room >= len(shared) and cache.num_copies_in_flight < cache.max_copies:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from itertools import islice
 
 from backfill.core.block import is_reversed
@@ -19,6 +20,19 @@ def urgency(candidate: tuple[Request, BlockTable]) -> tuple[int, OrderKey]:
     return candidate[0].priority_level.value, candidate[0].order_key
 
 
+class Saving(Enum):
+    """When what preempted requests want is copied to the host."""
+
+    NEVER = "never"
+    BESIDE_STEPS = "beside steps"  # as far as the limits of copies allow
+    AT_PREEMPTION = "at preemption"  # which waits for the copies
+    WHEN_TAKEN = "when taken"  # as other KV is about to overwrite it, which waits (BROS, section 5.2)
+
+    @property
+    def is_waited_for(self) -> bool:
+        return self in (Saving.AT_PREEMPTION, Saving.WHEN_TAKEN)
+
+
 class Checkpointer:
     """Writes content back to host memory, just before each plan (ConServe, section 5).
 
@@ -31,6 +45,7 @@ class Checkpointer:
         copy_cost: see ``PoolView``.
         taken_share: see ``PoolView``. All until something is known; it is forgotten as the pool is filled
             anew.
+        saving: what the policy and waiting for copies mean for what is preempted.
         num_copied_slots: of blocks that two requests share, copied to the host.
     """
 
@@ -45,9 +60,12 @@ class Checkpointer:
         self._block_size = block_size
         self._policy = policy
         self._counters = counters
-        blocks = store.ledger.checkpoints_block
-        self._is_lazy = blocks and not policy.checkpoints_at_preemption and store.host.num_blocks > 0
-        self.saves_victims = self._is_lazy or (policy.checkpoints_at_preemption and store.host.num_blocks > 0)
+        waits, at_preemption = store.ledger.checkpoints_block, policy.checkpoints_at_preemption
+        self.saving = Saving.NEVER
+        if store.host.num_blocks and waits:
+            self.saving = Saving.AT_PREEMPTION if at_preemption else Saving.WHEN_TAKEN
+        elif store.host.num_blocks and at_preemption:
+            self.saving = Saving.BESIDE_STEPS
         self._candidates: dict[RequestId, tuple[Request, BlockTable]] = {}
         self.copy_cost = 0.0
         self.taken_share = 1.0
@@ -75,7 +93,7 @@ class Checkpointer:
         if left <= 0 or not store.host.num_blocks:
             return
         counts, num_pinned = store.device.counts, store.device.num_pinned
-        if self.saves_victims and not store.ledger.checkpoints_block:
+        if self.saving is Saving.BESIDE_STEPS:
             left -= self._checkpoint_wanted(BlockState.WANTED, left)
             left -= self._checkpoint_wanted(BlockState.WANTED_ONLINE, left)
         num_copied = counts[BlockState.REFERENCED_COPIED] + counts[BlockState.ONLINE_COPIED]
@@ -121,11 +139,8 @@ class Checkpointer:
         return len(chosen)
 
     def swap_out(self, wanted: Iterable[Content]) -> None:
-        """If steps wait for copies, copy what a preempted request wants, as far as the host has blocks.
-
-        Lazy checkpoints are made when the blocks are taken.
-        """
-        if self.saves_victims and self._store.ledger.checkpoints_block and not self._is_lazy:
+        """Copy what a preempted request wants, as far as the host has blocks, if that is done at once."""
+        if self.saving is Saving.AT_PREEMPTION:
             for content in wanted:
                 if content.host is None and content.device is not None and not self.checkpoint(content):
                     break
@@ -136,8 +151,10 @@ class Checkpointer:
         Args:
             kept: is about to be restored, so its host blocks are not taken.
         """
+        if self.saving is not Saving.WHEN_TAKEN:
+            return
         device = self._store.device
-        num_lost = num_blocks - device.available(BlockState.SECURED) if self._is_lazy else 0
+        num_lost = num_blocks - device.available(BlockState.SECURED)
         if num_lost <= 0:
             return
         for content in kept:

@@ -12,7 +12,7 @@ from backfill.core.config import PrefixCacheScope
 from backfill.core.counters import ClassCounters
 from backfill.core.plan import BlockCopies, CopyDirections
 from backfill.core.request import Request, RequestId, ServiceClass
-from backfill.kvcache.checkpointer import Checkpointer
+from backfill.kvcache.checkpointer import Checkpointer, Saving
 from backfill.kvcache.checkpointing import CheckpointPolicy, FixedCheckpoints
 from backfill.kvcache.content import BlockKey, Content, Evictable, KeyChain, Match
 from backfill.kvcache.copies import Copy
@@ -338,9 +338,9 @@ class KVCacheManager:
 
         Those of a last block that is not full do not count. A copy in flight does not secure a block.
         """
-        if not self.checkpointer.saves_victims:
+        if self.checkpointer.saving is Saving.NEVER:
             return request.num_computed_tokens
-        if self._store.ledger.checkpoints_block:
+        if self.checkpointer.saving.is_waited_for:
             return 0
         table = self._tables[request.request_id]
         num_secured = table.count_secured(self._store.num_host_evictions)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from backfill.core.block import is_reversed, pack_block_ref
 from backfill.core.request import Request, ServiceClass
-from backfill.kvcache.checkpointer import Checkpointer
+from backfill.kvcache.checkpointer import Checkpointer, Saving
 from backfill.kvcache.content import Block, BlockState, Content, Match
 from backfill.kvcache.free_ends import FreeEnd, FreeEnds
 from backfill.kvcache.last_blocks import LastBlocks
@@ -230,7 +230,7 @@ class SharedLastBlocks(LastBlocks):
         assert tail is not None
         left = end.num_slots = end.num_slots - num_slots
         is_saved = tail.host is not None and tail.num_unsaved <= left
-        if not is_saved and self._checkpointer.saves_victims and self._store.ledger.checkpoints_block:
+        if not is_saved and self._checkpointer.saving.is_waited_for:
             is_saved = self._checkpointer.checkpoint_slots(tail, left)
         self.num_overwritten += num_slots
         if is_saved:
@@ -245,7 +245,7 @@ class SharedLastBlocks(LastBlocks):
     def begin_copies(self, max_copies: int) -> None:
         """See ``LastBlocks``. They are in guests, which the pool does not know."""
         checkpointer, ledger = self._checkpointer, self._store.ledger
-        if ledger.checkpoints_block or not checkpointer.saves_victims:
+        if checkpointer.saving is not Saving.BESIDE_STEPS:
             return  # copied when they are left, or in the step that overwrites them
         for block in self.blocks.values():
             assert block.peer is not None
