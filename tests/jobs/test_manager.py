@@ -263,6 +263,24 @@ async def test_a_changed_clock_ends_nothing_early_and_timestamps_stay_ordered(st
     assert stamps == sorted(stamps)  # type: ignore[type-var]
 
 
+async def test_a_locked_database_delays_the_end_and_loses_nothing(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backfill.jobs.database._BUSY_TIMEOUT_MS", 1)
+    manager = await start()
+    batch = await submit(manager, input_of(30))
+    await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
+    other = sqlite3.connect(tmp_path / "jobs.db")
+    other.execute("BEGIN IMMEDIATE")
+    ready(manager)
+    await until(lambda: not manager.snapshot().num_lines_queued)
+    assert (await manager.get_batch(OWNER, batch.id)).status is BatchStatus.IN_PROGRESS
+    other.rollback()
+    other.close()
+    batch = await ended(manager, batch.id)
+    await check_completed(manager, batch, 30)
+
+
 async def test_tasks_that_an_exception_ends_are_counted(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
