@@ -22,7 +22,7 @@ from backfill.core.request import RequestId
 from backfill.costs.hardware import HardwareProfile
 from backfill.jobs.results import MAX_OBSERVED
 from backfill.preparation.division import num_parts_of, spread
-from backfill.simulation.study import Outcomes, Run, Study, mean_figures
+from backfill.simulation.study import MOST_REQUESTS, Outcomes, Run, Study, mean_figures
 from backfill.simulation.tables import print_rows
 from experiments.blendserve.groups import LENGTHS, GroupedPool, GroupSpec, draw_groups
 from experiments.blendserve.overlap import InterferenceName, OverlappedCostModel
@@ -223,7 +223,7 @@ class EnginesStudy(Study[EnginesPoint]):
     lengths: str = "sharegpt"
     splits: str = ",".join(SPLITS)
     density: float = bounded(1.0, above=0)
-    requests: int = bounded(4_000, above=0)
+    requests: int = bounded(4_000, least=1, most=MOST_REQUESTS)
     engines: int = bounded(2, above=0)
     lines_ahead: int = bounded(512, above=0)
     ended: float = bounded(0.0, least=0, below=1)

@@ -20,7 +20,7 @@ from backfill.cli.studies import command_of
 from backfill.core.errors import ConfigError
 from backfill.core.options import Bounds, bounded
 from backfill.simulation.processes import RunShare
-from backfill.simulation.study import Outcomes, Run, Study
+from backfill.simulation.study import MOST_REQUESTS, Outcomes, Run, Study
 from experiments.blendserve.mix import MixSpec
 from experiments.blendserve.overlap import InterferenceName
 from experiments.blendserve.points import add_point, read_points, settings_of
@@ -68,7 +68,7 @@ class Pools(Study[BlendPoint]):
 
     source: ComputeSource = "burstgpt"
     source_lengths: Path | None = None
-    requests: int = bounded(100_000, above=0)
+    requests: int = bounded(100_000, least=1, most=MOST_REQUESTS)
     orders: str = ",".join(ORDERS)
     interference: InterferenceName = "blendserve"
     steps: StepSizes = "density"
@@ -162,7 +162,7 @@ class Grid(Pools):
             are not run again, so an interrupted grid goes on. Points of other settings are refused.
     """
 
-    requests: int = bounded(40_000, above=0)
+    requests: int = bounded(40_000, least=1, most=MOST_REQUESTS)
     orders: str = f"{REFERENCE},{BLEND}"
     densities: str = ",".join(map(str, GRID_DENSITIES))
     sharings: str = ",".join(map(str, GRID_SHARINGS))

@@ -21,7 +21,7 @@ from backfill.core.errors import ConfigError
 from backfill.core.options import bounded
 from backfill.core.request import RequestId, ServiceClass
 from backfill.costs.hardware import HardwareProfile
-from backfill.simulation.study import Outcomes, Run, Study, mean_figures
+from backfill.simulation.study import MOST_REQUESTS, Outcomes, Run, Study, mean_figures
 from backfill.simulation.tables import print_rows
 from experiments.blendserve.groups import LENGTHS, GroupedPool, GroupSpec, draw_groups
 from experiments.blendserve.optimum import PoolWork, WorkModel
@@ -217,7 +217,7 @@ class LengthsStudy(Study[LengthsPoint]):
     source_lengths: Path | None = None
     estimates: str = ",".join(ESTIMATES)
     density: float = bounded(1.0, above=0)
-    requests: int = bounded(10_000, above=0)
+    requests: int = bounded(10_000, least=1, most=MOST_REQUESTS)
     interference: InterferenceName = "blendserve"
 
     scenario: ClassVar[str] = "blendserve-lengths"

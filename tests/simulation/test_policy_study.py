@@ -153,11 +153,14 @@ def test_a_plot_is_written_only_where_it_is_asked_for_and_refused_without_matplo
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["--seeds", "0"], "--seeds must be between 1 and 10000, got 0"),
         (["--first-seed", "-1"], "--first-seed must be at least 0, got -1"),
         (["--policies", "lifo"], "--policies: there is no 'lifo'; there are online-only"),
         (["--policies", ","], "--policies names none"),
         (["--plot", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
+        (["--plot", __file__], "test_policy_study.py exists and is no PNG; give another file."),
+        (["--plot", "/"], "--plot / exists and is no PNG; give another file."),
+        (["--seeds", "99999999999999999999"], "--seeds must be between 1 and 10000, got 99999999999999999999"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:

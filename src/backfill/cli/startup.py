@@ -35,6 +35,7 @@ Result = TypeVar("Result")
 
 _IMPORTED_AT_S = time.monotonic()
 _TINY_CONTEXT = 128
+_PNG = b"\x89PNG\r\n\x1a\n"
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # of all of a machine's addresses, one to ask
 _BACKLOG = 4096  # load generators open all connections at once
 
@@ -312,9 +313,11 @@ def bind(host: str, port: int, *, shares_port: bool = False) -> socket.socket:
 
 
 def check_plot(path: Path | None) -> None:
-    """Raises: ConfigError for a plot that cannot be drawn or written."""
+    """Raises: ConfigError for a plot that cannot be drawn or written, or whose file is of another kind."""
     if path is None:
         return
+    if path.exists() and not _may_be_replaced(path):
+        raise ConfigError(f"{path} exists and is no PNG; give another file.", field="plot")
     try:
         importlib.import_module("matplotlib.figure")
     except ImportError:
@@ -322,6 +325,14 @@ def check_plot(path: Path | None) -> None:
             "`plot` needs matplotlib, which is not installed: pip install 'backfill[plot]'."
         ) from None
     check_folder("plot", path)
+
+
+def _may_be_replaced(path: Path) -> bool:
+    """Whether it is a PNG or empty."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_PNG)) in (b"", _PNG)
 
 
 def check_folder(field: str, path: Path | None) -> None:

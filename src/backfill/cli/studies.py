@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from backfill.cli.command import command
 from backfill.cli.interrupts import interruptible
 from backfill.cli.startup import check_plot
+from backfill.core.errors import ConfigError
 from backfill.core.measured_on import writing
 from backfill.core.options import bounded, check_types, options_of
 from backfill.simulation.processes import Progress as RunsDone
@@ -38,7 +39,7 @@ class StudyOptions:
         json: end with one JSON object on a line.
     """
 
-    seeds: int = bounded(1, least=1)
+    seeds: int = bounded(1, least=1, most=10_000)
     first_seed: int = bounded(FIRST_REPORTED_SEED, least=0)
     jobs: int = bounded(1, least=1, most=64)
     plot: Path | None = None
@@ -57,7 +58,10 @@ def command_of(kind: type[Study[Any]], prefix: str) -> App:
     """
 
     def run(study: Study[Any], options: StudyOptions) -> None:
-        _run_command(study, options)
+        try:
+            _run_command(study, options)
+        except ArithmeticError as error:
+            raise ConfigError(f"An option is too large or too small to be computed with: {error}.") from error
 
     run.__doc__ = (inspect.getdoc(kind) or "").partition("\n\nAttributes:")[0]
     run.__annotations__ = {"study": kind, "options": StudyOptions}

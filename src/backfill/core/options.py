@@ -54,7 +54,7 @@ class Bounds:
         """Raises: ConfigError for a number that is not in it."""
         if value not in self:
             allowed = str(self) if math.isfinite(value) else f"finite and {self}"
-            raise ConfigError(f"must be {allowed}, got {value!r}.", field=field)
+            raise ConfigError(f"must be {allowed}, got {value!r:.80}.", field=field)
 
     def __contains__(self, value: float) -> bool:
         return self.least <= value <= self.most and self.above < value < self.below

@@ -99,7 +99,7 @@ class FleetStudy(Study[Comparison]):
     rate: float | None = bounded(None, above=0)
     duration: float = bounded(300.0, above=0)
     speed: float = bounded(1.0, above=0)
-    applications: int = bounded(64, above=0)
+    applications: int = bounded(64, least=1, most=100_000)
     zipf: float = bounded(1.1, least=0)
     turns: float = bounded(0.6, least=0, most=1)
     ttft_slo: float = 3.0

@@ -30,6 +30,7 @@ from backfill.simulation.goodput_figures import (
 from backfill.simulation.metrics import PolicyMetrics
 from backfill.simulation.replay import Arrival, Workload
 from backfill.simulation.study import (
+    MOST_REQUESTS,
     TUNING_SEED,
     Outcomes,
     Run,
@@ -104,8 +105,8 @@ class Goodput(Study[Pair]):
     workloads: str = ",".join(WORKLOADS)
     loads: str = ",".join(f"{load:g}" for load in LOADS)
     cvs: str = ",".join(f"{cv:g}" for cv in CVS)
-    num_requests: int = bounded(1000, above=0)
-    slowness: float = bounded(1.0, above=0)
+    num_requests: int = bounded(1000, least=1, most=MOST_REQUESTS)
+    slowness: float = bounded(1.0, above=0, most=1e6)
     policies: str = ",".join(POLICIES)
     num_for_capacity: int = internal(2000)
 

@@ -29,6 +29,7 @@ Name = TypeVar("Name", bound=str)
 # come from it.
 TUNING_SEED = 0
 FIRST_REPORTED_SEED = 1
+MOST_REQUESTS = 10_000_000
 _POSITIVE = Bounds(above=0)
 
 
