@@ -173,7 +173,7 @@ def test_simulate_goodput_prints_tables_and_ends_with_json(
         (["--cvs", "inf"], "--cvs must be finite and above 0, got inf"),
         (["--workloads", "sharegpt"], "no 'sharegpt'; there are conversation, code, document"),
         (["--workloads", ","], "--workloads names none; there are conversation"),
-        (["--num-requests", "0"], "--num-requests must be above 0, got 0"),
+        (["--num-requests", "0"], "--num-requests must be between 1 and 10000000, got 0"),
         (["--policies", "lifo"], "--policies: there is no 'lifo'; there are online-only"),
         (["--jobs", "0"], "--jobs must be between 1 and 64, got 0"),
     ],
