@@ -49,7 +49,6 @@ class Bench:
         num_blocks: int = 1000,
         can_stop: bool = True,
         step_efficiency: float = 1.0,
-        full_pool_efficiency: float | None = None,
         step_s: float = 1e-6,
         bidirectional: bool = False,
         next_token: int | None = None,
@@ -68,7 +67,7 @@ class Bench:
                 default_slo=slo,
                 can_stop=can_stop,
                 step_efficiency=step_efficiency,
-                full_pool_efficiency=full_pool_efficiency or step_efficiency,
+                offline_efficiency=step_efficiency,
             )
         self.scheduler = Scheduler(
             SchedulerConfig(**{**LIMITS, **limits}),
@@ -117,13 +116,7 @@ def view_of(
     nobody: dict[PriorityLevel, Sequence[Request]] = dict.fromkeys(PriorityLevel, ())
     online = PriorityLevel.ONLINE
     return Snapshot(
-        now_s,
-        {**nobody, online: running},
-        restoring,
-        {**nobody, online: waiting},
-        100,
-        online_blocks=2,
-        free_blocks=98,
+        now_s, {**nobody, online: running}, restoring, {**nobody, online: waiting}, 100, online_blocks=2
     )
 
 

@@ -213,9 +213,7 @@ def test_owners_that_yield_are_left_out_of_a_long_queue_without_reading_it(
     expected = [each for each in queue.first(300, ()) if each.owner != "a"]
     read = note_reads(monkeypatch)
     waiting = {online: queue.first(200, ())}
-    view = Snapshot(
-        0.0, running={}, restoring=(), waiting=waiting, num_blocks=1, online_blocks=0, free_blocks=1
-    )
+    view = Snapshot(0.0, running={}, restoring=(), waiting=waiting, num_blocks=1, online_blocks=0)
     view = relegating(view, {"a"})
     assert list(view.waiting[online][:5]) == expected[:5]
     assert len(read) == 5

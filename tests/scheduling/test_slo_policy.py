@@ -80,25 +80,6 @@ def test_offline_prompts_are_computed_in_steps_no_larger_than_pays() -> None:
         assert bench.step(offline(400)).num_tokens == 50
 
 
-def test_steps_are_smaller_where_memory_bounds_offline_work() -> None:
-    """20 tokens cost 1.5 ms each: more than 1.01 / 0.8, and less than 1.01 / 0.6."""
-    bench = Bench(step_efficiency=0.8, full_pool_efficiency=0.6, step_s=0.01, num_blocks=110)
-    bench.step(make_request(4, 50, request_id="chat"))
-    bench.step(offline(400, 2))
-    steps = [bench.step().num_tokens for _ in range(8)]
-    assert steps == [50, 50, 50, 50, 50, 50, 20, 20], "then less than a fifth is left"
-
-
-def test_what_ended_requests_left_in_the_cache_counts_as_free() -> None:
-    bench = Bench(step_efficiency=0.8, full_pool_efficiency=0.6, step_s=0.01, num_blocks=110)
-    bench.step(offline(390, 1))
-    while bench.scheduler.has_unfinished:
-        bench.step()
-    bench.step(make_request(4, 50, request_id="chat"))
-    assert bench.scheduler.kv.counts.empty < 22 < bench.scheduler.kv.counts.cached
-    assert bench.step(offline(60, 2)).num_tokens == 50
-
-
 def test_of_a_burst_as_many_chats_as_possible_meet_both_objectives() -> None:
     def served(policy: Policy | None) -> tuple[int, float, float]:
         """Chats in time, when half of them have their first token, and when all have ended."""

@@ -18,7 +18,6 @@ from backfill.core.plan import (
 )
 from backfill.core.request import PriorityLevel, Request, RequestId, ServiceClass
 from backfill.costs.load import StepLoad
-from backfill.kvcache.content import Evictable
 from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.builder import StepBuilder
@@ -256,7 +255,6 @@ class StepPlanner:
             waiting=waiting,
             num_blocks=kv.num_blocks,
             online_blocks=kv.counts.online,
-            free_blocks=kv.counts.available(Evictable.OFFLINE),
             reclaimable_blocks=kv.counts.reclaimable + kv.counts.protected,
             in_other_steps=in_other_steps,
             is_shared=is_shared,

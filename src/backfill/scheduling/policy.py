@@ -96,7 +96,6 @@ class Snapshot(Generic[R_co]):
             be tried in one step.
         num_blocks: blocks in the device's pool.
         online_blocks: device blocks of running and restoring online requests.
-        free_blocks: blocks that an offline request can have.
         reclaimable_blocks: blocks that an online request can have at once though they are not empty:
             checkpointed ones of offline requests, and those that are protected from offline requests.
         in_other_steps: requests that could run but for the steps in flight: those in one of them, as they
@@ -119,7 +118,6 @@ class Snapshot(Generic[R_co]):
     waiting: Mapping[PriorityLevel, Sequence[R_co]]
     num_blocks: int
     online_blocks: int
-    free_blocks: int
     reclaimable_blocks: int = 0
     in_other_steps: Mapping[PriorityLevel, Sequence[RequestView]] = field(default_factory=dict)
     is_shared: bool = False

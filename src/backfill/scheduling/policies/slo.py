@@ -51,9 +51,7 @@ _MAX_WEIGHED = 512
 _BESIDE_PROMPTS = 0.2
 # Offline work is limited once online requests leave less than 1 / this of the pool free.
 _HEADROOM_FACTOR = 1.5
-# Where offline work leaves less of the pool, small steps lose nothing (found by simulation).
-_FULL_SHARE = 0.2
-# Part of the TTFT objective that a step with offline prompts may take where the executor cannot stop it.
+# Part of the TTFT objective that a purely offline step may take where the executor cannot stop it.
 UNSTOPPABLE_TTFT_SHARE = 0.25
 
 _ONLINE, _RELEGATED, _PROMOTED, _OFFLINE = (frozenset({level}) for level in PriorityLevel)
@@ -73,9 +71,11 @@ class SloPolicy(Policy):
         can_stop: the executor can stop offline slices at safepoints.
         victims: within one priority level, the request that loses least work is preempted first
             (``least-lost``), or the latest.
-        step_efficiency: the steps of offline prompts are no larger than needed to bring the cost a token
-            down to its minimum divided by this. Larger ones gain nothing that is worth an arrival's wait.
-        full_pool_efficiency: the same beside online requests where memory bounds offline work, not time.
+        step_efficiency: beside online requests, the steps of offline prompts are no larger than needed to
+            bring the cost a token down to its minimum divided by this. Larger steps make arrivals wait and
+            gain little.
+        offline_efficiency: the same for steps without online requests. Their throughput has saturated at
+            that size: larger ones would gain nothing that is worth the wait of an arrival.
     """
 
     stops_steps = True
@@ -92,15 +92,16 @@ class SloPolicy(Policy):
         max_step_tokens: int,
         can_stop: bool,
         victims: VictimOrder = "least-lost",
-        step_efficiency: float = 0.95,
-        full_pool_efficiency: float = 0.8,
+        step_efficiency: float = 0.8,
+        offline_efficiency: float = 0.95,
     ) -> None:
         self.default_slo = default_slo
         self._predictor = predictor
         self._max_step_tokens = max_step_tokens
         self._can_stop = can_stop
         self._victims = victims
-        self._efficiency, self._full_pool_efficiency = step_efficiency, full_pool_efficiency
+        self._step_efficiency = step_efficiency
+        self._offline_efficiency = offline_efficiency
         self._peak_blocks = DecayingPeak()
 
     def set_default_slo(self, slo: SLO) -> None:
@@ -307,31 +308,30 @@ class SloPolicy(Policy):
         self, view: Snapshot[R], builder: BatchBuilder[R], online: Sequence[RequestView], reserved: int
     ) -> None:
         """Promoted requests, then the others, in the time that all online requests leave."""
-        bound_s = min(self._usable_slack_s(online, online, view.now_s), self._longest_offline_s)
+        bound_s = self._usable_slack_s(online, online, view.now_s)
         tightest_s = min([self._tpot_s(each) for each in online if each.is_decoding], default=math.inf)
-        # Longer steps keep online requests' blocks longer. The shape was found by simulation.
-        headroom = min(1.0, _HEADROOM_FACTOR * (1.0 - view.online_blocks / view.num_blocks)) ** 2
+        # Offline work makes steps longer, so online requests hold their blocks longer. It gets less time as
+        # they fill the pool. The shape was found by simulation (docs/coserving.md).
+        free_share = 1.0 - view.online_blocks / view.num_blocks
+        headroom = min(1.0, _HEADROOM_FACTOR * free_share) ** 2
         lowered_s = min(tightest_s * headroom * self._predictor.usable_share, bound_s)
-        is_full = view.free_blocks - reserved < _FULL_SHARE * view.num_blocks
-        promoted = ChunkLimits(max_step_s=bound_s, step_sizes=self._sizes(self._efficiency))
+        sizes = self._predictor.cost.efficient_step_sizes(self._step_efficiency, self._max_step_tokens)
+        promoted = ChunkLimits(max_step_s=bound_s, step_sizes=sizes)
         serve(view, builder, _PROMOTED, promoted, may_preempt=_OFFLINE)
-        sizes = self._sizes(self._full_pool_efficiency if is_full else self._efficiency)
         limits = ChunkLimits(max_step_s=lowered_s, step_sizes=sizes)
         serve(view, builder, _OFFLINE, limits, reserved_blocks=reserved)
 
     def _fill_offline_step(self, view: Snapshot[R], builder: BatchBuilder[R], reserved: int) -> None:
         """Without online requests: as large as throughput needs. An arrival waits for it, or stops it."""
-        limits = ChunkLimits(max_step_s=self._longest_offline_s, step_sizes=self._sizes(self._efficiency))
+        unstoppable_s = UNSTOPPABLE_TTFT_SHARE * self.default_slo.ttft_s
+        limits = ChunkLimits(
+            max_step_s=math.inf if self._can_stop else unstoppable_s * self._predictor.usable_share,
+            step_sizes=self._predictor.cost.efficient_step_sizes(
+                self._offline_efficiency, self._max_step_tokens
+            ),
+        )
         serve(view, builder, _PROMOTED, limits, may_preempt=_OFFLINE)
         serve(view, builder, _OFFLINE, limits, reserved_blocks=reserved)
-
-    @property
-    def _longest_offline_s(self) -> float:
-        share = math.inf if self._can_stop else UNSTOPPABLE_TTFT_SHARE
-        return share * self.default_slo.ttft_s * self._predictor.usable_share
-
-    def _sizes(self, efficiency: float) -> Sequence[int]:
-        return self._predictor.cost.efficient_step_sizes(efficiency, self._max_step_tokens)
 
     def _reserved_blocks(self, view: Snapshot[R]) -> int:
         """Blocks to keep free for online requests: their decaying peak, less those that they hold now.
