@@ -162,7 +162,6 @@ class Grid(Pools):
             are not run again, so an interrupted grid goes on. Points of other settings are refused.
     """
 
-    requests: int = bounded(40_000, least=1, most=MOST_REQUESTS)
     orders: str = f"{REFERENCE},{BLEND}"
     densities: str = ",".join(map(str, GRID_DENSITIES))
     sharings: str = ",".join(map(str, GRID_SHARINGS))
