@@ -71,8 +71,7 @@ class Server:
         on_ready: Callable[[Ready], None] | None = None,
     ) -> None:
         self._model = model
-        self._on_started = on_started
-        self._on_ready = on_ready
+        self._on_started, self._on_ready = on_started, on_ready
         self._stats_log = StatsLog(self._objective_counts, self._num_late)
         self._tasks = TaskWatch()
         client.on_report, client.on_profile, client.tasks = self._on_report, self._on_profile, self._tasks

@@ -77,8 +77,7 @@ def load_executor(
     config, device = target.config, target.device
     model_config, interval = target.placement.config, config.offload_every
     info = _executor_info(target, plan)
-    checkpoint = target.checkpoint
-    kernels = create_kernels(device)
+    checkpoint, kernels = target.checkpoint, create_kernels(device)
     if stage.shard.is_first and stage.shard.group.rank == 0:
         _log_choices(target, kernels)
     streams = MicroBatchStreams(device, config.num_micro_batches)
