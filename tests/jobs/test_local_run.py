@@ -113,7 +113,7 @@ class Processes:
         self._supervising.cancel()
 
     async def loaded(self) -> Any:
-        return SimpleNamespace(engine=FACTS)
+        return SimpleNamespace(engine_facts=FACTS)
 
     def configure(self, *_: object) -> None: ...
 

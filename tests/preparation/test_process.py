@@ -80,7 +80,7 @@ class Preparer:
 
     def __init__(self, folder: Path) -> None:
         self.model = ServedModel(names=("m",), root="m", folder=folder, created=0)
-        self.engine = FACTS
+        self.engine_facts = FACTS
         self.may_end = threading.Event()
         self.may_end.set()
 
