@@ -160,6 +160,7 @@ def test_a_plot_is_written_only_where_it_is_asked_for_and_refused_without_matplo
         (["--plot", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
         (["--plot", __file__], "test_policy_study.py exists and is no PNG; give another file."),
         (["--plot", "/"], "--plot / exists and is no PNG; give another file."),
+        (["--plot", 300 * "x"], "cannot be written: File name too long."),
         (["--seeds", "9999999999"], "--seeds must be between 1 and 10000, got 9999999999"),
     ],
 )

@@ -316,7 +316,11 @@ def check_plot(path: Path | None) -> None:
     """Raises: ConfigError for a plot that cannot be drawn or written, or whose file is of another kind."""
     if path is None:
         return
-    if path.exists() and not _may_be_replaced(path):
+    try:
+        may_be_written = not path.exists() or _may_be_replaced(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.", field="plot") from error
+    if not may_be_written:
         raise ConfigError(f"{path} exists and is no PNG; give another file.", field="plot")
     try:
         importlib.import_module("matplotlib.figure")
@@ -328,7 +332,7 @@ def check_plot(path: Path | None) -> None:
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Whether it is a PNG or empty."""
+    """Whether it is a PNG or empty. Raises: OSError."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
