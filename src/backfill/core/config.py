@@ -198,9 +198,9 @@ class EngineConfig:
             in each step: from a file in the cache folder on CPU, from host memory on CUDA. none keeps all.
             auto is the smallest with which offloading makes no recorded load miss its objectives; none where
             all fit and nothing would use the memory.
-        min_offload_interval: smallest offloading interval that the engine may change to while there are only
-            offline requests. What the weights then need less of memory is used for KV. Needs a larger
-            ``offload_interval`` or auto, and ``device`` cpu. Default: the interval does not change.
+        min_offload_interval: smallest offloading interval that the engine may change to while serving. What
+            the weights then need less of memory is used for KV. Needs a larger ``offload_interval`` or auto.
+            Default: the interval does not change.
         offload_bus: name, or path of a file, that is the same for all engines whose transfers share a bus.
             They divide its bandwidth by what their objectives need. Default: the engine shares no bus.
         offload_bus_gib_per_s: bandwidth of ``offload_bus`` in GiB a second, the same for all. On CPU
