@@ -28,6 +28,7 @@ from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.costs.hardware import load_hardware_profile
 from backfill.kvcache.content import Evictable
+from backfill.kvcache.copies import CopyLimits
 from backfill.kvcache.create import create_kv_cache
 from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.objectives import server_slo
@@ -93,13 +94,12 @@ def time_preemption(num_blocks: int) -> tuple[float, float]:
         victim = _request(0, ServiceClass.OFFLINE, num_blocks * _BLOCK_SIZE)
         other = _request(1, ServiceClass.ONLINE, num_blocks * _BLOCK_SIZE)
         _compute(kv, victim, num_blocks * _BLOCK_SIZE)
-        kv.max_copies = num_blocks
-        copies = kv.take_copies().checkpoint
+        limits = CopyLimits(num_blocks, num_blocks)
+        copies = kv.take_copies(limits).checkpoint
         assert len(copies) == num_blocks
         kv.complete(copies)
         _compute(kv, other, 8 * _BLOCK_SIZE)
-        kv.max_copies = num_blocks
-        assert len(kv.take_copies().checkpoint) == 8
+        assert len(kv.take_copies(limits).checkpoint) == 8
         began = time.perf_counter()
         kv.preempt(victim)
         preempted = time.perf_counter()

@@ -16,7 +16,7 @@ from backfill.core.plan import BlockCopies, CopyDirections
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.kvcache.checkpointer import Saving
 from backfill.kvcache.content import Block, BlockKey, BlockState, Evictable, Match
-from backfill.kvcache.copies import Copy
+from backfill.kvcache.copies import Copy, CopyLimits
 from backfill.kvcache.create import create_checkpoint_policy
 from backfill.kvcache.manager import KVCacheManager
 from tests.builders import make_request
@@ -99,6 +99,7 @@ class CacheModel:
         self.host = np.full((setup.num_host_blocks, self.size, 3), -1, dtype=np.int64)
         self.all: dict[RequestId, Running] = {}
         self.in_flight: list[InFlight] = []
+        self.limits = CopyLimits(0, 0)
         self.known: dict[BlockKey, Rows] = {}
 
     # Looking.
@@ -225,7 +226,7 @@ class CacheModel:
 
     def advance(self, now_s: float, max_copies: int) -> None:
         self.cache.advance(now_s)
-        self.cache.max_copies = max_copies
+        self.limits = CopyLimits(max_copies, max_copies)
 
     def resize(self, num_blocks: int) -> None:
         """What cannot be taken before is beyond the end, and what can be taken is not."""
@@ -390,7 +391,7 @@ class CacheModel:
     def take_copies(self) -> BlockCopies:
         """A plan takes the copies begun so far; blocking ones complete before its slices."""
         num_room = self.cache._store.host.available(BlockState.SECURED)
-        copies = self.cache.take_copies()
+        copies = self.cache.take_copies(self.limits)
         restore, checkpoint = copies.restore, copies.checkpoint
         assert len({copy.device for copy in restore}) == len(restore), "two copies into one device block"
         assert len({copy.host for copy in checkpoint}) == len(checkpoint), "two copies into one host block"
@@ -425,7 +426,7 @@ class CacheModel:
         if cache.checkpointer.saving is not Saving.BESIDE_STEPS:
             return
         shared = cache.sharing.blocks.values()
-        if num_room >= len(shared) and cache.num_copies_in_flight < cache.max_copies:
+        if num_room >= len(shared) and cache.num_copies_in_flight < self.limits.background:
             for block in shared:
                 assert block.peer is not None
                 assert block.peer.content is None or block.peer.content.host is not None, f"{block.peer}"

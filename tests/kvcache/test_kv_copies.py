@@ -8,6 +8,7 @@ from backfill.core.counters import TierBlocks
 from backfill.core.plan import CopyDirections
 from backfill.core.request import PriorityLevel
 from backfill.kvcache.content import Evictable
+from backfill.kvcache.copies import CopyLimits
 from tests.kvcache.kv_examples import (
     OFFLINE,
     ONLINE,
@@ -281,11 +282,11 @@ def test_online_restores_begin_first_and_though_the_step_can_afford_no_other_cop
     for each in (offline, online):
         admit(model, each)
     running = run(model, C[:8])
-    model.cache.max_background_copies = 0
+    model.limits = CopyLimits(100, 0)
     assert copy_all(model) == 2
     assert [each.place for each in (offline, online)] == ["restoring", "running"]
     assert copy_all(model) == 0
-    model.cache.max_background_copies = 3
+    model.limits = CopyLimits(100, 3)
     model.take_copies()
     assert model.cache.num_copies_in_flight == 3
     assert num_copied(model, running) == 1, "the offline restore has begun before it"

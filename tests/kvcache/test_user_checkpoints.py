@@ -17,6 +17,7 @@ from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.kvcache.checkpointing import PoolView, UserCheckpoints
 from backfill.kvcache.content import Evictable
+from backfill.kvcache.copies import CopyLimits
 from backfill.kvcache.manager import KVCacheManager
 from tests.builders import linear_cost, make_info, make_request
 from tests.integrity import check_scheduler
@@ -115,6 +116,9 @@ def test_a_policy_that_fails_is_logged_once_and_asks_for_nothing(
     assert record.exc_info is not None
 
 
+LIMITS = CopyLimits(20, 20)
+
+
 def running(name: str) -> tuple[Request, Request, KVCacheManager]:
     """Two requests with 4 full blocks each, and copies that begin before one step."""
     cache = KVCacheManager(20, 4, 20, policy=UserCheckpoints(f"own_policies:{name}"))
@@ -126,7 +130,6 @@ def running(name: str) -> tuple[Request, Request, KVCacheManager]:
         cache.start(request)
         cache.grow(request, 16, Evictable.ALL)
         cache.commit(request, 16)
-    cache.max_copies = 20
     return first, second, cache
 
 
@@ -134,13 +137,13 @@ def test_a_policy_may_choose_whose_blocks_are_copied() -> None:
     _, second, cache = running("Choosing")
     blocks = [ref >> 1 for ref in cache.table(second.request_id)]
     for step in range(4):
-        assert [copy.device for copy in cache.take_copies().checkpoint] == [blocks[step]]
-    assert not cache.take_copies(), "all of it is copied, and nothing else is asked for"
+        assert [copy.device for copy in cache.take_copies(LIMITS).checkpoint] == [blocks[step]]
+    assert not cache.take_copies(LIMITS), "all of it is copied, and nothing else is asked for"
 
 
 def test_a_choice_that_cannot_be_read_counts_as_none(caplog: pytest.LogCaptureFixture) -> None:
     *_, cache = running("Torn")
-    assert not cache.take_copies() and not cache.take_copies()
+    assert not cache.take_copies(LIMITS) and not cache.take_copies(LIMITS)
     assert len(caplog.records) == 1
 
 

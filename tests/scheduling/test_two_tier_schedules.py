@@ -26,11 +26,12 @@ from backfill.core.config import (
     RestoreMode,
     SchedulerConfig,
 )
-from backfill.core.plan import StepPlan
+from backfill.core.plan import BlockCopies, StepPlan
 from backfill.core.request import MAX_PAUSES, FinishReason, Request, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import hashed_token
+from backfill.kvcache.copies import CopyLimits
 from backfill.kvcache.manager import KVCacheManager
 from backfill.offloading.residency import ResidencyPolicy
 from tests.builders import (
@@ -132,6 +133,14 @@ class Run:
             block_copy_s=self.setting.block_copy_s,
             residency=self.residency,
         )
+        self.limits = CopyLimits(0, 0)
+        take_copies = self.scheduler.kv.take_copies
+
+        def limited(limits: CopyLimits, copy_cost: float) -> BlockCopies:
+            self.limits = limits
+            return take_copies(limits, copy_cost)
+
+        self.scheduler.kv.take_copies = limited  # type: ignore[method-assign]
 
     def step(self) -> StepPlan:
         before = len(self.executor.in_flight)
@@ -139,7 +148,7 @@ class Run:
         assert plan.num_tokens <= self.setting.max_num_batched_tokens
         assert len(plan.slices) <= self.setting.max_num_seqs
         begun = self.scheduler.kv.num_copies_in_flight - before
-        assert 0 <= begun <= max(0, self.scheduler.kv.max_copies - before)
+        assert 0 <= begun <= max(0, self.limits.online - before)
         self.clock.advance(plan.predicted_s or 0.001)
         self.scheduler.commit(plan, self.executor.run(plan), self.clock.now_s())
         check_scheduler(self.scheduler)

@@ -42,7 +42,6 @@ class Checkpointer:
         policy: says how much is checkpointed of what is in use.
 
     Attributes:
-        copy_cost: see ``PoolView``.
         taken_share: see ``PoolView``. All until something is known; it is forgotten as the pool is filled
             anew.
         saving: what the policy and waiting for copies mean for what is preempted.
@@ -67,7 +66,6 @@ class Checkpointer:
         elif store.host.num_blocks and at_preemption:
             self.saving = Saving.BESIDE_STEPS
         self._candidates: dict[RequestId, tuple[Request, BlockTable]] = {}
-        self.copy_cost = 0.0
         self.taken_share = 1.0
         self.num_copied_slots = 0
         self._num_taken = 0
@@ -86,8 +84,12 @@ class Checkpointer:
     def remove_candidate(self, request_id: RequestId) -> None:
         self._candidates.pop(request_id, None)
 
-    def start(self, max_copies: int) -> None:
-        """Begin copies, up to the limit: of what preempted requests want, then what the policy chooses."""
+    def start(self, max_copies: int, copy_cost: float) -> None:
+        """Begin copies, up to the limit: of what preempted requests want, then what the policy chooses.
+
+        Args:
+            copy_cost: see ``PoolView``.
+        """
         store = self._store
         left = max_copies - store.ledger.num_in_flight
         if left <= 0 or not store.host.num_blocks:
@@ -102,7 +104,7 @@ class Checkpointer:
         num_used += counts[BlockState.WANTED] + counts[BlockState.WANTED_ONLINE]
         num_blocks = store.device.num_blocks
         num_free = max(0, num_blocks - num_used)  # less than 0 while the pool shrinks
-        view = PoolView(num_blocks, num_free, num_copied, self.taken_share, self.copy_cost)
+        view = PoolView(num_blocks, num_free, num_copied, self.taken_share, copy_cost)
         left = min(left, self._policy.max_blocks(view))
         if left <= 0 or not self._candidates:
             return

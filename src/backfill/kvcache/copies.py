@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from backfill.core.block import BlockCopy, SlotCopy, is_reversed, pack_block_ref
 from backfill.core.plan import BlockCopies, CopyDirections
@@ -12,6 +12,19 @@ from backfill.kvcache.pool import BlockPool
 
 Copy: TypeAlias = BlockCopy | SlotCopy
 Slots: TypeAlias = tuple[int, int]  # the first one, and how many
+
+
+class CopyLimits(NamedTuple):
+    """Most copies that may be in flight while copies of a kind begin.
+
+    Attributes:
+        online: restores for online requests. Their KV is what an objective waits for, so they are limited by
+            the link alone.
+        background: restores for offline requests, and checkpoints.
+    """
+
+    online: int
+    background: int
 
 
 class CopyLedger:

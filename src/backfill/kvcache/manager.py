@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
@@ -15,7 +14,7 @@ from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.kvcache.checkpointer import Checkpointer, Saving
 from backfill.kvcache.checkpointing import CheckpointPolicy, FixedCheckpoints
 from backfill.kvcache.content import BlockKey, Content, Evictable, KeyChain, Match
-from backfill.kvcache.copies import Copy
+from backfill.kvcache.copies import Copy, CopyLimits
 from backfill.kvcache.counts import BlockCounts
 from backfill.kvcache.last_blocks import LastBlocks
 from backfill.kvcache.resizing import Resizing
@@ -85,9 +84,6 @@ class KVCacheManager:
         self._tables: dict[RequestId, BlockTable] = {}
         self.counts = BlockCounts(self._store, self._tables, block_size)
         self.resizing = Resizing(self._store, self._tables)
-        # Most copies in flight: none begins beyond. Restores for online requests are exempt from the second.
-        self.max_copies = 0
-        self.max_background_copies = sys.maxsize
 
     # What there is.
 
@@ -311,16 +307,18 @@ class KVCacheManager:
         """Set the time, before each plan."""
         self._store.advance(now_s)
 
-    def take_copies(self) -> BlockCopies:
+    def take_copies(self, limits: CopyLimits, copy_cost: float = 0.0) -> BlockCopies:
         """The copies that begin with the next plan.
 
         Restores for online requests begin first, then other restores, then tails in shared
         blocks, then other checkpoints (``Checkpointer``).
+
+        Args:
+            copy_cost: see ``PoolView``.
         """
-        max_background = min(self.max_copies, self.max_background_copies)
-        self._store.ledger.begin_restores(self.max_copies, max_background)
-        self.sharing.begin_copies(max_background)
-        self.checkpointer.start(max_background)
+        self._store.ledger.begin_restores(limits.online, limits.background)
+        self.sharing.begin_copies(limits.background)
+        self.checkpointer.start(limits.background, copy_cost)
         return self._store.ledger.take()
 
     def complete(self, copies: Iterable[Copy]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import (
@@ -18,6 +17,7 @@ from backfill.core.plan import (
 )
 from backfill.core.request import PriorityLevel, Request, RequestId, ServiceClass
 from backfill.costs.load import StepLoad
+from backfill.kvcache.copies import CopyLimits
 from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.builder import StepBuilder
@@ -184,15 +184,11 @@ class StepPlanner:
         self, view: Snapshot[Request], work: Compute | Resume, admitted: tuple[AdmittedRequest, ...] = ()
     ) -> StepPlan:
         """The next plan: this work, or a wait for copies in its place if it has no slices."""
-        if self.block_copy_s is None or not self.kv.num_host_blocks:
-            self.kv.max_copies = _MAX_UNTIMED_COPIES
-        else:
+        limits = CopyLimits(_MAX_UNTIMED_COPIES, _MAX_UNTIMED_COPIES)
+        if self.block_copy_s is not None and self.kv.num_host_blocks:
             slack_s = self.policy.step_limit_s(view) - work.predicted_s
-            self.kv.max_copies, self.kv.max_background_copies = copy_limits(
-                work.predicted_s, slack_s, self.block_copy_s, self.copy_interference
-            )
-        self.kv.checkpointer.copy_cost = self._copy_cost(work.predicted_s)
-        copies = self.kv.take_copies()
+            limits = copy_limits(work.predicted_s, slack_s, self.block_copy_s, self.copy_interference)
+        copies = self.kv.take_copies(limits, self._copy_cost(work.predicted_s))
         changes = MemoryChanges()
         if self.division is not None:
             changes = self.division.take_changes(computes=bool(work.slices))
@@ -332,19 +328,6 @@ class StepPlanner:
                 for request_id, (request, num_tokens) in batch.members.items()
             ]
         )
-
-
-class CopyLimits(NamedTuple):
-    """Most copies that may be in flight while copies of a kind begin.
-
-    Attributes:
-        online: restores for online requests. Their KV is what an objective waits for, so they are limited by
-            the link alone.
-        background: restores for offline requests, and checkpoints.
-    """
-
-    online: int
-    background: int
 
 
 def copy_limits(step_s: float, slack_s: float, block_copy_s: float, interference: float) -> CopyLimits:
