@@ -243,7 +243,7 @@ __attribute__((noinline)) void multiply_codes(const CodeTiles& tiles, const uint
     for (int group = 0; group < kGroups; group++, factors += 2 * kPanel, rows += group_words<Inputs>(Rows)) {
       const auto* scales = reinterpret_cast<const float*>(rows + 1);
       const auto* starts = reinterpret_cast<const int32_t*>(scales) + 2 * Rows;
-      const uint32_t* row_codes = rows + 1 + 3 * Rows;
+      const uint32_t* row_codes = rows + 1 + 3 * Rows;  // [Rows][Inputs / 4]
       const char* words = codes + group * kCodeWords * kWordBytes;
       GroupSums<Bits> group_sums[Rows][kIntegerVectors];
       if (rows[0] == 0) {
@@ -268,11 +268,12 @@ __attribute__((noinline)) void multiply_codes(const CodeTiles& tiles, const uint
         Words loaded[kIntegerVectors];
         for (int v = 0; v < kIntegerVectors; v++) loaded[v] = load_words(words, word, v);
 #pragma GCC unroll 2
-        for (int i = 0; i < kPerWord; i++, row_codes += Rows) {
+        for (int i = 0; i < kPerWord; i++, row_codes++) {
           Words bytes[kIntegerVectors];
           for (int v = 0; v < kIntegerVectors; v++) bytes[v] = bytes_of<Bits>(loaded[v], i);
           for (int r = 0; r < Rows; r++)
-            for (int v = 0; v < kIntegerVectors; v++) group_sums[r][v].add(bytes[v], row_codes[r]);
+            for (int v = 0; v < kIntegerVectors; v++)
+              group_sums[r][v].add(bytes[v], row_codes[r * (Inputs / 4)]);
         }
       }
       for (int v = 0; v < kIntegerVectors; v++) {
@@ -295,7 +296,7 @@ class IntegerProduct {
  public:
   using T = Element;
   static constexpr int64_t kRows = kIntegerRows, kMaxChunk = 1536, kCachedBytes = 384 << 10;
-  static constexpr double kPackCost = 1.8, kReadCost = 1.0;
+  static constexpr double kPackCost = 1.2, kReadCost = 1.0;
 
   static int64_t packed_bytes(int64_t inputs) {
     return round_up(inputs / Inputs * (group_words<Inputs>(kRows) + most_high_words<Inputs>(kRows)) * 4, 64);

@@ -18,7 +18,7 @@ constexpr int kHigh = 128;
 constexpr float kLeastRounded = 1e-30f;  // a group of less is zero
 
 // Words of a packed group of rows: where its high codes are, in words from here, or 0, [rows] scales, sums (scale *
-// sum of codes) and starts (-zero * sum of codes), and [Inputs / 4][rows] words of low codes.
+// sum of codes) and starts (-zero * sum of codes), and [rows][Inputs / 4] words of low codes.
 template <int Inputs>
 constexpr int64_t group_words(int64_t rows) {
   return 1 + rows * (Inputs / 4 + 3);
@@ -36,11 +36,9 @@ BACKFILL_INLINE float float_of(int32_t bits) {
   return value;
 }
 
-BACKFILL_INLINE void store_bytes(Ints codes, uint32_t* target, int64_t stride) {
+BACKFILL_INLINE void store_bytes(Ints codes, uint32_t* target) {
   const Bytes bytes = lowest_bytes((Words)codes);
-  uint32_t words[kLanes / 4];
-  std::memcpy(words, &bytes, sizeof words);
-  for (int i = 0; i < kLanes / 4; i++) target[i * stride] = words[i];
+  std::memcpy(target, &bytes, sizeof bytes);
 }
 
 template <int... I>
@@ -60,43 +58,87 @@ BACKFILL_INLINE float magnitude_of_rest(const Floats* values, float most) {
   return float_of(max_of(rest));
 }
 
-// Packs a group of a row, but for its high codes. Returns which words of them are not zero, as bits; if none, none
-// is set.
-template <int Inputs, int32_t Zero, class T>
-BACKFILL_INLINE uint32_t pack_group(const T* x, int64_t rows, float most, uint32_t* group,
-                                    uint32_t (&high)[Inputs / 4]) {
+// combine_each of the first `count` vectors, of which a few are combined one by one.
+template <class Vector, class Combine>
+BACKFILL_INLINE Vector combine_some(Vector* v, int64_t count, const Combine& combine) {
+  if (count > kLanes / 4) {
+    for (int64_t i = count; i < kLanes; i++) v[i] = v[0];
+    return combine_each(v, combine);
+  }
+  Vector all{};
+  for (int64_t i = 0; i < count; i++) all[i] = combine_lanes(v[i], combine)[0];
+  return all;
+}
+
+// Of up to kLanes groups of a row.
+struct GroupScales {
+  alignas(64) float scales[kLanes], inverses[kLanes];
+  Ints may_be_high;  // the scale is that of the words without high codes
+};
+
+// most: magnitudes above it may have high codes.
+template <int Inputs, class T>
+BACKFILL_INLINE GroupScales scales_of(const T* x, int64_t count, float most) {
   constexpr int kVectors = Inputs / kLanes;
-  Floats values[kVectors];
-  Ints largest{};  // as bits, so that infinities and NaN are the greatest
-  for (int v = 0; v < kVectors; v++) {
-    values[v] = load(x + v * kLanes);
-    largest = larger(largest, (Ints)values[v] & 0x7fffffff);
+  GroupScales of;
+  Ints largest[kLanes];  // as bits, so that infinities and NaN are the greatest
+  for (int64_t g = 0; g < count; g++) {
+    Ints bits{};
+    for (int v = 0; v < kVectors; v++)
+      bits = larger(bits, (Ints)load(x + g * Inputs + v * kLanes) & 0x7fffffff);
+    largest[g] = bits;
   }
-  const float magnitude = float_of(max_of(largest));
-  const bool is_zero = magnitude<kLeastRounded, has_high = magnitude> most && !is_zero;
-  float scale = magnitude / 127;
-  if (has_high) scale = larger(magnitude_of_rest<kVectors>(values, most), magnitude / kHigh) / 127;
-  const Floats inverse = broadcast(is_zero ? 0.0f : 1.0f / scale);
+  const Floats magnitudes = (Floats)combine_some(
+      largest, count, [](Ints a, Ints b) __attribute__((always_inline)) { return larger(a, b); });
+  const Ints is_zero = magnitudes < broadcast(kLeastRounded);
+  of.may_be_high = (magnitudes > broadcast(most)) & ~is_zero;
+  store(of.scales, magnitudes / 127);
+  for (int64_t g = 0; g < count; g++) {
+    if (!of.may_be_high[g]) continue;
+    Floats values[kVectors];
+    for (int v = 0; v < kVectors; v++) values[v] = load(x + g * Inputs + v * kLanes);
+    of.scales[g] = larger(magnitude_of_rest<kVectors>(values, most), magnitudes[g] / kHigh) / 127;
+  }
+  store(of.inverses, is_zero ? Floats{} : 1.0f / load(of.scales));
+  return of;
+}
+
+// Packs up to kLanes groups of row `row` of `rows`. Words of high codes, mostly zeros, go to `high` where any row of
+// the group may have some.
+template <int Inputs, int32_t Zero, class T>
+BACKFILL_INLINE void pack_groups(const T* x, int64_t count, const GroupScales& of, Ints any_high, int64_t row,
+                                 int64_t rows, uint32_t* packed, uint32_t (*high)[Inputs / 4]) {
+  constexpr int kVectors = Inputs / kLanes;
+  const int64_t size = group_words<Inputs>(rows);
   const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to nearest even
-  Words total{};                                // wraps for a row that is no number
-  for (int v = 0; v < kVectors; v++) {
-    Ints codes = (Ints)multiply_add(magic, values[v], inverse) - (Ints)magic;
-    total += (Words)codes;
-    if (has_high) {
-      const Ints more = ((codes > 127) | (codes < -127)) & (codes + kHigh / 2) >> 7;
-      codes -= more * kHigh;
-      store_bytes(more, high + v * kLanes / 4, 1);
+  Words totals[kLanes];
+  for (int64_t g = 0; g < count; g++) {
+    const Floats inverse = broadcast(of.inverses[g]);
+    uint32_t* words = packed + g * size + 1 + 3 * rows + row * (Inputs / 4);
+    Words total{};  // wraps for a row that is no number
+    for (int v = 0; v < kVectors; v++) {
+      Ints codes = (Ints)multiply_add(magic, load(x + g * Inputs + v * kLanes), inverse) - (Ints)magic;
+      total += (Words)codes;
+      if (any_high[g]) {
+        const Ints more = ((codes > 127) | (codes < -127)) & (codes + kHigh / 2) >> 7;
+        codes -= more * kHigh;
+        store_bytes(more, high[g] + v * kLanes / 4);
+      }
+      store_bytes(codes, words + v * kLanes / 4);
     }
-    store_bytes(codes, group + (3 + v * kLanes / 4) * rows, rows);
+    totals[g] = total;
   }
-  const uint32_t codes_sum = sum(total), start = -Zero * codes_sum;
-  const float scaled = scale * (float)(int32_t)codes_sum;
-  std::memcpy(group, &scale, 4);
-  std::memcpy(group + rows, &scaled, 4);
-  std::memcpy(group + 2 * rows, &start, 4);
-  uint32_t which = 0;
-  for (int word = 0; has_high && word < Inputs / 4; word++) which |= (uint32_t)(high[word] != 0) << word;
-  return which;
+  const Words sums =
+      combine_some(totals, count, [](Words a, Words b) __attribute__((always_inline)) { return a + b; });
+  alignas(64) float scaled[kLanes];
+  store(scaled, load(of.scales) * floats_of((Ints)sums));
+  packed += 1 + row;
+  for (int64_t g = 0; g < count; g++, packed += size) {
+    const uint32_t start = -Zero * sums[g];
+    std::memcpy(packed, of.scales + g, 4);
+    std::memcpy(packed + rows, scaled + g, 4);
+    std::memcpy(packed + 2 * rows, &start, 4);
+  }
 }
 
 // All instruction sets sum in 32 lanes: they round alike.
@@ -119,25 +161,38 @@ constexpr int kMostRows = 8;  // that pack_rows packs
 
 // Zero: what stands for zero in the codes of the weight.
 template <int Inputs, int32_t Zero, class T>
-void pack_rows(const RowsToPack<T>& rows, uint32_t* group) {
+void pack_rows(const RowsToPack<T>& rows, uint32_t* packed) {
   constexpr int kWords = Inputs / 4;
+  const int64_t size = group_words<Inputs>(rows.count), end = rows.first + rows.inputs;
+  uint32_t* listed = packed + rows.inputs / Inputs * size;
   float most[kMostRows];
   for (int64_t r = 0; r < rows.count; r++)
     most[r] = kMostOfMean * std::sqrt(mean_of_squares(rows.x + r * rows.x_stride, rows.depth));
-  uint32_t* listed = group + rows.inputs / Inputs * group_words<Inputs>(rows.count);
-  for (int64_t k = rows.first; k < rows.first + rows.inputs; k += Inputs) {
-    uint32_t high[kMostRows][kWords], which[kMostRows], of_any = 0;
-    for (int64_t r = 0; r < rows.count; r++)
-      of_any |= which[r] = pack_group<Inputs, Zero>(rows.x + r * rows.x_stride + k, rows.count, most[r],
-                                                    group + 1 + r, high[r]);
-    *group = of_any == 0 ? 0 : (uint32_t)(listed - group);
-    if (of_any != 0) *listed++ = __builtin_popcount(of_any);
-    for (; of_any != 0; of_any &= of_any - 1) {
-      const int word = __builtin_ctz(of_any);
-      *listed++ = word;
-      for (int64_t r = 0; r < rows.count; r++) *listed++ = which[r] >> word & 1 ? high[r][word] : 0;
+  GroupScales scales[kMostRows];
+  for (int64_t k = rows.first; k < end; k += kLanes * Inputs) {
+    const int64_t count = smaller<int64_t>(kLanes, (end - k) / Inputs);
+    uint32_t high[kMostRows][kLanes][kWords];
+    Ints any_high{};
+    for (int64_t r = 0; r < rows.count; r++) {
+      scales[r] = scales_of<Inputs>(rows.x + r * rows.x_stride + k, count, most[r]);
+      any_high |= scales[r].may_be_high;
     }
-    group += group_words<Inputs>(rows.count);
+    for (int64_t r = 0; r < rows.count; r++)
+      pack_groups<Inputs, Zero>(rows.x + r * rows.x_stride + k, count, scales[r], any_high, r, rows.count,
+                                packed, high[r]);
+    for (int64_t g = 0; g < count; g++, packed += size) {
+      uint32_t* num_words = listed;
+      *packed = 0;
+      for (int word = 0; any_high[g] && word < kWords; word++) {
+        uint32_t any = 0;
+        for (int64_t r = 0; r < rows.count; r++) any |= high[r][g][word];
+        if (any == 0) continue;
+        if (*packed == 0) *packed = (uint32_t)(listed - packed), *listed++ = 0;
+        ++*num_words;
+        *listed++ = word;
+        for (int64_t r = 0; r < rows.count; r++) *listed++ = high[r][g][word];
+      }
+    }
   }
 }
 

@@ -302,23 +302,23 @@ BACKFILL_INLINE auto max_of(Vector v) {
 }
 
 // The two halves of exchanging a's lanes with bit S set for b's lanes with bit S clear.
-template <int S, int... I>
-BACKFILL_INLINE Floats exchange_low(Floats a, Floats b, Lanes<I...>) {
+template <int S, class Vector, int... I>
+BACKFILL_INLINE Vector exchange_low(Vector a, Vector b, Lanes<I...>) {
   return BACKFILL_SHUFFLE(a, b, ((I & S) ? kLanes + (I ^ S) : I)...);
 }
 
-template <int S, int... I>
-BACKFILL_INLINE Floats exchange_high(Floats a, Floats b, Lanes<I...>) {
+template <int S, class Vector, int... I>
+BACKFILL_INLINE Vector exchange_high(Vector a, Vector b, Lanes<I...>) {
   return BACKFILL_SHUFFLE(a, b, ((I & S) ? kLanes + I : (I ^ S))...);
 }
 
-template <int S>
-BACKFILL_INLINE Floats low(Floats a, Floats b) {
+template <int S, class Vector>
+BACKFILL_INLINE Vector low(Vector a, Vector b) {
   return exchange_low<S>(a, b, typename CountLanes<kLanes>::type{});
 }
 
-template <int S>
-BACKFILL_INLINE Floats high(Floats a, Floats b) {
+template <int S, class Vector>
+BACKFILL_INLINE Vector high(Vector a, Vector b) {
   return exchange_high<S>(a, b, typename CountLanes<kLanes>::type{});
 }
 
@@ -336,14 +336,14 @@ BACKFILL_INLINE void transpose(Floats* v) {
   }
 }
 
-// Lane i of the result is the sum of v[i]'s lanes. Overwrites v.
-template <int S = kLanes / 2>
-BACKFILL_INLINE Floats sums_of_each(Floats* v) {
-  if constexpr (S > 0) {
-    for (int i = 0; i < S; i++) v[i] = low<S>(v[i], v[i + S]) + high<S>(v[i], v[i + S]);
-    return sums_of_each<S / 2>(v);
-  } else {
+// Lane i of the result is what all lanes of v[i] give, combined by halves. Overwrites v [kLanes].
+template <int S = kLanes / 2, class Vector, class Combine>
+BACKFILL_INLINE Vector combine_each(Vector* v, const Combine& combine) {
+  if constexpr (S == 0) {
     return v[0];
+  } else {
+    for (int i = 0; i < S; i++) v[i] = combine(low<S>(v[i], v[i + S]), high<S>(v[i], v[i + S]));
+    return combine_each<S / 2>(v, combine);
   }
 }
 
