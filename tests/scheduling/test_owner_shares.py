@@ -564,6 +564,17 @@ def test_growth_of_one_owner_preempts_none_of_another_that_holds_less(
     assert all(each.finish_reason is not None for each in flood)
 
 
+def test_fcfs_preempts_the_latest_whosever_it_is() -> None:
+    bench = Bench(FcfsPolicy(), num_blocks=20)
+    flood = [make_request(12, 40, owner="flood") for _ in range(4)]
+    other = make_request(8, 20, owner="other")
+    bench.step(*flood, other)
+    while bench.scheduler.has_unfinished:
+        bench.step()
+    assert other.num_preemptions > 0
+    assert flood[0].num_preemptions == 0
+
+
 STATES = ["waits", "starts", "has answered", "comes back", "waits late", "starts late"]
 
 

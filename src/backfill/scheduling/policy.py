@@ -251,6 +251,7 @@ class Policy(ABC):
     promotes = False  # offline requests are promoted near the end of their window
     relegates = False  # online requests that cannot meet their TTFT objective any more are relegated
     orders_by_deadline = False  # online requests, by that of their first token; else by arrival
+    has_levels = True  # ``preemption_key`` begins with a level; within it, owners above their part go first
 
     @property
     def most_given_s(self) -> float:

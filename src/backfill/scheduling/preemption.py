@@ -75,7 +75,7 @@ class Preemption:
         owner's growth, or its urgent priorities, would end what another is owed. A few times each: an owner
         with one large request is above its part by that alone, and has to end it.
         """
-        if self.requests.num_owners < 2:
+        if self.requests.num_owners < 2 or not self.policy.has_levels:
             return sorted(requests, key=self.key)
         above = self._owners_above_their_part()
 

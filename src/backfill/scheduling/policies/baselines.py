@@ -19,6 +19,8 @@ class OnlineOnlyPolicy(Policy):
 class FcfsPolicy(Policy):
     """One queue for both classes, in order of arrival: vLLM's default."""
 
+    has_levels = False
+
     def build(self, view: Snapshot[R], builder: BatchBuilder[R]) -> None:
         serve(view, builder, _ONLINE | _OFFLINE)
 
