@@ -58,7 +58,8 @@ BACKFILL_INLINE float magnitude_of_rest(const Floats* values, float most) {
   return float_of(max_of(rest));
 }
 
-// combine_each of the first `count` vectors, of which a few are combined one by one.
+// combine_each of the first `count` vectors. Few are combined one by one, as those that remain of a row of 18 groups;
+// else the others, which are not set, are filled.
 template <class Vector, class Combine>
 BACKFILL_INLINE Vector combine_some(Vector* v, int64_t count, const Combine& combine) {
   if (count > kLanes / 4) {

@@ -236,6 +236,30 @@ def test_many_rows_and_a_row_of_them_alone(
         assert_rounded_product(weight, x[:5], torch.zeros(shape[0]), {kernels.isa: whole[:5]})
 
 
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("depth", [96, 576, 1536])
+def test_great_inputs_of_a_row_change_no_other_row(
+    kernels: CpuKernels, dtype: torch.dtype, group: int, depth: int
+) -> None:
+    """Rows are rounded together, and any with great inputs has words of high codes for all of them."""
+    generator = seeded("great", group, depth)
+    weight = random_weight(QuantizedFormat(4, group, torch.float16, True), (40, depth), dtype, generator)
+    linear = kernels.linear(weight)
+    x = random_rows(generator, 13, depth, dtype=dtype)
+    for row, at in [(1, 0), (1, depth - 1), (4, depth - 2), (4, 40), (9, depth - 17)]:
+        x[row, at] = 30.0
+    x[2, 5], x[10, depth - 1] = torch.nan, torch.inf
+    finite = x.isfinite().all(1)
+    for first, last in [(0, 13), (0, 6), (4, 9), (9, 11), (1, 5)]:
+        together, kept = linear(x[first:last]), finite[first:last]
+        alone = torch.cat([linear(x[row : row + 1]) for row in range(first, last)])
+        assert torch.equal(together[kept], alone[kept]), (first, last)
+        assert not together[~kept].isfinite().any()
+    if kernels.sums_integers:
+        rows = x[finite]
+        assert_rounded_product(weight, rows, torch.zeros(40), {kernels.isa: linear(rows)})
+
+
 def test_it_can_be_placed_elsewhere(kernels: CpuKernels, dtype: torch.dtype) -> None:
     generator = seeded("placed")
     linear = kernels.linear(quantize(random_rows(generator, 70, 96, dtype=dtype), 4))
