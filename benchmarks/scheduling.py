@@ -95,11 +95,11 @@ def time_preemption(num_blocks: int) -> tuple[float, float]:
         other = _request(1, ServiceClass.ONLINE, num_blocks * _BLOCK_SIZE)
         _compute(kv, victim, num_blocks * _BLOCK_SIZE)
         limits = CopyLimits(num_blocks, num_blocks)
-        copies = kv.take_copies(limits).checkpoint
+        copies = kv.take_copies(limits, 0.0).checkpoint
         assert len(copies) == num_blocks
         kv.complete(copies)
         _compute(kv, other, 8 * _BLOCK_SIZE)
-        assert len(kv.take_copies(limits).checkpoint) == 8
+        assert len(kv.take_copies(limits, 0.0).checkpoint) == 8
         began = time.perf_counter()
         kv.preempt(victim)
         preempted = time.perf_counter()

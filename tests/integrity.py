@@ -56,7 +56,7 @@ def check_kv(manager: KVCacheManager) -> None:
     refs = Counter[Block]()
     wanted = Counter[Content]()
     for request_id, table in manager._tables.items():
-        assert table.num_entered <= len(table.blocks), f"{request_id} has content without blocks"
+        assert table.num_known <= len(table.blocks), f"{request_id} has content without blocks"
         assert table.refs == tuple(block.ref for block in table.blocks)
         refs.update(table.blocks)
         wanted.update(table.wanted)

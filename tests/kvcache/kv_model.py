@@ -391,7 +391,7 @@ class CacheModel:
     def take_copies(self) -> BlockCopies:
         """A plan takes the copies begun so far; blocking ones complete before its slices."""
         num_room = self.cache._store.host.available(BlockState.SECURED)
-        copies = self.cache.take_copies(self.limits)
+        copies = self.cache.take_copies(self.limits, 0.0)
         restore, checkpoint = copies.restore, copies.checkpoint
         assert len({copy.device for copy in restore}) == len(restore), "two copies into one device block"
         assert len({copy.host for copy in checkpoint}) == len(checkpoint), "two copies into one host block"

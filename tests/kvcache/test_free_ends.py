@@ -45,7 +45,7 @@ def running_ends(sharing: SharedLastBlocks, size: int, entering: Request) -> Ite
         is_pair = request.service_class is not entering.service_class
         if is_pair and offline.num_tokens <= MOST_GIVING_WAY * size and blocks and blocks[-1].peer is None:
             num_slots = request.num_tokens - (len(blocks) - 1) * size
-            if 0 < num_slots < size and len(blocks) > last.table.num_entered:
+            if 0 < num_slots < size and len(blocks) > last.table.num_known:
                 yield FreeEnd(blocks[-1], num_slots, owner=request)
 
 

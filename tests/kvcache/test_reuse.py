@@ -142,7 +142,7 @@ class Account:
     def end(self, each: Running) -> None:
         self.running.remove(each)
         request, table = each.request, self.model.cache._tables[each.request.request_id]
-        for index, key in enumerate(table.keys[: table.num_entered]):
+        for index, key in enumerate(table.keys[: table.num_known]):
             facts = self.facts.setdefault(key, Facts())
             if request.num_reused_tokens is None:
                 facts.has_unplanned_users = True

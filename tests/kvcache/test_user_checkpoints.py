@@ -137,13 +137,13 @@ def test_a_policy_may_choose_whose_blocks_are_copied() -> None:
     _, second, cache = running("Choosing")
     blocks = [ref >> 1 for ref in cache.table(second.request_id)]
     for step in range(4):
-        assert [copy.device for copy in cache.take_copies(LIMITS).checkpoint] == [blocks[step]]
-    assert not cache.take_copies(LIMITS), "all of it is copied, and nothing else is asked for"
+        assert [copy.device for copy in cache.take_copies(LIMITS, 0.0).checkpoint] == [blocks[step]]
+    assert not cache.take_copies(LIMITS, 0.0), "all of it is copied, and nothing else is asked for"
 
 
 def test_a_choice_that_cannot_be_read_counts_as_none(caplog: pytest.LogCaptureFixture) -> None:
     *_, cache = running("Torn")
-    assert not cache.take_copies(LIMITS) and not cache.take_copies(LIMITS)
+    assert not cache.take_copies(LIMITS, 0.0) and not cache.take_copies(LIMITS, 0.0)
     assert len(caplog.records) == 1
 
 

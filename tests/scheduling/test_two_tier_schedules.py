@@ -26,7 +26,7 @@ from backfill.core.config import (
     RestoreMode,
     SchedulerConfig,
 )
-from backfill.core.plan import BlockCopies, StepPlan
+from backfill.core.plan import BlockCopies, CopyDirections, StepPlan
 from backfill.core.request import MAX_PAUSES, FinishReason, Request, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.engine.engine import Engine
@@ -149,6 +149,10 @@ class Run:
         assert len(plan.slices) <= self.setting.max_num_seqs
         begun = self.scheduler.kv.num_copies_in_flight - before
         assert 0 <= begun <= max(0, self.limits.online - before)
+        num_checkpoints = len(plan.copies.checkpoint) + len(plan.copies.slot_checkpoint)
+        assert CopyDirections.CHECKPOINT in plan.copies.blocking or num_checkpoints <= max(
+            0, self.limits.background - before
+        )
         self.clock.advance(plan.predicted_s or 0.001)
         self.scheduler.commit(plan, self.executor.run(plan), self.clock.now_s())
         check_scheduler(self.scheduler)

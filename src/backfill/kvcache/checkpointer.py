@@ -120,7 +120,7 @@ class Checkpointer:
             return [(each, left) for each in sorted(candidates.values(), key=urgency, reverse=True)]
         evictions = self._store.num_host_evictions
         views = [
-            Candidate(name, request.service_class, table.num_entered, table.count_copied(evictions))
+            Candidate(name, request.service_class, table.num_known, table.count_copied(evictions))
             for name, (request, table) in candidates.items()
         ]
         chosen = dict(
@@ -221,7 +221,7 @@ class Checkpointer:
     def _checkpoint_leading(self, request: Request, table: BlockTable, max_blocks: int) -> int:
         """Begin to checkpoint the next full blocks of a request on the device; returns how many."""
         begun, num_host_evictions = 0, self._store.num_host_evictions
-        while table.count_copied(num_host_evictions) < table.num_entered:
+        while table.count_copied(num_host_evictions) < table.num_known:
             content = table.blocks[table.num_copied].content
             assert content is not None
             if begun == max_blocks or not self.checkpoint(content):

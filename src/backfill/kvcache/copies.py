@@ -18,9 +18,8 @@ class CopyLimits(NamedTuple):
     """Most copies that may be in flight while copies of a kind begin.
 
     Attributes:
-        online: restores for online requests. Their KV is what an objective waits for, so they are limited by
-            the link alone.
-        background: restores for offline requests, and checkpoints.
+        online: restores for online requests, for whose KV an objective waits.
+        background: restores for offline requests, and checkpoints; at most as many.
     """
 
     online: int

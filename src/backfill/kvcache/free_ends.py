@@ -202,7 +202,7 @@ class FreeEnds:
         is_open = bool(blocks) and 0 < num_slots < self._block_size
         if not is_open or not self.may_pair(last.request):
             return None
-        if blocks[-1].peer is not None or len(blocks) <= last.table.num_entered:
+        if blocks[-1].peer is not None or len(blocks) <= last.table.num_known:
             return None
         return _Rank(last.request.service_class, num_slots)
 

@@ -161,7 +161,7 @@ class KVCacheManager:
             store.hold(content, block)
             store.ledger.restore(block, content.host, request.service_class is ServiceClass.ONLINE)
         table.extend(content.device for content in match.contents if content.device is not None)
-        table.num_entered = len(match.contents) - (tail is not None)
+        table.num_known = len(match.contents) - (tail is not None)
         if tail is None:
             self.sharing.drop_tail(table)
         self._forget_wanted(table)
@@ -215,9 +215,9 @@ class KVCacheManager:
         if not found:
             return
         table.extend([self._store.reference(content, request.service_class) for content in found])
-        table.num_entered = len(table.blocks)
+        table.num_known = len(table.blocks)
         self.sharing.grown(request)
-        request.num_computed_tokens = table.num_entered * self.block_size
+        request.num_computed_tokens = table.num_known * self.block_size
         num_new = max(0, request.num_computed_tokens - request.num_ever_computed_tokens)
         self._count_hits(request, num_new, 0)
         request.num_ever_computed_tokens += num_new
@@ -237,10 +237,10 @@ class KVCacheManager:
         """The KV of the request's first ``num_tokens`` tokens is computed: its full blocks are content."""
         table = self._tables[request.request_id]
         num_full = num_tokens // self.block_size
-        if num_full > table.num_entered:
-            self._enter(request, table, table.num_entered, num_full)
-            self.checkpointer.observe_filled(num_full - table.num_entered)
-            table.num_entered = num_full
+        if num_full > table.num_known:
+            self._enter(request, table, table.num_known, num_full)
+            self.checkpointer.observe_filled(num_full - table.num_known)
+            table.num_known = num_full
             self.checkpointer.add_candidate(request, table)
 
     # Leaving.
@@ -273,11 +273,11 @@ class KVCacheManager:
         self.checkpointer.remove_candidate(request.request_id)
         self.sharing.forget(request, table)
         if self._prefix_caching:
-            held: Sequence[Content | None] = [block.content for block in table.blocks[: table.num_entered]]
+            held: Sequence[Content | None] = [block.content for block in table.blocks[: table.num_known]]
             if [each for each in held if each is None or each.key is None]:
                 # What was computed twice is entered again, if the other one is gone.
-                self._enter(request, table, 0, table.num_entered)
-                held = [block.content for block in table.blocks[: table.num_entered]]
+                self._enter(request, table, 0, table.num_known)
+                held = [block.content for block in table.blocks[: table.num_known]]
             held = held or table.wanted
             num_reused = request.num_reused_tokens
             num_needed = None if num_reused is None else num_reused // self.block_size
@@ -307,11 +307,11 @@ class KVCacheManager:
         """Set the time, before each plan."""
         self._store.advance(now_s)
 
-    def take_copies(self, limits: CopyLimits, copy_cost: float = 0.0) -> BlockCopies:
+    def take_copies(self, limits: CopyLimits, copy_cost: float) -> BlockCopies:
         """The copies that begin with the next plan.
 
-        Restores for online requests begin first, then other restores, then tails in shared
-        blocks, then other checkpoints (``Checkpointer``).
+        Chosen are restores for online requests first, then other restores, then tails in shared blocks, then
+        other checkpoints (``Checkpointer``).
 
         Args:
             copy_cost: see ``PoolView``.
@@ -342,7 +342,7 @@ class KVCacheManager:
             return 0
         table = self._tables[request.request_id]
         num_secured = table.count_secured(self._store.num_host_evictions)
-        return (table.num_entered - num_secured) * self.block_size
+        return (table.num_known - num_secured) * self.block_size
 
     # Contents.
 

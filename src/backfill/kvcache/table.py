@@ -18,7 +18,7 @@ class BlockTable:
         keys: of the leading full blocks, as far as they were needed.
         blocks: its device blocks in token order.
         refs: the same as references. A new tuple when it grows or a block moves, because plans hold it.
-        num_entered: leading blocks whose content is known to the cache.
+        num_known: leading blocks whose content is known to the cache.
         num_valid: leading blocks whose KV is known to be on the device.
         num_copied, num_secured: leading blocks known to have a host copy, and a complete one.
         num_host_evictions: of the store, when the two were last right.
@@ -30,7 +30,7 @@ class BlockTable:
     keys: list[BlockKey] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     refs: tuple[BlockRef, ...] = ()
-    num_entered: int = 0
+    num_known: int = 0
     num_valid: int = 0
     num_copied: int = 0
     num_secured: int = 0
@@ -50,7 +50,7 @@ class BlockTable:
     def clear(self) -> None:
         """Name no blocks."""
         self.blocks, self.refs = [], ()
-        self.num_entered = self.num_valid = self.num_copied = self.num_secured = 0
+        self.num_known = self.num_valid = self.num_copied = self.num_secured = 0
 
     def is_restored(self) -> bool:
         """The KV of all its blocks is on the device."""
@@ -66,7 +66,7 @@ class BlockTable:
             num_host_evictions: of the store until now; if there are new ones, all blocks are looked at again.
         """
         self._check_evictions(num_host_evictions)
-        while self.num_copied < self.num_entered:
+        while self.num_copied < self.num_known:
             content = self.blocks[self.num_copied].content
             if content is not None and content.host is None:
                 break
@@ -76,7 +76,7 @@ class BlockTable:
     def count_secured(self, num_host_evictions: int) -> int:
         """Those of ``count_copied`` whose copy is complete: no KV is lost if they are taken."""
         self._check_evictions(num_host_evictions)
-        while self.num_secured < self.num_entered:
+        while self.num_secured < self.num_known:
             content = self.blocks[self.num_secured].content
             if content is not None and (content.host is None or not content.host.is_valid):
                 break
