@@ -58,7 +58,7 @@ def make_plan(
             count,
             tuple(pack_block_ref(first_block + index * blocks_each + block) for block in range(blocks_each)),
             samples=False,
-            preemptible=True,
+            stoppable=True,
         )
         for index, (start, count) in enumerate(shapes)
     )

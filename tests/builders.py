@@ -448,7 +448,7 @@ class TwoTierExecutor(ScriptedExecutor):
             assert self._suspended.keys().isdisjoint(each.request_id for each in plan.slices)
         if plan.safepoints is not None and last - first > 1 and self._rng.random() < self._stops:
             last = self._rng.randint(first + 1, last - 1)
-        stopped = [scheduled for scheduled in plan.slices if scheduled.preemptible and last < num_layers]
+        stopped = [scheduled for scheduled in plan.slices if scheduled.stoppable and last < num_layers]
         if stopped and plan.safepoints is not None and plan.safepoints.suspends:
             self._suspended |= {scheduled.request_id: (scheduled, last) for scheduled in stopped}
         return [scheduled.request_id for scheduled in stopped], last
@@ -487,7 +487,7 @@ class InFlightExecutor(PipelinedExecutor):
             if scheduled.request_id in last:
                 before, earlier = last[scheduled.request_id]
                 assert not before.samples and scheduled.start == before.start + before.num_tokens
-                assert not (before.preemptible and earlier.safepoints), "it may be stopped"
+                assert not (before.stoppable and earlier.safepoints), "it may be stopped"
                 self.num_followed += 1
         assert not last.keys() & set(plan.released), "a request in flight is released"
         if self._submitted:

@@ -116,9 +116,7 @@ def test_anything_else_is_refused_without_being_repeated(salt: object, problem: 
 BLOCKS = tuple(pack_block_ref(index) for index in range(5))
 SLICES = (
     ScheduledSlice(RequestId("chat"), start=8, num_tokens=1, blocks=BLOCKS[:3], samples=True),
-    ScheduledSlice(
-        RequestId("job"), start=0, num_tokens=6, blocks=BLOCKS[3:], samples=False, preemptible=True
-    ),
+    ScheduledSlice(RequestId("job"), start=0, num_tokens=6, blocks=BLOCKS[3:], samples=False, stoppable=True),
 )
 POINTS = Safepoints(2, suspends=True)
 COPY = BlockCopy(0, 0)

@@ -136,7 +136,7 @@ def tokens_of_suspended_decodes(device: str, folder: Path, num_stopped: int) -> 
         run(3 * number + 1, Compute(tuple(decodes), safepoints=points), stops=True)
         others = slices(12 + number, 1, samples=False)[: len(names) - num_stopped]
         run(3 * number + 2, Compute(tuple(others)))
-        rest = tuple(each for each in decodes if each.preemptible)
+        rest = tuple(each for each in decodes if each.stoppable)
         run(3 * number + 3, Resume(rest, executor.info.num_layers - 1, 0.0, points))
     executor.close()
     return [tokens[name] for name in names]

@@ -41,11 +41,11 @@ def make_pipeline(
     return SimulatedPipeline(info, DeviceBehaviour(cost or flat_cost(STEP_S)), clock), clock
 
 
-def plan_of(step: int, *, preemptible: bool = False, safepoints: Safepoints | None = None) -> StepPlan:
+def plan_of(step: int, *, stoppable: bool = False, safepoints: Safepoints | None = None) -> StepPlan:
     """One prompt of a request of its own."""
     name = RequestId(f"r{step}")
     admitted = AdmittedRequest(name, (5, 6, 7), SamplingParams(max_tokens=4))
-    scheduled = ScheduledSlice(name, 0, 3, (), samples=True, preemptible=preemptible)
+    scheduled = ScheduledSlice(name, 0, 3, (), samples=True, stoppable=stoppable)
     return StepPlan(step, Compute((scheduled,), STEP_S, safepoints), admitted=(admitted,))
 
 
@@ -72,7 +72,7 @@ def test_a_step_alone_takes_all_stages() -> None:
 def test_a_stopped_step_is_suspended_within_its_stage_and_resumes_there() -> None:
     """Half a second a layer."""
     pipeline, clock = make_pipeline(2, 4, 2)
-    plan = plan_of(0, preemptible=True, safepoints=SUSPENDS)
+    plan = plan_of(0, stoppable=True, safepoints=SUSPENDS)
     pipeline.submit(plan)
     pipeline.submit(plan_of(1))
     clock.advance(1.75)  # in the second stage
@@ -94,7 +94,7 @@ def test_a_step_that_waits_for_a_stage_stops_within_it(apart: int, layers_done: 
     """Not before its first layer, nor behind its last one: ranks agree while they compute."""
     pipeline, clock = make_pipeline(1, 3)
     pipeline.submit(plan_of(0))
-    pipeline.submit(plan_of(1, preemptible=True, safepoints=Safepoints(apart, suspends=True)))
+    pipeline.submit(plan_of(1, stoppable=True, safepoints=Safepoints(apart, suspends=True)))
     clock.advance(2.5)
     pipeline.request_stop(1)
     pipeline.collect()
@@ -123,7 +123,7 @@ def test_online_slices_go_on_behind_a_stop() -> None:
 
 def test_all_steps_in_flight_can_be_stopped() -> None:
     pipeline, clock = make_pipeline(2, 2)
-    plans = [plan_of(step, preemptible=True, safepoints=Safepoints(1, suspends=True)) for step in range(2)]
+    plans = [plan_of(step, stoppable=True, safepoints=Safepoints(1, suspends=True)) for step in range(2)]
     for each in plans:
         pipeline.submit(each)
     clock.advance(2.5)
@@ -141,7 +141,7 @@ def test_all_steps_in_flight_can_be_stopped() -> None:
 
 def test_a_step_in_its_last_stage_is_not_stopped() -> None:
     pipeline, clock = make_pipeline(2, 2)
-    pipeline.submit(plan_of(0, preemptible=True, safepoints=SUSPENDS))
+    pipeline.submit(plan_of(0, stoppable=True, safepoints=SUSPENDS))
     clock.advance(2.5)
     pipeline.request_stop(0)
     assert pipeline.collect().stopped == ()

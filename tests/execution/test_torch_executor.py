@@ -223,7 +223,7 @@ def test_layers_run_in_one_call_up_to_a_safepoint(
     num_layers, run_layers = executor.info.num_layers, executor._model.run_layers
     safepoints = [*range(0, num_layers, apart), num_layers]
     blocks = tuple(pack_block_ref(index) for index in range(4))
-    whole = ScheduledSlice(FRONT, 0, len(PROMPTS[FRONT]), blocks, samples=True, preemptible=True)
+    whole = ScheduledSlice(FRONT, 0, len(PROMPTS[FRONT]), blocks, samples=True, stoppable=True)
     request = AdmittedRequest(FRONT, PROMPTS[FRONT], SamplingParams(max_tokens=1, temperature=0.0))
     calls: list[range] = []
     step, asked = 0, -1

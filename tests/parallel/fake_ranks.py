@@ -66,7 +66,7 @@ class FakeRank:
             self._obey(scheduled.request_id)
             if scheduled.request_id == f"r{self._context.rank}:stall":
                 transfers = stalled(plan.offload_interval or 4)
-        stopped = tuple(each.request_id for each in plan.slices if each.preemptible)
+        stopped = tuple(each.request_id for each in plan.slices if each.stoppable)
         if not (stopped and self._context.state.stops.signal(plan.step).is_set()):
             stopped = ()
         return StepOutcome(

@@ -78,7 +78,7 @@ def mortal() -> Iterator[ParallelExecutor]:
 def plan_of(step: int, *names: str, start: int = 0, admits: bool = True, stops: bool = False) -> StepPlan:
     """One token of each request, whose prompt is 1."""
     slices = tuple(
-        ScheduledSlice(RequestId(name), start, 1, BLOCKS, samples=True, preemptible=stops) for name in names
+        ScheduledSlice(RequestId(name), start, 1, BLOCKS, samples=True, stoppable=stops) for name in names
     )
     sampling = SamplingParams(max_tokens=8)
     admitted = tuple(AdmittedRequest(RequestId(name), (1,), sampling) for name in names) if admits else ()

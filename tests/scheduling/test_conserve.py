@@ -124,7 +124,7 @@ def test_only_steps_of_offline_requests_alone_have_safepoints_and_they_discard()
     points = scheduler.plan_step(0.0).safepoints
     assert points is not None and not points.suspends, "what is stopped is discarded"
     suspension = scheduler._suspension
-    slices = [ScheduledSlice(RequestId("other"), 0, 4, (), True, preemptible=True)]
+    slices = [ScheduledSlice(RequestId("other"), 0, 4, (), True, stoppable=True)]
     assert suspension.safepoints(slices, 0.1) is not None
     slices.append(ScheduledSlice(RequestId("chat"), 0, 4, (), True))
     assert suspension.safepoints(slices, 0.1) is None

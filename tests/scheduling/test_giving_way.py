@@ -81,7 +81,7 @@ class World:
         if plan.safepoints is None or stop_at is None or not first < stop_at < last:
             stop_at = last
         stops = stop_at < NUM_LAYERS
-        suspended = [each.request_id for each in plan.slices if each.preemptible] if stops else []
+        suspended = [each.request_id for each in plan.slices if each.stoppable] if stops else []
         self._layers_done |= dict.fromkeys(suspended, stop_at)
         seconds = plan.predicted_s * (stop_at - first) / (last - first)
         self.now_s += max(0.001, seconds)
@@ -149,7 +149,7 @@ def test_a_step_of_a_flood_stops_for_another_owners_prompt_and_goes_on_behind_it
     world = flooded()
     plan = world.plan()
     assert isinstance(plan.work, Compute) and plan.safepoints is not None
-    assert all(each.preemptible for each in plan.slices)
+    assert all(each.stoppable for each in plan.slices)
     chat = world.send("chat", max_tokens=1)
     world.run(plan, stop_at=4)
     assert {each.request_id for each in world.step().slices} == {chat.request_id}
@@ -165,7 +165,7 @@ def test_another_owners_answers_go_on_in_a_step_that_is_stopped() -> None:
     chat = world.send("chat", max_tokens=5)
     world.step()
     plan = world.plan()
-    assert [each.request_id for each in plan.slices if not each.preemptible] == [chat.request_id]
+    assert [each.request_id for each in plan.slices if not each.stoppable] == [chat.request_id]
 
 
 @pytest.mark.parametrize("since_s", [60.0, 700.0])
@@ -183,7 +183,7 @@ def test_nobody_gives_way_to_a_batch() -> None:
     for _ in range(3):
         plan = world.step()
     assert "chats" in world.owners_of(plan)
-    assert {world.owner_of(each.request_id): each.preemptible for each in plan.slices} == {
+    assert {world.owner_of(each.request_id): each.stoppable for each in plan.slices} == {
         "batch": True,
         "chats": False,
     }
@@ -199,7 +199,7 @@ def test_a_step_that_is_mostly_offline_stops_for_whoever_asks(num_offline: int, 
         plan = world.step()
     owners = Counter(world.owner_of(each.request_id) for each in plan.slices)
     assert owners == {"flood": 8, "batch": num_offline}
-    of_flood = {each.preemptible for each in plan.slices if world.owner_of(each.request_id) == "flood"}
+    of_flood = {each.stoppable for each in plan.slices if world.owner_of(each.request_id) == "flood"}
     assert of_flood == {gives_way}
 
 
@@ -230,7 +230,7 @@ def test_in_a_pipeline_all_steps_of_a_flood_stop_and_the_prompt_is_next() -> Non
     first, second = world.plan(), world.plan()
     for plan in (first, second):
         assert world.owners_of(plan) == {"flood"}
-        assert all(each.preemptible for each in plan.slices)
+        assert all(each.stoppable for each in plan.slices)
     chat = world.send("chat", max_tokens=1)
     world.run(first, stop_at=4)
     third = world.plan()

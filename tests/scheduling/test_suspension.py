@@ -227,7 +227,7 @@ def test_no_step_is_suspended_beyond_the_memory_for_two() -> None:
         NUM_LAYERS,
         on_discarded=lambda *_: None,
     )
-    slices = [ScheduledSlice(RequestId("next"), 0, 8, (), True, preemptible=True)]
+    slices = [ScheduledSlice(RequestId("next"), 0, 8, (), True, stoppable=True)]
     stopped_slices(suspension, 64)
     assert suspension.safepoints(slices, 1.0) is not None
     stopped_slices(suspension, 65)

@@ -32,7 +32,7 @@ class ScheduledSlice(NamedTuple):
         blocks: the request's block table, with slots for at least ``start + num_tokens`` tokens. It may grow
             afterwards.
         samples: the last token's logits yield the next output token.
-        preemptible: the slice may be stopped at a safepoint; true for offline requests, and for those of an
+        stoppable: the slice may be stopped at a safepoint; true for offline requests, and for those of an
             owner that gives way to others.
     """
 
@@ -41,7 +41,7 @@ class ScheduledSlice(NamedTuple):
     num_tokens: int
     blocks: Sequence[BlockRef]
     samples: bool
-    preemptible: bool = False
+    stoppable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

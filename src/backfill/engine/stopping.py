@@ -56,7 +56,7 @@ class StepStopper:
         if yielding_owner is None:
             predictor = self._scheduler.predictor
             assert predictor is not None
-            alone = StepLoad.of_slices(each for each in plan.slices if not each.preemptible)
+            alone = StepLoad.of_slices(each for each in plan.slices if not each.stoppable)
             self._budget.earn(predictor.time_scale * (plan.predicted_s - predictor.cost.step_time_s(alone)))
         requests = self._scheduler.requests
         held = (*requests.running.values(), *requests.restoring.values())
@@ -73,19 +73,19 @@ class StepStopper:
         """Stop those steps for which the requests that arrived meanwhile gain enough (``should_stop``)."""
         most = max_in_flight(self._executor.info.max_steps_in_flight, (each.plan for each in in_flight))
         is_full = len(in_flight) == most
-        stoppable = [
+        may_stop = [
             # What arrived is submitted once there is room: beside all but the oldest step.
             (each, each.plan.safepoints, self._overlap if index or not is_full else 0.0)
             for index, each in enumerate(in_flight)
             if each.plan.safepoints is not None and each.stop_asked_at_s is None
         ]
-        if not stoppable:
+        if not may_stop:
             return
         predictor = self._scheduler.predictor
         assert predictor is not None
         online = [each for each in arrived if each.service_class is ServiceClass.ONLINE]
         cost, scale = predictor.cost, predictor.time_scale
-        for submitted, points, overlap in stoppable:
+        for submitted, points, overlap in may_stop:
             yielding_owner = self._yielding_owner(submitted.plan)
             prompts = [
                 ArrivedPrompt(each.num_pending_tokens, each.next_token_by_s)
@@ -111,7 +111,7 @@ class StepStopper:
     def _yielding_owner(self, plan: StepPlan) -> str | None:
         """Whose online slices of the step may be stopped for other owners' requests; None for nobody's."""
         yielding = self._scheduler.giving.yielding
-        owners = (yielding.get(each.request_id) for each in plan.slices if each.preemptible)
+        owners = (yielding.get(each.request_id) for each in plan.slices if each.stoppable)
         return next((owner for owner in owners if owner is not None), None)
 
     def _running_step(
@@ -122,9 +122,9 @@ class StepStopper:
         cost = predictor.cost
         online, offline = (
             cost.step_time_s(
-                StepLoad.of_slices(each for each in plan.slices if each.preemptible is preemptible)
+                StepLoad.of_slices(each for each in plan.slices if each.stoppable is stoppable)
             )
-            for preemptible in (False, True)
+            for stoppable in (False, True)
         )
         num_layers = self._executor.info.num_layers
         if isinstance(plan.work, Resume):  # predicted for the layers that it runs

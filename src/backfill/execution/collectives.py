@@ -75,8 +75,8 @@ class Handover(NamedTuple):
     """What a stage begins a step with, and hands on to the next.
 
     Attributes:
-        last_layer: the layer before which preemptible slices end.
-        stop: of the preemptible slices; ``state`` is without them.
+        last_layer: the layer before which stoppable slices end.
+        stop: of the stoppable slices; ``state`` is without them.
         state: rows of the slices, one micro-batch after another; None without rows, and before the first
             stage, which embeds them.
     """

@@ -131,7 +131,7 @@ class Executor(ABC):
 
     @abstractmethod
     def request_stop(self, step: int) -> None:
-        """Stop the preemptible slices of the step at its next safepoint.
+        """Stop the stoppable slices of the step at its next safepoint.
 
         No effect if that step is not running, is past its last safepoint, or has none. May be called from
         another thread during ``run``, ``submit`` or ``collect``.
@@ -196,9 +196,9 @@ class PipelinedExecutor(Executor):
 
 
 def stopped_outcome(outcome: StepOutcome, plan: StepPlan, layers_done: int, at_s: float) -> StepOutcome:
-    """Of a step whose preemptible slices stopped before a layer; ``outcome`` is that of the others."""
+    """Of a step whose stoppable slices stopped before a layer; ``outcome`` is that of the others."""
     assert plan.safepoints is not None, "a step without safepoints was stopped"
-    stopped = tuple(scheduled.request_id for scheduled in plan.slices if scheduled.preemptible)
+    stopped = tuple(scheduled.request_id for scheduled in plan.slices if scheduled.stoppable)
     suspends = plan.safepoints.suspends
     return replace(
         outcome,

@@ -104,7 +104,7 @@ class SimulatedExecutor(Executor):
         if stopped_at is None:
             return self._outcome(self._sample(plan.slices))
         stopped_at_s = self._clock.now_s()
-        online = tuple(scheduled for scheduled in plan.slices if not scheduled.preemptible)
+        online = tuple(scheduled for scheduled in plan.slices if not scheduled.stoppable)
         if online:
             unstoppable = replace(plan, work=Compute(online))
             self._pass_layers(unstoppable, stopped_at, self.info.num_layers, ratio)

@@ -28,7 +28,7 @@ class _Step:
     Attributes:
         ready_at_s: when it may enter the first stage.
         noise: observed over typical time.
-        first, last: its preemptible slices pass the layers ``[first, last)``.
+        first, last: its stoppable slices pass the layers ``[first, last)``.
         layer_s: of all its slices.
         online_layer_s: of those that go on behind ``last``; 0 without any.
         entered_at_s, left_at_s: when it enters and leaves each stage.
@@ -141,7 +141,7 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
                 if layer >= min(step.last, num_layers):
                     return
                 if layer > first and entered_at_s + (layer - first) * step.layer_s >= now_s:
-                    online = tuple(each for each in step.plan.slices if not each.preemptible)
+                    online = tuple(each for each in step.plan.slices if not each.stoppable)
                     if online:
                         step.online_layer_s = step.noise * self._seconds(online) / num_layers
                     step.last, step.is_stopped = layer, True
@@ -164,7 +164,7 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
         plan, last = step.plan, step.last
         if last in (0, self.info.num_layers):
             return self._outcome(self._sample(plan.slices))
-        online = tuple(scheduled for scheduled in plan.slices if not scheduled.preemptible)
+        online = tuple(scheduled for scheduled in plan.slices if not scheduled.stoppable)
         outcome = self._outcome(self._sample(online))
         outcome = stopped_outcome(outcome, plan, last, self._reached_at_s(step, last))
         self._suspended_at |= dict.fromkeys(outcome.suspended, last)

@@ -252,7 +252,7 @@ class TorchExecutor(Executor):
         return replace(outcome, sampled=tuple(sampled), failed=tuple(failed), forced=tuple(forced))
 
     def _begun(self, work: Compute | Resume, received: Handover) -> tuple[LayerPass, int]:
-        """The pass before its first layer here, and the layer before which its preemptible slices end."""
+        """The pass before its first layer here, and the layer before which its stoppable slices end."""
         stage = self._stage
         if isinstance(work, Resume):
             suspended = self._take_suspended(work)
@@ -261,7 +261,7 @@ class TorchExecutor(Executor):
             assert len(stage.layers) < self._model.num_layers, "nothing is suspended"
         slices = work.slices
         if received.stop is not None:
-            slices = tuple(each for each in slices if not each.preemptible)
+            slices = tuple(each for each in slices if not each.stoppable)
         micro_batches = []
         embeds = stage.layers.start == 0 and isinstance(work, Compute)
         if embeds and self._graphs is not None and self._graphs.holds(slices):
@@ -294,7 +294,7 @@ class TorchExecutor(Executor):
         return None
 
     def _run_layers(self, running: LayerPass, plan: StepPlan, last: int, stop: Stop | None) -> Stop | None:
-        """Run the pass to the end of the stage, its preemptible slices to layer ``last`` at most.
+        """Run the pass to the end of the stage, its stoppable slices to layer ``last`` at most.
 
         Args:
             stop: of an earlier stage.
@@ -333,13 +333,13 @@ class TorchExecutor(Executor):
         return stop
 
     def _take_out(self, running: LayerPass, plan: StepPlan) -> Stop:
-        """Split the preemptible slices off the pass; keep them if the step suspends them."""
+        """Split the stoppable slices off the pass; keep them if the step suspends them."""
         assert plan.safepoints is not None, "a step without safepoints was stopped"
         at_s = self._clock.now_s()
         if plan.safepoints.suspends:
-            preemptible = {each.request_id for each in running.slices if each.preemptible}
-            self._suspended[plan.step] = self._only(preemptible, running)
-        others = {each.request_id for each in running.slices if not each.preemptible}
+            stoppable = {each.request_id for each in running.slices if each.stoppable}
+            self._suspended[plan.step] = self._only(stoppable, running)
+        others = {each.request_id for each in running.slices if not each.stoppable}
         running.micro_batches = self._only(others, running).micro_batches
         return Stop(running.layers_done, at_s)
 

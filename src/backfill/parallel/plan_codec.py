@@ -88,7 +88,7 @@ class _Slices(msgspec.Struct, array_like=True, frozen=True):
     num_tokens: tuple[int, ...]
     tables: tuple[_TableChange, ...]
     samples: tuple[bool, ...]
-    preemptible: tuple[bool, ...]
+    stoppable: tuple[bool, ...]
 
 
 class _Plan(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
@@ -153,7 +153,7 @@ class PlanEncoder:
         )
 
     def _slices(self, slices: Slices) -> _Slices:
-        request_ids, starts, num_tokens, tables, samples, preemptible = zip(*slices, strict=True)
+        request_ids, starts, num_tokens, tables, samples, stoppable = zip(*slices, strict=True)
         index = self._recent.find(request_ids)
         self._recent.add(request_ids, index)
         return _Slices(
@@ -162,7 +162,7 @@ class PlanEncoder:
             num_tokens,
             self._changed_tables(request_ids, tables),
             samples,
-            preemptible,
+            stoppable,
         )
 
     def _changed_tables(
@@ -244,6 +244,6 @@ class PlanDecoder:
                 known[request_ids[row]] = list(blocks)
         tables = map(known.__getitem__, request_ids)
         rows = zip(
-            request_ids, wire.starts, wire.num_tokens, tables, wire.samples, wire.preemptible, strict=True
+            request_ids, wire.starts, wire.num_tokens, tables, wire.samples, wire.stoppable, strict=True
         )
         return tuple(map(tuple.__new__, repeat(ScheduledSlice), rows))

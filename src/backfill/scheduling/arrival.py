@@ -105,7 +105,7 @@ def online_load(
         slices: of the running step.
     """
     computed: dict[RequestId, int] = {
-        each.request_id: each.start + each.num_tokens for each in slices if not each.preemptible
+        each.request_id: each.start + each.num_tokens for each in slices if not each.stoppable
     }
     load = StepLoad()
     for request in running:

@@ -22,7 +22,7 @@ class _Step:
     Attributes:
         layers_done: that its slices have passed before.
         left_at_s: when it is predicted to leave each stage.
-        is_stopping: it was asked to stop its preemptible slices.
+        is_stopping: it was asked to stop its stoppable slices.
     """
 
     plan: StepPlan
@@ -33,8 +33,8 @@ class _Step:
 
     @property
     def predicted_s(self) -> float:
-        """What is left of a stopped step that has none but preemptible slices, takes no time."""
-        if self.is_stopping and all(each.preemptible for each in self.plan.slices):
+        """What is left of a stopped step that has none but stoppable slices, takes no time."""
+        if self.is_stopping and all(each.stoppable for each in self.plan.slices):
             return 0.0
         return self.plan.predicted_s
 
@@ -119,7 +119,7 @@ class StepsInFlight:
             for step in self._steps.values()
             if step.plan.safepoints is not None and step.plan.safepoints.suspends
             for scheduled in step.plan.slices
-            if scheduled.preemptible
+            if scheduled.stoppable
         )
 
     def add(
@@ -143,7 +143,7 @@ class StepsInFlight:
 
     def _open(self, plan: StepPlan, by_id: Mapping[RequestId, Request]) -> None:
         for scheduled in plan.slices:
-            if scheduled.samples or (scheduled.preemptible and plan.safepoints is not None):
+            if scheduled.samples or (scheduled.stoppable and plan.safepoints is not None):
                 continue
             request = by_id[scheduled.request_id]
             if not (request.output_token_ids or request.was_retried):

@@ -322,7 +322,7 @@ class StepPlanner:
                         num_tokens,
                         table(request_id),
                         start + num_tokens == request.num_tokens,  # samples
-                        request.priority_level is not online or request_id in yielding,  # preemptible
+                        request.priority_level is not online or request_id in yielding,  # stoppable
                     ),
                 )
                 for request_id, (request, num_tokens) in batch.members.items()
@@ -332,6 +332,8 @@ class StepPlanner:
 
 def copy_limits(step_s: float, slack_s: float, block_copy_s: float, interference: float) -> CopyLimits:
     """Copies that the link can move beside a step, and those whose slow-down the step can afford.
+
+    Restores for online requests are limited by the link alone.
 
     ConServe (4.5) "uses the SLO to decide the maximum number of KV cache blocks that can be swapped in the
     background, and defers the extra blocks to the next round". A copy that does not end with its step also

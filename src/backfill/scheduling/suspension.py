@@ -117,7 +117,7 @@ class Suspension:
         most = _MAX_SUSPENDED_STEPS * self.config.max_num_batched_tokens
         if self._num_tokens + num_suspendable >= most:
             return None
-        may_stop = [each.preemptible for each in slices]
+        may_stop = [each.stoppable for each in slices]
         if not any(may_stop) or not (all(may_stop) or self.stops_online_steps):
             return None
         return Safepoints(self._layers_apart(predicted_s / self.num_layers), self.config.suspends)
