@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -206,6 +207,51 @@ def test_a_request_arrives_when_its_grammar_is_compiled_and_others_do_not_wait()
     )
     EngineLoop(engine, channel, heartbeat_s=60.0).run()
     assert [request.request_id for request in engine.added] == ["plain", "first"]
+
+
+def test_an_abort_does_not_come_between_the_compiling_and_the_arrival() -> None:
+    """Else the engine would not know the request yet, and then compute all of it for nobody."""
+    engine, grammars = RecordingEngine(), SlowGrammars()
+    engine.grammars = grammars  # type: ignore[assignment]
+    checking = threading.Event()
+
+    class Compiling(set[RequestId]):
+        def __contains__(self, request_id: object) -> bool:
+            checking.set()
+            time.sleep(0.05)  # for the abort, if it does not wait
+            return super().__contains__(request_id)
+
+    def finish_compiling(sent: Sequence[FromEngine]) -> bool:
+        return not engine.has_unfinished
+
+    structured = StructuredOutputsParams(regex="a")
+    channel: Any = ScriptedChannel(
+        add("first", structured_outputs=structured),
+        AbortRequests([RequestId("first")]),
+        until=finish_compiling,
+    )
+    loop = EngineLoop(engine, channel, heartbeat_s=60.0)
+    loop._compiling = Compiling()
+    receive = channel.receive
+
+    def compile_before_the_abort() -> ToEngine | None:
+        command = receive()
+        if isinstance(command, AbortRequests):
+            threading.Thread(target=grammars.compiling[0].set_result, args=(None,)).start()
+            checking.wait()
+        return command
+
+    channel.receive = compile_before_the_abort
+    commands_at_arrival = []
+    arrive = engine.arrive
+
+    def recorded(request: Request) -> None:
+        commands_at_arrival.append(list(loop._commands))
+        arrive(request)
+
+    engine.arrive = recorded  # type: ignore[method-assign]
+    loop.run()
+    assert commands_at_arrival == [[]], "the abort is behind it"
 
 
 @pytest.mark.parametrize("has_unserved", [False, True])

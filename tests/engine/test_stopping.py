@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
@@ -32,6 +34,12 @@ def stop_after(work: Compute | Resume, owner: str = "") -> list[int]:
 
     An owner "flood" gives way with requests of that name.
     """
+    stopper, step, executor = running(work)
+    stopper.maybe_stop([step], [make_request(prompt_tokens=8, owner=owner)], 0.0)
+    return executor.stopped
+
+
+def running(work: Compute | Resume) -> tuple[StepStopper, SubmittedStep, StoppedExecutor]:
     config = SchedulerConfig()
     scheduler = Scheduler(
         config,
@@ -45,9 +53,7 @@ def stop_after(work: Compute | Resume, owner: str = "") -> list[int]:
     stopper = StepStopper(scheduler, executor)  # type: ignore[arg-type]
     plan = StepPlan(0, work)
     stopper.prepare(plan)
-    step = SubmittedStep(plan, "offline", 0.0, 0.0, 0.0, is_alone=True)
-    stopper.maybe_stop([step], [make_request(prompt_tokens=8, owner=owner)], 0.0)
-    return executor.stopped
+    return stopper, SubmittedStep(plan, "offline", 0.0, 0.0, 0.0, is_alone=True), executor
 
 
 SAFEPOINTS = Safepoints(1, suspends=True)
@@ -83,3 +89,21 @@ def test_a_step_of_an_owner_that_gives_way_stops_for_others_whatever_that_costs(
     slices: tuple[ScheduledSlice, ...], owner: str, stopped: list[int]
 ) -> None:
     assert stop_after(Compute(slices, 0.7, SAFEPOINTS), owner) == stopped
+
+
+def test_two_arrivals_at_once_stop_a_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopper, step, executor = running(Compute((OFFLINE,), 0.6, SAFEPOINTS))
+    both = threading.Barrier(2)
+
+    def slow(*args: object) -> bool:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.1)  # the other arrival, if it decides too
+        return True
+
+    monkeypatch.setattr("backfill.engine.stopping.should_stop", slow)
+    threads = [threading.Thread(target=stopper.maybe_stop, args=([step], [], 0.0)) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert executor.stopped == [0]

@@ -180,8 +180,8 @@ class EngineLoop:
     """Runs steps while there is work, and reports each; an idle engine reports every few seconds.
 
     A second thread receives commands, so that an arrival is known while a step runs: the kernels release the
-    interpreter's lock. It passes requests to ``Engine.arrive``, once their grammars are compiled; other
-    commands wait for the end of the step.
+    interpreter's lock. It passes requests to ``Engine.arrive``, once their grammars are compiled; with
+    several ranks the one that samples compiles them, in the step. Other commands wait until the step ends.
 
     The loop ends after several failed steps in a row: a device in a broken state recovers only in a new
     process, which the server's supervisor or the library starts.
@@ -193,6 +193,7 @@ class EngineLoop:
         self._channel = channel
         self._commands: deque[AbortRequests | Stop] = deque()
         self._compiling: set[RequestId] = set()  # requests that have not arrived
+        self._arriving = threading.Lock()
         self._has_news = threading.Event()
 
     def run(self) -> None:
@@ -237,9 +238,10 @@ class EngineLoop:
                 if isinstance(command, AddRequest):
                     self._receive(command.request)
                     continue
-                if isinstance(command, AbortRequests):
-                    self._compiling.difference_update(command.request_ids)
-                self._commands.append(command)
+                with self._arriving:
+                    if isinstance(command, AbortRequests):
+                        self._compiling.difference_update(command.request_ids)
+                    self._commands.append(command)
                 self._has_news.set()
         except Exception:
             logger.exception("commands cannot be read")
@@ -256,9 +258,10 @@ class EngineLoop:
 
     def _arrive_compiled(self, request: Request) -> None:
         """In the thread that compiles. If it could not, the request's first step ends it."""
-        if request.request_id in self._compiling:  # else it was aborted
-            self._compiling.discard(request.request_id)
-            self._arrive(request)
+        with self._arriving:  # an abort comes before or after it, not in between
+            if request.request_id in self._compiling:  # else it was aborted
+                self._compiling.discard(request.request_id)
+                self._arrive(request)
 
     def _arrive(self, request: Request) -> None:
         self._engine.arrive(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,7 @@ class StepStopper:
         self._overlap = 1.0 - max(info.stage_layers, default=1) / max(1, sum(info.stage_layers))
         self._online_load = StepLoad()  # of the step after those in flight, without those that arrive
         self._budget = StopBudget()
+        self._deciding = threading.Lock()
 
     def prepare(self, plan: StepPlan) -> None:
         """The plan is about to be submitted. Not called when a request arrives: that is in another thread."""
@@ -70,7 +72,14 @@ class StepStopper:
     def maybe_stop(
         self, in_flight: Sequence[SubmittedStep], arrived: Iterable[Request], now_s: float
     ) -> None:
-        """Stop those steps for which the requests that arrived meanwhile gain enough (``should_stop``)."""
+        """Stop those steps for which the requests that arrived meanwhile gain enough (``should_stop``).
+
+        A step is stopped, and charged, once.
+        """
+        with self._deciding:
+            self._stop(in_flight, arrived, now_s)
+
+    def _stop(self, in_flight: Sequence[SubmittedStep], arrived: Iterable[Request], now_s: float) -> None:
         most = max_in_flight(self._executor.info.max_steps_in_flight, (each.plan for each in in_flight))
         is_full = len(in_flight) == most
         may_stop = [
@@ -121,9 +130,7 @@ class StepStopper:
         assert predictor is not None
         cost = predictor.cost
         online, offline = (
-            cost.step_time_s(
-                StepLoad.of_slices(each for each in plan.slices if each.stoppable is stoppable)
-            )
+            cost.step_time_s(StepLoad.of_slices(each for each in plan.slices if each.stoppable is stoppable))
             for stoppable in (False, True)
         )
         num_layers = self._executor.info.num_layers

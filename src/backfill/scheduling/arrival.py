@@ -66,8 +66,7 @@ class StopBudget:
     """What stops may cost: a share of the time that offline slices take in steps.
 
     Stops beyond it are worth it only where a first token would be late without them. In a step of offline
-    slices alone a stop costs nothing. Steps are planned in one thread and stopped in another: each total has
-    one writer.
+    slices alone a stop costs nothing. The thread that plans steps earns, and whoever may stop one spends.
     """
 
     def __init__(self) -> None:
@@ -139,7 +138,7 @@ def should_stop(
     The printed algorithm's test on line 10 is inverted (it leaves when the objective would be missed), and it
     charges the next step for the offline requests of this one, which the policy does not put beside a prompt.
     It takes offline requests out of the estimate one by one; here all offline slices are stopped, so the loop
-    has one round. See docs/coserving.md.
+    has one round. See docs/conserve.md.
 
     Args:
         online: what the online requests that were there before compute in the next step (``online_load``).
