@@ -103,7 +103,7 @@ class OnlineLoad:
         self._cost = cost
         self._max_num_seqs = config.max_num_seqs
         self._step_tokens = min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
-        self._relegates = config.policy == "slo"
+        self._relegates = config.relegates
         self._correction = BiasCorrection()
         self.bus_least_step_s = 0.0
         self._in_time: dict[_Queue, StepLoad] = {}  # waiting prompts

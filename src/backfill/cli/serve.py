@@ -73,7 +73,7 @@ def serve(
     once; 130 or 143 ended by SIGINT or SIGTERM before the model was loaded.
     """
     configure_logging(server.log_level, "server")
-    if server.shed_hopeless and engine.scheduler.policy != "slo":
+    if server.shed_hopeless and not engine.scheduler.relegates:
         raise ConfigError(f"`shed_hopeless` needs `policy` slo, got `policy` {engine.scheduler.policy}.")
     check_machine(engine)
     jobs = jobs_of(server, jobs)

@@ -121,6 +121,11 @@ class SchedulerConfig:
         return self.preemption == "suspend"
 
     @property
+    def relegates(self) -> bool:
+        """The policy relegates online requests that cannot meet their TTFT objective any more."""
+        return self.policy == "slo"
+
+    @property
     def needs_cost_model(self) -> bool:
         """The policy predicts steps."""
         return self.policy in ("slo", "conserve", "bros")
