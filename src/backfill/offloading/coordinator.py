@@ -1,6 +1,6 @@
 """Intervals of several engines whose transfers share a bus: Select-N's coordinator, section 4.5.
 
-``docs/offloading.md`` derives when demands fit, and says what the paper's algorithm leaves open.
+``docs/offloading.md`` says when demands fit, and what the paper's algorithm leaves open.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Offloaded layers and what they cost: the offloading interval of Select-N, sections 4.3 and 4.4.
 
 With interval i the last of every i layers has no device memory of its own: its weights are transferred into a
-staging buffer for each step. ``docs/offloading.md`` derives the step time and compares it with the paper's.
+staging buffer for each step. ``docs/offloading.md`` compares the time of a step with the paper's.
 """
 
 from __future__ import annotations
@@ -62,6 +62,18 @@ def step_time_s(times: LayerTimes, interval: int | None) -> float:
     - with more than two: n - 2 transfers, and between them the stretch from the start of a step's last
       offloaded layer to the end of the next step's first one, in which only the two staging buffers can be
       filled: (n - 2) t_t + t_c + (L mod i) t_c + t_o + i t_c.
+
+    With transfers and offloaded layers numbered over all steps, F and C when they end:
+
+        F(k) = max(F(k-1), C(k-2)) + t_t
+        C(k) = max(C(k-1) + gap(k), F(k)) + t_c
+
+    where a gap is (i - 1) t_c, and (L mod i) t_c + t_o more before a step's first offloaded layer.
+
+    So events wait for each other, and their rate is that of the slowest cycle of waits. Those above are waits
+    of layers alone, of transfers alone, and of both by turns. Cycles that change between the two at other
+    places have at most i t_c where a transfer would be: where transfers are the limit that is less, and where
+    computation is, the first cycle is the slowest.
     """
     least_s, share, extra_s = step_bounds(times.num_layers, interval, times.transfer_s, times.other_s)
     return max(times.resident_step_s, least_s, share * (times.num_layers * times.compute_s) + extra_s)
