@@ -452,10 +452,36 @@ def _encoded(compiler: GrammarCompiler, text: str) -> list[int]:
     return compiler._tokenizer.tokenize_str(text)
 
 
-def test_a_panic_in_the_library_reaches_who_waits_and_ends_no_thread() -> None:
-    class Panic(BaseException):
-        """As Rust's panics come: no Exception."""
+class Panic(BaseException):
+    """As Rust's panics come: no Exception."""
 
+
+def test_a_panic_over_a_grammar_ends_its_request_and_one_over_masks_the_step(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks, bad, good = GrammarMasks(compiler, 1), RequestId("bad"), RequestId("good")
+    compile_now = GrammarCompiler._compile
+
+    def panics_over_one(self: GrammarCompiler, params: StructuredOutputsParams) -> Any:
+        if params.regex == "b":
+            raise Panic
+        return compile_now(self, params)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", panics_over_one)
+    outputs = {name: masks.output(StructuredOutputsParams(regex=name[0])) for name in (bad, good)}
+    found = masks.begin(outputs).result(30)
+    assert "could not be compiled" in found.errors[bad] and good not in found.errors
+
+    def panics(*_: object) -> object:
+        raise Panic
+
+    monkeypatch.setattr("llguidance.numpy.fill_next_token_bitmask_par", panics)
+    with pytest.raises(RuntimeError, match="masks could not be filled"):
+        masks.begin({good: outputs[good]}).result(30)
+    masks.close()
+
+
+def test_a_panic_in_the_library_reaches_who_waits_and_ends_no_thread() -> None:
     def panics() -> None:
         raise Panic
 

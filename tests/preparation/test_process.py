@@ -41,6 +41,11 @@ from tests.jobs.doubles import URL, input_of
 from tests.preparation.facts import FACTS
 from tests.preparation.test_line_file import generation_of
 
+
+class Panic(BaseException):
+    """As Rust's panics come: no Exception."""
+
+
 BODY: Any = Job(1, PrepareBody("/v1/completions", b"{}", RequestContext()))
 
 
@@ -83,8 +88,11 @@ class Preparer:
         self.engine_facts = FACTS
         self.may_end = threading.Event()
         self.may_end.set()
+        self.panics = False
 
     def prepare(self, endpoint: str, body: bytes, context: RequestContext) -> object:
+        if self.panics:
+            raise Panic
         assert body != BODY.work.body or self.may_end.wait(60)
         return generation_of(context)
 
@@ -129,6 +137,12 @@ def test_an_answer_that_cannot_be_sent_is_a_failed_job(channel: Channel, prepare
     assert isinstance(failed.result, Bug)
 
 
+def test_a_panic_in_a_library_is_a_failed_job(channel: Channel, preparer: Preparer) -> None:
+    preparer.panics = True
+    channel.commands.put(BODY)
+    assert isinstance(channel.next_report().result, Bug)
+
+
 def test_bodies_that_nobody_waits_for_are_skipped(channel: Channel, preparer: Preparer) -> None:
     preparer.may_end.clear()
     work: Any = BODY.work
@@ -143,12 +157,17 @@ def test_bodies_that_nobody_waits_for_are_skipped(channel: Channel, preparer: Pr
     assert {channel.next_report().job_id for _ in range(3)} == {1, 2, 4}
 
 
+@pytest.mark.parametrize("error", [MemoryError, Panic])
 @pytest.mark.parametrize("job", [IndexLines(7, START, 10), TakeLines("", 10)])
 def test_an_error_of_which_lines_may_be_lost_ends_the_process(
-    channel: Channel, preparer: Preparer, monkeypatch: pytest.MonkeyPatch, job: IndexLines | TakeLines
+    channel: Channel,
+    preparer: Preparer,
+    monkeypatch: pytest.MonkeyPatch,
+    job: IndexLines | TakeLines,
+    error: type[BaseException],
 ) -> None:
     def fail(*_: object) -> None:
-        raise MemoryError
+        raise error
 
     ended = threading.Event()
     monkeypatch.setattr(process.os, "_exit", lambda status: ended.set())

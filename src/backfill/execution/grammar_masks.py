@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -19,6 +20,8 @@ from backfill.execution.grammars import GrammarCompiler
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
+
+logger = logging.getLogger(__name__)
 
 
 class OutputGrammar:
@@ -89,8 +92,16 @@ class GrammarMasks:
         return OutputGrammar(params, self.compile(params), self._compiler)
 
     def begin(self, outputs: Mapping[RequestId, OutputGrammar]) -> Future[TokenMasks]:
-        """Fill the masks for the next token of each output."""
-        return self._filling.submit(self._masks, outputs)
+        """Fill the masks for the next token of each output. What it raises is an Exception."""
+        return self._filling.submit(self._filled, outputs)
+
+    def _filled(self, outputs: Mapping[RequestId, OutputGrammar]) -> TokenMasks:
+        try:
+            return self._masks(outputs)
+        except Exception:
+            raise
+        except BaseException as panic:  # in Rust: the step fails, and not the process
+            raise RuntimeError(f"masks could not be filled: {panic}") from panic
 
     def _masks(self, outputs: Mapping[RequestId, OutputGrammar]) -> TokenMasks:
         from llguidance import LLExecutor
@@ -104,6 +115,9 @@ class GrammarMasks:
                 matchers[request_id] = output.matcher()
             except RequestError as error:
                 errors[request_id] = str(error)
+            except BaseException:  # a panic in Rust, of this grammar alone
+                logger.exception("%s: its grammar could not be compiled", request_id)
+                errors[request_id] = "The grammar could not be compiled: a bug of the server."
         pending = {request_id: outputs[request_id].pending for request_id in matchers}
         while behind := [(matchers[name], tokens.popleft()) for name, tokens in pending.items() if tokens]:
             executor.consume_token_par(behind)

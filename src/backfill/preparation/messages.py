@@ -350,7 +350,7 @@ class JobDone(msgspec.Struct, tag=True, frozen=True):
 FromPreparation = Loaded | JobBegun | JobDone
 
 
-def failure_of(error: Exception) -> Failure:
+def failure_of(error: BaseException) -> Failure:
     """An exception of a job, as a message."""
     match error:
         case RequestError():

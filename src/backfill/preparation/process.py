@@ -169,7 +169,7 @@ class Preparation:
                     self._pool.note_online(traffic)
                 case KVRoom() as room:
                     self._pool.note_room(room)
-        except Exception:
+        except BaseException:  # a panic in Rust too
             logger.exception("a %s failed", type(message).__name__)
             self._abandon_lines()
 
@@ -185,7 +185,7 @@ class Preparation:
             self._channel.send(JobBegun(job.job_id))
             try:
                 self._channel.send(JobDone(job.job_id, work()))
-            except Exception as error:
+            except BaseException as error:  # a panic in Rust too: else its caller would wait for ever
                 failure = failure_of(error)
                 if isinstance(failure, Bug):
                     logger.exception("a %s failed", type(job.work).__name__)
