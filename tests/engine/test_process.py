@@ -15,6 +15,7 @@ import pytest
 from backfill.core.clock import VirtualClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
+from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
 from backfill.core.structured import StructuredOutputsParams
@@ -23,6 +24,7 @@ from backfill.engine.engine import Engine
 from backfill.engine.messages import (
     AbortRequests,
     AddRequest,
+    EngineFailed,
     FromEngine,
     Stop,
     ToEngine,
@@ -144,6 +146,24 @@ def test_a_widened_default_is_told_and_whether_it_may_return(
         _serve(config, channel, load)
     told = [each.getMessage() for each in caplog.records if "_slo" in each.getMessage()]
     assert told == ([] if expected is None else [expected])
+
+
+def test_an_engine_that_ends_after_failed_steps_says_so() -> None:
+    class Failing(ScriptedExecutor):
+        def run(self, plan: StepPlan) -> StepOutcome:
+            raise RuntimeError("the device is gone")
+
+    def load(config: EngineConfig) -> Engine:
+        return Engine(config.scheduler, Failing(make_info()), VirtualClock())
+
+    channel: Any = ScriptedChannel(until=lambda _: True)
+    commands, closed = [add(str(number)) for number in range(9)], threading.Event()
+    channel.receive = lambda: commands.pop() if commands else closed.wait(60) and None
+    channel.close = closed.set
+    with pytest.raises(SystemExit):
+        _serve(EngineConfig(scheduler=SchedulerConfig(max_num_seqs=1)), channel, load)
+    failed = channel.sent[-1]
+    assert isinstance(failed, EngineFailed) and "5 steps in a row failed" in failed.message
 
 
 def test_objectives_and_windows_reach_the_engine() -> None:
