@@ -19,6 +19,7 @@ from backfill.core.clock import VirtualClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.plan import Compute, DeviceMemory, StepPlan
+from backfill.core.request import RequestId
 from backfill.engine.engine import Engine
 from backfill.execution.create import create_torch_executor
 from backfill.execution.offloading import LayerStreamer
@@ -257,7 +258,23 @@ def test_after_memory_could_not_be_divided_no_step_runs(model_dir: Path) -> None
     executor = resizable(model_dir)
     with pytest.raises(ValueError, match="interval 12 needs"):
         executor.run(StepPlan(0, Compute(()), offload_interval=12))
-    with pytest.raises(RuntimeError, match="could not be divided anew"):
+    with pytest.raises(RuntimeError, match="no step can run"):
+        executor.run(StepPlan(1, Compute(())))
+
+
+def test_after_suspended_slices_could_not_be_dropped_no_step_runs(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one of them might be resumed in place of one that was computed again."""
+    executor = resizable(model_dir)
+
+    def fails(self: object, dropped: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(type(executor), "_drop_suspended", fails)
+    with pytest.raises(MemoryError):
+        executor.run(StepPlan(0, Compute(()), dropped=(RequestId("r"),)))
+    with pytest.raises(RuntimeError, match="no step can run"):
         executor.run(StepPlan(1, Compute(())))
 
 

@@ -123,9 +123,9 @@ class Executor(ABC):
           the KV that the slices were to write, and the suspended slices that the plan resumes. The engine
           releases such requests before it admits them again; releasing an unknown request does nothing.
         - Done: suspended slices of ``dropped`` are dropped, the interval and the memory are changed, blocks
-          are moved, and requests of ``released`` are released; if changing or moving failed, every later call
-          raises. Copies count as begun and are reported once complete; if copying itself failed, every later
-          call raises too.
+          are moved, and requests of ``released`` are released; if dropping, changing or moving failed, every
+          later call raises. Copies count as begun and are reported once complete; if copying itself failed,
+          every later call raises too.
         - Unchanged: all else, with the other suspended slices.
         """
 

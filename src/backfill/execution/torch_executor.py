@@ -162,8 +162,6 @@ class TorchExecutor(Executor):
 
     def _prepare(self, plan: StepPlan) -> None:
         """All that precedes the work of a step."""
-        if plan.dropped:
-            self._drop_suspended(frozenset(plan.dropped))
         self._change_memory(plan)
         for request_id in plan.released:
             self._states.pop(request_id, None)
@@ -207,10 +205,15 @@ class TorchExecutor(Executor):
             self._suspended.pop(step, None)
 
     def _change_memory(self, plan: StepPlan) -> None:
-        """Divide the memory, change the interval and move blocks. If that fails, no later step can run."""
+        """Drop suspended slices, divide the memory, change the interval and move blocks.
+
+        If that fails, no later step can run.
+        """
         if self._memory_error is not None:
-            raise RuntimeError("device memory could not be divided anew") from self._memory_error
+            raise RuntimeError("what precedes a step has failed, so no step can run") from self._memory_error
         try:
+            if plan.dropped:
+                self._drop_suspended(frozenset(plan.dropped))
             if self.streamer is not None:
                 largest = None if plan.memory is None else plan.memory.interval
                 self.streamer.change(plan.offload_interval, largest, plan.bus_share)
