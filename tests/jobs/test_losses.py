@@ -210,6 +210,31 @@ async def test_a_line_that_never_reached_an_engine_is_not_to_blame() -> None:
     assert len(feed.suspects) == 0
 
 
+async def test_losses_that_cannot_be_saved_are_saved_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backfill.jobs.retry.FIRST_RETRY_S", 0.001)
+    path, write, num_refused = tmp_path / "b", LossFile.write, 0
+
+    def refuse_at_first(self: LossFile, content: bytes) -> None:
+        nonlocal num_refused
+        num_refused += 1
+        if num_refused <= 2:
+            raise OSError("no space")
+        write(self, content)
+
+    monkeypatch.setattr(LossFile, "write", refuse_at_first)
+    engine, suspects = Engine(holds=True), Suspects(LossFile(path), "b")
+    feed = feed_of(lines_up_to(2), 2, Sink(), suspects=suspects)
+    engine.start(feed)
+    await until(lambda: len(engine.in_flight) == 2)
+    engine.fail()
+    await until(path.exists)
+    engine.holds = False
+    engine.feeder.set_capacity(0)
+    await engine.feeder.remove(feed)
+
+
 async def test_losses_are_remembered_over_a_restart(tmp_path: Path) -> None:
     path, sink = tmp_path / "b", Sink()
     num_failures = 0

@@ -34,6 +34,7 @@ from tests.jobs.doubles import (
     Start,
     check_accounts,
     check_completed,
+    content_of,
     ended,
     hold_after,
     in_status,
@@ -42,6 +43,7 @@ from tests.jobs.doubles import (
     ready,
     results_of,
     run_batch,
+    store_input,
     submit,
 )
 from tests.patience import TIMEOUT_S, until
@@ -347,6 +349,24 @@ async def test_the_order_says_whether_progress_is_reported(
         assert not reader.opened[0].progress
     runner.release()
     await ended(manager, batch.id)
+
+
+async def test_a_file_whose_upload_had_no_answer_has_its_contents(
+    manager: JobManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready(manager)
+    store = manager._storage.store
+    add_file = store.add_file
+
+    def add_without_answer(*args: Any) -> None:
+        add_file(*args)
+        raise OperationalError("COMMIT", None, ConnectionError("lost"))
+
+    monkeypatch.setattr(store, "add_file", add_without_answer)
+    with pytest.raises(Busy):
+        await store_input(manager, input_of(3))
+    (file,) = (await manager.files.list(OWNER, purpose=None, order="asc", limit=9, after=None)).items
+    assert await content_of(manager, file) == input_of(3)
 
 
 async def test_a_batch_whose_creation_had_no_answer_runs(

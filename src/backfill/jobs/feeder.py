@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from backfill.core.errors import EngineDead, RequestLost, StepFailed
@@ -14,7 +15,7 @@ from backfill.engine.tasks import TaskWatch
 from backfill.jobs.feed import Feed, InputChanged, LineSource, RunningLine
 from backfill.jobs.lines import LineResult, unanswered
 from backfill.jobs.order import FairOrder
-from backfill.jobs.retry import append_with_retries
+from backfill.jobs.retry import append_with_retries, with_retries
 from backfill.jobs.suspects import BatchPoisoned
 from backfill.jobs.threads import ThreadPool, until_done
 from backfill.preparation.lines import BatchLine
@@ -186,6 +187,8 @@ class Feeder:
                 feed.committer.cancel()
             await asyncio.gather(feed.committer, return_exceptions=True)
         if feed.saver is not None:
+            if feed.finished.done():  # no line will run again
+                feed.saver.cancel()
             await asyncio.gather(feed.saver, return_exceptions=True)
 
     def _fill(self) -> None:
@@ -371,10 +374,8 @@ class Feeder:
         try:
             while feed.has_unsaved_losses:
                 feed.has_unsaved_losses = False
-                await self._threads.run(feed.suspects.save, feed.suspects.encode())
-        except OSError as error:
-            reason = error.strerror or error
-            logger.error("%s: lost lines cannot be saved: %s", feed.name, reason)
+                save = partial(feed.suspects.save, feed.suspects.encode())
+                await with_retries(self._threads, save, f"{feed.name}: lost lines cannot be saved")
         finally:
             feed.saver = None
 

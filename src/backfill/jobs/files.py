@@ -12,7 +12,7 @@ from io import FileIO
 
 from backfill.core.durable_files import write_all
 from backfill.jobs.blobs import Download
-from backfill.jobs.errors import NotFound, StorageFull, TooLarge, TooManyUploads
+from backfill.jobs.errors import Busy, NotFound, StorageFull, TooLarge, TooManyUploads
 from backfill.jobs.records import FileRecord, Page, new_file_id
 from backfill.jobs.storage import JobStorage
 
@@ -144,8 +144,8 @@ class Files:
             await self.storage.threads.uploads.run(self.storage.blobs.commit, record.id, file)
         try:
             await self.storage.query(self.storage.store.add_file, record)
-        except asyncio.CancelledError:
-            raise  # there may be a record; if there is none, the next start deletes the contents
+        except (asyncio.CancelledError, Busy):
+            raise  # there may be a record; if there is none, the contents are deleted as garbage
         except BaseException:
             await self.storage.threads.uploads.run(self.storage.blobs.delete, record.id)
             raise
