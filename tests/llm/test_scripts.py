@@ -134,7 +134,7 @@ def test_the_readme_shows_the_library_first(capfd: pytest.CaptureFixture[str]) -
 def test_named_classes_and_keywords_exist() -> None:
     others = {"TypeError", "ValueError", "KeyboardInterrupt", "WARNING", "FINAL_ONLY"}
     assert set(re.findall(r"`([A-Z]\w+)`", LIBRARY)) <= others | set(backfill.__all__)
-    keywords = re.search(r"## Options\n(.*?)\n## ", LIBRARY, re.DOTALL)
+    keywords = re.search(r"## Options and errors\n(.*?)\n\|", LIBRARY, re.DOTALL)
     assert keywords is not None
     known = {*inspect.signature(backfill.LLM).parameters, "help(LLM)", "WARNING", "backfill serve"}
     assert set(re.findall(r"`([^`]+)`", keywords[1])) <= known

@@ -65,7 +65,7 @@ class SoleSafepointGroup(SoleRank):
 
 
 class Stop(NamedTuple):
-    """Preemptible slices left the step at a safepoint, ``at_s`` on the executor's clock."""
+    """Stoppable slices left the step at a safepoint, ``at_s`` on the executor's clock."""
 
     layers_done: int
     at_s: float

@@ -22,13 +22,14 @@ _ROOT_BYTES = 32
 class BlockState(IntEnum):
     """How a block of a pool is used. The smaller the state, the sooner the block is taken for other KV.
 
-    A block of the states from ``UNNEEDED`` to ``WANTED_ONLINE`` holds content that no block table names.
+    A device block of the states from ``UNNEEDED`` to ``WANTED_ONLINE`` holds content that no table names. A
+    host block's may be the copy of a block in a table: it is ``SECURED``.
     """
 
     EMPTY = 0
     UNNEEDED = 1  # cached: no waiting request of the offline pool needs it, and no other one has used it
     UNWANTED = 2  # cached: nobody is known to come back for it
-    SECURED = 3  # wanted, and with a copy in the other tier, complete or in flight: taking it loses no KV
+    SECURED = 3  # wanted or in a table, with a copy in the other tier, complete or in flight: no KV is lost
     WANTED = 4  # of preempted offline requests
     PROTECTED = 5  # used by an online request a short time ago
     WANTED_ONLINE = 6  # of preempted online requests
