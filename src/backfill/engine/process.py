@@ -225,7 +225,7 @@ class EngineLoop:
             else:
                 engine.check()
             self._channel.send(StepReport(outputs, engine.stats()))
-        raise ExecutorDead(f"{_MAX_FAILED_STEPS} steps in a row failed, the last ones as logged above.")
+        raise ExecutorDead(f"{_MAX_FAILED_STEPS} steps in a row failed.")
 
     def _refine_profile(self) -> None:
         refined = self._engine.refine_profile()

@@ -187,7 +187,7 @@ class Feeder:
                 feed.committer.cancel()
             await asyncio.gather(feed.committer, return_exceptions=True)
         if feed.saver is not None:
-            if feed.finished.done():  # no line will run again
+            if feed.finished.done() or not keep_results:  # no line will run again here
                 feed.saver.cancel()
             await asyncio.gather(feed.saver, return_exceptions=True)
 
