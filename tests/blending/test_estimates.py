@@ -364,3 +364,17 @@ def test_what_has_ended_elsewhere_is_a_sample_and_tells_of_those_that_begin_alik
     assert expected == {0: 6.0, 1: 900.0}
     pool.add([replace(ended[0], request_id=1000)])
     assert pool.take() is None
+
+
+def test_a_run_that_replaces_others_keeps_as_many_ended_requests_as_wait() -> None:
+    """Of any numbers of the two: an even distance between those that are kept may be no whole number."""
+    for num_ended in range(1, 60):
+        for num_waiting in range(1, num_ended):
+            pool = make_pool()
+            ended = [
+                replace(make_request(number, [number, 1]), observed_output_tokens=10)
+                for number in range(num_ended)
+            ]
+            pool.add([*ended, *(make_request(100 + number, [number, 2]) for number in range(num_waiting))])
+            pool.add([make_request(200 + number, [number, 3]) for number in range(num_waiting)])
+            assert pool.num_waiting == 2 * num_waiting

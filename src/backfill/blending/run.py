@@ -226,11 +226,8 @@ class Run:
         kept = [entry for entry in self.entries if entry.state is not State.ENDED]
         observed = np.flatnonzero(self._lengths.finished)
         is_censored = bool(self._lengths.so_far.any())
-        most = max(self.waiting.count, LEAST_KEPT if is_censored else 1)
-        step = max(len(observed) / most, 1.0)
-        chosen = [
-            self.entries[index] for index in observed[np.arange(0, len(observed), step).astype(np.int64)]
-        ]
+        num_chosen = min(len(observed), max(self.waiting.count, LEAST_KEPT if is_censored else 1))
+        chosen = [self.entries[observed[i * len(observed) // num_chosen]] for i in range(num_chosen)]
         if is_censored and chosen:
             factor = float(self._lengths.weight[observed].sum()) / sum(entry.weight for entry in chosen)
             for entry in chosen:
