@@ -161,6 +161,12 @@ def test_expiry_out_of_range_is_refused(server: RunningServer, expiry: dict[str,
     assert_refused(response, 400, "expires_after", "expires_after")
 
 
+@pytest.mark.parametrize("value", ["3600", '{"anchor": "created_at", "seconds": 3600}'])
+def test_an_expiry_in_one_field_is_refused(server: RunningServer, value: str) -> None:
+    response = post(server, data={"purpose": "batch", "expires_after": value}, files=FORM["files"])
+    assert_refused(response, 400, "expires_after", "expires_after[seconds]")
+
+
 @pytest.mark.parametrize(
     ("query", "param"),
     [

@@ -193,7 +193,13 @@ class _Receiver:
     def _expires_after_s(self) -> int | None:
         anchor = self._fields.get("expires_after[anchor]")
         seconds = self._fields.get("expires_after[seconds]")
+        others = [name for name in self._fields if name.startswith("expires_after")]
         if anchor is None and seconds is None:
+            if others:
+                raise RequestError(
+                    f"{others[0]} must be two fields, expires_after[anchor] and expires_after[seconds].",
+                    param="expires_after",
+                )
             return None
         if anchor != DEFAULT_EXPIRY_ANCHOR:
             raise RequestError(

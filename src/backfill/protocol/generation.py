@@ -83,10 +83,11 @@ class CompletionRequest(GenerationFields):
         super().check()
         if not self.prompts or any(len(prompt) == 0 for prompt in self.prompts):
             raise RequestError("prompt must not be empty.", param="prompt")
-        name, count = ("n", self.n) if self.num_candidates == self.num_choices else ("best_of", self.best_of)
+        name = "n" if self.num_candidates == self.num_choices else "best_of"
         if len(self.prompts) * self.num_candidates > MAX_CHOICES:
             raise RequestError(
-                f"Prompts times {name} must be at most {MAX_CHOICES}, got {len(self.prompts)} times {count}.",
+                f"Prompts times {name} must be at most {MAX_CHOICES}, got {len(self.prompts)} times "
+                f"{self.num_candidates}.",
                 param="prompt",
             )
         if self.best_of is not None and not (self.best_of == 1 or self.best_of >= self.num_choices):
