@@ -351,18 +351,23 @@ async def test_the_order_says_whether_progress_is_reported(
     await ended(manager, batch.id)
 
 
+def lose_answers(manager: JobManager, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a method of the store: it commits, and nobody hears of it."""
+    store = manager._storage.store
+    commit = getattr(store, name)
+
+    def commit_without_answer(*args: Any) -> None:
+        commit(*args)
+        raise OperationalError("COMMIT", None, ConnectionError("lost"))
+
+    monkeypatch.setattr(store, name, commit_without_answer)
+
+
 async def test_a_file_whose_upload_had_no_answer_has_its_contents(
     manager: JobManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready(manager)
-    store = manager._storage.store
-    add_file = store.add_file
-
-    def add_without_answer(*args: Any) -> None:
-        add_file(*args)
-        raise OperationalError("COMMIT", None, ConnectionError("lost"))
-
-    monkeypatch.setattr(store, "add_file", add_without_answer)
+    lose_answers(manager, "add_file", monkeypatch)
     with pytest.raises(Busy):
         await store_input(manager, input_of(3))
     (file,) = (await manager.files.list(OWNER, purpose=None, order="asc", limit=9, after=None)).items
@@ -373,14 +378,7 @@ async def test_a_batch_whose_creation_had_no_answer_runs(
     manager: JobManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready(manager)
-    store = manager._storage.store
-    add_batch = store.add_batch
-
-    def add_without_answer(*args: Any) -> None:
-        add_batch(*args)
-        raise OperationalError("COMMIT", None, ConnectionError("lost"))
-
-    monkeypatch.setattr(store, "add_batch", add_without_answer)
+    lose_answers(manager, "add_batch", monkeypatch)
     with pytest.raises(Busy):
         await submit(manager, input_of(3))
     (batch,) = (await manager.list_batches(OWNER, limit=9, after=None)).items
