@@ -50,8 +50,10 @@ def _run_all(queue: SimpleQueue[_Call | None]) -> None:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(call())
-            except BaseException as error:  # a panic in Rust too: else its caller would wait for ever
+            except Exception as error:
                 future.set_exception(error)
+            except BaseException as panic:  # in Rust: to its caller, who waits, an error as any other
+                future.set_exception(RuntimeError(f"{type(panic).__name__}: {panic}"))
         del queued, future, call  # while it waits, the thread keeps nothing alive
 
 

@@ -92,16 +92,8 @@ class GrammarMasks:
         return OutputGrammar(params, self.compile(params), self._compiler)
 
     def begin(self, outputs: Mapping[RequestId, OutputGrammar]) -> Future[TokenMasks]:
-        """Fill the masks for the next token of each output. What it raises is an Exception."""
-        return self._filling.submit(self._filled, outputs)
-
-    def _filled(self, outputs: Mapping[RequestId, OutputGrammar]) -> TokenMasks:
-        try:
-            return self._masks(outputs)
-        except Exception:
-            raise
-        except BaseException as panic:  # in Rust: the step fails, and not the process
-            raise RuntimeError(f"masks could not be filled: {panic}") from panic
+        """Fill the masks for the next token of each output."""
+        return self._filling.submit(self._masks, outputs)
 
     def _masks(self, outputs: Mapping[RequestId, OutputGrammar]) -> TokenMasks:
         from llguidance import LLExecutor
