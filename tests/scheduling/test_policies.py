@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from backfill.scheduling.policies.create import create_policy
 from backfill.scheduling.policies.slo import UNSTOPPABLE_TTFT_SHARE
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
-from tests.builders import make_request
+from tests.builders import linear_cost, make_request
 from tests.scheduling.bench import (
     SLO_100_MS,
     Bench,
@@ -77,6 +78,13 @@ def test_without_safepoints_steps_of_offline_work_alone_are_short(safepoints: bo
     )
     limit_s = 2.0 * UNSTOPPABLE_TTFT_SHARE
     assert (bench.step(offline(900)).predicted_s > limit_s) == safepoints
+
+
+@pytest.mark.parametrize("name", get_args(PolicyName))
+def test_the_server_knows_which_policies_relegate(name: PolicyName) -> None:
+    config, predictor = SchedulerConfig(policy=name), StepPredictor(linear_cost(step_s=0.1))
+    policy = create_policy(config, predictor, default_slo=SLO_100_MS, can_stop=True)
+    assert config.relegates == policy.relegates
 
 
 @pytest.mark.parametrize("name", ["slo", "conserve", "bros"])
