@@ -54,6 +54,10 @@ def digest_of(key: str) -> str:
         ("==", None, None),
         ("sk/abc=def", None, "sk/abc=def"),  # a name has no slash
         ("n" * 65 + "=abc", None, "n" * 65 + "=abc"),
+        ("x y", None, "x y"),
+        ("=x y=abc", None, "x y=abc"),
+        (f"x y={SECRET}", None, None),
+        (f"alice ={SECRET}", None, None),
         (base64.b64encode(b"\0" * 16).decode(), None, "A" * 22 + "=="),
         (base64.b64encode(b"\0" * 32).decode(), None, "A" * 43 + "="),
         ("alice=", None, None),

@@ -81,6 +81,8 @@ def parse_option(text: str) -> ApiKey:
         raise ConfigError("it must not be empty")
     if equals and not name:
         return _unnamed(key)
+    if equals and name.split() != [name]:
+        raise ConfigError("a name has no spaces; write '=KEY' for a key without a name that contains '='")
     if not equals or not _NAME.fullmatch(name):
         return _unnamed(text)
     if key.strip("="):
