@@ -142,8 +142,9 @@ async def test_an_offline_request_that_is_refused_holds_nothing(monkeypatch: pyt
         (b'{"n": 5, "service_tier": "flex", "messages": [{}]}', (OFFLINE, 5)),
         (b'{"n": null, "service_tier": null}', (ONLINE, 1)),
         (b'{"service_tier": "auto", "n": 3}', (ONLINE, 3)),
-        (b'{"n": 100000}', (ONLINE, 128)),
-        (b'{"n": ' + b"9" * 5000 + b"}", (ONLINE, 128)),
+        (b'{"n": 128}', (ONLINE, 128)),
+        (b'{"n": 129}', (ONLINE, 1)),  # refused when it is prepared, by what was sent
+        (b'{"n": ' + b"9" * 5000 + b"}", (ONLINE, 1)),
         (b'{"n": -2}', (ONLINE, 1)),
         (b'{"n": 1.5, "service_tier": 7}', (ONLINE, 1)),
         (b'{"n": 0}', (ONLINE, 1)),

@@ -91,6 +91,8 @@ def test_one_owner_cannot_take_the_places_of_another(default_model: Path, tmp_pa
             assert answer.headers["x-ratelimit-limit-requests"] == "100"
             assert answer.headers["x-ratelimit-remaining-requests"] == "99"
         assert post(server, {**ONLINE, "n": 4}).status_code == 400, "more than it may ever have"
+        too_many = post(server, {**ONLINE, "n": 200}).json()["error"]["message"]
+        assert "128, got 200" in too_many, "more than anybody may have"
         assert post(server, ONLINE).status_code == 200
         weights = {each.owner: each.owner_weight for each in server.engine.requests}
         assert weights == {"flood": 0.5, "other": 1.0}

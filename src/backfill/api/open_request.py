@@ -112,7 +112,8 @@ async def open_request(state: ServerState, endpoint: GenerationEndpoint, request
 def peek(raw: bytes, tier_header: str | None = None) -> tuple[ServiceClass, int]:
     """The service class and number of choices of a request, by a cheap look at its body.
 
-    A body that cannot be read counts as one choice; preparing it finds the error or the real values.
+    A body that cannot be read, or with more choices than anybody may have, counts as one choice; preparing it
+    finds the error or the real values.
 
     Args:
         tier_header: the service tier of a body that names none.
@@ -123,8 +124,9 @@ def peek(raw: bytes, tier_header: str | None = None) -> tuple[ServiceClass, int]
             fields = _peeked_decoder.decode(raw)
     is_offline = is_flex(bytes(fields.service_tier), tier_header)
     service_class = ServiceClass.OFFLINE if is_offline else ServiceClass.ONLINE
-    n = bytes(fields.n)[:4]
-    return service_class, min(MAX_CHOICES, max(1, int(n))) if n.isdigit() else 1
+    digits = bytes(fields.n)[:4]
+    n = int(digits) if digits.isdigit() else 1
+    return service_class, n if 1 <= n <= MAX_CHOICES else 1
 
 
 def count_online(state: ServerState, generation: Generation, arrived_at_s: float) -> list[OpenChoice]:
