@@ -35,7 +35,7 @@ from backfill.models.generation_config import GenerationDefaults
         ("frequency_penalty", -3, "between -2 and 2"),
         ("seed", 2**63, "between"),
         ("seed", 1.5, "an integer or None"),
-        ("stop", ["a", ""], "empty"),
+        ("stop", ["a", ""], "entry 1 is empty"),
         ("stop", [1], "a string or a list of strings"),
         ("stop_token_ids", [-1], "between 0"),
         ("stop_token_ids", ["a"], "a list of token ids"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, cast
 
 import msgspec
@@ -217,6 +218,24 @@ def test_bodies_are_counted_before_they_are_parsed() -> None:
     raw = b'{"messages": [' + b",".join([b"{}"] * 200_000) + b"]}"
     with pytest.raises(RequestError, match="objects and arrays"):
         parse_body(ChatCompletionRequest, raw)
+
+
+@pytest.mark.parametrize(
+    ("fields", "where", "got"),
+    [
+        ({"stop": ["a", 5]}, r"'stop\.1'", "string, got 5"),
+        ({"stop": [""] * 17}, "'stop'", "16 items, got 17"),
+        ({"stop": {"a": 1}}, "'stop'", 'got {"a": 1}'),
+        ({"prompt": [1, 2, "a"]}, r"'prompt\.2'", 'integer, got "a"'),
+        ({"prompt": ["a", 5]}, r"'prompt\.1'", "string, got 5"),
+        ({"prompt": [[1], [2, None]]}, r"'prompt\.1\.1'", "got null"),
+        ({"stop": ["a", 5], "n": "b", "prompt": 7}, "'n'", 'got "b"'),
+    ],
+)
+def test_what_is_wrong_in_a_list_is_named(fields: dict[str, Any], where: str, got: str) -> None:
+    with pytest.raises(RequestError, match=f"{where}.*{re.escape(got)}") as refused:
+        parse_body(CompletionRequest, json.dumps({"prompt": "a", **fields}).encode())
+    assert refused.value.param == where.strip("'").partition("\\")[0]
 
 
 def test_a_misspelt_objective_is_named_with_the_known_ones() -> None:

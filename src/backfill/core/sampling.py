@@ -239,7 +239,8 @@ def _checked_strings(name: str, strings: Sequence[str]) -> tuple[str, ...] | Non
             name, "a string or a list of strings" if name == "stop" else "a list of strings", strings
         )
     if "" in strings:
-        raise InvalidRequest(f"{name} must not hold an empty string.", param=name)
+        empty = strings.index("")
+        raise InvalidRequest(f"{name} must not hold an empty string: entry {empty} is empty.", param=name)
     return tuple(strings) or None
 
 

@@ -77,8 +77,13 @@ def _num_marks(raw: bytes, marks: tuple[bytes, ...]) -> int:
 
 def _request_error(error: ValidationError) -> RequestError:
     errors = error.errors(include_url=False)
-    # For a list that is too long for one member of a union, pydantic also reports that it is no string.
-    first = next((each for each in errors if each["type"] == "too_long"), errors[0])
+    # Each member of a union has an error; the one that found a list too long, or got the farthest, is meant.
+    place = errors[0]["loc"]
+    union = next((at for at, part in enumerate(place) if _is_type_name(part)), None)
+    first = max(
+        (each for each in errors if each["loc"][:union] == place[:union]),
+        key=lambda each: (each["type"] == "too_long", [at for at in each["loc"] if isinstance(at, int)]),
+    )
     if first["type"] == "json_invalid":
         if "recursion limit" in first["msg"]:
             return RequestError(f"The body may have at most {MAX_LEVELS} levels of objects and arrays.")
@@ -95,7 +100,8 @@ def _request_error(error: ValidationError) -> RequestError:
         message = f"Unknown parameter: '{where}'. '{name}' takes ttft and tpot."
         return RequestError(message, param=where, code="unknown_parameter")
     if first["type"] == "too_long":
-        return RequestError(f"'{where}' may have at most {first['ctx']['max_length']} items.", param=name)
+        most, got = first["ctx"]["max_length"], first["ctx"]["actual_length"]
+        return RequestError(f"'{where}' may have at most {most} items, got {got}.", param=name)
     if name is None:
         return RequestError(f"The body must be a JSON object: {first['msg']}.")
     got, fault = json.dumps(first["input"], default=repr), first["msg"].removeprefix("Value error, ")
