@@ -83,10 +83,11 @@ class ExecutorInfo:
         """Raise RequestError if this executor can never serve the request."""
         if not prompt_token_ids:
             raise RequestError("The prompt must have at least one token.", param="prompt")
-        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= self.vocab_size:
-            raise RequestError(
-                f"Prompt token ids must be between 0 and {self.vocab_size - 1}.", param="prompt"
-            )
+        for token_id in (min(prompt_token_ids), max(prompt_token_ids)):
+            if not 0 <= token_id < self.vocab_size:
+                most = self.vocab_size - 1
+                message = f"Prompt token ids must be between 0 and {most}, got {token_id!r:.80}."
+                raise RequestError(message, param="prompt")
         assert sampling.max_tokens is not None
         num_prompt_tokens = len(prompt_token_ids)
         if num_prompt_tokens >= self.max_model_len:
