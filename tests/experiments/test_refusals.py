@@ -13,7 +13,8 @@ from tests.cli.running import run_cli_here
     [
         ("blendserve table2 --orders lifo", "--orders: there is no 'lifo'; there are fcfs, dfs"),
         ("blendserve table2 --requests 20", "20 requests of burstgpt make no mix"),
-        ("blendserve table2 --source-lengths /no/file.csv", "/no/file.csv cannot be read"),
+        ("blendserve table2 --source-lengths /no/file.csv", "--source-lengths /no/file.csv cannot be read"),
+        ("blendserve grid --source-lengths /dev/null", "--source-lengths /dev/null, line 1: "),
         ("blendserve grid --sharings 1.5", "--sharings must be"),
         ("blendserve grid --densities=-1", "--densities must be above 0, got -1"),
         ("blendserve usage --trace 5", "--trace must be 1 to 4, got 5"),
@@ -29,7 +30,7 @@ from tests.cli.running import run_cli_here
         ("bros tradeoff --models opt-66b", "--models: there is no 'opt-66b'; there are opt-13b, opt-30b"),
         ("bros tradeoff --rates=-1", "--rates must be above 0, got -1"),
         ("bros tradeoff --duration 0.5", "--duration must be at least 1, got 0.5"),
-        ("bros tradeoff --online-lengths missing.csv", "missing.csv cannot be read"),
+        ("bros tradeoff --online-lengths missing.csv", "--online-lengths missing.csv cannot be read"),
         ("bros overhead --repeats 0", "--repeats must be at least 1, got 0"),
         ("selectn memory --models gpt", "--models: there is no 'gpt'"),
         ("selectn memory --batches 0", "--batches must be between 1 and 4096, got 0"),

@@ -165,8 +165,8 @@ def test_a_damaged_hardware_profile_is_refused(tmp_path: Path) -> None:
     [
         (["--hardware", "h100"], "--hardware 'h100' is no file and no hardware profile; there are a100-40g"),
         (["--hardware", "{online}"], "online.csv is not JSON"),
-        (["--hardware", A100, "--online", "missing.csv"], "missing.csv cannot be read: No such file"),
-        (["--hardware", A100, "--offline", "missing.csv"], "missing.csv cannot be read: No such file"),
+        (["--hardware", A100, "--online", "missing.csv"], "--online missing.csv cannot be read"),
+        (["--hardware", A100, "--offline", "missing.csv"], "--offline missing.csv cannot be read"),
         (["--hardware", A100, "--policies", "lifo"], "there is no 'lifo'"),
         (["--hardware", A100, "--rate", "0"], "--rate must be above 0, got 0"),
         (["--hardware", A100, "--duration", "-1"], "--duration must be above 0, got -1"),

@@ -60,6 +60,8 @@ def command_of(kind: type[Study[Any]], prefix: str) -> App:
     def run(study: Study[Any], options: StudyOptions) -> None:
         try:
             _run_command(study, options)
+        except ConfigError as error:
+            raise ConfigError(str(error), field=_option_of_file(study, str(error))) from error
         except ArithmeticError as error:
             raise ConfigError(f"An option is too large or too small to be computed with: {error}.") from error
 
@@ -70,6 +72,15 @@ def command_of(kind: type[Study[Any]], prefix: str) -> App:
     groups = {**own, "Runs": kind.how, "Output": kind.writes}
     variables = f"{prefix}{kind.scenario.upper().replace('-', '_')}_"
     return command(run, {title: names for title, names in groups.items() if names}, prefix=variables)
+
+
+def _option_of_file(study: Study[Any], message: str) -> str | None:
+    """The option with the file whose path begins a message: who reads a trace does not know its option."""
+    for name, option in options_of(study).items():  # type: ignore[arg-type]
+        path = option.default
+        if isinstance(path, Path) and message.startswith((f"{path} ", f"{path}, ", f"{path}: ")):
+            return name
+    return None
 
 
 def _run_command(study: Study[Any], options: StudyOptions) -> None:
