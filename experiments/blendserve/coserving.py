@@ -15,7 +15,7 @@ from backfill.blending.requests import OrderName
 from backfill.cli.studies import command_of
 from backfill.core.errors import ConfigError
 from backfill.core.options import bounded
-from backfill.simulation.study import MOST_REQUESTS, Outcomes, Run, Study, mean_figures
+from backfill.simulation.study import LEAST, MOST, MOST_REQUESTS, Outcomes, Run, Study, mean_figures
 from backfill.simulation.tables import print_rows
 from experiments.blendserve.coserving_run import (
     SLO_OF_ALL,
@@ -84,10 +84,10 @@ class Coserving(Study[CoservePoint]):
     source: ComputeSource = "burstgpt"
     density: float = bounded(1.0, above=0)
     requests: int = bounded(8_000, least=1, most=MOST_REQUESTS)
-    load: float = bounded(0.4, above=0, below=1)
-    phase: float = bounded(120.0, above=0)
-    cv: float = bounded(1.0, above=0)
-    duration: float = bounded(3_600.0, above=0)
+    load: float = bounded(0.4, least=LEAST, below=1)
+    phase: float = bounded(120.0, least=1, most=86_400)
+    cv: float = bounded(1.0, least=LEAST, most=MOST)
+    duration: float = bounded(3_600.0, least=LEAST, most=MOST)
     interference: InterferenceName = "blendserve"
 
     scenario: ClassVar[str] = "blendserve-coserving"

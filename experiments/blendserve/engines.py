@@ -224,7 +224,7 @@ class EnginesStudy(Study[EnginesPoint]):
     splits: str = ",".join(SPLITS)
     density: float = bounded(1.0, above=0)
     requests: int = bounded(4_000, least=1, most=MOST_REQUESTS)
-    engines: int = bounded(2, above=0)
+    engines: int = bounded(2, least=1, most=256)
     lines_ahead: int = bounded(512, above=0)
     ended: float = bounded(0.0, least=0, below=1)
     interference: InterferenceName = "blendserve"

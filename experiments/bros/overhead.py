@@ -17,7 +17,7 @@ from backfill.core.options import bounded
 from backfill.core.request import ServiceClass
 from backfill.engine.engine import Engine
 from backfill.simulation.replay import ReplayResult
-from backfill.simulation.study import Outcomes
+from backfill.simulation.study import MOST, Outcomes
 from backfill.simulation.tables import cell, table_of
 from backfill.simulation.variants import COLOURS, Simulation
 from experiments.bros.engine import observed_by
@@ -165,9 +165,9 @@ class OverheadStudy(Bros[OverheadPoint]):
 
     models: str = ",".join(OVERHEAD_MODELS)
     rates: str = ",".join(f"{rate:g}" for rate in OVERHEAD_RATES_PER_S)
-    duration: float = bounded(OVERHEAD_DURATION_S, least=LEAST_DURATION_S)
+    duration: float = bounded(OVERHEAD_DURATION_S, least=LEAST_DURATION_S, most=MOST)
     policies: str = ",".join(OVERHEAD_POLICIES)
-    repeats: int = bounded(3, least=1)
+    repeats: int = bounded(3, least=1, most=1000)
 
     scenario: ClassVar[str] = "bros-overhead"
     title: ClassVar[str] = "BROS, figure 14: decisions measured on this machine, steps of a simulated device"

@@ -21,7 +21,7 @@ from backfill.core.options import bounded
 from backfill.core.slo import SLO
 from backfill.costs.hardware import load_hardware_profile
 from backfill.simulation.replay import Workload
-from backfill.simulation.study import Outcomes, Point, Run, Study, mean_figures
+from backfill.simulation.study import MOST, Outcomes, Point, Run, Study, mean_figures
 from backfill.simulation.tables import cell, table_of
 from backfill.simulation.variants import COLOURS, VARIANTS, Simulation, figures_of
 from backfill.simulation.workloads import (
@@ -29,6 +29,7 @@ from backfill.simulation.workloads import (
     DrawnLengths,
     LengthSource,
     TraceLengths,
+    num_requests,
     online_requests,
 )
 from backfill.workloads.lengths import LengthDistribution
@@ -142,7 +143,7 @@ class Bros(Study[Point]):
     models: str = ",".join(MODELS)
     workloads: str = ",".join(WORKLOADS)
     rates: str = ",".join(f"{rate:g}" for rate in RATES_PER_S)
-    duration: float = bounded(120.0, least=LEAST_DURATION_S)
+    duration: float = bounded(120.0, least=LEAST_DURATION_S, most=MOST)
     online_lengths: Path | None = None
     policies: str = ",".join(POLICIES)
 
@@ -185,7 +186,7 @@ class Bros(Study[Point]):
         rng = np.random.default_rng(seed)
         hardware = load_hardware_profile(MODELS[setting.model])
         max_len = hardware.max_model_len
-        count = max(1, round(setting.rate_per_s * self.duration))
+        count = num_requests(setting.rate_per_s, self.duration)
         online = lengths.sample(count, max_len, rng)
         workload = Workload(
             online=online_requests(setting.rate_per_s, 1.0, online, rng),

@@ -146,8 +146,8 @@ def test_the_prefixes_of_one_engine_are_found_and_no_more_elsewhere(comparison: 
         ({"tensor_parallel_size": 8, "hardware": "a100-80g-opt-13b"}, "cannot be put on several devices"),
         ({"turns": 1.5}, "`turns` must be between 0 and 1"),
         ({"zipf": -1.0}, "`zipf` must be at least 0"),
-        ({"rate": 0.0}, "`rate` must be above 0"),
-        ({"speed": 0.0}, "`speed` must be above 0"),
+        ({"rate": 1e-300}, "`rate` must be between 0.001 and 1000000"),
+        ({"speed": 0.0}, "`speed` must be between 0.001 and 1000000"),
         ({"online_only": True, "offline": Path("a.csv")}, "`offline` is of no use with `online_only`"),
     ],
 )

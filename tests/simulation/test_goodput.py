@@ -169,8 +169,8 @@ def test_simulate_goodput_prints_tables_and_ends_with_json(
     ("arguments", "message"),
     [
         (["--loads", "0.5,x"], "--loads must be numbers separated by commas, got '0.5,x'"),
-        (["--loads", "0"], "--loads must be above 0, got 0"),
-        (["--cvs", "inf"], "--cvs must be finite and above 0, got inf"),
+        (["--loads", "0"], "--loads must be between 0.001 and 1000000, got 0"),
+        (["--cvs", "inf"], "--cvs must be finite and between 0.001 and 1000000, got inf"),
         (["--workloads", "sharegpt"], "no 'sharegpt'; there are conversation, code, document"),
         (["--workloads", ","], "--workloads names none; there are conversation"),
         (["--num-requests", "0"], "--num-requests must be between 1 and 10000000, got 0"),

@@ -15,6 +15,7 @@ from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.execution.simulated_pipeline import SimulatedPipeline
 
 BLOCK_SIZE = 16
+MOST_KV_TOKENS = 100_000_000  # of a pool, each of whose blocks is an object
 # Planning, committing and delivering, between two steps of the real engine (docs/simulation.md). What a
 # safepoint takes there could not be told from 0.
 HOST_S = 0.8e-3

@@ -17,7 +17,7 @@ from backfill.core.slo import SLO
 from backfill.costs.hardware import HardwareProfile, load_device
 from backfill.costs.parallel import parallel_hardware
 from backfill.router.policy import PolicyName
-from backfill.simulation.device import BLOCK_SIZE, HOST_S, measured_profile, typical_behaviour
+from backfill.simulation.device import BLOCK_SIZE, HOST_S, MOST_KV_TOKENS, measured_profile, typical_behaviour
 from backfill.simulation.fleet import Fleet
 from backfill.simulation.fleet_figures import (
     ONE_ENGINE,
@@ -29,7 +29,7 @@ from backfill.simulation.fleet_figures import (
 )
 from backfill.simulation.fleet_replica import ReplicaSpec
 from backfill.simulation.fleet_traffic import FleetTraffic
-from backfill.simulation.study import Outcomes, Run, Study
+from backfill.simulation.study import LEAST, MOST, Outcomes, Run, Study
 from backfill.simulation.tables import print_rows
 from backfill.simulation.workloads import summarization_lengths
 
@@ -90,15 +90,15 @@ class FleetStudy(Study[Comparison]):
     routers: str = "slo,least-loaded,round-robin"
     hardware: str = "a100-80g-llama-3-70b"
     tensor_parallel_size: int = 4
-    kv_tokens: int | None = bounded(None, least=64 * BLOCK_SIZE)
+    kv_tokens: int | None = bounded(None, least=64 * BLOCK_SIZE, most=MOST_KV_TOKENS)
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 1024
     online: Path | None = None
     offline: Path | None = None
     online_only: bool = False
-    rate: float | None = bounded(None, above=0)
-    duration: float = bounded(300.0, above=0)
-    speed: float = bounded(1.0, above=0)
+    rate: float | None = bounded(None, least=LEAST, most=MOST)
+    duration: float = bounded(300.0, least=LEAST, most=MOST)
+    speed: float = bounded(1.0, least=LEAST, most=MOST)
     applications: int = bounded(64, least=1, most=100_000)
     zipf: float = bounded(1.1, least=0)
     turns: float = bounded(0.6, least=0, most=1)

@@ -11,7 +11,7 @@ import numpy as np
 
 from backfill.core.errors import ConfigError
 from backfill.simulation.replay import FILLER, unique_prompt
-from backfill.simulation.workloads import drawn_conversations, within_context
+from backfill.simulation.workloads import drawn_conversations, num_requests, within_context
 from backfill.workloads.lengths import LengthDistribution
 from backfill.workloads.traces import Trace, read_trace
 
@@ -84,7 +84,7 @@ class FleetTraffic:
         source = self._source(max_len, rng)
         assert source.arrivals_at_s is not None
         rate_per_s = self.rate_per_s
-        count = len(source) if rate_per_s is None else max(1, round(rate_per_s * self.duration_s))
+        count = len(source) if rate_per_s is None else num_requests(rate_per_s, self.duration_s)
         # Whole copies of the trace and a random part of one more.
         rows = np.concatenate(
             [
@@ -108,9 +108,8 @@ class FleetTraffic:
 
     def _source(self, max_len: int, rng: np.random.Generator) -> Trace:
         if self.trace is None:
-            drawn = drawn_conversations(
-                max(200, round(_DRAWN_PER_S * self.speed * self.duration_s)), max_len, rng
-            )
+            count = max(200, num_requests(_DRAWN_PER_S * self.speed, self.duration_s))
+            drawn = drawn_conversations(count, max_len, rng)
             assert drawn.arrivals_at_s is not None
             scale = self.duration_s / float(drawn.arrivals_at_s[-1])
             return Trace(drawn.input_lens, drawn.output_lens, drawn.arrivals_at_s * scale)

@@ -30,6 +30,7 @@ from backfill.simulation.goodput_figures import (
 from backfill.simulation.metrics import PolicyMetrics
 from backfill.simulation.replay import Arrival, Workload
 from backfill.simulation.study import (
+    LEAST,
     MOST_REQUESTS,
     TUNING_SEED,
     Outcomes,
@@ -106,7 +107,7 @@ class Goodput(Study[Pair]):
     loads: str = ",".join(f"{load:g}" for load in LOADS)
     cvs: str = ",".join(f"{cv:g}" for cv in CVS)
     num_requests: int = bounded(1000, least=1, most=MOST_REQUESTS)
-    slowness: float = bounded(1.0, above=0, most=1e6)
+    slowness: float = bounded(1.0, least=LEAST, most=1000)
     policies: str = ",".join(POLICIES)
     num_for_capacity: int = internal(2000)
 

@@ -30,7 +30,9 @@ Name = TypeVar("Name", bound=str)
 TUNING_SEED = 0
 FIRST_REPORTED_SEED = 1
 MOST_REQUESTS = 10_000_000
-_POSITIVE = Bounds(above=0)
+# Of times, rates and factors: with less or more a study would compute with zeros and infinities, or not end.
+LEAST, MOST = 0.001, 1_000_000
+_USUAL = Bounds(least=LEAST, most=MOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class Study(ABC, Generic[Point]):
         check_names(field, names, allowed)
         return tuple(allowed[name] for name in names)
 
-    def numbers(self, field: str, bounds: Bounds = _POSITIVE) -> tuple[float, ...]:
+    def numbers(self, field: str, bounds: Bounds = _USUAL) -> tuple[float, ...]:
         """Of a field with numbers separated by commas, each once. Raises: ConfigError."""
         text = getattr(self, field)
         try:

@@ -15,8 +15,9 @@ from backfill.costs.hardware import HardwareProfile, load_device
 from backfill.costs.parallel import parallel_hardware
 from backfill.costs.profile import CostProfile
 from backfill.scheduling.objectives import check_server_slo, server_slo
-from backfill.simulation.device import BLOCK_SIZE
+from backfill.simulation.device import BLOCK_SIZE, MOST_KV_TOKENS
 from backfill.simulation.policy_study import PolicyPoint, PolicyStudy, Scenario
+from backfill.simulation.study import LEAST, MOST
 from backfill.simulation.workloads import TraceLengths, trace_workload
 
 
@@ -56,14 +57,14 @@ class TraceStudy(PolicyStudy):
     policies: str = "online-only,priority,slo"
     ttft_slo: float | None = None
     tpot_slo: float | None = None
-    rate: float | None = bounded(None, above=0)
-    duration: float | None = bounded(None, above=0)
+    rate: float | None = bounded(None, least=LEAST, most=MOST)
+    duration: float | None = bounded(None, least=LEAST, most=MOST)
     max_num_batched_tokens: int = SchedulerConfig().max_num_batched_tokens
     tensor_parallel_size: int = bounded(1, least=1)
     pipeline_parallel_size: int = bounded(1, least=1)
-    kv_tokens: int | None = bounded(None, least=BLOCK_SIZE)
-    kv_bytes_per_token: int | None = bounded(None, least=1)
-    max_model_len: int | None = bounded(None, least=2)
+    kv_tokens: int | None = bounded(None, least=BLOCK_SIZE, most=MOST_KV_TOKENS)
+    kv_bytes_per_token: int | None = bounded(None, least=1, most=1 << 30)
+    max_model_len: int | None = bounded(None, least=2, most=MOST_KV_TOKENS)
 
     scenario: ClassVar[str] = "simulate-run"
     groups: ClassVar[dict[str, str]] = {

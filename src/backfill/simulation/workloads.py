@@ -10,6 +10,7 @@ import numpy as np
 
 from backfill.core.errors import ConfigError
 from backfill.simulation.replay import Arrival, Lengths, Workload
+from backfill.simulation.study import MOST_REQUESTS
 from backfill.workloads.arrivals import burstiness_of_cv, gamma_arrivals
 from backfill.workloads.lengths import LengthDistribution
 from backfill.workloads.traces import Trace, read_trace
@@ -118,7 +119,7 @@ def trace_workload(
         if rate_per_s is None:
             raise ConfigError(f"is needed: {path} has no arrival times.", field="rate")
         rng = np.random.default_rng(seed)
-        count = len(trace) if duration_s is None else max(1, round(rate_per_s * duration_s))
+        count = len(trace) if duration_s is None else num_requests(rate_per_s, duration_s)
         trace = trace.select(rng.choice(len(trace), count, replace=count > len(trace)).tolist())
         instants = gamma_arrivals(count, rate_per_s, 1.0, rng)
         lasts_s = count / rate_per_s
@@ -134,6 +135,16 @@ def trace_workload(
     online = arrivals_of(instants, lengths_of(trace.input_lens, trace.output_lens))
     within = tuple(arrival for arrival in online if arrival.at_s <= duration_s)
     return Workload(within, duration_s, offline), num_too_long
+
+
+def num_requests(rate_per_s: float, duration_s: float) -> int:
+    """How many arrive in a time, at least one. Raises: ConfigError for more than a study may have."""
+    most_s = MOST_REQUESTS / rate_per_s
+    if duration_s > most_s:
+        raise ConfigError(
+            f"must be at most {most_s:g} at {rate_per_s:g} requests/s, got {duration_s:g}.", field="duration"
+        )
+    return max(1, round(rate_per_s * duration_s))
 
 
 def within_context(path: Path, trace: Trace, max_len: int) -> Trace:
