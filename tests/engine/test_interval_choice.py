@@ -262,11 +262,12 @@ def test_the_smallest_interval_that_holds_both_objectives(
 
 
 def test_nothing_is_offloaded_where_all_fits_and_nobody_uses_what_it_saves(
-    config: EngineConfig, save: Save
+    config: EngineConfig, save: Save, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(0.004)
     free = replace(config, device_memory=None)
     assert [chosen(config), chosen(free)] == [1, "none"]
+    assert "offload_interval auto is none: all layers fit" in caplog.text, "a warning"
     bus = {"offload_bus": "left", "offload_bus_gib_per_s": 1000.0}
     assert [chosen(replace(free, **changes)) for changes in ({"min_offload_interval": 1}, bus)] == [1, 1]
 
@@ -318,7 +319,7 @@ def test_the_chosen_interval_may_become_smaller_while_serving(
 
 
 def test_where_no_interval_saves_memory_one_that_holds_may_become_smaller(
-    config: EngineConfig, save: Save
+    config: EngineConfig, save: Save, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(0.006)  # a step of 14 ms has time for two transfers, and so many have a staging buffer each
     slo = replace(config.scheduler, tpot_slo=0.014)
@@ -328,6 +329,8 @@ def test_where_no_interval_saves_memory_one_that_holds_may_become_smaller(
     save(0.060)
     none = with_chosen_interval(given)
     assert (none.offload_interval, none.min_offload_interval) == ("none", None)
+    assert "offload_interval auto is none: no interval saves memory" in caplog.text
+    assert "min_offload_interval has no effect" in caplog.text
 
 
 def test_default_objectives_leave_room_for_one_request(config: EngineConfig, save: Save) -> None:

@@ -41,9 +41,8 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
     _check_least(config)
     fitting = _fitting(config)
     if None in fitting and _saves_for_nothing(config):
-        logger.info(
-            "offload_interval auto is none: all layers fit, and what others save would stay free; "
-            "`device_memory` gives it to KV"
+        logger.warning(  # an option without effect, so that run-batch shows it too
+            "offload_interval auto is none: all layers fit; `device_memory` would give KV what others save"
         )
         return _without_offloading(config)
     record = on_bus(load_or_measure_record(config), config)
@@ -61,7 +60,8 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
             raise ConfigError(refusal, field="offload_interval") from None
         logger.warning("offload_interval %s", refusal)
         interval, how = error.nearest, f"{error.nearest}, though none"
-    logger.info(
+    logger.log(
+        logging.WARNING if interval is None else logging.INFO,
         "offload_interval auto is %s holds a first token within %.3g s and each next within %.3g s%s, by a "
         "record of %s",
         how,
@@ -114,7 +114,7 @@ def _warn_beyond_record(chooser: IntervalChooser) -> None:
 
 def _without_offloading(config: EngineConfig) -> EngineConfig:
     if config.min_offload_interval is not None:
-        logger.info("offload_interval auto: min_offload_interval has no effect without offloading")
+        logger.warning("offload_interval auto: min_offload_interval has no effect without offloading")
     return replace(
         config,
         offload_interval="none",
