@@ -266,7 +266,7 @@ def test_a_run_that_was_stopped_or_killed_goes_on_where_it_was(folder: Folder) -
 
 
 class SignalledRun:
-    """A run that a signal stops, or two end."""
+    """A run that a signal stops, or two end; without any, all its lines are answered."""
 
     speed, is_stopping, phase, order = None, False, "loading", "fcfs"
     planned, num_in_flight, num_begun = None, 0, 0
@@ -287,7 +287,7 @@ class SignalledRun:
             os.kill(os.getpid(), number)
             while len(self.calls) < count:
                 await asyncio.sleep(0.001)
-        return False
+        return not self._numbers
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -300,6 +300,19 @@ def test_a_second_signal_ends_a_run_at_once(number: signal.Signals, monkeypatch:
             assert asyncio.run(_run(run, Console(file=io.StringIO()))) is number
         assert run.calls[: len(calls)] == calls  # a process that has ended calls nothing more
     assert statuses == [1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_all_lines_are_answered_changes_nothing(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    run: Any = SignalledRun([])
+    with signal_handlers_kept():
+        assert asyncio.run(_run(run, Console(file=io.StringIO()))) is None
+        os.kill(os.getpid(), number)
+    assert statuses == []
 
 
 def engine_pid(pid: int) -> int:

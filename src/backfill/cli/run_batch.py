@@ -177,7 +177,11 @@ async def _run(run: LocalRun, console: Console) -> signal.Signals | None:
             is_whole = await run.run()
     finally:
         take_from_loop(loop)
-    return None if is_whole else received[0]
+    if not is_whole:
+        return received[0]
+    for number in SIGNALS:  # nothing is left to stop but the summary
+        signal.signal(number, signal.SIG_IGN)
+    return None
 
 
 def _print_summary(run: LocalRun, console: Console, part: str, *, is_whole: bool, as_json: bool) -> None:
