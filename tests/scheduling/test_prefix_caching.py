@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from backfill.core.config import CheckpointingName, PolicyName, PrefixCacheScope
@@ -119,6 +121,23 @@ def test_a_relegated_prompt_returns_when_the_cache_comes_to_hold_enough_of_it() 
     assert level_at(0.015, 2000) is PriorityLevel.RELEGATED
     assert level_at(0.021, 3000) is PriorityLevel.RELEGATED, "its deadline has passed"
     assert not requests._relegated
+
+
+def test_every_relegated_prompt_is_looked_up_again() -> None:
+    num_cached = Counter[str]()
+    predictor = StepPredictor(linear_cost(token_s=1e-5))
+    requests = UnfinishedRequests(
+        LevelRule(0.0, True, predictor, 1000), lambda request: num_cached[request.request_id]
+    )
+    chats = [turn_of_a_chat(request_id=f"chat-{number}") for number in range(40)]
+    for chat in chats:
+        requests.add(chat)
+    requests.change_levels(0.0)
+    assert all(chat.priority_level is PriorityLevel.RELEGATED for chat in chats)
+    num_cached["chat-39"] = 2000
+    for step in range(1, 4):
+        requests.change_levels(step * 1e-3)
+    assert [chat for chat in chats if chat.priority_level is PriorityLevel.ONLINE] == [chats[39]]
 
 
 @pytest.mark.parametrize("policy", ["priority", "fcfs", "slo"])

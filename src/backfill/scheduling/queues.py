@@ -324,6 +324,8 @@ class UnfinishedRequests:
                 del self._relegated[request_id]
                 self._move(request, PriorityLevel.ONLINE)
                 self._await_change(request, now_s)
+            else:  # behind those that were not looked up
+                self._relegated[request_id] = self._relegated.pop(request_id)
 
     def _give_turns(self, now_s: float, in_flight: Collection[RequestId], started: Counter[str]) -> None:
         """Relegation is between the prompts of one owner: one of each comes back where it has no others.
