@@ -16,7 +16,7 @@ from backfill.core.request import PriorityLevel, Request, order_key
 from backfill.core.slo import SLO
 from backfill.kvcache.create import create_kv_cache
 from backfill.scheduling import owner_shares
-from backfill.scheduling.owner_shares import OwnerShares, in_turn, relegating
+from backfill.scheduling.owner_shares import OwnerShares, in_turn, prompts_in_turn, relegating
 from backfill.scheduling.policies.baselines import FcfsPolicy
 from backfill.scheduling.policies.create import PolicyFactory
 from backfill.scheduling.policy import Snapshot
@@ -653,3 +653,15 @@ def test_prompts_of_two_who_send_as_much_share_steps() -> None:
     ]
     bench.step(*prompts)
     assert all(each.first_token_at_s is not None for each in prompts)
+
+
+def test_the_prompts_of_an_owner_are_in_order_of_their_deadlines_whatever_the_turn() -> None:
+    def prompt(owner: str, by_s: float) -> Request:
+        request = make_request(100, owner=owner, slo=SLO(by_s, 1.0))
+        request.enqueue(0, by_deadline=True)
+        return request
+
+    begun, urgent, other = prompt("a", 9.0), prompt("a", 0.4), prompt("b", 10.0)
+    begun.first_scheduled_at_s = 0.0
+    in_order = prompts_in_turn([begun], [other, urgent], {"a": 100.0, "b": 0.0})
+    assert [each for each in in_order if each.owner == "a"] == [urgent, begun]

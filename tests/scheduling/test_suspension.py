@@ -64,15 +64,8 @@ def paused_scheduler() -> tuple[Scheduler, PausingPolicy, StepPlan]:
     return scheduler, policy, plan
 
 
-def test_a_suspended_slice_is_kept_while_steps_compute_nothing_and_then_resumes() -> None:
-    scheduler, policy, suspended = paused_scheduler()
-    plan = scheduler.plan_step(0.0)
-    assert plan.work == WaitForCopies()
-    scheduler.commit(plan, StepOutcome((), completed_copies=suspended.copies.checkpoint), 0.0)
-    plan = scheduler.plan_step(0.0)
-    assert plan.work == Compute(slices=())
-    scheduler.commit(plan, StepOutcome(()), 0.0)
-    policy.is_paused = False
+def test_a_suspended_slice_resumes_where_nothing_else_could_run() -> None:
+    scheduler, _, suspended = paused_scheduler()
     work = scheduler.plan_step(0.0).work
     assert isinstance(work, Resume)
     assert (work.slices, work.num_layers) == (suspended.slices, NUM_LAYERS - 6)
@@ -153,6 +146,24 @@ def slo_scheduler(slo: SLO) -> Scheduler:
         default_slo=slo,
         num_layers=NUM_LAYERS,
     )
+
+
+def test_a_suspended_request_that_its_owners_turn_brings_back_holds_nobody_up() -> None:
+    """It is online again, so the other owner's prompt, for which it was stopped, cannot preempt it."""
+    scheduler = slo_scheduler(SLO(0.2, 0.1))
+    late = make_request(360, 8, request_id="late", owner="a")
+    scheduler.add(late)
+    plan = scheduler.plan_step(0.0)
+    assert late.priority_level is PriorityLevel.RELEGATED
+    scheduler.add(make_request(300, 8, request_id="chat", owner="b", slo=SLO(5.0, 0.1)))
+    scheduler.commit(plan, StepOutcome((), suspended=("late",), layers_done=5), 0.0)
+    now_s = 0.0
+    while scheduler.requests.by_id:
+        plan = scheduler.plan_step(now_s)
+        assert plan.slices
+        now_s += plan.predicted_s
+        sampled = [SampledToken(each.request_id, 7) for each in plan.slices if each.samples]
+        scheduler.commit(plan, StepOutcome(tuple(sampled)), now_s)
 
 
 def test_a_suspended_relegated_request_and_one_that_waits_for_its_blocks_both_end() -> None:

@@ -99,7 +99,7 @@ def prompts_in_turn(prefills: Sequence[R], waiting: Sequence[R], served: Mapping
     """
     prompts = list(merge(prefills, waiting, key=order_key))
     queues: dict[str, list[R]] = {}
-    for each in prompts:
+    for each in sorted(prompts, key=order_key):  # those that wait may be in turn already
         queues.setdefault(each.owner, []).append(each)
     if len(queues) < 2:
         return prompts

@@ -128,8 +128,9 @@ class StepPlanner:
         if batch.has_preempted and not batch.members:  # others may run in its place
             view = self._snapshot(now_s)
             batch = self._build(view, now_s)
-        # Perhaps what was stopped holds the blocks that others wait for.
-        if not batch.members and giving.stopped and self.suspension.may_resume:
+        # What was stopped may hold the blocks that others wait for. Without other work nothing frees them.
+        waits = not giving.stopped and (self.in_flight or view.restoring)
+        if not batch.members and self.suspension.may_resume and not waits:
             resumed = self.suspension.resume(math.inf, giving.stopped)
             if resumed is not None:
                 giving.begin({})

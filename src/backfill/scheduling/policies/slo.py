@@ -194,9 +194,9 @@ class SloPolicy(Policy):
         owners, one's late requests make the steps of the others no longer, and leave room for who comes back.
         """
         relegated = PriorityLevel.RELEGATED
-        late = [*late, *view.running[relegated], *view.waiting[relegated]]
+        late = [] if view.is_shared else [*late, *view.running[relegated], *view.waiting[relegated]]
         spread_s = _BURST_SHARE * self.default_slo.ttft_s
-        if view.is_shared or not late or share_in_time(served, late, spread_s) >= _LEAST_SHARE_IN_TIME:
+        if not late or share_in_time(served, late, spread_s) >= _LEAST_SHARE_IN_TIME:
             return 0.0
         return self._predictor.cost.efficient_prefill_s(decodes, _PROMPT_EFFICIENCY, self._max_step_tokens)
 
