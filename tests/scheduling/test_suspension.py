@@ -213,6 +213,20 @@ def test_a_suspended_decode_goes_on_though_an_online_prompt_is_there_at_all_time
     assert max(longest_s, now_s - ended_at_s) < 4.5 * 0.03, "four steps at most"
 
 
+def test_a_suspended_relegated_prompt_goes_on_though_an_online_prompt_is_there_at_all_times() -> None:
+    scheduler = slo_scheduler(SLO(0.2, 0.1))
+    late, now_s = make_request(360, 8, request_id="late"), 0.0
+    scheduler.add(late)
+    plan, outcome = scheduler.plan_step(0.0), StepOutcome((), suspended=("late",), layers_done=5)
+    for number in range(50):
+        scheduler.add(make_request(20, 1, request_id=f"chat{number}", arrived_at_s=now_s, slo=SLO(0.5, 0.1)))
+        scheduler.commit(plan, outcome, now_s)
+        plan = scheduler.plan_step(now_s)
+        now_s += plan.predicted_s
+        outcome = StepOutcome(tuple(SampledToken(each.request_id, 7) for each in plan.slices if each.samples))
+    assert late.first_token_at_s is not None
+
+
 def test_a_group_is_discarded_after_refusals_of_its_own() -> None:
     """Those of the group before it, which was discarded, do not count."""
     discarded: list[str] = []

@@ -16,7 +16,7 @@ from backfill.scheduling.prediction import StepPredictor
 _MAX_REFUSALS = 16
 # No step is suspended once so many times the tokens of the largest step are: hidden states take memory.
 _MAX_SUSPENDED_STEPS = 2
-# A suspended decode waits for so many other steps at most, the one of the prompt that stopped it among them.
+# A suspended slice waits for so many other steps at most, the one of the prompt that stopped it among them.
 # Where prompts are short, it resumes before that and nothing is lost.
 _MAX_STEPS_MISSED = 3
 
@@ -41,9 +41,9 @@ class Suspension:
     Of those of one step as many resume together as fit the time with at least one layer, for as many layers
     as fit. Those that were suspended first are the first to resume.
 
-    A decode that other steps have gone before for some time is computed again by the next one that has time
-    for it: its token costs little beside an online prompt. Else it would wait for as long as any prompt is
-    there, while decodes that were not stopped go on beside these.
+    A slice that other steps have gone before for some time is computed again by the next one that has time
+    for it. Else it would wait for as long as any online prompt is there, while requests that were not stopped
+    go on beside these.
 
     Args:
         predictor: predicts steps; None where none is stopped.
@@ -79,7 +79,6 @@ class Suspension:
             for group in self._groups
             if group.steps_missed >= _MAX_STEPS_MISSED
             for scheduled in group.slices
-            if scheduled.num_tokens == 1
         }
         return set(self.requests) - free
 
