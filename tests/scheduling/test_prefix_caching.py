@@ -140,6 +140,16 @@ def test_every_relegated_prompt_is_looked_up_again() -> None:
     assert [chat for chat in chats if chat.priority_level is PriorityLevel.ONLINE] == [chats[39]]
 
 
+def test_who_has_a_prefix_cached_does_not_wait_for_one_that_scores_it_again() -> None:
+    bench, shared = CachingBench(), tokens("shared", SHARED)
+    bench.finish(request_of(shared + tokens("first", SUFFIX)))
+    chat = request_of(shared + tokens("chat", SUFFIX))
+    bench.add(request_of(shared + tokens("scored", SUFFIX), prompt_logprobs=0), chat)
+    bench.step()
+    assert chat.num_prefix_waits == 0
+    assert chat.first_token_at_s is not None
+
+
 @pytest.mark.parametrize("policy", ["priority", "fcfs", "slo"])
 def test_an_online_request_does_not_wait_for_an_offline_one_with_its_prefix(policy: PolicyName) -> None:
     """Under ``fcfs`` the offline requests are even planned before it."""

@@ -222,11 +222,11 @@ class KVCacheManager:
         self._count_hits(request, num_new, 0)
         request.num_ever_computed_tokens += num_new
 
-    def keys_of(self, request: Request, start: int, end: int) -> Sequence[BlockKey]:
-        """Keys of the blocks that computing the tokens ``[start, end)`` fills."""
+    def new_keys(self, request: Request, start: int, end: int) -> Sequence[BlockKey]:
+        """Keys of the blocks that computing the tokens ``[start, end)`` fills and the cache does not have."""
         table, size = self._tables[request.request_id], self.block_size
         self._keys.extend(table.keys, table.root, request, end // size)
-        return table.keys[start // size : end // size]
+        return [key for key in table.keys[start // size : end // size] if key not in self._store.by_key]
 
     def key_of(self, request_id: RequestId, index: int) -> BlockKey | None:
         """Key of the request's block at this index; None if none was made yet."""

@@ -237,7 +237,7 @@ class StepBuilder:
         if num_tokens >= self.kv.block_size:
             level = request.priority_level.value
             self._starts.add(start // self.kv.block_size)
-            for key in self.kv.keys_of(request, start, start + num_tokens):
+            for key in self.kv.new_keys(request, start, start + num_tokens):
                 known = self._computing.get(key)
                 if known is None or level < known.priority_level.value:
                     self._computing[key] = request
