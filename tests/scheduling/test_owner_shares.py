@@ -21,10 +21,12 @@ from backfill.scheduling.policies.baselines import FcfsPolicy
 from backfill.scheduling.policies.create import PolicyFactory
 from backfill.scheduling.policy import Snapshot
 from backfill.scheduling.prediction import StepPredictor
-from backfill.scheduling.queues import RequestQueue, UnfinishedRequests
+from backfill.scheduling.queues import LevelRule, RequestQueue, UnfinishedRequests
 from backfill.scheduling.scheduler import Scheduler
 from tests.builders import linear_cost, make_request
 from tests.scheduling.bench import Bench, bros_policy, conserve_policy, offline, slo_policy
+
+NEVER = LevelRule(0.0, False, None, 1000)  # a request changes its level
 
 
 def by_owner(requests: Iterable[Request]) -> dict[str, list[Request]]:
@@ -179,11 +181,11 @@ def test_a_queue_is_in_the_plain_order_however_far_it_is_read(data: st.DataObjec
         queue.remove(request)
         queued.remove(request)
     if len({each.owner for each in queued}) < 2:
-        assert list(queue.first(99, running)) == sorted(queued, key=order_key)
+        assert list(queue.first(99, running, queue.preempted.values())) == sorted(queued, key=order_key)
         return
     expected = plain_order(queued, running)
     num_most = data.draw(st.integers(0, len(queued) + 1))
-    first = queue.first(num_most, running)
+    first = queue.first(num_most, running, queue.preempted.values())
     assert len(first) == min(num_most, len(queued))
     num_read = data.draw(st.integers(0, len(first)))
     assert list(first[:num_read]) == expected[:num_read]
@@ -210,9 +212,9 @@ def test_owners_that_yield_are_left_out_of_a_long_queue_without_reading_it(
         request = make_request(40, owner="abc"[number % 3])
         request.enqueue(number)
         queue.push(request)
-    expected = [each for each in queue.first(300, ()) if each.owner != "a"]
+    expected = [each for each in queue.first(300, (), ()) if each.owner != "a"]
     read = note_reads(monkeypatch)
-    waiting = {online: queue.first(200, ())}
+    waiting = {online: queue.first(200, (), ())}
     view = Snapshot(0.0, running={}, restoring=(), waiting=waiting, num_blocks=1, online_blocks=0)
     view = relegating(view, {"a"})
     assert list(view.waiting[online][:5]) == expected[:5]
@@ -454,7 +456,7 @@ def test_beside_others_late_requests_of_one_owner_make_no_step_longer(
 
 
 def test_late_requests_in_service_count_for_their_owner() -> None:
-    requests = UnfinishedRequests()
+    requests = UnfinishedRequests(NEVER)
     late, chat = make_request(500, owner="flood"), make_request(50, owner="chat")
     waiting = [make_request(10, owner=owner) for owner in ("flood", "chat")]
     for each in (late, chat, *waiting):
@@ -464,6 +466,9 @@ def test_late_requests_in_service_count_for_their_owner() -> None:
         each.first_scheduled_at_s = 0.0
         requests.run(each)
     late.priority_level = PriorityLevel.RELEGATED
+    requests.first_waiting(PriorityLevel.ONLINE, 10)
+    assert requests.waiting[PriorityLevel.ONLINE].served == {"flood": 500, "chat": 50}
+    requests.requeue(late)  # preempted
     requests.first_waiting(PriorityLevel.ONLINE, 10)
     assert requests.waiting[PriorityLevel.ONLINE].served == {"flood": 500, "chat": 50}
     requests.remove(late)
@@ -581,7 +586,7 @@ STATES = ["waits", "starts", "has answered", "comes back", "waits late", "starts
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(STATES)), max_size=8))
 def test_whose_turn_it_is(states: list[tuple[str, str]]) -> None:
     """Of an owner without online prompts in time, or with none but this, beside an owner with some."""
-    levels = UnfinishedRequests()
+    levels = UnfinishedRequests(NEVER)
     in_time: list[Request] = []
     for owner, state in states:
         request = make_request(owner=owner)

@@ -41,7 +41,7 @@ class LevelRule:
         promote_before_s: an offline request is promoted this long before its completion window ends, or
             after half of the window if that is later; 0 is never.
         relegates: online requests are relegated.
-        predictor: predicts how long a prompt takes; None relegates a request when its deadline has passed.
+        predictor: predicts how long a prompt takes; None where nothing is relegated.
         chunk_tokens: of one prompt in a step, at most.
     """
 
@@ -74,8 +74,7 @@ class LevelRule:
     def _prefill_s(self, request: Request) -> float:
         """Predicted seconds to the first token of what is left of the prompt, alone on the device."""
         predictor = self.predictor
-        if predictor is None:
-            return 0.0
+        assert predictor is not None, "only policies that predict relegate"
         seconds = predictor.cost.prefill_time_s(
             request.num_tokens, self.chunk_tokens, num_computed_tokens=request.num_computed_tokens
         )
@@ -87,13 +86,15 @@ class RequestQueue:
 
     A preempted request keeps its key, so it goes before those that arrived after it.
 
-    Attributes: served: of the owners that compete, when ``first`` was last asked (``OwnerShares``).
+    Attributes:
+        preempted: those that have started.
+        served: of the owners that compete, when ``first`` was last asked (``OwnerShares``).
     """
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
         self._of_owner: dict[str, list[Request]] = {}
-        self._preempted: dict[RequestId, Request] = {}
+        self.preempted: dict[RequestId, Request] = {}
         self._shares = OwnerShares()
         self.served: Mapping[str, float] = {}
 
@@ -105,14 +106,15 @@ class RequestQueue:
         """In their order."""
         return self._requests
 
-    def first(self, num_most: int, running: Sequence[Request]) -> Sequence[Request]:
+    def first(
+        self, num_most: int, running: Iterable[Request], preempted: Iterable[Request]
+    ) -> Sequence[Request]:
         """Those to start next: in their order, and where several owners wait, their owners in turn.
 
-        ``running`` are the requests of this level that have started and are not in the queue.
+        What was served to an owner is counted over ``running`` and ``preempted``, and what has ended.
         """
         prompts = (each.owner for each in running if each.last_token_at_s is None)
-        started = itertools.chain(running, self._preempted.values())
-        self.served = self._shares.served(self._of_owner.keys() | prompts, started)
+        self.served = self._shares.served(self._of_owner.keys() | prompts, [*running, *preempted])
         if len(self._of_owner) < 2:
             return self._requests[:num_most]
         queues = {owner: queue[:num_most] for owner, queue in self._of_owner.items()}
@@ -133,7 +135,7 @@ class RequestQueue:
         insort(self._requests, request, key=order_key)
         insort(self._of_owner.setdefault(request.owner, []), request, key=order_key)
         if request.has_started:
-            self._preempted[request.request_id] = request
+            self.preempted[request.request_id] = request
 
     def remove(self, request: Request) -> None:
         """Remove a request that is in the queue, at any position."""
@@ -144,7 +146,7 @@ class RequestQueue:
             del queue[index]
         if not of_owner:
             del self._of_owner[request.owner]
-        self._preempted.pop(request.request_id, None)
+        self.preempted.pop(request.request_id, None)
 
     def on_end(self, request: Request) -> None:
         """A request of this level is about to finish."""
@@ -170,7 +172,7 @@ class UnfinishedRequests:
 
     def __init__(
         self,
-        rule: LevelRule | None = None,
+        rule: LevelRule,
         num_cached: Callable[[Request], int] = lambda _: 0,
         *,
         orders_by_deadline: bool = False,
@@ -217,11 +219,11 @@ class UnfinishedRequests:
 
     def first_waiting(self, level: PriorityLevel, num_most: int) -> Sequence[Request]:
         """The requests of a level to start next."""
-        started = itertools.chain(self.running.values(), self.restoring.values())
         levels = {level, PriorityLevel.RELEGATED} if level is PriorityLevel.ONLINE else {level}
-        return self.waiting[level].first(
-            num_most, [each for each in started if each.priority_level in levels]
-        )
+        holders = itertools.chain(self.running.values(), self.restoring.values())
+        running = [each for each in holders if each.priority_level in levels]
+        preempted = [each for other in levels for each in self.waiting[other].preempted.values()]
+        return self.waiting[level].first(num_most, running, preempted)
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
@@ -294,7 +296,6 @@ class UnfinishedRequests:
             if request.request_id in in_flight:
                 put_off.append(request)
                 continue
-            assert self._rule is not None
             if request.priority_level is PriorityLevel.ONLINE:
                 self._look_up(request)
             if self._rule.changes_at_s(request) > now_s:  # it has come further since
@@ -318,7 +319,6 @@ class UnfinishedRequests:
             if request is None or not _is_queued(request) or request.next_token_by_s <= now_s:
                 del self._relegated[request_id]
                 continue
-            assert self._rule is not None
             self._look_up(request)
             if request.num_computed_tokens > num_before and self._rule.must_start_by_s(request) > now_s:
                 del self._relegated[request_id]
@@ -371,8 +371,6 @@ class UnfinishedRequests:
 
     def _await_change(self, request: Request, now_s: float) -> None:
         """Note when the request changes its level, if it does."""
-        if self._rule is None:
-            return
         at_s = self._rule.changes_at_s(request)
         if at_s == math.inf:
             return
