@@ -60,5 +60,5 @@ class LateBros(BrosPolicy):
 
 def late_bros(config: SchedulerConfig, predictor: StepPredictor | None) -> LateBros:
     assert predictor is not None, "simulations have a cost profile"
-    chunk_tokens = min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
+    chunk_tokens = config.max_chunk_tokens
     return LateBros(predictor, max_num_seqs=config.max_num_seqs, max_chunk_tokens=chunk_tokens)

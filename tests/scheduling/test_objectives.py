@@ -222,7 +222,8 @@ def answering(arrived_at_s: float, mean_gap_s: float = 0.1) -> Request:
     request = make_request(4, 20, request_id=f"{arrived_at_s} {mean_gap_s}", arrived_at_s=arrived_at_s)
     request.slo = SLO(1.0, 0.1)
     request.first_token_at_s = arrived_at_s + 0.5
-    request.output_token_ids.extend([1] * 4)
+    for _ in range(4):
+        request.append(1)
     request.last_token_at_s = request.first_token_at_s + 3 * mean_gap_s
     return request
 

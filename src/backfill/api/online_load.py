@@ -102,7 +102,7 @@ class OnlineLoad:
     def __init__(self, cost: CostModel, config: SchedulerConfig, kv_tokens: int = 0) -> None:
         self._cost = cost
         self._max_num_seqs = config.max_num_seqs
-        self._step_tokens = min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
+        self._step_tokens = config.max_chunk_tokens
         self._relegates = config.relegates
         self._correction = BiasCorrection()
         self.bus_least_step_s = 0.0

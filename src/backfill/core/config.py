@@ -121,6 +121,11 @@ class SchedulerConfig:
         return self.preemption == "suspend"
 
     @property
+    def max_chunk_tokens(self) -> int:
+        """Tokens of one prompt computed in one step, at most."""
+        return min(self.max_num_batched_tokens, self.max_prefill_chunk_tokens)
+
+    @property
     def relegates(self) -> bool:
         """The policy relegates online requests that cannot meet their TTFT objective any more."""
         return self.policy == "slo"

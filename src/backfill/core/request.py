@@ -190,7 +190,7 @@ class Request:
         """Seconds by which its tokens so far came sooner than one a TPOT objective; negative if later."""
         if self.slo is None or self.first_token_at_s is None or self.last_token_at_s is None:
             return 0.0
-        due_s = self.first_token_at_s + (len(self.output_token_ids) - 1) * self.slo.tpot_s
+        due_s = self.first_token_at_s + (self.num_tokens - self.num_prompt_tokens - 1) * self.slo.tpot_s
         return due_s - self.last_token_at_s
 
     @property

@@ -67,7 +67,8 @@ class StepStopper:
         if yielding_owner is not None:  # whose requests are not in the next step
             online, waiting = _of_others(online, yielding_owner), _of_others(waiting, yielding_owner)
         slices = self._scheduler.in_flight.slices.values()
-        self._online_load = online_load(online, waiting, slices)
+        most = self._scheduler.config.max_num_seqs  # no step has more of those that wait
+        self._online_load = online_load(online, waiting[:most], slices)
 
     def maybe_stop(
         self, in_flight: Sequence[SubmittedStep], arrived: Iterable[Request], now_s: float

@@ -39,10 +39,12 @@ class PromptScores:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def add(self, scored: Iterable[PromptLogprobs], known: Collection[RequestId]) -> None:
-        """Those of a step. ``known``: requests that have not ended and have lost no earlier chunk."""
+    def add(
+        self, scored: Iterable[PromptLogprobs], known: Collection[RequestId], lost: Collection[RequestId]
+    ) -> None:
+        """Those of a step. ``known``: requests that have not ended; ``lost``: those that lost a chunk."""
         for request_id, start, tokens in scored:
-            if request_id in known:
+            if request_id in known and request_id not in lost:
                 so_far = self._by_id.setdefault(request_id, [])
                 assert start <= len(so_far) + 1, f"{request_id}: from {start} on, up to {len(so_far)}"
                 so_far += tokens[len(so_far) + 1 - start :]

@@ -12,7 +12,6 @@ from backfill.core.request import FinishReason, Request, RequestId
 
 # A step of so many tokens is bound by computation: several small ones take no longer than a large one.
 _EFFICIENT_TOKENS = 256
-_ANY_TOKEN = 0  # for a token that is not sampled yet
 
 
 @dataclass(slots=True)
@@ -283,8 +282,7 @@ def _after(request: Request, scheduled: ScheduledSlice, ends_at_s: float) -> Req
     after.num_computed_tokens = end
     after.num_ever_computed_tokens = max(request.num_ever_computed_tokens, end)
     if scheduled.samples:
-        after.output_token_ids = request.output_token_ids.copy()
-        after.append(_ANY_TOKEN)
+        after.num_tokens += 1  # its token is not known yet
         after.last_token_at_s = ends_at_s
         if request.first_token_at_s is None:
             after.first_token_at_s = ends_at_s

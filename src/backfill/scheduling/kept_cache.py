@@ -13,7 +13,7 @@ from backfill.costs.load import StepLoad
 from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.in_flight import StepsInFlight
-from backfill.scheduling.memory_division import OFFLINE_LEVELS
+from backfill.scheduling.memory_division import OFFLINE_LEVELS, ONLINE_LEVELS
 from backfill.scheduling.objectives import least_tpot_slo
 from backfill.scheduling.prediction import StepPredictor, decode_load
 from backfill.scheduling.preemption import Preemption
@@ -23,7 +23,6 @@ _EVERY_S = 1.0  # seconds between two decisions
 _NUM_PARTS = 16  # parts in which the pool is divided
 # Part of a TTFT objective that computing again what was not kept may take.
 _TTFT_SHARE = 0.25
-_ONLINE_LEVELS = (PriorityLevel.ONLINE, PriorityLevel.RELEGATED)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +82,7 @@ class KeptCache:
         num_tokens = round(kv.protection.reuse.blocks * kv.block_size)
         if not offline or not num_tokens:
             return math.inf
-        online = [each for each in holders if each.priority_level in _ONLINE_LEVELS]
+        online = [each for each in holders if each.priority_level in ONLINE_LEVELS]
         decodes = decode_load(online[:: self.in_flight.max_steps])
         limit_s = self.predictor.usable_share / per_tpot if per_tpot else math.inf
         limit_s = max(limit_s, least_tpot_slo(cost.step_time_s(decodes)))
@@ -138,7 +137,7 @@ class KeptCache:
     def _is_in_time(self, num_tokens: int, ttft_s: float, decodes: StepLoad, limit_s: float) -> bool:
         """Whether prompts have time to compute so many tokens again, with others like them before them."""
         cost, config = self.predictor.cost, self.config
-        at_most = min(num_tokens, config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
+        at_most = min(num_tokens, config.max_chunk_tokens)
         chunk = cost.max_tokens(decodes, 0, num_tokens, limit_s, at_most)
         if not chunk:
             return False

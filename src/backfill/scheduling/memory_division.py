@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from backfill.core.block import BlockMove
@@ -16,7 +16,7 @@ from backfill.kvcache.manager import KVCacheManager
 from backfill.offloading.residency import Residency, ResidencyPolicy, Situation, StepNeed
 from backfill.scheduling.in_flight import StepsInFlight
 from backfill.scheduling.policy import MIN_PREFILL_CHUNK_TOKENS
-from backfill.scheduling.prediction import StepPredictor
+from backfill.scheduling.prediction import StepPredictor, decode_load
 from backfill.scheduling.preemption import Preemption
 from backfill.scheduling.queues import UnfinishedRequests
 from backfill.scheduling.suspension import Suspension
@@ -29,7 +29,7 @@ _MOST_MOVES = 64
 _MAX_SHORT_STEPS = 8
 # Predictions count with another transfer time once it is longer or shorter by this share.
 _TRANSFER_CHANGE = 0.1
-_ONLINE_LEVELS = (PriorityLevel.ONLINE, PriorityLevel.RELEGATED)
+ONLINE_LEVELS = (PriorityLevel.ONLINE, PriorityLevel.RELEGATED)
 OFFLINE_LEVELS = (PriorityLevel.PROMOTED, PriorityLevel.OFFLINE)
 
 
@@ -176,21 +176,21 @@ class MemoryDivision:
 
     @property
     def _victims(self) -> Sequence[Request]:
-        return [each for each in self.preemption.block_holders if each.priority_level not in _ONLINE_LEVELS]
+        return [each for each in self.preemption.block_holders if each.priority_level not in ONLINE_LEVELS]
 
     def _situation(self, now_s: float) -> Situation:
         kv, requests, cost = self.kv, self.requests, self.predictor.measured
         holders = self.preemption.block_holders
-        online = [each for each in holders if each.priority_level in _ONLINE_LEVELS]
+        online = [each for each in holders if each.priority_level in ONLINE_LEVELS]
         arriving, lacking = self._waiting_online()
         online += arriving
-        decodes = _decodes(online)
+        decodes = decode_load(online)
         tpot_s = min((each.slo.tpot_s for each in online if each.slo is not None), default=math.inf)
         limit_s = tpot_s * self.predictor.usable_share  # as predicted
         num_waiting = lacking + sum(len(requests.waiting[level].requests) for level in OFFLINE_LEVELS)
         used = kv.counts.referenced
         # Computation takes so many times as long as predicted; transfers take as long as was measured.
-        load, time_scale = _decodes(holders), self.predictor.time_scale
+        load, time_scale = decode_load(holders), self.predictor.time_scale
 
         def compute_s(scale: float) -> float:
             return time_scale * cost.step_time_s(_scaled(load, scale))
@@ -213,9 +213,9 @@ class MemoryDivision:
         Shorter steps would not help these, and the smaller pool that they come with would keep them waiting.
         """
         kv, config, arriving, num_lacking = self.kv, self.config, list[Request](), 0
-        most_tokens = min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
+        most_tokens = config.max_chunk_tokens
         num_free = kv.num_blocks - kv.counts.online
-        for level in _ONLINE_LEVELS:
+        for level in ONLINE_LEVELS:
             for request in self.requests.waiting[level].requests[: config.max_num_seqs]:
                 num_free -= kv.blocks_for(min(request.num_pending_tokens, most_tokens))
                 if num_free >= 0:
@@ -240,11 +240,11 @@ class MemoryDivision:
             return None
         cost, config = self.predictor.measured, self.config
         num_tokens = sum(each.num_pending_tokens for each in prompts)
-        chunk = min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens, num_tokens)
+        chunk = min(config.max_chunk_tokens, num_tokens)
         # Where the mean of their chunks begins.
         ends = sum(each.num_computed_tokens + each.num_tokens for each in prompts)
         middle = max(0, ends // len(prompts) - chunk) // 2
-        load = _decodes([each for each in online if each.last_token_at_s is not None])
+        load = decode_load([each for each in online if each.last_token_at_s is not None])
         if load.num_requests:
             fitting = cost.max_tokens(load, middle, chunk, limit_s)
             chunk = max(min(MIN_PREFILL_CHUNK_TOKENS, chunk), fitting)
@@ -261,10 +261,6 @@ class MemoryDivision:
                 step_s = max(step_s, request.slo.ttft_s * usable / (num_steps + 1.0))
             least_s = min(least_s, step_s)
         return None if least_s == math.inf else StepNeed(least_s, compute_s)
-
-
-def _decodes(requests: Iterable[Request]) -> StepLoad:
-    return StepLoad.of((max(1, each.num_computed_tokens), 1, True) for each in requests)
 
 
 def _scaled(load: StepLoad, scale: float) -> StepLoad:

@@ -33,7 +33,7 @@ _RETURN_SHARE = 0.8
 def achievable_slo(cost: CostModel, config: SchedulerConfig, num_prompt_tokens: int = 1) -> SLO:
     """The least objectives that a request alone on the device is predicted to meet."""
     return SLO(
-        ttft_s=cost.prefill_time_s(num_prompt_tokens, _chunk_tokens(config)),
+        ttft_s=cost.prefill_time_s(num_prompt_tokens, config.max_chunk_tokens),
         tpot_s=_decode_s(cost, num_prompt_tokens),
     )
 
@@ -47,7 +47,7 @@ def impossible_slo(profile: CostProfile, config: SchedulerConfig, num_prompt_tok
     known_tokens = max(1, min(num_prompt_tokens, profile.known_tokens))
     known_chunk_tokens = max(1, profile.known_chunk_tokens)
     return SLO(
-        ttft_s=share * cost.prefill_time_s(known_tokens, _chunk_tokens(config), known_chunk_tokens),
+        ttft_s=share * cost.prefill_time_s(known_tokens, config.max_chunk_tokens, known_chunk_tokens),
         tpot_s=share * _decode_s(cost, known_tokens),
     )
 
@@ -223,11 +223,6 @@ def share_in_time(served: Iterable[RequestView], late: Iterable[RequestView], wi
 
 def _by_name(slo: SLO) -> dict[str, float]:
     return {"ttft": slo.ttft_s, "tpot": slo.tpot_s}
-
-
-def _chunk_tokens(config: SchedulerConfig) -> int:
-    """Most tokens of one prompt in a step."""
-    return min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
 
 
 def _decode_s(cost: CostModel, num_context_tokens: int) -> float:

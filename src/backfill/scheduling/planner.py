@@ -223,7 +223,7 @@ class StepPlanner:
         if self.predictor is None or self.block_copy_s is None or not step_s:
             return 0.0
         copy_s = self.copy_interference * self.block_copy_s
-        chunk = min(self.config.max_num_batched_tokens, self.config.max_prefill_chunk_tokens)
+        chunk = self.config.max_chunk_tokens
         block_s = self.predictor.cost.prefill_time_s(chunk, chunk) * self.kv.block_size / chunk
         return copy_s / (block_s - copy_s) if copy_s < block_s / 2 else 1.0
 
@@ -234,9 +234,6 @@ class StepPlanner:
         is_shared = now_s - self._shared_at_s < _SHARED_FOR_S
         in_flight, num_most = self.in_flight, self.config.max_num_seqs + _MAX_PASSED_OVER
         running = requests.running_by_level(excluded=in_flight.closed.union(self.suspension.waiting))
-        in_other_steps: Mapping[PriorityLevel, Sequence[RequestView]] = {}
-        if in_flight.max_steps > 1:
-            in_other_steps = self._divide(running, now_s)
         is_draining = self.division is not None and self.division.is_draining
         paused = OFFLINE_LEVELS if is_draining else ()
         waiting = {
@@ -245,6 +242,7 @@ class StepPlanner:
             else requests.first_waiting(level, min(num_most, -(-len(queue) // in_flight.max_more)))
             for level, queue in requests.waiting.items()
         }
+        in_other_steps = self._divide(running, now_s) if in_flight.max_steps > 1 else {}
         return Snapshot(
             now_s=in_flight.begins_at_s(now_s),
             running=running,
@@ -272,9 +270,8 @@ class StepPlanner:
         it, so that they are tried whenever that one is in flight no more.
         """
         in_flight, online = self.in_flight, PriorityLevel.ONLINE
-        if in_flight.max_steps > 1 and self.requests.num_owners > 1:
+        if self.requests.num_owners > 1:
             # Else the begun prompts of one owner might be this step's share for ever.
-            self.requests.first_waiting(online, 1)  # counts what owners were served
             decodes, prefills = split(running[online])
             running[online] = [*decodes, *prompts_in_turn(prefills, (), self.requests.waiting[online].served)]
         others: dict[PriorityLevel, list[RequestView]] = {level: [] for level in PriorityLevel}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from backfill.core.counters import ClassCounters
@@ -61,7 +61,7 @@ class Preemption:
     kv: KVCacheManager
     suspension: Suspension
     counters: Mapping[ServiceClass, ClassCounters]
-    in_flight: StepsInFlight = field(default_factory=StepsInFlight)
+    in_flight: StepsInFlight
 
     @property
     def block_holders(self) -> tuple[Request, ...]:

@@ -198,7 +198,7 @@ class Scheduler:
             if request_id in self.requests.by_id:  # it was not aborted
                 self._run_once_more(self.requests.by_id[request_id])
         if outcome.prompt_logprobs:
-            self.prompt_scores.add(outcome.prompt_logprobs, self.requests.by_id.keys() - lost)
+            self.prompt_scores.add(outcome.prompt_logprobs, self.requests.by_id, lost)
         return self._commit_sampled(outcome, lost, now_s)
 
     def fail(self, plan: StepPlan) -> list[Request]:
@@ -360,7 +360,7 @@ def _no_requests(
         config.promote_before if policy.promotes else 0.0,
         policy.relegates,
         predictor,
-        min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens),
+        config.max_chunk_tokens,
     )
     return UnfinishedRequests(
         rule, lambda request: kv.match(request).num_tokens, orders_by_deadline=policy.orders_by_deadline

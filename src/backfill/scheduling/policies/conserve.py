@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from backfill.core.request import PriorityLevel
 from backfill.core.slo import SLO
-from backfill.costs.load import StepLoad
 from backfill.scheduling.policy import (
     BatchBuilder,
     ChunkLimits,
@@ -19,7 +18,7 @@ from backfill.scheduling.policy import (
     serve,
     split,
 )
-from backfill.scheduling.prediction import StepPredictor
+from backfill.scheduling.prediction import StepPredictor, decode_load
 
 _ONLINE = frozenset({PriorityLevel.ONLINE})
 _OFFLINE = frozenset({PriorityLevel.OFFLINE})
@@ -78,8 +77,7 @@ class ConServePolicy(Policy):
         if view.waiting[PriorityLevel.ONLINE] or not all(each.is_decoding for each in online):
             return 0.0
         slack_s = min(each.next_token_by_s for each in online) - view.now_s
-        decodes = StepLoad.of((each.num_computed_tokens, 1, True) for each in online)
-        return max(0.0, slack_s * (1.0 - MARGIN) - self._predictor.cost.step_time_s(decodes))
+        return max(0.0, slack_s * (1.0 - MARGIN) - self._predictor.cost.step_time_s(decode_load(online)))
 
     def step_limit_s(self, view: Snapshot[RequestView]) -> float:
         """The objective that bounds the step bounds its copies too (section 4.5, last paragraph)."""

@@ -50,7 +50,7 @@ def create_policy(
     if config.policy == "conserve":
         return ConServePolicy(predictor, default_slo=default_slo)
     if config.policy == "bros":
-        chunk_tokens = min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
+        chunk_tokens = config.max_chunk_tokens
         return BrosPolicy(
             predictor,
             max_num_seqs=config.max_num_seqs,
