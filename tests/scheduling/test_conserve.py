@@ -108,10 +108,10 @@ def test_suspended_slices_resume_in_what_the_objectives_leave() -> None:
 def test_copies_are_bounded_by_the_objective_of_the_step() -> None:
     policy, slo = conserve_policy(StepPredictor(linear_cost())), SLO(0.7, 0.2)
     prompt = make_request(4, 8, slo=slo)
-    assert policy.step_limit_s(view_of(5.0)) == math.inf
-    assert policy.step_limit_s(view_of(5.0, waiting=[prompt])) == pytest.approx(0.9 * 0.7)
+    assert policy.step_limit_s(view_of(5.0), {}) == math.inf
+    assert policy.step_limit_s(view_of(5.0, waiting=[prompt]), {}) == pytest.approx(0.9 * 0.7)
     beside = view_of(5.0, waiting=[prompt], running=[decoding(slo)])
-    assert policy.step_limit_s(beside) == pytest.approx(0.9 * 0.2)
+    assert policy.step_limit_s(beside, {}) == pytest.approx(0.9 * 0.2)
 
 
 def test_only_steps_of_offline_requests_alone_have_safepoints_and_they_discard() -> None:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from backfill.core.config import SchedulerConfig
-from backfill.core.request import ServiceClass
+from backfill.core.request import RequestId, ServiceClass
 from backfill.kvcache.checkpointing import FixedCheckpoints, PoolView
 from backfill.kvcache.copies import CopyLimits
 from backfill.kvcache.manager import KVCacheManager
@@ -17,6 +18,7 @@ from backfill.scheduling.policies.create import create_policy
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import Scheduler
 from tests.builders import linear_cost, make_request
+from tests.scheduling.bench import SLO_100_MS, slo_policy, view_of
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,42 @@ def test_background_copies_never_cost_more_than_the_slack(
     more = copy_limits(step_s, slack_s + 1.0, block_copy_s, interference)
     assert more.background >= limits.background
     assert copy_limits(step_s, math.inf, block_copy_s, interference).background == limits.online
+
+
+@pytest.mark.parametrize("interference", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize(
+    ("prompts", "num_in_time"),
+    [
+        pytest.param([800], 1, id="a prompt of several steps"),
+        pytest.param([400, 150, 250], 3, id="prompts that wait for others"),
+        pytest.param([400, *[100] * 30], 8, id="more prompts than can be in time"),
+    ],
+)
+def test_copies_beside_each_step_of_prompts_make_no_first_token_late(
+    prompts: Sequence[int], num_in_time: int, interference: float
+) -> None:
+    """A second's objective, steps of 200 tokens at 1 ms, copies of 2 ms."""
+    predictor = StepPredictor(linear_cost(token_s=0.001, step_s=0.001))
+    policy = slo_policy(predictor, default_slo=SLO_100_MS)
+    left = [make_request(size, 4, slo=SLO_100_MS, request_id=f"{i}") for i, size in enumerate(prompts)]
+    left.sort(key=lambda each: each.num_tokens)
+    now_s, num_copies = 0.0, 0
+    while num_in_time:
+        tokens: dict[RequestId, int] = {}
+        for each in left:
+            tokens[each.request_id] = min(each.num_pending_tokens, 200 - sum(tokens.values()))
+        running, waiting = left[:1], left[1:]
+        step_s = 0.001 + 0.001 * sum(tokens.values())
+        slack_s = policy.step_limit_s(view_of(now_s, running=running, waiting=waiting), tokens) - step_s
+        copies = copy_limits(step_s, slack_s, 0.002, interference).background
+        num_copies += copies
+        now_s += step_s + copies * 0.002 * interference
+        for each in left:
+            each.num_computed_tokens += tokens[each.request_id]
+        assert now_s <= SLO_100_MS.ttft_s
+        ended = [each for each in left if each.num_computed_tokens == each.num_tokens]
+        left, num_in_time = left[len(ended) :], max(0, num_in_time - len(ended))
+    assert num_copies > 0
 
 
 class Recording(FixedCheckpoints):

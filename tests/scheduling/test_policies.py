@@ -233,7 +233,7 @@ def test_plans_follow_from_snapshots_and_earlier_steps_alone(
         asked = benches[1].scheduler
         view = asked._planner._snapshot(benches[1].clock.now_s())
         for _ in range(3):  # questions change nothing
-            asked.policy.step_limit_s(view)
+            asked.policy.step_limit_s(view, {})
             asked.policy.resume_s(view)
             for request in asked.requests.by_id.values():
                 asked.policy.preemption_key(request, 3.0)

@@ -385,9 +385,10 @@ def test_requests_that_are_restored_or_wait_bound_steps_while_they_can_be_in_tim
     restoring = view_of(5.01, restoring=[chat])
     assert policy.resume_s(restoring) < SLO_100_MS.tpot_s
     assert policy.resume_s(replace(restoring, restoring=())) == math.inf
-    assert 0.6 < policy.step_limit_s(view_of(6.2, waiting=[prompt])) < 0.8
+    computed = {prompt.request_id: 300}
+    assert 0.6 < policy.step_limit_s(view_of(6.2, waiting=[prompt]), computed) < 0.8
     # No step that begins now brings the token of a late request that is being restored.
-    assert policy.step_limit_s(view_of(6.0, running=[prompt], restoring=[chat])) > 0.8
+    assert policy.step_limit_s(view_of(6.0, running=[prompt], restoring=[chat]), computed) > 0.8
     assert policy.resume_s(view_of(6.0, restoring=[chat])) == math.inf
     # Nor can one compute a prompt that is being restored; one that waits or runs it can.
     assert 0.6 < policy.resume_s(view_of(6.2, restoring=[prompt])) < 0.8

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from heapq import heappop, heappush
 
 from backfill.core.request import RequestId
@@ -40,3 +41,23 @@ def most_in_time(prompts: Sequence[R], now_s: float, token_s: float) -> Collecti
                 ends_at_s += heappop(chosen)[0] * token_s
         in_time.update(request_id for _, _, request_id in chosen)
     return in_time
+
+
+def least_spare_s(
+    prompts: Sequence[R], now_s: float, token_s: float, num_tokens: Mapping[RequestId, int]
+) -> float:
+    """Seconds that a step may take for the most first tokens to be in time; inf where none can be.
+
+    The rest of the prompts comes after it, one after another, as ``most_in_time`` has them.
+
+    Args:
+        token_s: seconds that each token of a prompt takes.
+        num_tokens: that the step computes of each of its requests.
+    """
+    in_time = most_in_time(prompts, now_s, token_s)
+    rest_s, least_s = 0.0, math.inf
+    for request in sorted((each for each in prompts if each.request_id in in_time), key=is_new):
+        rest_s += token_s * (request.num_pending_tokens - num_tokens.get(request.request_id, 0))
+        if is_new(request):
+            least_s = min(least_s, request.next_token_by_s - now_s - rest_s)
+    return least_s

@@ -187,7 +187,10 @@ class StepPlanner:
         """The next plan: this work, or a wait for copies in its place if it has no slices."""
         limits = CopyLimits(_MAX_UNTIMED_COPIES, _MAX_UNTIMED_COPIES)
         if self.block_copy_s is not None and self.kv.num_host_blocks:
-            slack_s = self.policy.step_limit_s(view) - work.predicted_s
+            slack_s = math.inf
+            if self.copy_interference and work.slices:  # else copies slow nothing
+                num_tokens = {each.request_id: each.num_tokens for each in work.slices}
+                slack_s = self.policy.step_limit_s(view, num_tokens) - work.predicted_s
             limits = copy_limits(work.predicted_s, slack_s, self.block_copy_s, self.copy_interference)
         copies = self.kv.take_copies(limits, self._copy_cost(work.predicted_s))
         changes = MemoryChanges()

@@ -283,10 +283,12 @@ class Policy(ABC):
         """
         return (request.priority_level is not PriorityLevel.ONLINE, *request.order_key)
 
-    def step_limit_s(self, view: Snapshot[RequestView]) -> float:
+    def step_limit_s(self, view: Snapshot[RequestView], num_tokens: Mapping[RequestId, int]) -> float:
         """The longest that a step may take, as predicted, for online requests; inf where nothing bounds it.
 
         Copies between device and host may slow a step as far as it stays within this.
+
+        Args: num_tokens: that the step computes of each of its requests.
         """
         return math.inf
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from backfill.core.request import PriorityLevel
+from backfill.core.request import PriorityLevel, RequestId
 from backfill.core.slo import SLO
 from backfill.scheduling.policy import (
     BatchBuilder,
@@ -79,7 +79,7 @@ class ConServePolicy(Policy):
         slack_s = min(each.next_token_by_s for each in online) - view.now_s
         return max(0.0, slack_s * (1.0 - MARGIN) - self._predictor.cost.step_time_s(decode_load(online)))
 
-    def step_limit_s(self, view: Snapshot[RequestView]) -> float:
+    def step_limit_s(self, view: Snapshot[RequestView], num_tokens: Mapping[RequestId, int]) -> float:
         """The objective that bounds the step bounds its copies too (section 4.5, last paragraph)."""
         has_online = _online(view) or view.waiting[PriorityLevel.ONLINE]
         return (1.0 - MARGIN) * self._objective_s(view) if has_online else math.inf

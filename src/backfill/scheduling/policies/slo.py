@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from backfill.core.config import VictimOrder
 from backfill.core.decaying_peak import DecayingPeak
 from backfill.core.request import PriorityLevel, RequestId
 from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
-from backfill.scheduling.first_tokens import is_new, most_in_time
+from backfill.scheduling.first_tokens import is_new, least_spare_s, most_in_time
 from backfill.scheduling.objectives import least_tpot_slo, share_in_time
 from backfill.scheduling.owner_shares import (
     in_places_of_owners,
@@ -173,10 +173,11 @@ class SloPolicy(Policy):
         if view.is_flooded or (view.is_shared and not delayed):  # who else arrives need not wait for long
             prompts_s = cost.efficient_prefill_s(StepLoad(), _PROMPT_EFFICIENCY, self._max_step_tokens)
             limit_s = min(limit_s, decodes_s + prompts_s)
-        in_time = self._in_time(prompts, load, view.now_s, limit_s)
+        worst = self._predictor.worst_scale
+        in_time = most_in_time(prompts, view.now_s, worst * self._token_s(load, limit_s))
         if decodes and len(in_time) < len(prompts) and not view.is_flooded:
             banked_s = self._limit_s(delayed, view.now_s, decodes_s, _BANK_SHARE)
-            more = self._in_time(prompts, load, view.now_s, banked_s)
+            more = most_in_time(prompts, view.now_s, worst * self._token_s(load, banked_s))
             if len(more) > len(in_time):
                 limit_s, in_time = banked_s, more
         chosen = [each for each in prompts if each.request_id in in_time]
@@ -224,14 +225,11 @@ class SloPolicy(Policy):
         own_s, default_s = (by_s - now_s) * usable, (default_by_s - now_s) * usable
         return max(own_s, min(least_tpot_slo(decodes_s), default_s))
 
-    def _in_time(
-        self, prompts: Sequence[R], decodes: StepLoad, now_s: float, limit_s: float
-    ) -> Collection[RequestId]:
-        """The most prompts whose first tokens can all be in time, in such steps with the decodes."""
+    def _token_s(self, decodes: StepLoad, limit_s: float) -> float:
+        """Predicted seconds that each token of a prompt takes in such steps with the decodes."""
         cost = self._predictor.cost
         chunk = max(MIN_PREFILL_CHUNK_TOKENS, cost.max_tokens(decodes, 0, self._max_step_tokens, limit_s))
-        step_s = self._predictor.worst_scale * cost.time_with_s(decodes, 0, chunk, False)
-        return most_in_time(prompts, now_s, step_s / chunk)
+        return cost.time_with_s(decodes, 0, chunk, False) / chunk
 
     def _add_prompts(
         self,
@@ -367,21 +365,23 @@ class SloPolicy(Policy):
             return (level.value, *request.order_key)
         return (level.value, -lost_tokens, -request.num_computed_tokens, *request.order_key)
 
-    def step_limit_s(self, view: Snapshot[RequestView]) -> float:
-        """The least slack of the online decodes, and of the first tokens that can still be in time."""
-        online, waiting = view.delayed_online, view.waiting[PriorityLevel.ONLINE][:_MAX_WEIGHED]
-        return self._usable_slack_s(online, [*online, *waiting], view.now_s)
+    def step_limit_s(self, view: Snapshot[RequestView], num_tokens: Mapping[RequestId, int]) -> float:
+        """The least slack of the online decodes, or less where prompts leave less (``least_spare_s``)."""
+        now_s, predictor = view.now_s, self._predictor
+        decodes, prefills = split(view.delayed(PriorityLevel.ONLINE))
+        waiting = view.waiting[PriorityLevel.ONLINE][:_MAX_WEIGHED]
+        prompts, load = prompts_in_turn(prefills, waiting, view.served), decode_load(decodes)
+        token_s = self._token_s(load, self._limit_s(decodes, now_s, predictor.cost.step_time_s(load)))
+        spare_s = least_spare_s(prompts, now_s, predictor.time_scale * token_s, num_tokens)
+        return min(self._usable_slack_s(view.delayed_online, (), now_s), spare_s * predictor.usable_share)
 
     # Slack.
 
     def _usable_slack_s(
         self, online: Sequence[RequestView], prompts: Sequence[RequestView], now_s: float
     ) -> float:
-        """The longest that a step is to be predicted; inf where nothing bounds it.
-
-        That is the least slack of the online decodes, and of the prompts' first tokens that can still be in
-        time.
-        """
+        """The longest that a step is to be predicted: the least slack of the online decodes, and of the
+        prompts' first tokens that can still be in time; inf without any."""
         slacks_s = [
             last_at_s + self._tpot_s(each) - now_s
             for each in online
