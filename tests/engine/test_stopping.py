@@ -8,10 +8,11 @@ import pytest
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import Compute, Resume, Safepoints, ScheduledSlice, StepPlan
-from backfill.core.request import RequestId
+from backfill.core.request import Request, RequestId
 from backfill.engine.stopping import StepStopper, SubmittedStep
 from backfill.execution.executor import ExecutorInfo
 from backfill.kvcache.create import create_kv_cache
+from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.policies.baselines import FcfsPolicy
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import Scheduler
@@ -89,6 +90,21 @@ def test_a_step_of_an_owner_that_gives_way_stops_for_others_whatever_that_costs(
     slices: tuple[ScheduledSlice, ...], owner: str, stopped: list[int]
 ) -> None:
     assert stop_after(Compute(slices, 0.7, SAFEPOINTS), owner) == stopped
+
+
+def test_an_arrival_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[RequestId] = []
+
+    def num_cached_tokens(_: KVCacheManager, request: Request) -> int:
+        looked_up.append(request.request_id)
+        return 0
+
+    monkeypatch.setattr(KVCacheManager, "num_cached_tokens", num_cached_tokens)
+    stopper, step, _ = running(Compute((ONLINE, OFFLINE), 0.7, SAFEPOINTS))
+    arrived = [make_request(8, request_id=name) for name in "abc"]
+    for count in (1, 2, 2, 3):
+        stopper.maybe_stop([step], arrived[:count], 0.0)
+    assert looked_up == ["a", "b", "c"]
 
 
 def test_two_arrivals_at_once_stop_a_step_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,7 +290,9 @@ class CacheModel:
     def admit(self, each: Running, limit: Evictable, num_reserved: int, may_preempt: bool = True) -> bool:
         """Match and allocate, preempting others as long as blocks lack; False if they lack in the end."""
         cache, request = self.cache, each.request
+        num_cached, is_new = cache.num_cached_tokens(request), request.first_scheduled_at_s is None
         match = cache.match(request)
+        assert match.num_tokens == num_cached or not is_new
         while (shortage := cache.shortage(request, match, num_reserved, limit)) > 0:
             victims = self.at("running", "restoring")
             if not victims or not may_preempt or self.rng.random() < 0.3:

@@ -17,6 +17,7 @@ from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, StopBudget, online_load, should_stop
 from tests.builders import linear_cost, make_info, make_profile, make_request
+from tests.scheduling.caching import request_of, tokens
 
 COST = linear_cost(token_s=0.001, step_s=1e-9)
 
@@ -168,6 +169,27 @@ class OneArrival:
     def deliver(self) -> None:
         self._at_s = math.inf
         self._engine.arrive(self._request)
+
+
+@pytest.mark.parametrize("num_tokens", [11, 3003])
+def test_a_step_is_stopped_for_a_prompt_that_is_cached_but_for_a_few_tokens(num_tokens: int) -> None:
+    """The step has 0.19 s left, and computing 3,000 tokens takes 0.3 s: then no stop would help."""
+    config, clock, cost = SchedulerConfig(policy="conserve"), VirtualClock(), linear_cost(token_s=1e-4)
+    executor = SimulatedExecutor(make_info(num_blocks=2000, num_layers=100), DeviceBehaviour(cost), clock)
+    engine = Engine(config, executor, clock, make_profile(cost))
+    prompt = tokens("chat", num_tokens)
+    engine.add(request_of(prompt[: num_tokens - 3]))
+    while engine.has_unfinished:
+        engine.step()
+    engine.add(request_of(tokens("job", 2000), service_class=ServiceClass.OFFLINE))
+    arrived_at_s = clock.now_s() + 0.01
+    request = request_of(prompt, arrived_at_s=arrived_at_s, slo=SLO(0.1, 1.0))
+    executor.events = OneArrival(engine, request, arrived_at_s)
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.num_stopped_steps == 1
+    assert request.first_token_at_s is not None
+    assert request.first_token_at_s <= arrived_at_s + 0.1
 
 
 NUM_DECODES = 60

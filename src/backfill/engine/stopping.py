@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from backfill.core.plan import Resume, Safepoints, StepOutcome, StepPlan, max_in_flight
-from backfill.core.request import PriorityLevel, Request, ServiceClass
+from backfill.core.request import PriorityLevel, Request, RequestId, ServiceClass
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.engine.messages import StepKind
@@ -48,6 +48,7 @@ class StepStopper:
         self._overlap = 1.0 - max(info.stage_layers, default=1) / max(1, sum(info.stage_layers))
         self._online_load = StepLoad()  # of the step after those in flight, without those that arrive
         self._budget = StopBudget()
+        self._num_cached: dict[RequestId, int] = {}  # of the latest arrivals (``_look_up``)
         self._deciding = threading.Lock()
 
     def prepare(self, plan: StepPlan) -> None:
@@ -95,10 +96,11 @@ class StepStopper:
         assert predictor is not None
         online = [each for each in arrived if each.service_class is ServiceClass.ONLINE]
         cost, scale = predictor.cost, predictor.time_scale
+        cached = self._num_cached = self._look_up(online)
         for submitted, points, overlap in may_stop:
             yielding_owner = self._yielding_owner(submitted.plan)
             prompts = [
-                ArrivedPrompt(each.num_pending_tokens, each.next_token_by_s)
+                ArrivedPrompt(each.num_tokens, each.next_token_by_s, cached[each.request_id])
                 for each in online
                 if each.owner != yielding_owner
             ]
@@ -117,6 +119,13 @@ class StepStopper:
         if asked_at_s is None or stopped_at_s is None or stopped_at_s < asked_at_s:
             return None
         return stopped_at_s - asked_at_s
+
+    def _look_up(self, arrived: Iterable[Request]) -> dict[RequestId, int]:
+        """Tokens that the cache has of each, as of when it came."""
+        known, num_cached = self._num_cached, self._scheduler.kv.num_cached_tokens
+        return {
+            (name := each.request_id): known[name] if name in known else num_cached(each) for each in arrived
+        }
 
     def _yielding_owner(self, plan: StepPlan) -> str | None:
         """Whose online slices of the step may be stopped for other owners' requests; None for nobody's."""

@@ -123,6 +123,13 @@ class KVCacheManager:
             num_tokens += tail.num_tokens
         return Match(found, num_tokens)
 
+    def num_cached_tokens(self, request: Request) -> int:
+        """Leading tokens of a request that was never matched whose KV exists.
+
+        From any thread: it changes nothing, and reads the index key by key. The answer may be out of date.
+        """
+        return len(self._find(request, BlockTable(self._keys.root_of(request)), 0)) * self.block_size
+
     def shortage(self, request: Request, match: Match, num_reserved: int, limit: Evictable) -> int:
         """Blocks that lack for all of the request's tokens, with ``num_reserved`` left; at most 0 if none."""
         available = self._device.available(limit)

@@ -87,10 +87,11 @@ class StopBudget:
 
 @dataclass(frozen=True, slots=True)
 class ArrivedPrompt:
-    """An online request that arrived during the step: tokens to compute and its TTFT deadline."""
+    """An online request that arrived during the step: its tokens, TTFT deadline, and the tokens cached."""
 
     num_tokens: int
     ttft_deadline_at_s: float
+    num_cached_tokens: int = 0
 
 
 def online_load(
@@ -148,7 +149,8 @@ def should_stop(
         return False
     load = online.copy()
     for prompt in arrived:
-        load.put(0, prompt.num_tokens, True)
+        start = prompt.num_cached_tokens
+        load.put(start, prompt.num_tokens - start, True)
     next_step_s = time_scale * cost.step_time_s(load)
     # What is left of this step when the next one can be beside it no more.
     at_end_s, stopped_s = (
