@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from backfill.blending.pool import OfflinePool
 from backfill.blending.requests import OrderName, PoolRequest
 from backfill.core.clock import VirtualClock
-from backfill.core.config import SchedulerConfig
+from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
-from backfill.simulation.device import executor_info
+from backfill.simulation.device import executor_info, host_pool_tokens
 from backfill.simulation.metrics import percentile
 from backfill.simulation.replay import ReplayResult, Workload
 from experiments.blendserve.coserving_replay import BIN_S, PoolReplay
@@ -30,7 +30,6 @@ from experiments.blendserve.traffic import OnlineTraffic
 SLO_OF_ALL = SLO(ttft_s=1.5, tpot_s=0.11)
 _MAX_STEP_TOKENS = 1024
 _MAX_SEQS = 512
-_HOST_POOL_RATIO = 4
 
 Floats = NDArray[np.float64]
 
@@ -97,14 +96,14 @@ def run_coserving(run: CoserveRun) -> CoserveResult:
     arrivals = run.traffic.arrivals(model)
     pool = OfflinePool(run.order, resource_model(cost), kv_tokens=hardware.kv_tokens, seed=run.mix.seed)
     pool.add(requests)
-    clock = VirtualClock()
+    clock, config = VirtualClock(), EngineConfig(scheduler=_scheduler()).with_checkpointing()
     executor = SimulatedExecutor(
-        executor_info(hardware, _HOST_POOL_RATIO * hardware.kv_tokens),
+        executor_info(hardware, host_pool_tokens(hardware, config)),
         DeviceBehaviour(cost, hardware.costs.copies),
         clock,
     )
     replay = PoolReplay(
-        Engine(_config(), executor, clock, replace(hardware.costs, cost=cost)),
+        Engine(config.scheduler, executor, clock, replace(hardware.costs, cost=cost)),
         executor,
         clock,
         Workload(arrivals, run.traffic.duration_s, ()),
@@ -148,13 +147,13 @@ def _result(
     )
 
 
-def _config() -> SchedulerConfig:
+def _scheduler() -> SchedulerConfig:
+    """Of a server with its default policy."""
     return SchedulerConfig(
         policy="slo",
         max_num_seqs=_MAX_SEQS,
         max_num_batched_tokens=_MAX_STEP_TOKENS,
         max_prefill_chunk_tokens=_MAX_STEP_TOKENS,
-        checkpointing="adaptive",
         ttft_slo=SLO_OF_ALL.ttft_s,
         tpot_slo=SLO_OF_ALL.tpot_s,
     )

@@ -209,7 +209,7 @@ POLICIES = {
             "online-only",
             "priority",
             "priority (paper)",
-            "slo-recompute-latest",
+            "slo-unidirectional",
             "slo-swap",
             "slo",
             "slo (paper)",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 import statistics
 import sys
@@ -12,14 +13,20 @@ import pytest
 from cyclopts import App
 from matplotlib.figure import Figure
 
+from backfill.cli.serve import serve
 from backfill.cli.studies import command_of
+from backfill.core.clock import Clock
+from backfill.core.config import SchedulerConfig
 from backfill.core.slo import SLO
 from backfill.costs.hardware import load_hardware_profile
+from backfill.costs.profile import CostProfile
+from backfill.engine.engine import Engine
+from backfill.execution.executor import Executor
 from backfill.simulation.metrics import PolicyMetrics
 from backfill.simulation.policy_study import PolicyPoint, PolicyStudy, Scenario, Spread
-from backfill.simulation.replay import Lengths
+from backfill.simulation.replay import Arrival, Lengths, Workload
 from backfill.simulation.study import FIRST_REPORTED_SEED, TUNING_SEED, Run, run_study
-from backfill.simulation.variants import COLOURS, VARIANTS
+from backfill.simulation.variants import COLOURS, VARIANTS, Simulation
 from experiments.workloads import gamma_workload
 from tests.cli.running import run_cli_here, run_to_json
 
@@ -173,3 +180,20 @@ def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
 
 def test_every_variant_has_a_colour() -> None:
     assert set(COLOURS) == set(VARIANTS)
+
+
+def test_slo_is_what_the_server_does_without_an_option() -> None:
+    made = []
+
+    def create(config: SchedulerConfig, executor: Executor, clock: Clock, profile: CostProfile) -> Engine:
+        made.append((config, executor.info))
+        return Engine(config, executor, clock, profile)
+
+    hardware = load_hardware_profile("a100-40g-llama-2-7b")
+    workload = Workload((Arrival(0.0, Lengths(100, 2)),), 1.0, ())
+    Simulation(hardware, "slo", workload, SLO(1.0, 0.15), 2048, TUNING_SEED).replay(create)
+    ((config, info),) = made
+    server = inspect.signature(serve).parameters["engine"].default.with_checkpointing()
+    assert config == replace(server.scheduler, ttft_slo=1.0, tpot_slo=0.15)
+    assert config.shares_blocks and config.checkpointing == "adaptive"
+    assert info.num_host_blocks == info.num_blocks == hardware.kv_tokens // info.block_size

@@ -109,14 +109,16 @@ class Target:
         taken_bytes = memory.weights_bytes + memory.kv_bytes
         if not on_cpu:
             taken_bytes = self.weight_sizes(on_node).host_layers_bytes(config.offload_every)
+        on_host = available_host_bytes()
+        left_bytes = (
+            None if on_host is None else (on_host - taken_bytes) * block_bytes // self._block_bytes(on_node)
+        )
         return RankPlan(
             self.kv_layout(placement.sizes(rank)),
             memory,
             block_bytes,
             num_blocks,
-            num_host_blocks=_choose_num_host_blocks(
-                config, block_bytes, self._block_bytes(on_node), kv_bytes, taken_bytes
-            ),
+            num_host_blocks=choose_num_host_blocks(config, block_bytes, kv_bytes, left_bytes),
             max_model_len=_choose_max_model_len(
                 config, placement.config, num_blocks, block_bytes, warns=rank == 0
             ),
@@ -244,24 +246,24 @@ def available_cuda_bytes(device: torch.device, utilization: float) -> int:
     return max(0, int(total * utilization) - (total - free))
 
 
-def _choose_num_host_blocks(
-    config: EngineConfig, block_bytes: int, node_block_bytes: int, kv_bytes: int, taken_bytes: int
+def choose_num_host_blocks(
+    config: EngineConfig, block_bytes: int, kv_bytes: int, left_bytes: int | None
 ) -> int:
-    """Blocks of the host pool, 0 for none. Weights and device pool use ``taken_bytes`` of the host.
+    """Blocks of the host pool, 0 for none.
 
     Args:
-        node_block_bytes: of a block, on the ranks that share this host.
+        kv_bytes: of the device's pool.
+        left_bytes: of host memory, for blocks of all ranks; None: unknown.
+    Raises: InsufficientMemory.
     """
     if config.scheduler.checkpointing in (None, "none") or config.host_kv_bytes == 0:
         return 0
-    available = available_host_bytes()
-    left = None if available is None else (available - taken_bytes) * block_bytes // node_block_bytes
     if config.host_kv_bytes is None:
         host_kv_bytes = kv_bytes
-        if left is not None:
-            host_kv_bytes = min(host_kv_bytes, max(0, int(left * _DEFAULT_HOST_KV_FRAC)))
+        if left_bytes is not None:
+            host_kv_bytes = min(host_kv_bytes, max(0, int(left_bytes * _DEFAULT_HOST_KV_FRAC)))
         return host_kv_bytes // block_bytes
-    check_host_pool_fits(host_kv_bytes=config.host_kv_bytes, left_bytes=left)
+    check_host_pool_fits(host_kv_bytes=config.host_kv_bytes, left_bytes=left_bytes)
     if config.host_kv_bytes < block_bytes:
         raise InsufficientMemory(
             f"The KV pool in host memory holds no block: one takes {block_bytes / GIB:.4f} GiB; raise "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from backfill.core.clock import VirtualClock
-from backfill.core.config import SchedulerConfig
+from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.costs.behaviour import DeviceBehaviour, StepNoise
 from backfill.costs.hardware import HardwareProfile
 from backfill.costs.profile import CostProfile
@@ -13,6 +13,7 @@ from backfill.costs.profiler import FULL, Capacity, profile_executor
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.execution.simulated_pipeline import SimulatedPipeline
+from backfill.execution.sizing import choose_num_host_blocks
 
 BLOCK_SIZE = 16
 MOST_KV_TOKENS = 100_000_000  # of a pool, each of whose blocks is an object
@@ -81,6 +82,18 @@ def executor_info(hardware: HardwareProfile, host_kv_tokens: int) -> ExecutorInf
         max_steps_in_flight=max(1, len(hardware.stage_layers)),
         stage_layers=hardware.stage_layers,
     )
+
+
+def host_pool_tokens(hardware: HardwareProfile, config: EngineConfig) -> int:
+    """Tokens of the KV pool in host memory that a server with this configuration has.
+
+    Profiles do not say how much memory the host has: it is as much as the pool needs.
+    """
+    block_bytes = hardware.kv_bytes_per_token * BLOCK_SIZE
+    if not block_bytes:  # unknown, so that nothing can be copied
+        return 0
+    kv_bytes = hardware.kv_tokens // BLOCK_SIZE * block_bytes
+    return choose_num_host_blocks(config, block_bytes, kv_bytes, left_bytes=None) * BLOCK_SIZE
 
 
 def create_simulated_executor(

@@ -6,45 +6,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from backfill.core.config import SchedulerConfig
+from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.hardware import HardwareProfile
 from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
-from backfill.simulation.device import measured_profile, typical_behaviour
+from backfill.simulation.device import host_pool_tokens, measured_profile, typical_behaviour
 from backfill.simulation.metrics import PolicyMetrics, metrics_of
 from backfill.simulation.replay import EngineFactory, ReplayResult, Workload, simulate
 
-_HOST_POOL_RATIO = 4
-
-# Blocks are shared by the variants that say so.
-_slo = partial(SchedulerConfig, policy="slo", kv_layout="unidirectional")
+_slo = partial(SchedulerConfig, policy="slo")
 _bros = partial(SchedulerConfig, policy="bros", kv_layout="unidirectional")
 
-# Policies that scenarios compare, some with parts switched off.
+# Policies that scenarios compare: options of ``backfill serve``, which chooses what they leave open.
 VARIANTS: Mapping[str, SchedulerConfig] = {
-    "online-only": SchedulerConfig(policy="online-only", checkpointing="none"),
-    "fcfs": SchedulerConfig(policy="fcfs", checkpointing="none"),
-    "round-robin": SchedulerConfig(policy="round-robin", checkpointing="none"),
+    "online-only": SchedulerConfig(policy="online-only"),
+    "fcfs": SchedulerConfig(policy="fcfs"),
+    "round-robin": SchedulerConfig(policy="round-robin"),
     # The paper's vLLM++; then what vLLM does today.
     "priority": SchedulerConfig(policy="priority", checkpointing="swap", kv_restore="blocking"),
-    "priority-recompute": SchedulerConfig(policy="priority", checkpointing="none"),
-    "slo-recompute-latest": _slo(checkpointing="none", victims="latest"),
+    "priority-recompute": SchedulerConfig(policy="priority"),
+    # The default, and parts of it switched off.
+    "slo": _slo(),
     "slo-recompute": _slo(checkpointing="none"),
     "slo-swap": _slo(checkpointing="swap", kv_restore="blocking"),
-    "slo-checkpoint": _slo(checkpointing="adaptive", kv_restore="blocking"),
-    "slo": _slo(checkpointing="adaptive"),
-    "slo-no-safepoints": _slo(checkpointing="adaptive", safepoints=False),
-    "slo-eager": _slo(checkpointing="eager"),
-    # The two papers' systems, as ``--policy`` has them; then BROS without its KV cache.
-    "conserve": SchedulerConfig(policy="conserve", checkpointing="adaptive"),
-    "bros": SchedulerConfig(policy="bros", checkpointing="lazy"),
+    "slo-checkpoint": _slo(kv_restore="blocking"),
+    "slo-no-safepoints": _slo(safepoints=False),
+    "slo-unidirectional": _slo(kv_layout="unidirectional"),
+    # The two papers' systems; then BROS without its KV cache.
+    "conserve": SchedulerConfig(policy="conserve"),
+    "bros": SchedulerConfig(policy="bros"),
     "bros-checkpoint": _bros(checkpointing="adaptive"),
     "bros-swap": _bros(checkpointing="swap", kv_restore="blocking"),
     "bros-recompute": _bros(checkpointing="none"),
-    # Two requests in one block.
-    "slo-bidirectional": SchedulerConfig(policy="slo", checkpointing="adaptive", kv_layout="bidirectional"),
 }
 
 
@@ -54,19 +49,17 @@ COLOURS = {
     "round-robin": "#762a83",
     "priority": "#e08214",
     "priority-recompute": "#fdb863",
-    "slo-recompute-latest": "#d9f0d3",
     "slo-recompute": "#a6dba0",
     "slo-swap": "#c7eae5",
     "slo-checkpoint": "#5aae61",
     "slo": "#1b7837",
-    "slo-eager": "#01665e",
     "slo-no-safepoints": "#35978f",
     "conserve": "#8c510a",
     "bros": "#de77ae",
     "bros-swap": "#f1b6da",
     "bros-recompute": "#c51b7d",
     "bros-checkpoint": "#8e0152",
-    "slo-bidirectional": "#00441b",
+    "slo-unidirectional": "#00441b",
 }
 
 
@@ -93,20 +86,21 @@ class Simulation:
     profile: CostProfile | None = None
 
     def replay(self, create_engine: EngineFactory = Engine) -> ReplayResult:
-        """The host's KV pool is four times the device's."""
-        config = replace(
+        """What the policy's options leave open is as ``backfill serve`` chooses it."""
+        options = replace(
             VARIANTS[self.policy],
             max_num_batched_tokens=self.max_step_tokens,
             max_prefill_chunk_tokens=self.max_step_tokens,
             ttft_slo=self.slo.ttft_s,
             tpot_slo=self.slo.tpot_s,
         )
+        config = EngineConfig(scheduler=options).with_checkpointing()
         behaviour = self.behaviour or typical_behaviour(self.hardware.costs)
         replay = simulate(
-            config,
+            config.scheduler,
             self.workload,
             self.hardware,
-            _HOST_POOL_RATIO * self.hardware.kv_tokens,
+            host_pool_tokens(self.hardware, config),
             behaviour=behaviour,
             profile=self.profile or measured_profile(self.hardware, behaviour, self.seed),
             seed=self.seed,
