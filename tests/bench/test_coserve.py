@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -39,6 +40,7 @@ def coserve(
     server: FakeServer,
     load: CoserveLoad = LOAD,
     meanwhile: Callable[[asyncio.Event], Coroutine[Any, Any, None]] | None = None,
+    **options: Any,
 ) -> CoserveRun:
     async def run() -> CoserveRun:
         stop = asyncio.Event()
@@ -46,7 +48,7 @@ def coserve(
             endpoint = Endpoint(server.url, "/v1/completions", "", ignore_eos=True)
             task = None if meanwhile is None else asyncio.create_task(meanwhile(stop))
             try:
-                return await run_coserve(endpoint, load, stop=stop)
+                return await run_coserve(endpoint, load, stop=stop, **options)
             finally:
                 if task is not None:
                     await task
@@ -101,6 +103,14 @@ def check_counts(factor: float) -> None:
     assert figures.total_tok_s == pytest.approx((figures.online_tok_s or 0) + (figures.offline_tok_s or 0))
     assert figures.recomputed_token_share == 0.0 and figures.discarded_token_share is None
     assert len(timeline_of(run).ttfts) == 16
+
+
+def test_seconds_of_which_a_hypervisor_took_much_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backfill.bench.coserve._STOLEN_INTERVAL_S", 0.05)
+    # Much before the run, some in the second interval, and much in the fourth. An interval may be a late one.
+    taken_s = itertools.chain([7.0, 7.0, 7.002, 7.002], itertools.repeat(8000.0))
+    ((start_s, end_s),) = coserve(FakeServer(), BRIEF, stolen_s=lambda: next(taken_s)).stolen
+    assert 0.15 <= start_s <= end_s - 0.05
 
 
 def test_no_offline_load_at_all() -> None:

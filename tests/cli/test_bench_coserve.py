@@ -15,8 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
+from backfill.bench.coserve_load import CoserveLoad
 from backfill.bench.scrape import parse_totals, total_tokens
-from backfill.cli.bench_coserve import _explain
+from backfill.cli.bench_coserve import ServerOptions, _explain, _run_on
+from backfill.execution.machine import stolen_s
 from tests.api.batch_inputs import as_jsonl, chat_line, submit, wait_ended
 from tests.api.servers import SMALL_MODEL, TIMEOUT_S, RunningServer, small_server, wait_until
 from tests.cli.running import run_cli_here
@@ -227,6 +229,28 @@ def test_a_p99_of_few_requests_is_named(capsys: pytest.CaptureFixture[str]) -> N
         "fcfs: the TTFT's P99 of 99",
         "priority: the TTFT's P99 of 39",
     ]
+
+
+def test_what_is_left_out_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"status": "complete", "num_online": 120, "num_left_out": 80, "left_out_s": 12.3}
+    _explain({"slo": figures})
+    left_out, few = capsys.readouterr().out.splitlines()
+    assert left_out.startswith("slo: a hypervisor took much of 12 s: latencies leave out 80 of 120")
+    assert few.startswith("slo: the TTFT's P99 of 40 requests")
+
+
+@pytest.mark.parametrize("base_url", [None, "http://127.0.0.1:1"])
+def test_stolen_time_is_looked_for_beside_servers_of_its_own_alone(
+    monkeypatch: pytest.MonkeyPatch, base_url: str | None
+) -> None:
+    passed: dict[str, Any] = {}
+
+    async def run_coserve(*_: Any, **options: Any) -> None:
+        passed.update(options)
+
+    monkeypatch.setattr("backfill.cli.bench_coserve.run_coserve", run_coserve)
+    _run_on("http://127.0.0.1:1", ServerOptions(base_url=base_url), CoserveLoad(), "slo", is_silent=True)
+    assert (passed["stolen_s"] is stolen_s) == (base_url is None)
 
 
 def test_nobody_answers() -> None:

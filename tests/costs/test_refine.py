@@ -59,15 +59,10 @@ class Service:
     ) -> None:
         self.clock = VirtualClock()
         self.saved: list[CostProfile] = []
-        self.stolen_s = 0.0
-        self.refiner = ProfileRefiner(profile, grid, self.clock, self.saved.append, self._take_stolen_s)
+        self.refiner = ProfileRefiner(profile, grid, self.clock, self.saved.append)
         self.truth = truth
         self._rng = random.Random(3)
         self.noise = noise
-
-    def _take_stolen_s(self) -> float:
-        stolen_s, self.stolen_s = self.stolen_s, 0.0
-        return stolen_s
 
     def serve(self, shape: Shape, stolen: float = 0.0) -> None:
         """``stolen``: seconds that a hypervisor takes beside it, over the step's own."""
@@ -76,10 +71,9 @@ class Service:
             for index, (start, count, samples) in enumerate(shape)
         )
         seconds = self.truth.step_time_s(StepLoad.of(shape)) * self._rng.lognormvariate(0.0, self.noise)
-        self.stolen_s += stolen * seconds
         seconds *= 1.0 + stolen
         self.clock.advance(seconds)
-        self.refiner.observe(StepPlan(step=0, work=Compute(slices)), seconds)
+        self.refiner.observe(StepPlan(step=0, work=Compute(slices)), seconds, is_disturbed=stolen > 0.0)
 
     def serve_chats(self, num_steps: int, most_tokens: int = 1000) -> None:
         """Prompts of up to ``most_tokens``, and decodes after them."""
@@ -155,11 +149,12 @@ def test_steps_that_are_always_beside_stolen_time_are_learned_beside_others_that
 
 def test_stolen_time_is_of_the_mean_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64, a little of each would else be more than all of a step."""
-    stolen_s = iter([5.0, 5.64, 5.64])
+    stolen_s = iter([5.0, 5.64, 5.64, 6.28, 6.92])
     monkeypatch.setattr(machine, "_processor_seconds", lambda: [*[0.0] * 7, next(stolen_s)])
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     stolen = machine.StolenTime()
     assert (stolen.take_s(), stolen.take_s()) == pytest.approx((0.01, 0.0))
+    assert (stolen.disturbs(0.1), stolen.disturbs(1.0)) == (True, False), "10 ms are much of a tenth alone"
 
 
 def test_where_nothing_was_ever_stolen_it_is_hardly_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -12,7 +13,7 @@ import pytest
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
-from backfill.core.plan import Resume, WeightTransfers
+from backfill.core.plan import Resume, StepOutcome, StepPlan, WeightTransfers
 from backfill.core.request import ServiceClass
 from backfill.costs import refine
 from backfill.costs.behaviour import DeviceBehaviour
@@ -47,7 +48,10 @@ class LearningEngine:
         grid = (StepLoad.of(shape) for shape in FULL.shapes(CAPACITY))
         self.refiner = ProfileRefiner(profile, grid, self.clock, self.saved.append)
         executor = SimulatedExecutor(info, DeviceBehaviour(TRUTH), self.clock)
-        self.engine = Engine(CONFIG, executor, self.clock, profile, self.refiner)
+        self.is_disturbed = False
+        self.engine = Engine(
+            CONFIG, executor, self.clock, profile, self.refiner, is_disturbed=lambda _: self.is_disturbed
+        )
         self._rng = random.Random(5)
 
     @property
@@ -131,6 +135,30 @@ def test_a_profile_with_only_a_new_error_keeps_the_correction() -> None:
     assert predictor.time_scale == learned != 1.0
 
 
+@pytest.mark.parametrize(("num_of_12", "is_learned"), [(1, False), (9, True)])
+def test_rare_steps_that_a_hypervisor_disturbs_are_not_learned(num_of_12: int, is_learned: bool) -> None:
+    learning = LearningEngine(coarse_profile(TRUTH))
+    engine, numbers = learning.engine, itertools.count()
+    predictor, run = engine.predictor, engine.executor.run
+    assert predictor is not None
+
+    def run_disturbed(plan: StepPlan) -> StepOutcome:
+        learning.is_disturbed = 7 * next(numbers) % 12 < num_of_12
+        if learning.is_disturbed:
+            learning.clock.advance(2.0 * engine.default_slo.tpot_s)
+        return run(plan)
+
+    engine.executor.run = run_disturbed  # type: ignore[method-assign]
+    wanted = predictor._errors.share
+    learning.serve_chats(200)
+    assert next(numbers) > 600
+    assert (predictor.time_scale > 1.2) == is_learned
+    assert (predictor.worst_scale > 1.2) == is_learned
+    assert (predictor._errors.share > wanted) == is_learned, "the late gaps were not its own"
+    refined = learning.refine()
+    assert refined is not None and refined.error.median < 0.01, "the profile is of the others"
+
+
 def test_nothing_is_fitted_while_an_online_request_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     learning = LearningEngine()
     for _ in range(3):  # the first fits come sooner
@@ -205,7 +233,7 @@ def test_the_refiner_ignores_steps_with_another_interval_than_the_profiles() -> 
     profile = coarse_profile(TRUTH)
     refiner = ProfileRefiner(profile, (), clock)
     observed: list[float] = []
-    refiner.observe = lambda plan, seconds: observed.append(seconds)  # type: ignore[method-assign]
+    refiner.observe = lambda plan, seconds, **_: observed.append(seconds)  # type: ignore[method-assign]
     engine = Engine(CONFIG, executor, clock, profile, refiner)
     engine.add(make_request(8, 20))
     engine.step()
@@ -222,7 +250,7 @@ def test_the_refiner_ignores_stopped_and_resumed_steps() -> None:
     learning = LearningEngine()
     engine = learning.engine
     observed: list[Any] = []
-    learning.refiner.observe = lambda plan, seconds: observed.append(plan)  # type: ignore[method-assign]
+    learning.refiner.observe = lambda plan, seconds, **_: observed.append(plan)  # type: ignore[method-assign]
     engine.add(make_request(1500, service_class=ServiceClass.OFFLINE))
 
     class ArrivalInStep:

@@ -26,8 +26,10 @@ from backfill.costs.profile import CostProfile, Quality
 from backfill.costs.profiler import Shape, StepTimer
 from backfill.engine.analyzer import record_key
 from backfill.engine.engine import Engine
+from backfill.engine.process import load_engine
 from backfill.execution import profile as execution_profile
 from backfill.execution.create import create_torch_executor
+from backfill.execution.machine import StolenTime
 from backfill.execution.profile import (
     create_refiner,
     load_or_measure_profile,
@@ -324,6 +326,23 @@ def test_all_but_a_full_profile_are_refined_and_a_named_file_is_left_alone(
     else:
         wait_until(lambda: profile_path(profile.key).exists(), "the profile to be saved")
         assert CostProfile.load(profile_path(profile.key)) == refined
+
+
+@pytest.mark.parametrize("quality", ["refined", "full"])
+def test_stolen_time_is_looked_for_once_a_step(
+    running: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quality: Quality
+) -> None:
+    path, asked = tmp_path / "named.json", list[float]()
+    profile_of(running, quality=quality).save(path)
+    monkeypatch.setattr(StolenTime, "disturbs", lambda _, seconds: bool(asked.append(seconds)))
+    engine = load_engine(replace(running[0], profile=str(path)))
+    engine.add(make_request(prompt_token_ids=[5, 6, 7], max_tokens=3, ignore_eos=True))
+    num_steps = 0
+    while engine.has_unfinished:
+        engine.step()
+        num_steps += 1
+    assert len(asked) == num_steps and min(asked) > 0.0
+    engine.executor.close()
 
 
 def test_steps_go_on_while_a_disk_hangs_and_the_latest_profile_is_saved(

@@ -23,6 +23,8 @@ from backfill.bench.scrape import Sample, num_present, parse_totals
 
 # Half of the timeline's windows. A response of /metrics takes the server some milliseconds.
 _SAMPLE_S = 2.5
+# A second of which a hypervisor took more of one processor does not show how fast the server is.
+_STOLEN_INTERVAL_S, _MOST_STOLEN = 1.0, 0.05
 _RETRY_S = 0.5
 _ATTEMPTS = 3
 _READY_TIMEOUT_S = 60.0
@@ -46,6 +48,7 @@ class CoserveRun:
         online: the online requests, also those of the warm-up.
         samples: the server's totals, in order of time; empty if it exposes none.
         ended_at_s: end of the measurement, or of the run if that was stopped before.
+        stolen: start and end of the seconds of which a hypervisor took much.
     """
 
     load: CoserveLoad
@@ -55,6 +58,7 @@ class CoserveRun:
     samples: list[Sample] = field(default_factory=list)
     status: Status = Status.COMPLETE
     ended_at_s: float = 0.0
+    stolen: list[tuple[float, float]] = field(default_factory=list)
 
 
 async def run_coserve(
@@ -63,6 +67,7 @@ async def run_coserve(
     *,
     stop: asyncio.Event,
     watch: Callable[[Run], AbstractAsyncContextManager[Any]] | None = None,
+    stolen_s: Callable[[], float] = lambda: 0.0,
 ) -> CoserveRun:
     """Send the load, and return when the last measured request has ended or the run was stopped.
 
@@ -70,6 +75,7 @@ async def run_coserve(
         endpoint: the server; an empty model is the server's first.
         stop: once set, the run ends and is marked as interrupted.
         watch: shows the online requests while the run goes on.
+        stolen_s: what a hypervisor has taken of all processors of the server's machine until now.
     Raises: ConfigError when no server answers, it refuses the offline work, or the load exceeds its context.
     """
     model = await find_model(endpoint)
@@ -88,7 +94,7 @@ async def run_coserve(
         sending = asyncio.create_task(send_load(client, requests, stop=ending, run=run.online))
         await asyncio.sleep(0)  # sets the run's start, from which all times count
         async with watch(run.online) if watch else contextlib.nullcontext(), _ended(sending, ending):
-            await _supervise(run, api, sending, stop)
+            await _supervise(run, api, sending, stop, stolen_s)
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             await offline.finish()
             if run.status is not Status.SERVER_LOST:
@@ -97,15 +103,20 @@ async def run_coserve(
 
 
 async def _supervise(
-    run: CoserveRun, api: ServerApi, sending: asyncio.Task[Run], stop: asyncio.Event
+    run: CoserveRun,
+    api: ServerApi,
+    sending: asyncio.Task[Run],
+    stop: asyncio.Event,
+    stolen_s: Callable[[], float],
 ) -> None:
-    """Fill in the run's samples, status and end; return when the load is over."""
+    """Fill in the run's samples, stolen seconds, status and end; return when the load is over."""
     load = run.load
     offline = asyncio.create_task(run.offline.run(run.online))
     sampling = asyncio.create_task(_sample(run, api))
     stopping = asyncio.create_task(stop.wait())
     measuring = asyncio.create_task(_until_measured(run, sending))
-    tasks: tuple[asyncio.Task[Any], ...] = (offline, sampling, stopping, measuring)
+    noting = asyncio.create_task(_note_stolen(run, stolen_s))
+    tasks: tuple[asyncio.Task[Any], ...] = (offline, sampling, stopping, measuring, noting)
     try:
         await asyncio.wait(
             tasks, timeout=load.end_s + load.drain_timeout, return_when=asyncio.FIRST_COMPLETED
@@ -170,6 +181,17 @@ async def _sample(run: CoserveRun, api: ServerApi) -> None:
         if text is not None and (totals := parse_totals(text)):
             run.samples.append(Sample(between, totals))
     await asyncio.Event().wait()
+
+
+async def _note_stolen(run: CoserveRun, stolen_s: Callable[[], float]) -> None:
+    """Note the seconds of which a hypervisor took much, until cancelled."""
+    began_at, taken_s = time.perf_counter(), stolen_s()
+    while True:
+        await asyncio.sleep(_STOLEN_INTERVAL_S)
+        ended_at, before_s, taken_s = time.perf_counter(), taken_s, stolen_s()
+        if taken_s - before_s > _MOST_STOLEN * (ended_at - began_at):
+            run.stolen.append((began_at - run.online.started_at, ended_at - run.online.started_at))
+        began_at = ended_at
 
 
 def _instants(load: CoserveLoad) -> Sequence[float]:

@@ -28,6 +28,8 @@ WINDOW_S = 5.0
 # Summed over rounds, since a median could hide a failure.
 _COUNTS = (
     "num_online",
+    "num_left_out",
+    "left_out_s",
     "failed",
     "unfinished",
     "offline_completed",
@@ -43,7 +45,8 @@ class CoserveFigures:
     """One policy's figures; None if there was nothing to measure or the server does not say.
 
     Attributes:
-        ttft_p50_s, ttft_p99_s: over the online requests due in the measurement. A request without a token at
+        ttft_p50_s, ttft_p99_s: over the online requests due in the measurement, without those that ran while
+            a hypervisor took much of the processors. A request without a token at
             the end of the run counts with its wait until then, a lower bound.
         itl_p50_s, itl_p99_s: over all gaps between chunks of these requests.
         tpot_p99_s: over requests, (last - first chunk) / (tokens - 1).
@@ -56,6 +59,9 @@ class CoserveFigures:
             over all tokens computed.
         prefix_hit_tokens: prompt tokens that the server found in its prefix cache; no two prompts of the load
             begin alike.
+        num_online: online requests due in the measurement.
+        num_left_out, left_out_s: those of them that are left out of latencies and attainment, and the seconds
+            of which a hypervisor took much.
         failed, unfinished: online requests that failed, or had not ended at the end of the run.
     """
 
@@ -78,6 +84,8 @@ class CoserveFigures:
     step_stops: int | None = None
     prefix_hit_tokens: int | None = None
     num_online: int = 0
+    num_left_out: int = 0
+    left_out_s: float = 0.0
     failed: int = 0
     unfinished: int = 0
     offline_completed: int = 0
@@ -105,7 +113,8 @@ class Timeline:
 def figures_of(run: CoserveRun) -> CoserveFigures:
     """The figures of the measurement, or of its part before the run was stopped."""
     load = run.load
-    records = [r for r in run.online.records if load.warmup <= r.due_at_s <= run.ended_at_s]
+    due = [r for r in run.online.records if load.warmup <= r.due_at_s <= run.ended_at_s]
+    records = [record for record in due if not _is_disturbed(record, run)]
     waits = [wait for record in records if (wait := _ttft_s(record, run)) is not None]
     gaps = [gap for record in records for gap in record.itls_s]
     tpots = [r.tpot_s for r in records if r.outcome is Outcome.COMPLETED and r.tpot_s is not None]
@@ -130,14 +139,16 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
         preemptions=_count(samples, PREEMPTIONS),
         step_stops=_count(samples, STEP_STOPS),
         prefix_hit_tokens=_count(samples, *PREFIX_HITS),
-        num_online=len(records),
-        failed=sum(record.outcome is Outcome.FAILED for record in records),
-        unfinished=sum(record.outcome is Outcome.INTERRUPTED for record in records),
+        num_online=len(due),
+        num_left_out=len(due) - len(records),
+        left_out_s=sum(end_s - start_s for start_s, end_s in run.stolen if end_s > load.warmup),
+        failed=sum(record.outcome is Outcome.FAILED for record in due),
+        unfinished=sum(record.outcome is Outcome.INTERRUPTED for record in due),
         offline_completed=run.offline.num_completed,
         offline_failed=run.offline.num_failed,
         measured_s=max(run.ended_at_s - load.warmup, 0.0),
         status=str(run.status),
-        errors=_errors(records, run),
+        errors=_errors(due, run),
     )
 
 
@@ -258,6 +269,13 @@ def _is_judged(record: RequestRecord, run: CoserveRun) -> bool:
         return True
     has_ended = record.outcome is Outcome.INTERRUPTED and record.sent_at_s is not None
     return has_ended and (run.status is Status.COMPLETE or record.ended_after_s > run.load.ttft_slo)
+
+
+def _is_disturbed(record: RequestRecord, run: CoserveRun) -> bool:
+    """Whether a hypervisor took much of the processors while it waited or ran."""
+    sent_at_s = record.due_at_s if record.sent_at_s is None else record.sent_at_s
+    ended_at_s = sent_at_s + record.ended_after_s
+    return any(start_s < ended_at_s and sent_at_s < end_s for start_s, end_s in run.stolen)
 
 
 def _gaps(record: RequestRecord) -> Iterator[tuple[float, float]]:

@@ -31,6 +31,7 @@ from backfill.cli.startup import check_folder, check_plot, run_in_loop
 from backfill.core.config import PolicyName
 from backfill.core.errors import ConfigError
 from backfill.core.options import bounded, check_types
+from backfill.execution.machine import stolen_s
 from backfill.models.resolve import DEFAULT_MODEL
 from backfill.simulation.study import check_names
 from backfill.simulation.tables import print_figures
@@ -244,7 +245,11 @@ def _run_on(url: str, servers: ServerOptions, load: CoserveLoad, title: str, is_
     async def run() -> CoserveRun:
         with stopped_by_ctrl_c() as stop:
             return await run_coserve(
-                endpoint, load, stop=stop, watch=lambda online: live_progress(online, is_silent)
+                endpoint,
+                load,
+                stop=stop,
+                watch=lambda online: live_progress(online, is_silent),
+                stolen_s=stolen_s if servers.base_url is None else lambda: 0.0,  # that one may be elsewhere
             )
 
     note(f"{title}: {load.warmup:g} s of warm-up and {load.duration:g} s of measurement")
@@ -291,7 +296,12 @@ def _explain(policies: Mapping[str, Mapping[str, Any]]) -> None:
                 f"{name}: the online load alone is beyond this server's capacity: {in_time:.0%} of first "
                 "tokens were in time. Lower --rate: policies are compared under overload."
             )
-        num_online = min(each.get("num_online") or 0 for each in figures.get("rounds") or [figures])
+        if figures.get("num_left_out"):
+            print(
+                f"{name}: a hypervisor took much of {figures['left_out_s']:.0f} s: latencies leave out "
+                f"{figures['num_left_out']} of {figures['num_online']} online requests, which ran then."
+            )
+        num_online = min(_num_counted(each) for each in figures.get("rounds") or [figures])
         if 0 < num_online < _LEAST_FOR_P99:
             print(
                 f"{name}: the TTFT's P99 of {num_online} requests is about the longest: a longer --duration "
@@ -303,6 +313,12 @@ def _explain(policies: Mapping[str, Mapping[str, Any]]) -> None:
             print(f"{name}: offline tokens are of completed requests only; the server counts none.")
         for error, count in (figures.get("errors") or {}).items():
             print(f"{name}: {count} x {error}")
+
+
+def _num_counted(figures: Mapping[str, Any]) -> int:
+    """Online requests that its latencies are of."""
+    num_online: int = figures.get("num_online") or 0
+    return num_online - (figures.get("num_left_out") or 0)
 
 
 def _in_words(figures: CoserveFigures) -> str:

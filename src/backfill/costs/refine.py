@@ -34,8 +34,6 @@ _LOWEST_SCALE, _HIGHEST_SCALE = 0.5, 2.0
 # A step of more rows than were served takes at most so many times as long for each of them: products do not
 # become less efficient, but for a part of a tile.
 _MOST_PER_ROW = 1.25
-# Part of a step's time beyond which it counts as disturbed by what a hypervisor took of the mean processor.
-_MOST_STOLEN = 0.025
 # Disturbed steps of a stratum that are left out in a row.
 _MOST_LEFT_OUT = 4
 # A saved profile is too slow if it predicts more than so many times what steps take at a start.
@@ -125,7 +123,6 @@ class ProfileRefiner:
     Args:
         grid: loads at which the current model counts where no steps were served.
         on_refined: called with each new profile.
-        stolen_s: returns the seconds that a hypervisor took of the mean processor since the last call.
     """
 
     def __init__(
@@ -134,13 +131,11 @@ class ProfileRefiner:
         grid: Iterable[StepLoad],
         clock: Clock,
         on_refined: Callable[[CostProfile], None] = lambda _: None,
-        stolen_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.profile = profile
         self._grid = list(grid)
         self._clock = clock
         self._on_refined = on_refined
-        self._stolen_s = stolen_s
         self._sample = StepSample()
         self._num_new = 0
         self._began_at_s = clock.now_s()
@@ -161,12 +156,11 @@ class ProfileRefiner:
         interval_s = min(_MOST_INTERVAL_S, _FIRST_INTERVAL_S * 2.0**self._num_fits)
         return self.is_due and self._clock.now_s() - last_s >= interval_s
 
-    def observe(self, plan: StepPlan, seconds: float) -> None:
+    def observe(self, plan: StepPlan, seconds: float, *, is_disturbed: bool = False) -> None:
         """Take a step into the sample that ran from its first layer to its last in ``seconds``.
 
         It is disturbed where a hypervisor has taken time since the step before.
         """
-        is_disturbed = self._stolen_s() > _MOST_STOLEN * seconds
         if seconds <= 0:
             return
         chunks = [scheduled for scheduled in plan.slices if scheduled.num_tokens > 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from backfill.core.clock import Clock
@@ -48,6 +48,8 @@ class Engine:
         bus: decides the offloading interval with the other engines on a bus; None without one.
         record_check: compares steps with the performance record; None if no interval was chosen by one.
         grammars: compiles grammars beside the steps; None if the executor does not, or is elsewhere.
+        is_disturbed: whether a hypervisor took so much since the last call that a step of so many seconds
+            does not show how fast the machine is.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Engine:
         bus: BusMember | None = None,
         record_check: RecordCheck | None = None,
         grammars: GrammarMasks | None = None,
+        is_disturbed: Callable[[float], bool] = lambda _: False,
     ) -> None:
         info = executor.info
         cost = profile.cost if profile is not None else None
@@ -97,6 +100,7 @@ class Engine:
         self._refiner = refiner
         self._bus = bus
         self._record_check = record_check
+        self._is_disturbed = is_disturbed
         self._is_stalled = False
         self._serves_online = False  # an online request has come; run-batch never has any
         self._arrived: deque[Request] = deque()
@@ -247,20 +251,21 @@ class Engine:
             self._bus.count_copies(transfers.copied_bytes)
         # Of several steps in flight, each is timed from the end of the one before.
         since_s = self.scheduler.in_flight.timed_since_s(plan) if plan.slices else started_at_s
-        took_s = now_s - max(since_s, started_at_s)
+        step_s, took_s = now_s - started_at_s, now_s - max(since_s, started_at_s)
         interval = self.scheduler.in_flight.interval_s(plan)
-        outputs = [_token_output(token) for token in self.scheduler.commit(plan, outcome, now_s)]
+        is_disturbed = self.predictor is not None and self._is_disturbed(took_s)
+        committed = self.scheduler.commit(plan, outcome, now_s, is_disturbed=is_disturbed)
+        outputs = [_token_output(token) for token in committed]
         for request_id, message in outcome.failed:
             self.scheduler.finish(request_id, FinishReason.ERROR)
             outputs.append(_failed(request_id, message))
         stop_latency_s = self._stopper.latency_s(submitted, outcome)
-        if stop_latency_s is not None:
-            self.num_stopped_steps += 1
+        self.num_stopped_steps += stop_latency_s is not None
         is_whole = isinstance(plan.work, Compute) and not outcome.stopped
         if plan.slices and is_whole and not plan.copies.stalls:
             if self.predictor is not None and interval is not None and submitted.cost is self._cost:
                 began_s = submitted.planned_at_s if self._busy_since_s is None else self._busy_since_s
-                self.predictor.observe(interval[1], took_s, now_s - began_s)
+                self.predictor.observe(interval[1], took_s, now_s - began_s, is_disturbed=is_disturbed)
             is_alone = submitted.is_alone and not self._in_flight
             computed_s = max(0.0, took_s - (transfers.stall_s if is_alone else transfers.longest_stall_s))
             if self._bus is not None:
@@ -268,18 +273,13 @@ class Engine:
             if is_alone and not outcome.prompt_logprobs:  # a plan does not say which rows have logits
                 is_profiled = transfers.interval == self.executor.info.offload_interval
                 if self._refiner is not None and is_profiled:
-                    self._refiner.observe(plan, now_s - started_at_s)
+                    self._refiner.observe(plan, step_s, is_disturbed=is_disturbed)
                 if self._record_check is not None:
                     self._record_check.observe(plan, computed_s, transfers.transfer_s)
         self._busy_since_s = now_s if self.has_work else None
         self._leave_bus_if_idle()
         self._last_step = StepStats(
-            submitted.kind,
-            plan.num_tokens,
-            now_s - started_at_s,
-            plan.predicted_s,
-            bool(outcome.stopped),
-            stop_latency_s,
+            submitted.kind, plan.num_tokens, step_s, plan.predicted_s, bool(outcome.stopped), stop_latency_s
         )
         return outputs
 

@@ -56,6 +56,7 @@ def load_engine(config: EngineConfig) -> Engine:
     from backfill.bus.throttle import open_bus
     from backfill.engine.engine import Engine
     from backfill.engine.interval_choice import create_record_check, with_chosen_interval
+    from backfill.execution.machine import StolenTime
     from backfill.execution.profile import create_refiner, load_or_measure_profile
     from backfill.execution.torch_executor import TorchExecutor
     from backfill.parallel.create import create_executor
@@ -92,6 +93,7 @@ def load_engine(config: EngineConfig) -> Engine:
             bus=member,
             record_check=create_record_check(config) if is_recorded else None,
             grammars=executor.grammars if isinstance(executor, TorchExecutor) else None,
+            is_disturbed=StolenTime().disturbs,
         )
         undo.pop_all()
     return engine

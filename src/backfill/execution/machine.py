@@ -17,6 +17,8 @@ _GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")  # NVI
 _CGROUP = Path("/sys/fs/cgroup")
 # Between two looks at what has never been stolen: one takes 45 us with 2 processors, and longer with more.
 _RARELY_S = 10.0
+# Part of a step's time beyond which it counts as disturbed by what a hypervisor took of the mean processor.
+_MOST_STOLEN = 0.025
 
 
 def available_host_bytes() -> int | None:
@@ -169,7 +171,7 @@ class StolenTime:
     """What a hypervisor takes of the processors for its other guests."""
 
     def __init__(self) -> None:
-        self._taken_s, self._read_at_s = self._now_s(), time.monotonic()
+        self._taken_s, self._read_at_s = stolen_s(), time.monotonic()
 
     def take_s(self) -> float:
         """Seconds since the last call, of the mean processor; 0 where the system does not say.
@@ -180,13 +182,18 @@ class StolenTime:
         if not self._taken_s and now_s < self._read_at_s + _RARELY_S:  # a machine of its own
             return 0.0
         self._read_at_s = now_s
-        before_s, self._taken_s = self._taken_s, self._now_s()
+        before_s, self._taken_s = self._taken_s, stolen_s()
         return (self._taken_s - before_s) / (os.cpu_count() or 1)
 
-    @staticmethod
-    def _now_s() -> float:
-        seconds = _processor_seconds()
-        return 0.0 if seconds is None else seconds[-1]
+    def disturbs(self, seconds: float) -> bool:
+        """Whether that is so much that a step of so many seconds does not show how fast the machine is."""
+        return self.take_s() > _MOST_STOLEN * seconds
+
+
+def stolen_s() -> float:
+    """What a hypervisor has taken of all processors together until now; 0 where the system does not say."""
+    seconds = _processor_seconds()
+    return 0.0 if seconds is None else seconds[-1]
 
 
 def _used_seconds(pid: int) -> float:

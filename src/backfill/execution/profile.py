@@ -29,7 +29,7 @@ from backfill.costs.profile import CostProfile
 from backfill.costs.profiler import FULL, QUICK, Capacity, Grid, Shape, StepTimer, profile_executor
 from backfill.costs.refine import ProfileRefiner, corrected, num_as_predicted
 from backfill.execution.executor import ExecutorInfo
-from backfill.execution.machine import StolenTime, proc_value, threads_of_rank
+from backfill.execution.machine import proc_value, threads_of_rank
 from backfill.kernels.cpu import CpuKernels
 from backfill.models.config import ModelConfig
 from backfill.models.resolve import cache_root
@@ -191,10 +191,10 @@ def create_refiner(
     """
     if profile.quality == "full":
         return None
-    grid, stolen_s = _loads_of(step_capacity(config, info)), StolenTime().take_s
+    grid = _loads_of(step_capacity(config, info))
     if config.profile_path is not None:
-        return ProfileRefiner(profile, grid, clock, stolen_s=stolen_s)
-    return ProfileRefiner(profile, grid, clock, ProfileSaver().put, stolen_s)
+        return ProfileRefiner(profile, grid, clock)
+    return ProfileRefiner(profile, grid, clock, ProfileSaver().put)
 
 
 class ProfileSaver:

@@ -17,6 +17,9 @@ _ATTAINMENT = 0.993
 _INITIAL_ERROR = 0.1
 # Weight of the latest step in the moving average, as in TCP's of round-trip times.
 _AVERAGE_GAIN = 1 / 8
+# Disturbed steps are left out while they are a smaller part of the last thousand or so. Where they are more,
+# they show how fast the machine is: gaps are in time only if the margin allows for them.
+_MOST_DISTURBED, _DISTURBED_GAIN = 0.25, 1 / 1000
 # Part of an objective kept for what the engine does not see: the way of a token from its step to the client's
 # socket.
 _DELIVERY_SHARE = 0.02
@@ -42,7 +45,7 @@ class StepPredictor:
 
     The margin is a closed loop. It begins with the quantile of the errors at the share of deadlines that are
     to be met. Few steps take all the time that they may, so more would be met than that; the quantile follows
-    the share of gaps that were.
+    the share of gaps that were. Steps that a hypervisor disturbs are left out, unless that is frequent.
 
     Attributes:
         cost: predicts steps; uncorrected.
@@ -55,6 +58,7 @@ class StepPredictor:
         self._bounds: StepBounds | StagesBounds | None = None
         self._bias = BiasCorrection()
         self._errors = ErrorQuantile(_ATTAINMENT, 1.0 + _INITIAL_ERROR)
+        self._disturbed_share = 0.0  # moving average
         self.average_step_s = 0.0
 
     @property
@@ -80,12 +84,14 @@ class StepPredictor:
         """Whether a gap between two tokens, as the engine sees it, keeps to an objective at the socket."""
         return gap_s <= (1.0 - _DELIVERY_SHARE) * tpot_s
 
-    def observe_gaps(self, num_kept: int, num_gaps: int) -> None:
+    def observe_gaps(self, num_kept: int, num_gaps: int, *, is_disturbed: bool = False) -> None:
         """Learn from the gaps of a step's online tokens: how many kept to their objectives."""
-        if num_gaps:
+        if num_gaps and not self._leaves_out(is_disturbed):
             self._errors.adapt(num_kept / num_gaps, _ATTAINMENT)
 
-    def observe(self, predicted_s: float, step_s: float, cycle_s: float | None = None) -> None:
+    def observe(
+        self, predicted_s: float, step_s: float, cycle_s: float | None = None, *, is_disturbed: bool = False
+    ) -> None:
         """Learn from a complete step.
 
         Args:
@@ -94,10 +100,16 @@ class StepPredictor:
         """
         if predicted_s <= 0.0 or step_s <= 0.0:
             return
+        self._disturbed_share += _DISTURBED_GAIN * (is_disturbed - self._disturbed_share)
+        if self._leaves_out(is_disturbed):
+            return
         self._errors.observe((step_s if cycle_s is None else cycle_s) / (predicted_s * self._bias.mean))
         self._bias.observe(predicted_s, step_s)
         gain = _AVERAGE_GAIN if self.average_step_s else 1.0
         self.average_step_s += gain * (step_s - self.average_step_s)
+
+    def _leaves_out(self, is_disturbed: bool) -> bool:
+        return is_disturbed and self._disturbed_share < _MOST_DISTURBED
 
     def set_cost_model(self, cost: CostModel) -> None:
         """Predict with this model from now on. The spread of errors is kept, and their mean starts at 1."""

@@ -182,8 +182,13 @@ class Scheduler:
             self.in_flight.add(plan, now_s, self.requests.by_id, layers_done)
         return plan
 
-    def commit(self, plan: StepPlan, outcome: StepOutcome, now_s: float) -> list[CommittedToken]:
-        """Enter the outcome of ``plan`` into the requests. Requests of stopped slices stay as they were."""
+    def commit(
+        self, plan: StepPlan, outcome: StepOutcome, now_s: float, *, is_disturbed: bool = False
+    ) -> list[CommittedToken]:
+        """Enter the outcome of ``plan`` into the requests. Requests of stopped slices stay as they were.
+
+        Args: is_disturbed: a hypervisor took a part of the time since the last commit.
+        """
         if plan.slices:
             self.giving.end(plan, self.requests.by_id, now_s - self.in_flight.timed_since_s(plan))
         self.in_flight.remove(plan, now_s, was_stopped=bool(outcome.stopped))
@@ -199,7 +204,7 @@ class Scheduler:
                 self._run_once_more(self.requests.by_id[request_id])
         if outcome.prompt_logprobs:
             self.prompt_scores.add(outcome.prompt_logprobs, self.requests.by_id, lost)
-        return self._commit_sampled(outcome, lost, now_s)
+        return self._commit_sampled(outcome, lost, now_s, is_disturbed)
 
     def fail(self, plan: StepPlan) -> list[Request]:
         """The executor raised in ``plan``: nothing it computed counts.
@@ -262,7 +267,7 @@ class Scheduler:
         counters_of[ServiceClass.OFFLINE].num_computed_tokens += num_offline
 
     def _commit_sampled(
-        self, outcome: StepOutcome, lost: Collection[RequestId], now_s: float
+        self, outcome: StepOutcome, lost: Collection[RequestId], now_s: float, is_disturbed: bool
     ) -> list[CommittedToken]:
         """Give each request its token, and end those that are done.
 
@@ -295,7 +300,7 @@ class Scheduler:
                 if request.finish_reason is not None:
                     break
         if predictor is not None:
-            predictor.observe_gaps(num_kept, num_gaps)
+            predictor.observe_gaps(num_kept, num_gaps, is_disturbed=is_disturbed)
         return committed
 
     def _append(self, request: Request, sampled: SampledToken) -> CommittedToken:
