@@ -191,41 +191,41 @@ def model(small_model: Path) -> ModelConfig:
 
 
 def test_without_a_profile_costs_follow_from_the_dimensions(model: ModelConfig) -> None:
-    assert resources_of(FACTS, model) == typical_resources(model, dtype_bytes=4)
-    half = replace(FACTS, info=replace(FACTS.info, dtype="bfloat16"))
-    assert resources_of(half, model) == typical_resources(model)
-    codes = replace(half, info=replace(half.info, kv_dtype="int8"))
+    assert resources_of(FACTS.info, None, model) == typical_resources(model, dtype_bytes=4)
+    half = replace(FACTS.info, dtype="bfloat16")
+    assert resources_of(half, None, model) == typical_resources(model)
+    codes = replace(half, kv_dtype="int8")
     layouts = (KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, 16, size) for size in (1, 2))
     of_codes, of_halves = (layout.block_bytes for layout in layouts)
-    assert resources_of(codes, model).cached_token_s == pytest.approx(
-        resources_of(half, model).cached_token_s * of_codes / of_halves
+    assert resources_of(codes, None, model).cached_token_s == pytest.approx(
+        resources_of(half, None, model).cached_token_s * of_codes / of_halves
     )
 
 
 def test_a_profile_says_what_was_measured(model: ModelConfig) -> None:
     cost = replace(linear_cost(token_s=0.002), prefill_pair_s=3e-7, decode_context_s=5e-6)
-    measured = resources_of(replace(FACTS, profile=make_profile(cost)), model)
+    measured = resources_of(FACTS.info, make_profile(cost), model)
     assert measured.token_s == pytest.approx(0.002)
     assert (measured.prompt_pair_s, measured.cached_token_s) == (3e-7, 5e-6)
 
 
 def test_a_term_that_was_measured_as_nothing_is_in_proportion_to_the_others(model: ModelConfig) -> None:
     typical = typical_resources(model, dtype_bytes=4)
-    measured = resources_of(replace(FACTS, profile=make_profile(linear_cost(token_s=0.002))), model)
+    measured = resources_of(FACTS.info, make_profile(linear_cost(token_s=0.002)), model)
     assert measured.cached_token_s / measured.token_s == pytest.approx(
         typical.cached_token_s / typical.token_s
     )
     nothing = replace(linear_cost(), rows_s=PiecewiseLinear((0.0, 1.0), (0.0, 0.0)))
-    assert resources_of(replace(FACTS, profile=make_profile(nothing)), model) == typical
+    assert resources_of(FACTS.info, make_profile(nothing), model) == typical
 
 
 def test_the_room_is_that_of_the_kv_and_only_the_blend_asks_for_it(small_model: Path) -> None:
-    _, forecast = create_pool("blend", FACTS, small_model)
+    _, forecast = create_pool("blend", FACTS.info, FACTS.profile, small_model)
     assert forecast is not None
     assert forecast.kv_tokens == FACTS.info.num_blocks * FACTS.info.block_size
     assert 0 < forecast.slack_tokens < forecast.kv_tokens
     for order in ("fcfs", "dfs", "random", "batchllm"):
-        assert create_pool(order, FACTS, small_model)[1] is None
+        assert create_pool(order, FACTS.info, FACTS.profile, small_model)[1] is None
 
 
 RESOURCES = ResourceModel(1e-5, 1e-9, 1e-8)

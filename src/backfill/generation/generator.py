@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Hashable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -50,6 +50,10 @@ class GenerationRequest:
     num_reused_tokens: int | None = None
     response_id: str = ""
     traceparent: str = field(default="", repr=False)
+
+    def as_planned(self, num_reused_tokens: int) -> GenerationRequest:
+        """As a plan hands it out. The choices of one prompt share it, whatever others need."""
+        return self if self.num_choices > 1 else replace(self, num_reused_tokens=num_reused_tokens)
 
     @property
     def num_choices(self) -> int:

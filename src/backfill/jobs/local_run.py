@@ -303,10 +303,10 @@ class LocalRun:
         await self._processes.preparation.files.wait_ready()
         self._processes.configure(preparer, EngineFacts.of(ready, self._engine_config.scheduler))
         if self.speed is None:
-            facts = preparer.engine_facts
+            model = ModelConfig.from_folder(self._setup.model.folder)
             self.speed = RunSpeed(
-                resources_of(facts, ModelConfig.from_folder(self._setup.model.folder)),
-                facts.info,
+                resources_of(ready.info, ready.profile, model),
+                ready.info,
                 num_lines=self.counts.unfinished,
                 num_at_once=self._engine_config.scheduler.max_num_seqs,
                 now_s=time.monotonic(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from backfill.preparation.messages import (
     RunningTokens,
     TakenLine,
 )
+from backfill.preparation.resources import as_pool_request
 from backfill.preparation.spool import Span, Spool
 from backfill.protocol.generation import Generation
 
@@ -44,7 +44,6 @@ WINDOW_LINES = 64
 _GROUP_SHARE = 0.5
 _LEAST_GROUP_LINES = 32
 _TAKE_BYTES = 1 << 20
-_FIRST_NAMESPACE = 1 << 31  # above all token ids
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[BatchLine] = msgspec.msgpack.Decoder(BatchLine)
@@ -284,34 +283,21 @@ class LinePool:
             return records
 
     def _request_of(self, line: _Line, selection: LineSelection, generation: Generation) -> PoolRequest:
-        """Of several prompts or choices, the first one stands for all."""
         request = generation.request
-        sampling = request.samplings[0]
-        assert sampling.max_tokens is not None
-        token_ids = array("I")
+        number = None
         owner = request.owner if self.scope == "owner" else ""
-        if owner or request.cache_salt:  # requests of two namespaces share no KV
+        if owner or request.cache_salt:
             namespace = owner, request.cache_salt
             if namespace not in self._namespaces:
-                self._namespaces[namespace] = next(self._namespace_numbers) % _FIRST_NAMESPACE
+                self._namespaces[namespace] = next(self._namespace_numbers)
             self._readers[line.reader_id].namespaces.add(namespace)
-            token_ids.append(_FIRST_NAMESPACE + self._namespaces[namespace])
+            number = self._namespaces[namespace]
             line.has_namespace = True
-        token_ids.extend(request.prompts[0])
         line.num_prompt_tokens = len(request.prompts[0])
         line.num_more_tokens = request.num_prompt_tokens - line.num_prompt_tokens
         line.num_choices = request.num_choices
-        runs_on = sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids
-        is_known = runs_on or sampling.min_tokens == sampling.max_tokens
-        return PoolRequest(
-            request_id=line.request_id,
-            prompt_token_ids=token_ids,
-            max_output_tokens=sampling.max_tokens,
-            known_output_tokens=sampling.max_tokens if is_known else None,
-            group=selection.owner,
-            complete_by_s=selection.complete_by_s,
-            num_choices=line.num_choices,
-        )
+        pooled = as_pool_request(request, line.request_id, number)
+        return replace(pooled, group=selection.owner, complete_by_s=selection.complete_by_s)
 
     def _plan(self, *, merges_all: bool = False) -> None:
         """Give the pool the lines that it does not have."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import dataclasses
 import re
 import time
 from collections.abc import Iterator
@@ -65,10 +64,8 @@ class BatchLine(msgspec.Struct, kw_only=True):
 
 
 def as_taken(generation: Generation, num_reused_tokens: int) -> Generation:
-    """A line's generation as it runs now. The choices of one prompt share it, whatever others need."""
-    request = generation.request
-    if request.num_choices == 1:
-        request = dataclasses.replace(request, num_reused_tokens=num_reused_tokens)
+    """A line's generation as it runs now."""
+    request = generation.request.as_planned(num_reused_tokens)
     return msgspec.structs.replace(generation, request=request, created=int(time.time()))
 
 

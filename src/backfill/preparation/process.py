@@ -120,7 +120,13 @@ class Preparation:
         self._lines = ThreadPoolExecutor(1, "lines")
         self._checks = ThreadPoolExecutor(1, "checks")
         self._pool = LinePool(
-            lambda learned: create_pool(order, preparer.engine_facts, preparer.model.folder, learned)
+            lambda learned: create_pool(
+                order,
+                preparer.engine_facts.info,
+                preparer.engine_facts.profile,
+                preparer.model.folder,
+                learned,
+            )
         )
         self._wanted: set[int] = set()  # jobs without a result that are not cancelled
         self._working: dict[int, float] = {}  # by thread: when it began the current body or line
