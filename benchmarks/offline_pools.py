@@ -1,16 +1,18 @@
-"""Orders of offline lines: ``run-batch`` on three pools in every order, one after another.
+"""Orders of offline lines: ``run-batch`` on three pools in every order, one after another; and ``LLM``.
 
 ``few-shot`` is an evaluation: 40 prefixes of five examples, a short question and two tokens of answer, so a
 perfect cache saves 0.85 of all tokens. ``shared`` shares 0.35: system prompts before short chats, beside
 stories with long outputs. ``none`` shares nothing and has the same lengths of output. ``documents`` has eight
 questions about each of many documents, beside stories. All lines are of known length. Each run is a process
-of its own; its time is that of the summary, which includes loading the model.
+of its own; its time is that of the summary, which includes loading the model. ``llm`` and ``llm-as-given``
+are one call of ``LLM.generate``, whose time is the call's alone: in the order that the library chooses, and
+in that of the prompts.
 
 The limit is what FLOPs and bytes alone take on this machine: every token through the layers at the rate of
 large bf16 products, sampled tokens through the embedding, and the KV that decode steps read at the rate of
 reading memory. One after the other is the limit of this engine; beside each other that of any.
 
-Usage: offline_pools.py [--lines 2000] [--rounds 3] [--pools few-shot,shared,none]
+Usage: offline_pools.py [--lines 2000] [--rounds 3] [--pools few-shot,shared,none] [--kv-gib 1]
        [--orders fcfs,random,dfs,batchllm,blend] [--no-uncached]. The last line of output is a JSON object.
 """
 
@@ -23,18 +25,24 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from machine_limits import measure_limits, processor_name, read_parameters
 
+from backfill import LLM, RequestOutput, SamplingParams
+from backfill.llm.order import CallOrder
+from backfill.llm.request import PreparedRequest
 from backfill.models.config import ModelConfig
 from backfill.models.resolve import resolve_model
 
 MODEL = "smollm2-135m-instruct"
 ORDERS = "fcfs", "random", "dfs", "batchllm", "blend"
 UNCACHED = "fcfs without prefix caching"
+LIBRARY, LIBRARY_AS_GIVEN = "llm", "llm-as-given"
 # Of one token each after a space.
 _WORDS = """
     time year people way day man thing woman life child world school state family student group country
@@ -104,7 +112,8 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pools", default="few-shot,shared,none", help=f"some of {', '.join(POOLS)}")
-    parser.add_argument("--orders", default=",".join(ORDERS))
+    parser.add_argument("--orders", default=",".join(ORDERS), help=f"or {LIBRARY}, {LIBRARY_AS_GIVEN}")
+    parser.add_argument("--kv-gib", type=float, default=1.0)
     parser.add_argument(
         "--no-uncached", action="store_true", help="leave out few-shot without prefix caching"
     )
@@ -118,23 +127,26 @@ def main() -> None:
             lines = POOLS[name](args.lines, random.Random(args.seed))
             random.Random(args.seed).shuffle(lines)
             variants = [*orders, UNCACHED] if name == "few-shot" and not args.no_uncached else orders
-            runs = measure(Path(folder), lines, variants, args.rounds)
+            runs = measure(Path(folder), lines, variants, args)
             result[name] = figures_of(runs, lines, machine)
             print_table(name, result[name])
     print(json.dumps({"processor": processor_name(), "machine": machine, **vars(args), "pools": result}))
 
 
 def measure(
-    folder: Path, lines: Sequence[Line], variants: Sequence[str], rounds: int
+    folder: Path, lines: Sequence[Line], variants: Sequence[str], args: argparse.Namespace
 ) -> dict[str, list[dict[str, float]]]:
     """Summaries of the runs; each round begins with another variant."""
     input_file = folder / "in.jsonl"
     input_file.write_text("".join(json.dumps(body_of(*each)) + "\n" for each in enumerate(lines)))
     runs: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
-    for turn in range(rounds):
+    for turn in range(args.rounds):
         first = turn % len(variants)
         for variant in (*variants[first:], *variants[:first]):
-            runs[variant].append(run_once(input_file, folder / "out.jsonl", variant))
+            if variant in (LIBRARY, LIBRARY_AS_GIVEN):
+                runs[variant].append(call_library(input_file, variant, args.kv_gib))
+            else:
+                runs[variant].append(run_once(input_file, folder / "out.jsonl", variant, args.kv_gib))
             print(f"{variant}: {runs[variant][-1]['duration_s']:.1f} s", file=sys.stderr, flush=True)
     return runs
 
@@ -154,8 +166,39 @@ def body_of(number: int, line: Line) -> dict[str, Any]:
     }
 
 
-def run_once(input_file: Path, output_file: Path, variant: str) -> dict[str, float]:
-    options = ["--no-prefix-caching"] if variant == UNCACHED else []
+class AsGiven:
+    """In place of a ``CallOrder``."""
+
+    def __init__(self, requests: Sequence[PreparedRequest]) -> None:
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[tuple[int, PreparedRequest]]:
+        return enumerate(self._requests)
+
+    def note_end(self, index: int, output: RequestOutput) -> None:
+        """Lengths change nothing."""
+
+
+def call_library(input_file: Path, variant: str, kv_gib: float) -> dict[str, float]:
+    bodies = [json.loads(line)["body"] for line in input_file.read_text().splitlines()]
+    params = [
+        SamplingParams(max_tokens=each["max_tokens"], ignore_eos=True, temperature=0) for each in bodies
+    ]
+    order = CallOrder.on if variant == LIBRARY else lambda _, requests: AsGiven(requests)
+    with LLM(MODEL, kv_gib=kv_gib) as llm, mock.patch.object(CallOrder, "on", order):
+        begun_s = time.perf_counter()
+        outputs = llm.generate([each["prompt"] for each in bodies], params, use_tqdm=False)
+        duration_s = time.perf_counter() - begun_s
+    return {
+        "duration_s": duration_s,
+        "input_tokens": sum(len(each.prompt_token_ids) for each in outputs),
+        "output_tokens": sum(len(each.outputs[0].token_ids) for each in outputs),
+        "cached_tokens": sum(each.num_cached_tokens or 0 for each in outputs),
+    }
+
+
+def run_once(input_file: Path, output_file: Path, variant: str, kv_gib: float) -> dict[str, float]:
+    options = ["--kv-gib", str(kv_gib), *(["--no-prefix-caching"] if variant == UNCACHED else [])]
     order = "fcfs" if variant == UNCACHED else variant
     command = [sys.executable, "-m", "backfill", "run-batch", "-i", str(input_file), "-o", str(output_file)]
     try:

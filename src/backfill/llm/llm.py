@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import aclosing, closing
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from backfill.core.errors import BackfillError
 from backfill.core.request import ServiceClass
@@ -29,6 +29,9 @@ from backfill.llm.options import in_library_terms
 from backfill.llm.outputs import RequestOutput
 from backfill.llm.progress import GenerationBar, UseTqdm
 from backfill.llm.request import AbortHandle, PreparedRequest, run_request
+
+if TYPE_CHECKING:
+    from backfill.llm.order import CallOrder
 
 Result = TypeVar("Result")
 
@@ -93,7 +96,7 @@ class LLM(BaseLLM):
         *,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Return whole outputs, in the order of the prompts.
+        """Return whole outputs, in the order of the prompts, which run in another one (``CallOrder``).
 
         All prompts are checked before any runs. KeyboardInterrupt aborts the requests and leaves the engine.
 
@@ -176,9 +179,12 @@ class LLM(BaseLLM):
 
     def _collect(self, requests: Sequence[PreparedRequest], use_tqdm: UseTqdm) -> list[RequestOutput]:
         """Run the requests. Returns: their outputs, in their order."""
+        from backfill.llm.order import CallOrder  # here, as numpy takes long to import
+
         arrivals: queue.SimpleQueue[tuple[int, RequestOutput] | None] = queue.SimpleQueue()
-        order = sorted(enumerate(requests), key=lambda numbered: numbered[1].generation.priority)
-        work = self._loop.submit(_run_all(self._engine, order, self._max_in_flight, arrivals.put))
+        order = CallOrder.on(self._engine, requests)
+        most = min(self._max_in_flight, len(requests))
+        work = self._loop.submit(_run_all(self._engine, order, most, arrivals.put))
         work.add_done_callback(lambda _: arrivals.put(None))
         outputs: dict[int, RequestOutput] = {}
         try:
@@ -196,23 +202,24 @@ class LLM(BaseLLM):
 
 async def _run_all(
     engine: LocalEngine,
-    requests: Sequence[tuple[int, PreparedRequest]],
+    order: CallOrder,
     max_in_flight: int,
     on_output: Callable[[tuple[int, RequestOutput]], None],
 ) -> None:
-    """Run numbered requests. The first error aborts the others and is raised."""
-    waiting = iter(requests)
+    """Run requests in order. The first error aborts the others and is raised."""
+    waiting = iter(order)
 
     async def run_waiting() -> None:
-        for number, request in waiting:
+        for index, request in waiting:
             stream = run_request(request, engine.generator, AbortHandle(), RequestOutputKind.FINAL_ONLY)
             async with aclosing(stream) as outputs:
                 async for output in outputs:
-                    on_output((number, output))
+                    order.note_end(index, output)
+                    on_output((index, output))
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(max_in_flight, len(requests))):
+            for _ in range(max_in_flight):
                 group.create_task(run_waiting())
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None

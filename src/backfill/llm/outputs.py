@@ -54,7 +54,7 @@ class RequestMetrics:
     """When a request's tokens arrived in this process. Instants are ``time.monotonic()``, in seconds.
 
     Attributes:
-        arrival_time: when the request was made.
+        arrival_time: when the request was given to the engine.
         first_token_time, last_token_time: over all outputs; None before the first token.
         max_token_gap: the longest time between two tokens of one output; None before a second token.
     """

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from backfill.core.config import SchedulerConfig
@@ -36,14 +36,12 @@ class PreparedRequest:
     Attributes:
         prompt: the prompt's text; None if token ids were given.
         parsing: of a chat's outputs.
-        arrived_at_s: on the monotonic clock.
     """
 
     request_id: str
     prompt: str | None
     generation: GenerationRequest
     parsing: MessageParsing | None = None
-    arrived_at_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -199,10 +197,11 @@ async def run_request(
     Raises: RequestLost if the engine lost the request.
     """
     kind = kind or request.generation.samplings[0].output_kind
-    outputs = OutputsSoFar(request)
+    arrived_at_s = time.monotonic()  # when it was taken, of several: the engine keeps to their order
+    outputs = OutputsSoFar(request, arrived_at_s)
     try:
         handle.check()
-        stream = generator.stream(request.generation, arrived_at_s=request.arrived_at_s, group=handle)
+        stream = generator.stream(request.generation, arrived_at_s=arrived_at_s, group=handle)
         async with aclosing(stream) as deltas:
             async for index, delta in deltas:
                 handle.check()  # it may have been aborted before the client had all choices
@@ -222,7 +221,7 @@ async def run_request(
 class OutputsSoFar:
     """A request's outputs as they grow."""
 
-    def __init__(self, request: PreparedRequest) -> None:
+    def __init__(self, request: PreparedRequest, arrived_at_s: float) -> None:
         self._request = request
         self._outputs = [
             CompletionOutput(
@@ -234,7 +233,7 @@ class OutputsSoFar:
             )
             for index, sampling in enumerate(request.generation.samplings)
         ]
-        self._metrics = RequestMetrics(arrival_time=request.arrived_at_s)
+        self._metrics = RequestMetrics(arrival_time=arrived_at_s)
         self._num_cached_tokens: dict[int, int] = {}  # by index, of outputs that have a token
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
