@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.request import RequestId, ServiceClass
+from backfill.core.slo import SLO
 from backfill.kvcache.checkpointing import FixedCheckpoints, PoolView
 from backfill.kvcache.copies import CopyLimits
 from backfill.kvcache.manager import KVCacheManager
@@ -96,6 +97,31 @@ def test_copies_beside_each_step_of_prompts_make_no_first_token_late(
         ended = [each for each in left if each.num_computed_tokens == each.num_tokens]
         left, num_in_time = left[len(ended) :], max(0, num_in_time - len(ended))
     assert num_copies > 0
+
+
+def test_copies_leave_a_long_prompt_the_time_that_its_context_takes() -> None:
+    """1.46 s alone, 0.45 s of them to read its own context, with an objective of 2 s."""
+    predictor = StepPredictor(linear_cost(token_s=1e-4, step_s=1e-3, context_s=1e-5))
+    policy, slo = slo_policy(predictor), SLO(2.0, 0.1)
+    prompt, now_s, num_copies = make_request(10_000, 4, slo=slo), 0.0, 0
+    while prompt.num_computed_tokens < prompt.num_tokens:
+        step_s = 0.101 + 1e-5 * prompt.num_computed_tokens
+        view = view_of(now_s, running=[prompt])
+        slack_s = policy.step_limit_s(view, {prompt.request_id: 1000}) - step_s
+        copies = copy_limits(step_s, slack_s, 0.002, 1.0).background
+        num_copies += copies
+        now_s += step_s + copies * 0.002
+        prompt.num_computed_tokens += 1000
+    assert now_s <= slo.ttft_s
+    assert num_copies > 0
+
+
+def test_a_first_token_that_is_late_by_little_bounds_copies_until_it_is_due() -> None:
+    policy = slo_policy(StepPredictor(linear_cost()))
+    prompt = make_request(1100, 4, slo=SLO_100_MS)
+    for now_s, limit_s in ((0.0, 1.0), (0.6, 0.4), (1.1, math.inf)):
+        limit = policy.step_limit_s(view_of(now_s, running=[prompt]), {prompt.request_id: 200})
+        assert limit == pytest.approx(limit_s, rel=0.2)
 
 
 class Recording(FixedCheckpoints):

@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 
 from backfill.core.request import RequestId
 from backfill.scheduling.policy import R, RequestView
+from backfill.scheduling.prediction import StepPredictor
 
 
 def is_new(request: RequestView) -> bool:
@@ -44,20 +45,33 @@ def most_in_time(prompts: Sequence[R], now_s: float, token_s: float) -> Collecti
 
 
 def least_spare_s(
-    prompts: Sequence[R], now_s: float, token_s: float, num_tokens: Mapping[RequestId, int]
+    prompts: Sequence[R],
+    now_s: float,
+    token_s: float,
+    num_tokens: Mapping[RequestId, int],
+    predictor: StepPredictor,
+    chunk_tokens: int,
 ) -> float:
     """Seconds that a step may take for the most first tokens to be in time; inf where none can be.
 
     The rest of the prompts comes after it, one after another, as ``most_in_time`` has them.
 
     Args:
-        token_s: seconds that each token of a prompt takes.
+        token_s: predicted seconds that each token of a prompt takes beside the decodes, without a context.
         num_tokens: that the step computes of each of its requests.
+        chunk_tokens: of a prompt alone in a step. What a longer one has left takes at least as long as alone.
     """
-    in_time = most_in_time(prompts, now_s, token_s)
+    scale = predictor.time_scale
+    in_time = most_in_time(prompts, now_s, scale * token_s)
     rest_s, least_s = 0.0, math.inf
     for request in sorted((each for each in prompts if each.request_id in in_time), key=is_new):
-        rest_s += token_s * (request.num_pending_tokens - num_tokens.get(request.request_id, 0))
+        computed = num_tokens.get(request.request_id, 0)
+        start, size = request.num_computed_tokens + computed, request.num_prompt_tokens
+        seconds = token_s * (request.num_pending_tokens - computed)
+        if size > chunk_tokens:
+            alone_s = predictor.cost.prefill_time_s(size, chunk_tokens, num_computed_tokens=start)
+            seconds = max(seconds, alone_s)
+        rest_s += scale * seconds
         if is_new(request):
             least_s = min(least_s, request.next_token_by_s - now_s - rest_s)
     return least_s

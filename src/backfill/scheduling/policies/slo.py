@@ -322,11 +322,10 @@ class SloPolicy(Policy):
     def _fill_offline_step(self, view: Snapshot[R], builder: BatchBuilder[R], reserved: int) -> None:
         """Without online requests: as large as throughput needs. An arrival waits for it, or stops it."""
         unstoppable_s = UNSTOPPABLE_TTFT_SHARE * self.default_slo.ttft_s
+        sizes = self._predictor.cost.efficient_step_sizes(self._offline_efficiency, self._max_step_tokens)
         limits = ChunkLimits(
             max_step_s=math.inf if self._can_stop else unstoppable_s * self._predictor.usable_share,
-            step_sizes=self._predictor.cost.efficient_step_sizes(
-                self._offline_efficiency, self._max_step_tokens
-            ),
+            step_sizes=sizes,
         )
         serve(view, builder, _PROMOTED, limits, may_preempt=_OFFLINE)
         serve(view, builder, _OFFLINE, limits, reserved_blocks=reserved)
@@ -368,14 +367,15 @@ class SloPolicy(Policy):
     def step_limit_s(self, view: Snapshot[RequestView], num_tokens: Mapping[RequestId, int]) -> float:
         """The least slack of the online decodes, or less where prompts leave less (``least_spare_s``)."""
         now_s, predictor = view.now_s, self._predictor
-        decodes, prefills = split(view.delayed(PriorityLevel.ONLINE))
+        decodes, _ = split(view.running[PriorityLevel.ONLINE])
+        _, prefills = split(view.delayed(PriorityLevel.ONLINE))
         waiting = view.waiting[PriorityLevel.ONLINE][:_MAX_WEIGHED]
         prompts, load = prompts_in_turn(prefills, waiting, view.served), decode_load(decodes)
         token_s = self._token_s(load, self._limit_s(decodes, now_s, predictor.cost.step_time_s(load)))
-        spare_s = least_spare_s(prompts, now_s, predictor.time_scale * token_s, num_tokens)
-        return min(self._usable_slack_s(view.delayed_online, (), now_s), spare_s * predictor.usable_share)
-
-    # Slack.
+        spare_s = least_spare_s(prompts, now_s, token_s, num_tokens, predictor, self._max_step_tokens)
+        late = prompts if spare_s == math.inf else ()
+        slack_s = self._usable_slack_s(view.delayed_online, late, now_s)
+        return min(slack_s, spare_s * predictor.usable_share)
 
     def _usable_slack_s(
         self, online: Sequence[RequestView], prompts: Sequence[RequestView], now_s: float
