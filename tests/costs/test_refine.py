@@ -149,12 +149,16 @@ def test_steps_that_are_always_beside_stolen_time_are_learned_beside_others_that
 
 def test_stolen_time_is_of_the_mean_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64, a little of each would else be more than all of a step."""
-    stolen_s = iter([5.0, 5.64, 5.64, 6.28, 6.92])
+    stolen_s = iter([5.0, 5.64, 5.64, 6.28, 6.92, 7.56])
     monkeypatch.setattr(machine, "_processor_seconds", lambda: [*[0.0] * 7, next(stolen_s)])
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     stolen = machine.StolenTime()
     assert (stolen.take_s(), stolen.take_s()) == pytest.approx((0.01, 0.0))
-    assert (stolen.disturbs(0.1), stolen.disturbs(1.0)) == (True, False), "10 ms are much of a tenth alone"
+    found = []
+    for seconds, idle_s in ((0.1, 0.0), (1.0, 0.0), (0.1, 1.0), (0.01, 0.0)):
+        monkeypatch.setattr(stolen, "_read_at_s", time.monotonic() - seconds - idle_s)
+        found.append(stolen.disturbs(seconds))
+    assert found == [True, False, False, False], "10 ms are much of a tenth alone; a short step does not look"
 
 
 def test_where_nothing_was_ever_stolen_it_is_hardly_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:

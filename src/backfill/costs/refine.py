@@ -157,10 +157,7 @@ class ProfileRefiner:
         return self.is_due and self._clock.now_s() - last_s >= interval_s
 
     def observe(self, plan: StepPlan, seconds: float, *, is_disturbed: bool = False) -> None:
-        """Take a step into the sample that ran from its first layer to its last in ``seconds``.
-
-        It is disturbed where a hypervisor has taken time since the step before.
-        """
+        """Take a step into the sample that ran from its first layer to its last in ``seconds``."""
         if seconds <= 0:
             return
         chunks = [scheduled for scheduled in plan.slices if scheduled.num_tokens > 1]

@@ -17,6 +17,8 @@ _GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")  # NVI
 _CGROUP = Path("/sys/fs/cgroup")
 # Between two looks at what has never been stolen: one takes 45 us with 2 processors, and longer with more.
 _RARELY_S = 10.0
+# Between two looks else: it has no finer ticks, by much.
+_LEAST_INTERVAL_S = 0.05
 # Part of a step's time beyond which it counts as disturbed by what a hypervisor took of the mean processor.
 _MOST_STOLEN = 0.025
 
@@ -186,8 +188,12 @@ class StolenTime:
         return (self._taken_s - before_s) / (os.cpu_count() or 1)
 
     def disturbs(self, seconds: float) -> bool:
-        """Whether that is so much that a step of so many seconds does not show how fast the machine is."""
-        return self.take_s() > _MOST_STOLEN * seconds
+        """Whether so much was taken that a step, which has just ended, does not show how fast the machine is.
+
+        Of several short steps the one that looks has what was taken in all; of the time before, its share.
+        """
+        since_s = time.monotonic() - self._read_at_s
+        return since_s >= _LEAST_INTERVAL_S and self.take_s() > _MOST_STOLEN * max(seconds, since_s)
 
 
 def stolen_s() -> float:

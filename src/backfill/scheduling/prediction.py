@@ -17,9 +17,9 @@ _ATTAINMENT = 0.993
 _INITIAL_ERROR = 0.1
 # Weight of the latest step in the moving average, as in TCP's of round-trip times.
 _AVERAGE_GAIN = 1 / 8
-# Disturbed steps are left out while they are a smaller part of the last thousand or so. Where they are more,
-# they show how fast the machine is: gaps are in time only if the margin allows for them.
-_MOST_DISTURBED, _DISTURBED_GAIN = 0.25, 1 / 1000
+# Disturbed steps are left out while they are a smaller part of the last hundreds: no more than may be late.
+# Where they are more, gaps are in time only if the margin allows for them.
+_MOST_DISTURBED, _DISTURBED_GAIN = 0.01, 1 / 200
 # Part of an objective kept for what the engine does not see: the way of a token from its step to the client's
 # socket.
 _DELIVERY_SHARE = 0.02
