@@ -235,7 +235,7 @@ def test_what_is_left_out_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     figures = {"status": "complete", "num_online": 120, "num_left_out": 80, "left_out_s": 12.3}
     _explain({"slo": figures})
     left_out, few = capsys.readouterr().out.splitlines()
-    assert left_out.startswith("slo: a hypervisor took much of 12 s: latencies leave out 80 of 120")
+    assert left_out.startswith("slo: a hypervisor took much of 12 s: what falls into these is left")
     assert few.startswith("slo: the TTFT's P99 of 40 requests")
 
 

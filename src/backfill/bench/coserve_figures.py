@@ -45,9 +45,9 @@ class CoserveFigures:
     """One policy's figures; None if there was nothing to measure or the server does not say.
 
     Attributes:
-        ttft_p50_s, ttft_p99_s: over the online requests due in the measurement, without those that ran while
-            a hypervisor took much of the processors. A request without a token at
-            the end of the run counts with its wait until then, a lower bound.
+        ttft_p50_s, ttft_p99_s: over the online requests due in the measurement. A request without a token at
+            the end of the run counts with its wait until then, a lower bound. Latencies and attainment are
+            without waits and gaps in which a hypervisor took much of the processors.
         itl_p50_s, itl_p99_s: over all gaps between chunks of these requests.
         tpot_p99_s: over requests, (last - first chunk) / (tokens - 1).
         ttft_attainment: share of requests whose first token met its objective; failed requests missed it.
@@ -60,8 +60,8 @@ class CoserveFigures:
         prefix_hit_tokens: prompt tokens that the server found in its prefix cache; no two prompts of the load
             begin alike.
         num_online: online requests due in the measurement.
-        num_left_out, left_out_s: those of them that are left out of latencies and attainment, and the seconds
-            of which a hypervisor took much.
+        num_left_out, left_out_s: those of them whose first tokens are left out, and the seconds of which a
+            hypervisor took much.
         failed, unfinished: online requests that failed, or had not ended at the end of the run.
     """
 
@@ -114,10 +114,22 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
     """The figures of the measurement, or of its part before the run was stopped."""
     load = run.load
     due = [r for r in run.online.records if load.warmup <= r.due_at_s <= run.ended_at_s]
-    records = [record for record in due if not _is_disturbed(record, run)]
+    # Each first token and each gap by itself: long answers meet stolen seconds more often than short ones.
+    records = [each for each in due if not _is_disturbed(run, _sent_at_s(each), _waited_s(each))]
     waits = [wait for record in records if (wait := _ttft_s(record, run)) is not None]
-    gaps = [gap for record in records for gap in record.itls_s]
-    tpots = [r.tpot_s for r in records if r.outcome is Outcome.COMPLETED and r.tpot_s is not None]
+    gaps = [
+        gap
+        for record in due
+        for ended_at_s, gap in _gaps(record)
+        if not _is_disturbed(run, ended_at_s - gap, gap)
+    ]
+    tpots = [
+        each.tpot_s
+        for each in due
+        if each.outcome is Outcome.COMPLETED
+        and each.tpot_s is not None
+        and not _is_disturbed(run, _sent_at_s(each), each.ended_after_s)
+    ]
     # The requests that a partial run interrupted have neither met nor missed their objective.
     judged = [r for r in records if r.chunk_after_s or _is_judged(r, run)]
     in_time = sum(bool(r.chunk_after_s) and r.ttft_s <= load.ttft_slo for r in judged)
@@ -271,11 +283,18 @@ def _is_judged(record: RequestRecord, run: CoserveRun) -> bool:
     return has_ended and (run.status is Status.COMPLETE or record.ended_after_s > run.load.ttft_slo)
 
 
-def _is_disturbed(record: RequestRecord, run: CoserveRun) -> bool:
-    """Whether a hypervisor took much of the processors while it waited or ran."""
-    sent_at_s = record.due_at_s if record.sent_at_s is None else record.sent_at_s
-    ended_at_s = sent_at_s + record.ended_after_s
-    return any(start_s < ended_at_s and sent_at_s < end_s for start_s, end_s in run.stolen)
+def _sent_at_s(record: RequestRecord) -> float:
+    return record.due_at_s if record.sent_at_s is None else record.sent_at_s
+
+
+def _waited_s(record: RequestRecord) -> float:
+    """For its first token, or in vain."""
+    return record.chunk_after_s[0] if record.chunk_after_s else record.ended_after_s
+
+
+def _is_disturbed(run: CoserveRun, since_s: float, seconds: float) -> bool:
+    """Whether a hypervisor took much of the processors in this time."""
+    return any(start_s < since_s + seconds and since_s < end_s for start_s, end_s in run.stolen)
 
 
 def _gaps(record: RequestRecord) -> Iterator[tuple[float, float]]:

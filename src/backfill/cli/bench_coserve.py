@@ -298,8 +298,8 @@ def _explain(policies: Mapping[str, Mapping[str, Any]]) -> None:
             )
         if figures.get("num_left_out"):
             print(
-                f"{name}: a hypervisor took much of {figures['left_out_s']:.0f} s: latencies leave out "
-                f"{figures['num_left_out']} of {figures['num_online']} online requests, which ran then."
+                f"{name}: a hypervisor took much of {figures['left_out_s']:.0f} s: what falls into these is "
+                f"left out, first tokens of {figures['num_left_out']} of {figures['num_online']} requests."
             )
         num_online = min(_num_counted(each) for each in figures.get("rounds") or [figures])
         if 0 < num_online < _LEAST_FOR_P99:
