@@ -230,10 +230,15 @@ class KVCacheManager:
         request.num_ever_computed_tokens += num_new
 
     def new_keys(self, request: Request, start: int, end: int) -> Sequence[BlockKey]:
-        """Keys of the blocks that computing the tokens ``[start, end)`` fills and the cache does not have."""
+        """Keys of the blocks that computing the tokens ``[start, end)`` fills and the device lacks."""
         table, size = self._tables[request.request_id], self.block_size
         self._keys.extend(table.keys, table.root, request, end // size)
-        return [key for key in table.keys[start // size : end // size] if key not in self._store.by_key]
+        get = self._store.by_key.get
+        return [
+            key
+            for key in table.keys[start // size : end // size]
+            if (content := get(key)) is None or content.device is None or not content.device.is_valid
+        ]
 
     def key_of(self, request_id: RequestId, index: int) -> BlockKey | None:
         """Key of the request's block at this index; None if none was made yet."""
