@@ -70,10 +70,10 @@ def test_requests_of_one_priority_run_as_the_pool_says_and_lower_ones_first() ->
 def test_a_request_is_told_what_those_that_wait_need_of_its_prompt() -> None:
     shared = [1, 2, 3, 4, 5]
     prompts = [[*shared, 6], [*shared[:2], 7], [*shared, 8], [9]]
-    assert reused(order_of(*map(request, prompts))) == [5, 2, 0, 0]
+    assert reused(order_of(*map(request, prompts))) == [5, 2, None, None]
     salted = [request([*shared, index], salt=salt) for index, salt in enumerate(("", "s", "t", "s"))]
-    assert reused(order_of(*salted)) == [0, 5, 0, 0]
-    assert reused(order_of(request(shared, n=3), request(shared))) == [None, 0]
+    assert reused(order_of(*salted)) == [None, 5, None, None]
+    assert reused(order_of(request(shared, n=3), request(shared))) == [None, None]
 
 
 def test_a_request_alone_needs_no_plan_and_later_calls_may_need_its_prompt() -> None:
@@ -112,4 +112,4 @@ def test_the_engine_gets_prompts_that_begin_alike_together_and_outputs_are_those
     groups = [each.prompt_token_ids[0] for each in sent]
     assert sum(one != other for one, other in itertools.pairwise(groups)) < 15, groups
     arrivals = [each.arrived_at_s for each in sent]
-    assert arrivals == sorted(arrivals) and {each.num_reused_tokens for each in sent} == {0, 40}
+    assert arrivals == sorted(arrivals) and {each.num_reused_tokens for each in sent} == {None, 40}

@@ -51,9 +51,10 @@ class CallOrder:
         for pool in self._pools.values():
             while (planned := pool.take()) is not None:
                 request = self._requests[planned.request_id]
-                num_reused = max(0, planned.reused_tokens - bool(request.generation.cache_salt))
-                generation = request.generation.as_planned(num_reused)
-                yield planned.request_id, replace(request, generation=generation)
+                num_reused = planned.reused_tokens - bool(request.generation.cache_salt)
+                if num_reused > 0:  # else other priorities, or later calls, may need it
+                    request = replace(request, generation=request.generation.as_planned(num_reused))
+                yield planned.request_id, request
 
     def note_end(self, index: int, output: RequestOutput) -> None:
         """A request has ended: its length tells of others like it."""
