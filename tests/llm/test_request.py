@@ -259,6 +259,7 @@ def test_prompts_come_in_many_forms(given: Any, expected: list[PromptInput]) -> 
     ("given", "message"),
     [
         (5, "prompts must be one prompt or a list"),
+        (b"abc", "prompts must be one prompt or a list"),
         (["a", 5], r"prompts\[1\] must be text"),
         (["a", ""], r"prompts\[1\] must not be empty"),
         ("", "prompt must not be empty"),
@@ -288,6 +289,7 @@ def test_conversations_come_alone_or_in_a_list() -> None:
     [
         ("hello", "messages must be a conversation"),
         (5, "messages must be a conversation"),
+        ({"role": "user", "content": "a"}, "messages must be a conversation"),
         ([], "messages must be a list of messages"),
         ([{"role": "user", "content": 5}], r"messages\[0\]\['content'\]"),
         ([{"role": "nobody", "content": "a"}], r"messages\[0\]\['role'\]"),
@@ -307,6 +309,7 @@ def test_a_bad_conversation_is_refused_and_named(given: Any, message: str) -> No
 def test_one_for_all_or_one_each() -> None:
     assert one_each(3, 2, "priority") == [3, 3]
     assert one_each([3, 4], 2, "priority") == [3, 4]
+    assert one_each(np.array([3, 4]), 2, "priority") == [3, 4]
     with pytest.raises(ValueError, match="priority must be one for each of 2 prompts, got 3"):
         one_each([1, 2, 3], 2, "priority")
 

@@ -67,7 +67,7 @@ def parse_prompt(prompt: object, name: str = "prompt") -> PromptInput:
 
 def parse_conversations(messages: Any) -> list[list[dict[str, Any]]]:
     """One conversation or a list of them, as chat templates expect them. Raises: InvalidRequest."""
-    if isinstance(messages, str | bytes) or not _is_list(messages):
+    if not _is_list(messages):
         raise InvalidRequest(
             f"messages must be a conversation, a list of dicts, or a list of conversations, "
             f"got {messages!r:.80}.",
@@ -102,11 +102,14 @@ def parse_tools(tools: object) -> list[dict[str, Any]]:
 
 def one_each(given: PerPrompt | Sequence[PerPrompt], count: int, name: str) -> list[PerPrompt]:
     """A list with one value for each prompt. Raises: InvalidRequest for a list of another length."""
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        return [given] * count
-    if len(given) != count:
-        raise InvalidRequest(f"{name} must be one for each of {count} prompts, got {len(given)}.", param=name)
-    return list(given)
+    if not _is_list(given):
+        return [cast(PerPrompt, given)] * count
+    values = list(cast(Sequence[PerPrompt], given))
+    if len(values) != count:
+        raise InvalidRequest(
+            f"{name} must be one for each of {count} prompts, got {len(values)}.", param=name
+        )
+    return values
 
 
 def _parse_prompt(prompt: Any) -> PromptInput | None:
@@ -146,6 +149,8 @@ def _parse_message(message: object, name: str) -> dict[str, Any]:
 
 def _is_list(value: object) -> bool:
     """Whether it is a list, tuple or array; numpy's arrays are no ``Sequence``."""
+    if isinstance(value, str | bytes | bytearray | Mapping):
+        return False
     return isinstance(value, Sequence) or (hasattr(value, "__len__") and hasattr(value, "__getitem__"))
 
 
