@@ -153,7 +153,9 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
         prefix_hit_tokens=_count(samples, *PREFIX_HITS),
         num_online=len(due),
         num_left_out=len(due) - len(records),
-        left_out_s=sum(end_s - start_s for start_s, end_s in run.stolen if end_s > load.warmup),
+        left_out_s=sum(
+            max(0.0, min(end_s, run.ended_at_s) - max(start_s, load.warmup)) for start_s, end_s in run.stolen
+        ),
         failed=sum(record.outcome is Outcome.FAILED for record in due),
         unfinished=sum(record.outcome is Outcome.INTERRUPTED for record in due),
         offline_completed=run.offline.num_completed,
