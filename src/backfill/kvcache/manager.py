@@ -233,12 +233,8 @@ class KVCacheManager:
         """Keys of the blocks that computing the tokens ``[start, end)`` fills and the device lacks."""
         table, size = self._tables[request.request_id], self.block_size
         self._keys.extend(table.keys, table.root, request, end // size)
-        get = self._store.by_key.get
-        return [
-            key
-            for key in table.keys[start // size : end // size]
-            if (content := get(key)) is None or content.device is None or not content.device.is_valid
-        ]
+        keys, get = table.keys[start // size : end // size], self._store.by_key.get
+        return [key for key in keys if not ((found := get(key)) and found.device and found.device.is_valid)]
 
     def key_of(self, request_id: RequestId, index: int) -> BlockKey | None:
         """Key of the request's block at this index; None if none was made yet."""
