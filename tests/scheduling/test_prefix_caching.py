@@ -150,6 +150,22 @@ def test_who_has_a_prefix_cached_does_not_wait_for_one_that_scores_it_again() ->
     assert chat.first_token_at_s is not None
 
 
+def test_a_block_that_is_not_on_the_device_is_new_to_those_who_wait_for_it() -> None:
+    bench, shared = CachingBench(), tokens("shared", SHARED)
+    bench.finish(request_of(shared))
+    scored = request_of([*shared, 1], prompt_logprobs=0, max_tokens=2)
+    bench.add(scored)
+    bench.step()
+    kv, end = bench.scheduler.kv, SHARED // BLOCK_SIZE * BLOCK_SIZE
+    assert kv.new_keys(scored, 0, end) == []
+    key = kv.key_of(scored.request_id, 3)
+    assert key is not None
+    block = kv._store.by_key[key].device
+    assert block is not None
+    block.is_valid = False  # its KV is on the way from the host
+    assert kv.new_keys(scored, 0, end) == [key]
+
+
 @pytest.mark.parametrize("policy", ["priority", "fcfs", "slo"])
 def test_an_online_request_does_not_wait_for_an_offline_one_with_its_prefix(policy: PolicyName) -> None:
     """Under ``fcfs`` the offline requests are even planned before it."""

@@ -17,7 +17,7 @@ _GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")  # NVI
 _CGROUP = Path("/sys/fs/cgroup")
 # Between two looks at what has never been stolen: one takes 45 us with 2 processors, and longer with more.
 _RARELY_S = 10.0
-# Between two looks else: it has no finer ticks, by much.
+# Between two looks else: what is taken is counted in ticks of 10 ms.
 _LEAST_INTERVAL_S = 0.05
 # Part of a step's time beyond which it counts as disturbed by what a hypervisor took of the mean processor.
 _MOST_STOLEN = 0.025
@@ -188,9 +188,10 @@ class StolenTime:
         return (self._taken_s - before_s) / (os.cpu_count() or 1)
 
     def disturbs(self, seconds: float) -> bool:
-        """Whether so much was taken that a step, which has just ended, does not show how fast the machine is.
+        """Whether a step of so many seconds that has just ended does not show how fast the machine is.
 
-        Of several short steps the one that looks has what was taken in all; of the time before, its share.
+        What was taken since the last look counts over that time or the step, whichever is longer. A step less
+        than 50 ms after a look counts as undisturbed, and what was taken of it in the next look.
         """
         since_s = time.monotonic() - self._read_at_s
         return since_s >= _LEAST_INTERVAL_S and self.take_s() > _MOST_STOLEN * max(seconds, since_s)

@@ -96,7 +96,7 @@ class LLM(BaseLLM):
         *,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Return whole outputs, in the order of the prompts, which run in another one (``CallOrder``).
+        """Return whole outputs, in the order of the prompts. They run in that of ``CallOrder``.
 
         All prompts are checked before any runs. KeyboardInterrupt aborts the requests and leaves the engine.
 
