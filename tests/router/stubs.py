@@ -82,7 +82,8 @@ class StubEngine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/{rest:.*}", self._show_path)
         app.router.add_post(COMPLETIONS, self._complete)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
+        # aiohttp waits without end for no time at all.
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
         await site.start()
