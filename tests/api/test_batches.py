@@ -312,6 +312,7 @@ def test_a_second_server_on_the_data_folder_is_refused(server: RunningServer) ->
     assert server.http.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_batch_sent_while_the_model_loads_is_cut_by_a_shutdown_and_ends_after_the_next_start(
     small_model: Path, tmp_path: Path
 ) -> None:

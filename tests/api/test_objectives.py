@@ -180,6 +180,7 @@ def test_steps_are_counted_by_kind_and_compared_with_their_prediction(server: Ru
         assert f"\nbackfill:{name}{{" in text
 
 
+@pytest.mark.slow
 def test_a_baseline_starts_without_a_profile_and_only_measures(small_model: Path, tmp_path: Path) -> None:
     options = ("--policy", "priority", "--ttft-slo", "0.777")
     with small_server(small_model, *options, data_dir=tmp_path) as server:

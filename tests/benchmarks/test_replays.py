@@ -215,6 +215,7 @@ def serve(policy: PolicyName, load: Load) -> Outcome:
     return replay(config, load, scenarios.HARDWARE, scenarios.behaviour_of(0.0), seed=1)
 
 
+@pytest.mark.slow
 def test_each_scenario_prints_a_table_and_the_figures_end_as_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def check_policies(model: Path, folder: Path, duration_s: float) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_batch_on_a_running_server_beside_an_earlier_result(server: RunningServer, tmp_path: Path) -> None:
     earlier = tmp_path / "earlier.json"
     result = coserve("--base-url", server.url, "--label", "alone", *SHORT,
@@ -138,6 +139,7 @@ def test_the_servers_counters_give_every_token_once(server: RunningServer) -> No
     assert served() - before == 70
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_midway(small_model: Path, tmp_path: Path) -> None:
     def kill_it() -> None:
         """Within its measurement, which begins after half a second at eight requests a second."""

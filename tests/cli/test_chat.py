@@ -107,6 +107,7 @@ def test_wrong_options_are_named(arguments: tuple[str, ...], wrong: str) -> None
     assert (done.returncode, done.stderr.startswith(f"backfill: {wrong}")) == (1, True), done.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(small_model: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "backfill", "chat", str(small_model), *OPTIONS]

@@ -44,6 +44,7 @@ def run_batch_options(model: Path) -> tuple[str, ...]:
     return (*options, *SMALL_MODEL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "command", "moment", "number"),
     [

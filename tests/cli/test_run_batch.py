@@ -105,6 +105,7 @@ def test_every_line_is_answered_and_a_second_run_has_nothing_to_do(folder: Folde
     assert "3 completed, 0 failed (3 of them in an earlier run);" in again.stderr
 
 
+@pytest.mark.slow
 def test_failed_lines_of_a_shard_go_into_their_own_file_and_it_goes_on_where_it_was(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +225,7 @@ def test_a_run_whose_engine_cannot_start_says_why_in_a_line(
     assert not folder.output.exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_or_killed_goes_on_where_it_was(folder: Folder) -> None:
     """Its engine is killed, too, and started again."""
     folder.input.write_bytes(

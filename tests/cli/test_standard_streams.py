@@ -23,6 +23,7 @@ def test_closed_streams_are_no_place_for_the_next_file(closed: str) -> None:
     assert subprocess.run(["bash", "-c", command], check=False, timeout=TIMEOUT_S).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_batch_runs_with_standard_error_closed(small_model: Path, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(as_jsonl([completion_line("a", max_tokens=2)]))
     options = ["-i", "in.jsonl", "-o", "out.jsonl", "--model", str(small_model), "--served-model-name", MODEL]

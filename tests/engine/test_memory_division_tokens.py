@@ -45,6 +45,7 @@ def make_erratic(seed: int, choices: Sequence[Residency], stage_layers: Sequence
     return ErraticResidency(choices, stage_layers, random.Random(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("preemption", ["suspend", "discard"])
 @pytest.mark.parametrize("kv_layout", ["unidirectional", "bidirectional"])

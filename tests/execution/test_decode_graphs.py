@@ -98,6 +98,7 @@ def decodes(lens: list[int], num_shared: int) -> tuple[list[ScheduledSlice], lis
     return slices, [np.array([3 + index]) for index in range(len(lens))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lens", "num_shared", "form"),
     [

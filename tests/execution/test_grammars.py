@@ -324,6 +324,7 @@ def test_no_output_of_a_schema_is_invalid(
     assert [text for text in refused if is_whole(params, text)] == []
 
 
+@pytest.mark.slow
 def test_the_largest_grammars_take_seconds_at_most_and_the_cache_is_bounded(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

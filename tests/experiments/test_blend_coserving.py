@@ -35,6 +35,7 @@ def _short_answers() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_short_answers")
 def test_orders_run_beside_online_requests_that_meet_their_objectives() -> None:
     results = {name: run_coserving(TINY.run_of("alternating", name, 1)) for name in VARIANTS if name != "dfs"}

@@ -9,6 +9,8 @@ from experiments.blendserve.engines import SPLITS, EnginesResult, EnginesStudy, 
 from experiments.blendserve.groups import GroupSpec
 from tests.cli.running import assert_fits, run_to_json
 
+pytestmark = pytest.mark.slow
+
 SPEC = GroupSpec("sharegpt", 1.0, 300, 1)
 
 

@@ -107,6 +107,7 @@ def test_a_trace_that_is_missing_says_where_it_is_published(option: str, file: s
     assert f"{file} of https://github.com/microsoft/vidur/" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "policies"),
     [(Fig5, ",".join(VARIANTS)), *((kind, kind().policies) for kind in (Fig6, Fig7, Fig8, Slow1))],
@@ -119,6 +120,7 @@ def test_no_figure_of_a_scenario_comes_from_the_prefix_cache(kind: type[Figure],
         assert sum(each.num_computed_tokens for each in run.replay.counters.values()) > 5_000
 
 
+@pytest.mark.slow
 def test_figure_8_has_an_entry_for_each_step_and_all_on_reaches_the_paper() -> None:
     """On the first part of its ten minutes."""
     (point,) = run_study(shortened(Fig8, 60.0)(), (TUNING_SEED,))

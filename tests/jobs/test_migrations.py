@@ -183,6 +183,7 @@ assert upgrades == ("alembic" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_alembic_is_imported_for_an_upgrade_alone_and_before_other_servers_wait(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     for folder in (old, new):

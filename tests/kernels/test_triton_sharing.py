@@ -61,6 +61,7 @@ def made_batch(case: AttentionCase, generator: torch.Generator) -> AttentionMeta
     return make_batch(case.lens, block_size=case.block_size, num_blocks=num_blocks, generator=generator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
 def test_groups_of_decodes(device: str, case: AttentionCase, generator: torch.Generator) -> None:

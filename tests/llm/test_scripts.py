@@ -48,6 +48,7 @@ def test_a_script_needs_no_guard_and_ends_quietly(way: str, small_model: Path, t
     assert result.returncode == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_script_with_one_traceback_and_nothing_left(small_model: Path, tmp_path: Path) -> None:
     """A script in a string, which needs no guard either."""
     script = SCRIPT.format(model=str(small_model)) + FOREVER

@@ -247,6 +247,7 @@ def test_a_rank_that_is_killed_while_nothing_runs_is_noticed(mortal: ParallelExe
     wait_ended(mortal.pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("load", "message"),
     [

@@ -135,6 +135,7 @@ def test_all_ranks_divide_their_memory_anew(
         ranks.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [Sizes(tensor=2), Sizes(pipeline=2), Sizes(2, 2)], ids=str)
 def test_tokens_are_the_same_while_memory_changes_hands_on_ranks(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, sizes: Sizes
@@ -172,6 +173,7 @@ def test_tokens_are_the_same_while_memory_changes_hands_on_ranks(
     assert engine.scheduler.counters[ServiceClass.OFFLINE].num_preemptions > 0
 
 
+@pytest.mark.slow
 @any_interleaving(10, 12, NUM_LAYERS, intervals=st.lists(st.integers(1, LARGEST), min_size=1, max_size=5))
 def test_no_interleaving_of_stops_and_intervals_changes_a_token(
     ranks: RankThreads,

@@ -81,6 +81,7 @@ def test_tensor_ranks_serve_with_the_interval_of_their_record(
     wait_ended(pids)
 
 
+@pytest.mark.slow
 def test_two_stages_are_measured_one_behind_the_other(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ from tests.patience import with_more_time
 TWO = EngineConfig(pipeline_parallel_size=2)
 
 
+@pytest.mark.slow
 def test_ranks_stream_weights_and_have_micro_batches_as_on_one_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

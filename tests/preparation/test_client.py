@@ -137,6 +137,7 @@ async def test_a_death_loses_no_job_and_no_line(client: PreparationClient, tmp_p
     assert (await check).total == 40
 
 
+@pytest.mark.slow
 async def test_files_have_a_process_of_their_own_once_there_is_one(
     client: PreparationClient, tmp_path: Path
 ) -> None:

@@ -409,6 +409,7 @@ async def sharing(folder: Path) -> AsyncIterator[tuple[RunningRouter, dict[str, 
         assert not engine.seen, "lines are leased by engines that share the store"
 
 
+@pytest.mark.slow
 async def test_an_engine_that_leases_lines_is_killed_and_others_lease_them_again(tmp_path: Path) -> None:
     async with sharing(tmp_path) as (router, options):
         batch_id = await create_batch(router, lines_of(1000))

@@ -264,6 +264,7 @@ async def test_a_replica_that_cannot_start_ends_the_command_with_its_reason(
     await replicas.end()
 
 
+@pytest.mark.slow
 def test_one_command_serves_with_two_engines_and_outlives_one(small_model: Path, tmp_path: Path) -> None:
     options = ("--data-parallel-size", "2", "--api-key", "alice=first", "--policy", "fcfs")
     server = launch_small(small_model, *options, data_dir=tmp_path)

@@ -123,6 +123,7 @@ def test_chats_find_as_much_beside_an_offline_flood_as_alone(num_host_blocks: in
     assert counters.num_prefix_hit_tokens == counters.num_host_prefix_hit_tokens == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_host_blocks", [0, NUM_HOST_BLOCKS], ids=["device", "two-tiers"])
 def test_the_flood_gets_the_pool_within_a_minute_after_the_last_chat(num_host_blocks: int) -> None:
     bench = make_bench(2, num_host_blocks)

@@ -375,6 +375,7 @@ def test_who_has_fewer_requests_never_gives_way() -> None:
         assert world.step().safepoints is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pause_s", "share"), [(0.0, 0.02), (0.1, 0.25)])
 def test_a_flood_gives_a_third_of_the_time_and_a_ttft_objective(pause_s: float, share: float) -> None:
     """Chats come one after another, and stop its steps as soon as these begin.

@@ -100,6 +100,7 @@ class Load:
 CHEAP_S, DEAR_S = 2e-5, 5e-4  # seconds a token of a prompt
 
 
+@pytest.mark.slow
 def test_offline_requests_get_the_memory_of_chats_that_are_cheap_to_compute_again() -> None:
     reuse = Load(keep_what_is_used_again(make_bench(CHEAP_S))).serve(40.0, think_s=8.0)
     weighed = Load(make_bench(CHEAP_S)).serve(40.0, think_s=8.0)
@@ -114,6 +115,7 @@ def test_chats_that_come_back_soon_are_kept() -> None:
     assert weighed.offline >= 1.1 * none.offline
 
 
+@pytest.mark.slow
 def test_what_is_kept_follows_how_soon_chats_come_back() -> None:
     bench = make_bench(DEAR_S, 10.0)
     load, kept = Load(bench), []

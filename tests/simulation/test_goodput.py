@@ -66,6 +66,7 @@ def test_runs_left_out_would_be_those_of_online_only() -> None:
     assert figures[0] == figures[1] == figures[2]
 
 
+@pytest.mark.slow
 def test_figures_do_not_depend_on_the_number_of_processes(tiny: list[Pair]) -> None:
     few = replace(TINY, loads="0.5", policies="online-only,slo")
     ((alone, beside),) = run_study(few, num_processes=2)
