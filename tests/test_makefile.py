@@ -63,7 +63,9 @@ def test_without_an_index_only_pips_own_is_asked(tmp_path: Path) -> None:
 )
 def test_serve_takes_a_port_from_the_command_line_alone(given: list[str], passed: str) -> None:
     # The tests themselves may run under make, with flags and a level of its own.
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "ARGS"}
+    outside = {
+        name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "ARGS"
+    }
     done = subprocess.run(
         ["make", "-n", "--no-print-directory", "serve", *given],
         cwd=ROOT,
