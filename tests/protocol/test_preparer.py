@@ -27,14 +27,16 @@ FULL = replace(make_profile(linear_cost(0.001)), error=FitError(0.01, 0.05, 40),
 COARSE = replace(FULL, quality="coarse")
 
 
-def make_preparer(profile: CostProfile | None = None, policy: PolicyName = "slo") -> RequestPreparer:
+def make_preparer(
+    profile: CostProfile | None = None, policy: PolicyName = "slo", *, prefix_caching: bool = True
+) -> RequestPreparer:
     model = ServedModel(names=("m",), root="m", folder=Path(), created=0)
     preparer = RequestPreparer(model, NO_TOKENIZER, GenerationDefaults())
     preparer.facts = EngineFacts(
         info=make_info(num_blocks=1000, block_size=16),
         default_slo=SLO(1.0, 0.15),
         profile=profile,
-        scheduler=SchedulerConfig(policy=policy),
+        scheduler=SchedulerConfig(policy=policy, prefix_caching=prefix_caching),
     )
     return preparer
 
@@ -46,9 +48,15 @@ def ask(preparer: RequestPreparer, context: RequestContext | None = None, **fiel
 
 
 def prepare(
-    profile: CostProfile | None, slo: dict[str, float], num_tokens: int = 100, policy: PolicyName = "slo"
+    profile: CostProfile | None,
+    slo: dict[str, float],
+    num_tokens: int = 100,
+    policy: PolicyName = "slo",
+    *,
+    prefix_caching: bool = False,
 ) -> Generation:
-    return ask(make_preparer(profile, policy), prompt=[5] * num_tokens, slo=slo)
+    preparer = make_preparer(profile, policy, prefix_caching=prefix_caching)
+    return ask(preparer, prompt=[5] * num_tokens, slo=slo)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +98,12 @@ def test_of_a_long_prompt_only_the_known_part_is_certain() -> None:
     assert prepare(FULL, {"ttft": 0.71}, num_tokens=8000).request.slo == SLO(0.71, 0.15)
     with pytest.raises(RequestError, match="need 8 s"):
         prepare(FULL, {"ttft": 0.69}, num_tokens=8000)
+
+
+def test_a_first_token_is_possible_where_its_prompt_may_be_cached() -> None:
+    assert prepare(FULL, {"ttft": 0.01}, prefix_caching=True).request.slo == SLO(0.01, 0.15)
+    with pytest.raises(RequestError, match=r"need 0\.001 s even alone\. Ask for 0\.001 s or more\."):
+        prepare(FULL, {"ttft": 0.0006}, prefix_caching=True)
 
 
 def test_a_policy_without_objectives_refuses_none() -> None:

@@ -116,11 +116,15 @@ def test_of_a_chunk_larger_than_what_was_measured_only_the_known_size_is_certain
     ],
 )
 def test_objectives_are_impossible_one_by_one(asked: dict[str, float], impossible: dict[str, float]) -> None:
-    config = SchedulerConfig(policy="slo", max_num_batched_tokens=128, max_prefill_chunk_tokens=64)
+    config = SchedulerConfig(
+        policy="slo", max_num_batched_tokens=128, max_prefill_chunk_tokens=64, prefix_caching=False
+    )
     profile = replace(PROFILE, cost=flat_cost(0.1002))
     assert impossible_objectives(asked, profile, config, 100) == impossible
     assert impossible_objectives(asked, None, config, 100) == {}
     assert impossible_objectives(asked, profile, replace(config, policy="priority"), 100) == {}
+    if_cached = impossible_objectives({"ttft": 0.06}, profile, replace(config, prefix_caching=True), 100)
+    assert if_cached == {"ttft": 0.101}, "one step"
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ def impossible_objectives(
 ) -> dict[str, float]:
     """The objectives that no run of a request can meet, as far as the profile is certain of it.
 
-    Empty under a policy that does not schedule by objectives: it only measures them.
+    Empty under a policy that does not schedule by objectives: it only measures them. All of a prompt but its
+    last token may be cached, where prefixes are: then the first token comes as every next one does.
 
     Args:
         asked: seconds, by ``ttft`` and ``tpot``.
@@ -67,6 +68,8 @@ def impossible_objectives(
         return {}
     least = _by_name(achievable_slo(profile.cost, config, num_prompt_tokens))
     impossible = _by_name(impossible_slo(profile, config, num_prompt_tokens))
+    if config.prefix_caching:
+        least["ttft"], impossible["ttft"] = least["tpot"], impossible["tpot"]
     return {name: rounded_up(least[name]) for name in least if asked.get(name, math.inf) < impossible[name]}
 
 
