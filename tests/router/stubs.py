@@ -82,7 +82,7 @@ class StubEngine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/{rest:.*}", self._show_path)
         app.router.add_post(COMPLETIONS, self._complete)
-        # aiohttp waits without end for no time at all.
+        # aiohttp takes 0 for no timeout, and waits without end.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
