@@ -1,6 +1,7 @@
 """Whether ``backfill serve`` refuses objectives that a run would meet, and accepts objectives that none can.
 
-A server starts without a saved cost profile, measures a coarse one, and refines it by what it serves here.
+A server starts without a saved cost profile, measures a coarse one, and refines it by what it serves here. It
+has no prefix cache: with one, hardly any TTFT is impossible for certain.
 Each of the random prompts is served alone, which gives its TTFT. Another of its length is sent with an
 objective of one to two times that, which must not be refused, and a third with a fifth of it, which a good
 profile may refuse. Refusals are counted by the quality of the profile in use.
@@ -34,7 +35,10 @@ def main() -> None:
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     counts: Counter[str] = Counter()
-    with cache_without_profiles() as cache, served(environment={"BACKFILL_CACHE_ROOT": cache}) as port:
+    with (
+        cache_without_profiles() as cache,
+        served("--no-prefix-caching", environment={"BACKFILL_CACHE_ROOT": cache}) as port,
+    ):
         for number in range(arguments.prompts):
             num_tokens = round(arguments.longest ** rng.uniform(0.3, 1.0))
             ask_about(port, num_tokens, rng, counts)

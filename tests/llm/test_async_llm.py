@@ -201,7 +201,7 @@ def test_leaving_a_stream_early_aborts_it(async_llm: AsyncLLM, run: Run) -> None
         ({"slo": SLO(True, 1.0)}, "^slo must be an SLO"),
         ({"slo": SLO("a", 1.0)}, "^slo must be an SLO"),  # type: ignore[arg-type]
         ({"priority": True}, "^priority must be an integer"),
-        ({"slo": SLO(1e-9, 1.0)}, "cannot be met: even alone the request needs"),
+        ({"slo": SLO(1e-9, 1.0)}, "cannot be met: even alone, its prompt cached, the request needs"),
         ({"priority": 2**31}, "^priority must be an integer between"),
         ({"prompt": [1, 10**7, -1]}, "^Prompt token ids must be between 0 and .*, got -1"),
         ({"prompt": ""}, "^prompt must not be empty"),

@@ -102,7 +102,7 @@ def test_of_a_long_prompt_only_the_known_part_is_certain() -> None:
 
 def test_a_first_token_is_possible_where_its_prompt_may_be_cached() -> None:
     assert prepare(FULL, {"ttft": 0.01}, prefix_caching=True).request.slo == SLO(0.01, 0.15)
-    with pytest.raises(RequestError, match=r"need 0\.001 s even alone\. Ask for 0\.001 s or more\."):
+    with pytest.raises(RequestError, match=r"need 0\.001 s even alone, its prompt cached\. Ask for 0\.001 s"):
         prepare(FULL, {"ttft": 0.0006}, prefix_caching=True)
 
 

@@ -162,8 +162,9 @@ class Preparer:
         impossible = impossible_objectives(requested, self.profile, self.scheduler, num_prompt_tokens)
         if impossible:
             needs = " and ".join(f"{name}_s={needed_s:g}" for name, needed_s in impossible.items())
+            cached = ", its prompt cached," if self.scheduler.prefix_caching else ""
             raise InvalidRequest(
-                f"{slo} cannot be met: even alone the request needs {needs}. Ask for at least that.",
+                f"{slo} cannot be met: even alone{cached} the request needs {needs}. Ask for at least that.",
                 param="slo",
             )
 

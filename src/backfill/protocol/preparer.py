@@ -375,10 +375,11 @@ class RequestPreparer:
         )
         for name, (needed_s, least_s) in refused.items():
             objective = objectives[name]
-            share = ", and a third is left for prompts" if name == "tpot" else ""
+            cached = ", its prompt cached" if engine.scheduler.prefix_caching else ""
+            counted = ", and a third is left for prompts" if name == "tpot" else cached
             raise RequestError(
                 f"{objective.name} of {objective.show(objective.seconds)} cannot be met: on this server "
-                f"the request is predicted to need {objective.show(needed_s)} even alone{share}. Ask for "
+                f"the request is predicted to need {objective.show(needed_s)} even alone{counted}. Ask for "
                 f"{objective.show(least_s)} or more.",
                 param=objective.name,
             )
