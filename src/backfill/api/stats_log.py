@@ -82,7 +82,8 @@ class StatsLog:
         if missed:
             logger.warning(
                 "objectives missed in the last minute: %s. Send fewer online requests, set larger objectives "
-                "(--ttft-slo, --tpot-slo), or refuse requests that cannot meet them (--shed-hopeless).%s",
+                "(--ttft-slo, --tpot-slo) or the least that requests may ask for (--min-ttft-slo, "
+                "--min-tpot-slo), or refuse those that cannot be in time (--shed-hopeless).%s",
                 ", ".join(missed),
                 f" The hypervisor took {stolen:.0%} of the processors' time." if stolen >= _STOLEN else "",
             )
