@@ -138,7 +138,7 @@ def test_figure_8_has_an_entry_for_each_step_and_all_on_reaches_the_paper() -> N
 def test_the_default_keeps_up_with_no_safepoints(kind: type[Slow1]) -> None:
     """At the lightest load, a middle one and the heaviest.
 
-    A P99 of 150 chats is the second slowest: it moves by a tenth from seed to seed (docs/coserving.md).
+    A P99 of 150 chats is the second slowest: it moves by up to a fifth from seed to seed (docs/coserving.md).
     """
     points = run_study(shortened(kind, points=slice(None, None, 2))())
     assert len(points) == 3
