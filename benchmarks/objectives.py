@@ -1,10 +1,10 @@
 """Whether ``backfill serve`` refuses objectives that a run would meet, and accepts objectives that none can.
 
 A server starts without a saved cost profile, measures a coarse one, and refines it by what it serves here. It
-has no prefix cache: with one, hardly any TTFT is impossible for certain.
-Each of the random prompts is served alone, which gives its TTFT. Another of its length is sent with an
-objective of one to two times that, which must not be refused, and a third with a fifth of it, which a good
-profile may refuse. Refusals are counted by the quality of the profile in use.
+has no prefix cache: with one, hardly any TTFT is impossible for certain. Each of the random prompts is served
+alone, which gives its TTFT. Another of its length is sent with an objective of one to two times that, which
+must not be refused, and a third with a fifth of it, which a good profile may refuse. Refusals are counted by
+the quality of the profile in use.
 
 Usage: objectives.py [--prompts 200] [--longest 7900] [--seed 0]. Ends with one JSON object on a line.
 """

@@ -57,8 +57,8 @@ def impossible_objectives(
 ) -> dict[str, float]:
     """The objectives that no run of a request can meet, as far as the profile is certain of it.
 
-    Empty under a policy that does not schedule by objectives: it only measures them. All of a prompt but its
-    last token may be cached, where prefixes are: then the first token comes as every next one does.
+    Empty under a policy that does not schedule by objectives: it only measures them. With prefix caching all
+    of a prompt but its last token may be cached, so a TTFT is impossible only below the time of a decode.
 
     Args:
         asked: seconds, by ``ttft`` and ``tpot``.
