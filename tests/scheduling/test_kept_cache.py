@@ -111,7 +111,7 @@ def test_offline_requests_get_the_memory_of_chats_that_are_cheap_to_compute_agai
 def test_chats_that_come_back_soon_are_kept() -> None:
     none = Load(keep_nothing(make_bench(DEAR_S, 10.0))).serve(40.0, think_s=1.0)
     weighed = Load(make_bench(DEAR_S, 10.0)).serve(40.0, think_s=1.0)
-    assert weighed.hit_rate > 2 * none.hit_rate
+    assert weighed.hit_rate > 1.5 * none.hit_rate
     assert weighed.offline >= 1.1 * none.offline
 
 

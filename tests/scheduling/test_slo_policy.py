@@ -103,6 +103,23 @@ def test_of_a_burst_as_many_chats_as_possible_meet_both_objectives() -> None:
     assert ours[2] <= 1.1 * fcfs[2], "the others lose no throughput"
 
 
+def test_a_short_prompt_passes_a_long_one_that_has_begun() -> None:
+    bench = Bench(slo=SLO(ttft_s=9.0, tpot_s=0.1), max_num_batched_tokens=100)
+    assert sizes(bench.step(make_request(300, 1, request_id="long"))) == {"long": 100}
+    bench.add(make_request(60, 1, request_id="short", arrived_at_s=0.1))
+    assert sizes(bench.step()) == {"short": 60, "long": 40}
+
+
+def test_short_prompts_without_end_pass_a_long_one_for_half_of_its_objective() -> None:
+    """They leave it a tenth of each step."""
+    slo = SLO(ttft_s=4.0, tpot_s=0.1)
+    bench, long = Bench(slo=slo, max_num_batched_tokens=100), make_request(1000, 1, request_id="long")
+    bench.step(long)
+    while long.first_token_at_s is None:
+        bench.step(make_request(90, 1, arrived_at_s=bench.clock.now_s()))
+    assert 1.5 < long.first_token_at_s <= 2.0
+
+
 def test_late_answers_without_room_take_the_blocks_of_those_they_preempt() -> None:
     def served(policy: Policy | None) -> tuple[float, int]:
         """Seconds for 20 late requests of which the pool holds 8, and preemptions."""

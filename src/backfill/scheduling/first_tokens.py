@@ -1,4 +1,4 @@
-"""Which of several prompts can have their first tokens in time."""
+"""Which of several prompts can have their first tokens in time, and in which order."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from heapq import heappop, heappush
 from backfill.core.request import RequestId
 from backfill.scheduling.policy import R, RequestView
 from backfill.scheduling.prediction import StepPredictor
+
+# Part of a TTFT objective after which a prompt lets no shorter one pass. The rest is for waits that are not
+# predicted: for blocks, for places among the running requests, for more urgent arrivals, for slower steps.
+_PASSING_SHARE = 0.5
 
 
 def is_new(request: RequestView) -> bool:
@@ -42,6 +46,42 @@ def most_in_time(prompts: Sequence[R], now_s: float, token_s: float) -> Collecti
                 ends_at_s += heappop(chosen)[0] * token_s
         in_time.update(request_id for _, _, request_id in chosen)
     return in_time
+
+
+def shortest_first(prompts: Sequence[R], now_s: float, token_s: float) -> list[R]:
+    """Prompts that can all be in time, in the order in which to compute them: shorter ones first.
+
+    By Smith's backward rule: the longest of those that can wait for all others comes last, and so on. A
+    prompt can wait while its first token comes within a part of its TTFT objective; where none can, the
+    latest deadline comes last. Of the orders in which all can, this one has the least mean time to first
+    token. So for each priority that clients gave, the more urgent first, and each owner's turn. Requests that
+    compute lost KV again come before all.
+
+    Args:
+        prompts: by deadline, as ``most_in_time`` takes them.
+        token_s: seconds that each token of a prompt takes.
+    """
+    order = [each for each in prompts if not is_new(each)]
+    ends_at_s = now_s + token_s * sum(each.num_pending_tokens for each in order)
+    new = filter(is_new, prompts)
+    for _, equals in itertools.groupby(new, lambda each: (each.order_key[0], each.owner)):
+        by_deadline = list(equals)
+        ends_at_s += token_s * sum(each.num_pending_tokens for each in by_deadline)
+        end_s, backwards = ends_at_s, []
+        can_wait: list[tuple[int, int, R]] = []  # a heap, the longest first, then the latest deadline
+        while by_deadline or can_wait:
+            while by_deadline and (not can_wait or _waits_until_s(by_deadline[-1]) >= end_s):
+                latest = by_deadline.pop()
+                heappush(can_wait, (-latest.num_pending_tokens, -len(by_deadline), latest))
+            backwards.append(heappop(can_wait)[-1])
+            end_s -= token_s * backwards[-1].num_pending_tokens
+        order += reversed(backwards)
+    return order
+
+
+def _waits_until_s(request: RequestView) -> float:
+    """When a prompt lets no shorter one pass any more."""
+    return request.arrived_at_s + _PASSING_SHARE * (request.next_token_by_s - request.arrived_at_s)
 
 
 def least_spare_s(

@@ -10,7 +10,7 @@ from backfill.core.decaying_peak import DecayingPeak
 from backfill.core.request import PriorityLevel, RequestId
 from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
-from backfill.scheduling.first_tokens import is_new, least_spare_s, most_in_time
+from backfill.scheduling.first_tokens import is_new, least_spare_s, most_in_time, shortest_first
 from backfill.scheduling.objectives import least_tpot_slo, share_in_time
 from backfill.scheduling.owner_shares import (
     in_places_of_owners,
@@ -153,8 +153,8 @@ class SloPolicy(Policy):
                 builder.remove(each)
         return builder.batch.num_prefill_tokens > 0
 
-    # Rule 1: all decodes of online requests that are in time. Rule 2: prompts, by deadline, without those
-    # that others would make late, so that as many first tokens as possible are in time; then the late ones.
+    # Rule 1: all decodes of online requests that are in time. Rule 2: prompts, shorter ones first, without
+    # those that would make others late: as many first tokens as possible are in time. Then the late ones.
 
     def _add_prompts_in_time(
         self, view: Snapshot[R], builder: BatchBuilder[R], decodes: Sequence[R], prefills: Sequence[R]
@@ -174,16 +174,18 @@ class SloPolicy(Policy):
             prompts_s = cost.efficient_prefill_s(StepLoad(), _PROMPT_EFFICIENCY, self._max_step_tokens)
             limit_s = min(limit_s, decodes_s + prompts_s)
         worst = self._predictor.worst_scale
-        in_time = most_in_time(prompts, view.now_s, worst * self._token_s(load, limit_s))
+        token_s = worst * self._token_s(load, limit_s)
+        in_time = most_in_time(prompts, view.now_s, token_s)
         if decodes and len(in_time) < len(prompts) and not view.is_flooded:
             banked_s = self._limit_s(delayed, view.now_s, decodes_s, _BANK_SHARE)
-            more = most_in_time(prompts, view.now_s, worst * self._token_s(load, banked_s))
+            shorter_s = worst * self._token_s(load, banked_s)
+            more = most_in_time(prompts, view.now_s, shorter_s)
             if len(more) > len(in_time):
-                limit_s, in_time = banked_s, more
-        chosen = [each for each in prompts if each.request_id in in_time]
+                limit_s, token_s, in_time = banked_s, shorter_s, more
+        chosen = shortest_first([e for e in prompts if e.request_id in in_time], view.now_s, token_s)
         late = [each for each in prompts if each.request_id not in in_time]
         least_s = self._least_limit_s(view, load, [*decodes, *chosen], late)
-        prompts = in_places_of_owners(prompts, [*sorted(chosen, key=is_new), *late])
+        prompts = in_places_of_owners(prompts, [*chosen, *late])
         return self._add_prompts(view, builder, prompts, max(limit_s, least_s), least_s)
 
     def _least_limit_s(
@@ -285,9 +287,8 @@ class SloPolicy(Policy):
     def _standing_still(self, view: Snapshot[R]) -> list[R]:
         """Relegated decodes that have waited for a TTFT objective."""
         decodes, _ = split(view.running[PriorityLevel.RELEGATED])
-        return [
-            each for each in decodes if view.now_s - (each.last_token_at_s or 0.0) >= self.default_slo.ttft_s
-        ]
+        since_s = view.now_s - self.default_slo.ttft_s
+        return [each for each in decodes if (each.last_token_at_s or 0.0) <= since_s]
 
     # Rule 4: offline work, promoted requests first. Beside an online prompt, decodes alone.
 
@@ -392,8 +393,7 @@ class SloPolicy(Policy):
         return min(slacks_s, default=math.inf) * self._predictor.usable_share
 
     def _tpot_s(self, request: RequestView) -> float:
-        """The TPOT objective by which a request bounds offline work; a relegated one's is not tighter than
-        the server's."""
+        """The TPOT objective by which it bounds offline work; a relegated one's is at least the server's."""
         if request.slo is None:
             return math.inf
         floor_s = self.default_slo.tpot_s if request.priority_level in _RELEGATED else 0.0
