@@ -120,6 +120,15 @@ def test_short_prompts_without_end_pass_a_long_one_for_half_of_its_objective() -
     assert 1.5 < long.first_token_at_s <= 2.0
 
 
+def test_what_another_prompt_computes_meanwhile_makes_a_waiting_one_short() -> None:
+    prompt, slo = list(range(60)), SLO(ttft_s=9.0, tpot_s=0.1)
+    bench = Bench(slo=slo, max_num_batched_tokens=60)
+    choices = [make_request(60, 1, request_id=f"choice{i}", prompt_token_ids=prompt) for i in range(2)]
+    assert sizes(bench.step(*choices)) == {"choice0": 60}
+    bench.add(*(make_request(50, 1, request_id=f"short{i}") for i in range(3)))
+    assert sizes(bench.step()) == {"choice1": 4, "short0": 50, "short1": 6}
+
+
 def test_late_answers_without_room_take_the_blocks_of_those_they_preempt() -> None:
     def served(policy: Policy | None) -> tuple[float, int]:
         """Seconds for 20 late requests of which the pool holds 8, and preemptions."""

@@ -41,6 +41,8 @@ _SHARED_FOR_S = 10.0
 # Waiting requests of one level that a policy sees, beyond those that a step can hold: some are passed over
 # because another one in the step computes their next block.
 _MAX_PASSED_OVER = 1024
+# Waiting online requests, in turn, that each step looks up again: what the cache has of them changes.
+_NUM_LOOKED_UP = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -246,6 +248,10 @@ class StepPlanner:
             for level, queue in requests.waiting.items()
         }
         in_other_steps = self._divide(running, now_s) if in_flight.max_steps > 1 else {}
+        online = waiting[PriorityLevel.ONLINE]
+        first = self._num_plans * _NUM_LOOKED_UP % max(1, len(online))
+        for request in online[first : first + _NUM_LOOKED_UP]:
+            requests.look_up(request)
         return Snapshot(
             now_s=in_flight.begins_at_s(now_s),
             running=running,

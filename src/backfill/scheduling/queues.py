@@ -236,7 +236,7 @@ class UnfinishedRequests:
         if request.service_class is ServiceClass.ONLINE:
             self.num_online += 1
             self._num_online_of_owner[request.owner] += 1
-            self._look_up(request)
+            self.look_up(request)
         self._await_change(request, -math.inf)
 
     def take(self, request: Request) -> None:
@@ -297,7 +297,7 @@ class UnfinishedRequests:
                 put_off.append(request)
                 continue
             if request.priority_level is PriorityLevel.ONLINE:
-                self._look_up(request)
+                self.look_up(request)
             if self._rule.changes_at_s(request) > now_s:  # it has come further since
                 self._await_change(request, now_s)
                 continue
@@ -319,7 +319,7 @@ class UnfinishedRequests:
             if request is None or not _is_queued(request) or request.next_token_by_s <= now_s:
                 del self._relegated[request_id]
                 continue
-            self._look_up(request)
+            self.look_up(request)
             if request.num_computed_tokens > num_before and self._rule.must_start_by_s(request) > now_s:
                 del self._relegated[request_id]
                 self._move(request, PriorityLevel.ONLINE)
@@ -357,7 +357,8 @@ class UnfinishedRequests:
         is_alone = len(waiting.owners) == (waiting.num_of_owner(owner) > 0)
         return not is_alone or started.total() > started[owner]
 
-    def _look_up(self, request: Request) -> None:
+    def look_up(self, request: Request) -> None:
+        """Ask the cache what it has of a request without blocks."""
         if _is_queued(request):
             request.num_computed_tokens = self._num_cached(request)
 
