@@ -26,6 +26,7 @@ PAPERS = {
         "engines": Command("blendserve.engines:app", "Several engines on one batch (ours)."),
     },
     "bros": {
+        "alone": Command("bros.alone:app", "Figure 12: online requests without offline ones."),
         "tradeoff": Command("bros.tradeoff:app", "Figures 10 and 11: online latency and offline throughput."),
         "cache": Command("bros.cache:app", "Figure 13: two requests in a block."),
         "overhead": Command("bros.overhead:app", "Figure 14: what scheduling takes of an iteration."),

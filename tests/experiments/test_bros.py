@@ -20,6 +20,7 @@ from backfill.simulation.variants import VARIANTS
 from backfill.simulation.workloads import SHAREGPT
 from experiments.__main__ import app
 from experiments.bros import cache
+from experiments.bros.alone import Alone, comparisons
 from experiments.bros.cache import (
     BASELINES,
     BIDIRECTIONAL,
@@ -35,6 +36,7 @@ from experiments.bros.kv_usage import SAMPLE_S, KVSample, KVUsage
 from experiments.bros.overhead import GROUPS, Overhead, OverheadStudy, run_repeatedly
 from experiments.bros.tradeoff import (
     FIGURES,
+    LMSYS,
     POLICIES,
     BrosPoint,
     Setting,
@@ -137,6 +139,31 @@ def test_tradeoff_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
     assert content["paper"]["lmsys"]["bros"]["over fcfs"]["latency_reduction"] == 0.6961
     assert "(paper)" in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_alone_has_no_offline_requests_and_ratios_over_fcfs(tmp_path: Path) -> None:
+    plot = tmp_path / "alone.png"
+    printed, content = run_to_json(
+        "bros", "alone", "--models", "opt-13b", "--workloads", "lmsys", "--rates", "40",
+        "--duration", "2", "--json", "--plot", str(plot), commands=app,
+    )  # fmt: skip
+    (point,) = content["points"]
+    fcfs, bros = point["policies"]["fcfs"], point["policies"]["bros"]
+    reduction = 1 - bros["normalized_latency_s"] / fcfs["normalized_latency_s"]
+    assert content["over fcfs"]["bros"]["latency_reduction"] == pytest.approx(reduction)
+    assert content["over fcfs"]["slo"]["throughput_ratio"] == pytest.approx(
+        point["policies"]["slo"]["online_tok_s"] / fcfs["online_tok_s"]
+    )
+    assert "bros (paper)" in printed
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    alone = Alone(policies="bros", rates="1", duration=1.0)
+    simulation = alone.simulation(Setting("opt-13b", "lmsys", 1.0), "bros", LMSYS, 1)
+    assert simulation.workload.online and not simulation.workload.offline
+
+
+def test_alone_without_the_baseline_compares_nothing() -> None:
+    points = run_study(Alone(models="opt-13b", workloads="lmsys", policies="bros", rates="1", duration=1.0))
+    assert comparisons(points) == {}
 
 
 SHARED = Cache(workloads="lmsys", rates="4", policies="bros", duration=2.0)
