@@ -19,6 +19,8 @@ constexpr int kHeadBatch = kLanes == 16 ? 4 : 3;   // query heads whose sums sha
 constexpr int kKeyVectors = kLanes == 16 ? 2 : 4;  // vectors of keys that are scored at once
 constexpr int kKeysAtOnce = kKeyVectors * kLanes;
 constexpr int kKeysBetween = 4;  // that are weighted between two fetches
+constexpr int kValuesAtOnce =
+    kLanes * (kLanes == 16 ? 4 : 2);  // elements of each row that are summed at once
 
 BACKFILL_INLINE int64_t padded_head_dim(int64_t head_dim) { return round_up(head_dim, 32); }
 
@@ -217,7 +219,8 @@ BACKFILL_INLINE void single_values(const ChunkRows<Kv>& rows, int64_t d, int64_t
     for (int v = 0; v < kSums; v++) store(sums + h * sums_stride + d + v * kLanes, acc[h][v]);
 }
 
-// sums [NumHeads, dim] = weights [NumHeads, keys] * values [keys, dim]. reads: null for all but a chunk's first heads.
+// sums [NumHeads, dim] = weights [NumHeads, keys] * values [keys, dim]. reads: null for all but a chunk's first heads;
+// they fetch beside the first elements alone, or by passes beside all.
 template <class T, int NumHeads, class Kv>
 void weighted_values(const ChunkRows<Kv>& rows, int64_t dim, const float* weights, float* sums,
                      int64_t stride, Reads<Kv>* reads) {
@@ -232,10 +235,10 @@ void weighted_values(const ChunkRows<Kv>& rows, int64_t dim, const float* weight
   }
 #endif
   constexpr int kSplits = kSplit<T, Kv> ? 2 : 1, kElements = kLanes * kSplits;
-  constexpr int kVectors = (kLanes == 16 ? 4 : 2) / kSplits;
-  for (; d + kVectors * kElements <= dim; d += kVectors * kElements, reads = nullptr)
-    single_values<T, Kv, NumHeads, kVectors>(rows, d, dim, weights, sums, stride, reads);
-  for (; d < dim; d += kElements, reads = nullptr)
+  const auto after_first = [&] { return Reads<Kv>::kByPasses ? reads : nullptr; };
+  for (; d + kValuesAtOnce <= dim; d += kValuesAtOnce, reads = after_first())
+    single_values<T, Kv, NumHeads, kValuesAtOnce / kElements>(rows, d, dim, weights, sums, stride, reads);
+  for (; d < dim; d += kElements, reads = after_first())
     single_values<T, Kv, NumHeads, 1>(rows, d, dim, weights, sums, stride, reads);
 }
 
@@ -284,10 +287,10 @@ class DecodeItem {
       const int64_t count = smaller<int64_t>(kChunk, end_ - position), padded = round_up(count, kLanes);
       keys_.list(position, position + count, rows_);
       for (int64_t i = count; i < padded; i++) rows_[i] = rows_[count - 1];
-      reads.begin_chunk(position,
-                        kv_heads_ * (ceil_divide(count, kKeysAtOnce) * units_ + padded / kKeysBetween));
+      if (!Reads<Kv>::kByPasses)
+        reads.begin_chunk(position, kv_heads_ * (score_fetches(count) + padded / kKeysBetween));
       for (int64_t g = 0; g < kv_heads_; g++) {
-        attend(g, count, reads);
+        attend(position, g, count, reads);
         if (partials == nullptr)
           fold_chunk(g);
         else
@@ -310,8 +313,11 @@ class DecodeItem {
       }
   }
 
-  // The states and weighted sums of the `count` keys of rows_ of key/value head g.
-  void attend(int64_t g, int64_t count, Reads<Kv>& reads) {
+  int64_t score_fetches(int64_t count) const { return ceil_divide(count, kKeysAtOnce) * units_; }
+
+  // The states and weighted sums of the `count` keys of rows_, from `position` on, of key/value head g.
+  void attend(int64_t position, int64_t g, int64_t count, Reads<Kv>& reads) {
+    if (Reads<Kv>::kByPasses) reads.begin_keys(position, g, score_fetches(count));
     const float* queries = wide_query_ + g * group_ * padded_dim_;
     for (int64_t i = 0; i < count; i += kKeysAtOnce) {
       const int vectors = (int)smaller<int64_t>(kKeyVectors, (count - i + kLanes - 1) / kLanes);
@@ -333,6 +339,8 @@ class DecodeItem {
       if constexpr (kPaired<T>) pair_weights(weights, rows.padded);
 #endif
     }
+    if (Reads<Kv>::kByPasses)
+      reads.begin_values(position, g, ceil_divide(dim_, kValuesAtOnce) * rows.padded / kKeysBetween);
     for (int64_t h = 0; h < group_; h += kHeadBatch) weigh_values(rows, h, h == 0 ? &reads : nullptr);
   }
 
