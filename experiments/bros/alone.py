@@ -89,8 +89,9 @@ class Alone(Bros[BrosPoint]):
 
 
 def comparisons(points: Sequence[BrosPoint]) -> dict[str, dict[str, float]]:
-    """Each policy over the baseline: means of reductions and ratios; empty if the baseline has not run."""
-    if BASELINE not in points[0].policies:
+    """Each policy over the baseline, means of the points in which that served requests; empty if none."""
+    points = [point for point in points if point.policies.get(BASELINE, {}).get("online_tok_s")]
+    if not points:
         return {}
 
     def over(policy: str) -> dict[str, float]:

@@ -161,9 +161,10 @@ def test_alone_has_no_offline_requests_and_ratios_over_fcfs(tmp_path: Path) -> N
     assert simulation.workload.online and not simulation.workload.offline
 
 
-def test_alone_without_the_baseline_compares_nothing() -> None:
-    points = run_study(Alone(models="opt-13b", workloads="lmsys", policies="bros", rates="1", duration=1.0))
-    assert comparisons(points) == {}
+@pytest.mark.parametrize(("policies", "rates"), [("bros", "1"), ("fcfs,bros", "0.001")])
+def test_alone_without_requests_of_the_baseline_compares_nothing(policies: str, rates: str) -> None:
+    study = Alone(models="opt-13b", workloads="lmsys", policies=policies, rates=rates, duration=1.0)
+    assert comparisons(run_study(study)) == {}
 
 
 SHARED = Cache(workloads="lmsys", rates="4", policies="bros", duration=2.0)

@@ -12,41 +12,50 @@ from backfill.scheduling.first_tokens import most_in_time, shortest_first
 from tests.builders import make_request
 from tests.shared import examples
 
-TOKEN_S = 0.01
-_prompts = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 200)), min_size=1, max_size=6)
+TOKEN_S = 1 / 64  # sums of these are exact
+# Of each: its tokens, its TTFT objective and its age in the time of tokens.
+_prompts = st.lists(
+    st.tuples(st.integers(1, 60), st.integers(1, 300), st.integers(0, 150)), min_size=1, max_size=6
+)
+NOW_S = 5.0
 
 
-def prompts_of(sizes_and_deadlines: Sequence[tuple[int, int]]) -> list[Request]:
-    """By deadline, as a policy has them; a deadline in tokens."""
+def prompts_of(drawn: Sequence[tuple[int, int, int]]) -> list[Request]:
+    """By deadline, as a policy has them."""
     prompts = [
-        make_request(size, request_id=f"r{i}", slo=SLO(ttft_s=tokens * TOKEN_S, tpot_s=1.0))
-        for i, (size, tokens) in enumerate(sizes_and_deadlines)
+        make_request(
+            size,
+            request_id=f"r{i}",
+            slo=SLO(ttft_s=tokens * TOKEN_S, tpot_s=1.0),
+            arrived_at_s=NOW_S - age * TOKEN_S,
+        )
+        for i, (size, tokens, age) in enumerate(drawn)
     ]
     return sorted(prompts, key=lambda each: each.next_token_by_s)
 
 
 def ends_of(prompts: Sequence[Request]) -> list[float]:
-    return list(itertools.accumulate(each.num_prompt_tokens * TOKEN_S for each in prompts))
+    return [NOW_S + end * TOKEN_S for end in itertools.accumulate(each.num_prompt_tokens for each in prompts)]
 
 
 def are_in_time(prompts: Sequence[Request], share: float = 1.0) -> bool:
-    ends_s = ends_of(prompts)
-    return all(end <= share * each.next_token_by_s + 1e-9 for end, each in zip(ends_s, prompts, strict=True))
+    by_s = [each.arrived_at_s + share * (each.next_token_by_s - each.arrived_at_s) for each in prompts]
+    return all(end_s <= each + 1e-9 for end_s, each in zip(ends_of(prompts), by_s, strict=True))
 
 
 def ids(prompts: Sequence[Request]) -> list[str]:
     return [each.request_id for each in prompts]
 
 
-def ordered(*sizes_and_deadlines: tuple[int, int]) -> list[str]:
-    return ids(shortest_first(prompts_of(sizes_and_deadlines), 0.0, TOKEN_S))
+def ordered(*sizes_and_objectives: tuple[int, int]) -> list[str]:
+    return ids(shortest_first(prompts_of([(*each, 0) for each in sizes_and_objectives]), NOW_S, TOKEN_S))
 
 
 @settings(max_examples=examples(200))
 @given(_prompts)
-def test_as_many_are_in_time_as_in_any_order(sizes_and_deadlines: list[tuple[int, int]]) -> None:
-    prompts = prompts_of(sizes_and_deadlines)
-    in_time = most_in_time(prompts, 0.0, TOKEN_S)
+def test_as_many_are_in_time_as_in_any_order(drawn: list[tuple[int, int, int]]) -> None:
+    prompts = prompts_of(drawn)
+    in_time = most_in_time(prompts, NOW_S, TOKEN_S)
     assert are_in_time([each for each in prompts if each.request_id in in_time])
     more = itertools.combinations(prompts, len(in_time) + 1)
     assert not any(are_in_time(some) for some in more), "one more by deadline, in which order is best"
@@ -54,17 +63,23 @@ def test_as_many_are_in_time_as_in_any_order(sizes_and_deadlines: list[tuple[int
 
 @settings(max_examples=examples(200))
 @given(_prompts)
-def test_those_in_time_stay_so_and_wait_least_in_the_mean(sizes_and_deadlines: list[tuple[int, int]]) -> None:
-    prompts = prompts_of(sizes_and_deadlines)
-    in_time = most_in_time(prompts, 0.0, TOKEN_S)
+def test_those_in_time_stay_so_and_wait_least_in_the_mean(drawn: list[tuple[int, int, int]]) -> None:
+    prompts = prompts_of(drawn)
+    in_time = most_in_time(prompts, NOW_S, TOKEN_S)
     prompts = [each for each in prompts if each.request_id in in_time]
-    order = shortest_first(prompts, 0.0, TOKEN_S)
+    order = shortest_first(prompts, NOW_S, TOKEN_S)
     assert sorted(ids(order)) == sorted(ids(prompts))
     assert are_in_time(order)
     within_half = [sum(ends_of(some)) for some in itertools.permutations(prompts) if are_in_time(some, 0.5)]
     if within_half:
         assert are_in_time(order, 0.5), "the rest of the objective is left"
-        assert sum(ends_of(order)) <= min(within_half) + 1e-9
+        assert sum(ends_of(order)) <= min(within_half) + 1e-6
+
+
+def test_a_prompt_past_its_half_keeps_no_other_from_waiting() -> None:
+    """By deadline it is the last one; of the others the longest still goes last."""
+    prompts = prompts_of([(60, 280, 0), (9, 290, 0), (20, 600, 305)])
+    assert ids(shortest_first(prompts, NOW_S, TOKEN_S)) == ["r2", "r1", "r0"]
 
 
 def test_a_prompt_lets_shorter_ones_pass_until_half_of_its_objective_has_gone() -> None:
@@ -81,18 +96,18 @@ def test_the_objective_counts_from_the_arrival_and_tokens_that_are_left() -> Non
     slo = SLO(ttft_s=2.0, tpot_s=1.0)
     long = make_request(90, request_id="long", slo=slo, arrived_at_s=5.0)
     short = make_request(20, request_id="short", slo=slo, arrived_at_s=5.1)
-    assert ids(shortest_first([long, short], 4.8, TOKEN_S)) == ["short", "long"]
-    assert ids(shortest_first([long, short], 5.0, TOKEN_S)) == ["long", "short"], "it would end at 6.1"
+    assert ids(shortest_first([long, short], 4.8, 0.01)) == ["short", "long"]
+    assert ids(shortest_first([long, short], 5.0, 0.01)) == ["long", "short"], "it would end at 6.1"
     long.num_computed_tokens = 75
-    assert ids(shortest_first([long, short], 5.7, TOKEN_S)) == ["long", "short"], "15 are left"
+    assert ids(shortest_first([long, short], 5.7, 0.01)) == ["long", "short"], "15 are left"
 
 
 def test_answers_that_compute_lost_kv_again_come_first_and_take_their_time() -> None:
-    long, short = prompts_of([(50, 200), (20, 210)])
+    long, short = prompts_of([(50, 200, 0), (20, 210, 0)])
     for num_tokens, rest in ((20, [short, long]), (40, [long, short])):
         lost = make_request(num_tokens)
         lost.last_token_at_s = 0.0
-        assert shortest_first([long, lost, short], 0.0, TOKEN_S) == [lost, *rest]
+        assert shortest_first([long, lost, short], NOW_S, TOKEN_S) == [lost, *rest]
 
 
 def test_what_clients_call_urgent_comes_before_shorter_prompts_and_takes_its_time() -> None:
@@ -101,10 +116,10 @@ def test_what_clients_call_urgent_comes_before_shorter_prompts_and_takes_its_tim
         urgent = make_request(num_tokens, request_id="urgent", slo=slo, priority=-1)
         long = make_request(60, request_id="long", slo=slo)
         short = make_request(19, request_id="short", slo=slo)
-        assert ids(shortest_first([urgent, long, short], 0.0, TOKEN_S)) == ["urgent", *rest]
+        assert ids(shortest_first([urgent, long, short], 0.0, 0.01)) == ["urgent", *rest]
 
 
 def test_no_prompt_passes_one_of_another_owner() -> None:
     long = make_request(60, request_id="long", owner="a")
     short = make_request(9, request_id="short", owner="b")
-    assert ids(shortest_first([long, short], 0.0, TOKEN_S)) == ["long", "short"]
+    assert ids(shortest_first([long, short], 0.0, 0.01)) == ["long", "short"]

@@ -129,6 +129,30 @@ def test_what_another_prompt_computes_meanwhile_makes_a_waiting_one_short() -> N
     assert sizes(bench.step()) == {"choice1": 4, "short0": 50, "short1": 6}
 
 
+def test_each_step_asks_the_cache_again_about_some_that_wait() -> None:
+    """Of the six that wait the last one became short. The others take five steps."""
+    prompt, slo = list(range(60)), SLO(ttft_s=9.0, tpot_s=0.1)
+    bench = Bench(slo=slo, max_num_batched_tokens=60)
+    again = make_request(60, 1, prompt_token_ids=prompt, slo=SLO(ttft_s=19.0, tpot_s=0.1))
+    bench.step(make_request(60, 1, prompt_token_ids=prompt), again)
+    bench.add(*(make_request(59, 1) for _ in range(5)))
+    assert again.num_pending_tokens == 60
+    assert again.request_id in {**sizes(bench.step()), **sizes(bench.step())}
+
+
+def test_what_the_cache_has_lost_meanwhile_is_pending_again() -> None:
+    prompt, slo = list(range(60)), SLO(ttft_s=9.0, tpot_s=0.1)
+    bench = Bench(slo=slo, num_blocks=20, max_num_batched_tokens=38)
+    bench.step(make_request(60, 1, prompt_token_ids=prompt))
+    bench.step()
+    again = make_request(60, 1, prompt_token_ids=prompt, priority=1)
+    bench.add(make_request(76, 4), again)
+    assert again.num_pending_tokens == 4
+    bench.step()
+    bench.step()
+    assert again.first_scheduled_at_s is None and again.num_pending_tokens > 4
+
+
 def test_late_answers_without_room_take_the_blocks_of_those_they_preempt() -> None:
     def served(policy: Policy | None) -> tuple[float, int]:
         """Seconds for 20 late requests of which the pool holds 8, and preemptions."""

@@ -66,15 +66,21 @@ def shortest_first(prompts: Sequence[R], now_s: float, token_s: float) -> list[R
     new = filter(is_new, prompts)
     for _, equals in itertools.groupby(new, lambda each: (each.order_key[0], each.owner)):
         by_deadline = list(equals)
+        by_wait = sorted(enumerate(by_deadline), key=lambda each: _waits_until_s(each[1]))
         ends_at_s += token_s * sum(each.num_pending_tokens for each in by_deadline)
-        end_s, backwards = ends_at_s, []
+        end_s, backwards, placed = ends_at_s, [], set[RequestId]()
         can_wait: list[tuple[int, int, R]] = []  # a heap, the longest first, then the latest deadline
-        while by_deadline or can_wait:
-            while by_deadline and (not can_wait or _waits_until_s(by_deadline[-1]) >= end_s):
-                latest = by_deadline.pop()
-                heappush(can_wait, (-latest.num_pending_tokens, -len(by_deadline), latest))
-            backwards.append(heappop(can_wait)[-1])
-            end_s -= token_s * backwards[-1].num_pending_tokens
+        for _ in range(len(by_deadline)):
+            while by_wait and _waits_until_s(by_wait[-1][1]) >= end_s:
+                index, request = by_wait.pop()
+                if request.request_id not in placed:
+                    heappush(can_wait, (-request.num_pending_tokens, -index, request))
+            while by_deadline[-1].request_id in placed:
+                by_deadline.pop()
+            last = heappop(can_wait)[-1] if can_wait else by_deadline[-1]
+            backwards.append(last)
+            placed.add(last.request_id)
+            end_s -= token_s * last.num_pending_tokens
         order += reversed(backwards)
     return order
 

@@ -41,8 +41,9 @@ _SHARED_FOR_S = 10.0
 # Waiting requests of one level that a policy sees, beyond those that a step can hold: some are passed over
 # because another one in the step computes their next block.
 _MAX_PASSED_OVER = 1024
-# Waiting online requests, in turn, that each step looks up again: what the cache has of them changes.
-_NUM_LOOKED_UP = 4
+# Each step asks the cache again what it has of so many waiting online prompts, in turn among so many first
+# ones, until it has walked so many blocks.
+_NUM_LOOKED_UP, _NUM_FIRST, _MAX_WALKED_BLOCKS = 4, 64, 512
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +83,7 @@ class StepPlanner:
     _to_admit: dict[RequestId, Request] = field(init=False, default_factory=dict)
     _to_release: list[RequestId] = field(init=False, default_factory=list)
     _num_plans: int = field(init=False, default=0)
+    _num_looked_up: int = field(init=False, default=0)
     _shared_at_s: float = field(init=False, default=-math.inf)  # when several owners last had online ones
     giving: GivingWay = field(init=False, default_factory=GivingWay)
     _kept_cache: KeptCache | None = field(init=False, default=None)
@@ -121,6 +123,7 @@ class StepPlanner:
         giving, in_flight, suspended = self.giving, self.in_flight.slices, self.suspension.requests
         giving.advance(now_s, self.requests, in_flight, suspended, self.policy.most_given_s)
         view = self._snapshot(now_s)
+        self._look_up_again(view.waiting[PriorityLevel.ONLINE][:_NUM_FIRST])
         if self.suspension.may_resume:
             resumed = self.suspension.resume(self.policy.resume_s(view), giving.stopped)
             if resumed is not None:
@@ -248,10 +251,6 @@ class StepPlanner:
             for level, queue in requests.waiting.items()
         }
         in_other_steps = self._divide(running, now_s) if in_flight.max_steps > 1 else {}
-        online = waiting[PriorityLevel.ONLINE]
-        first = self._num_plans * _NUM_LOOKED_UP % max(1, len(online))
-        for request in online[first : first + _NUM_LOOKED_UP]:
-            requests.look_up(request)
         return Snapshot(
             now_s=in_flight.begins_at_s(now_s),
             running=running,
@@ -269,6 +268,17 @@ class StepPlanner:
             served=requests.waiting[PriorityLevel.ONLINE].served,
             late_owners=requests.waiting[PriorityLevel.RELEGATED].owners,
         )
+
+    def _look_up_again(self, waiting: Sequence[Request]) -> None:
+        """Others compute what these begin with, and what the cache had of them may be evicted."""
+        num_blocks = 0
+        for _ in waiting[:_NUM_LOOKED_UP]:
+            request = waiting[self._num_looked_up % len(waiting)]
+            self._num_looked_up += 1
+            self.requests.look_up(request)
+            num_blocks += request.num_computed_tokens // self.kv.block_size
+            if num_blocks >= _MAX_WALKED_BLOCKS:
+                break
 
     def _divide(
         self, running: dict[PriorityLevel, list[Request]], now_s: float
