@@ -287,7 +287,7 @@ class DecodeItem {
       const int64_t count = smaller<int64_t>(kChunk, end_ - position), padded = round_up(count, kLanes);
       keys_.list(position, position + count, rows_);
       for (int64_t i = count; i < padded; i++) rows_[i] = rows_[count - 1];
-      if (!Reads<Kv>::kByPasses)
+      if constexpr (!Reads<Kv>::kByPasses)
         reads.begin_chunk(position, kv_heads_ * (score_fetches(count) + padded / kKeysBetween));
       for (int64_t g = 0; g < kv_heads_; g++) {
         attend(position, g, count, reads);
@@ -317,7 +317,7 @@ class DecodeItem {
 
   // The states and weighted sums of the `count` keys of rows_, from `position` on, of key/value head g.
   void attend(int64_t position, int64_t g, int64_t count, Reads<Kv>& reads) {
-    if (Reads<Kv>::kByPasses) reads.begin_keys(position, g, score_fetches(count));
+    if constexpr (Reads<Kv>::kByPasses) reads.begin_keys(position, g, score_fetches(count));
     const float* queries = wide_query_ + g * group_ * padded_dim_;
     for (int64_t i = 0; i < count; i += kKeysAtOnce) {
       const int vectors = (int)smaller<int64_t>(kKeyVectors, (count - i + kLanes - 1) / kLanes);
@@ -339,7 +339,7 @@ class DecodeItem {
       if constexpr (kPaired<T>) pair_weights(weights, rows.padded);
 #endif
     }
-    if (Reads<Kv>::kByPasses)
+    if constexpr (Reads<Kv>::kByPasses)
       reads.begin_values(position, g, ceil_divide(dim_, kValuesAtOnce) * rows.padded / kKeysBetween);
     for (int64_t h = 0; h < group_; h += kHeadBatch) weigh_values(rows, h, h == 0 ? &reads : nullptr);
   }
