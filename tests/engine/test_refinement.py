@@ -360,7 +360,7 @@ def test_a_default_that_was_widened_on_a_busy_device_returns() -> None:
         found.append(slow.engine.default_slo)
     ended, true = found[-1], server_slo(SchedulerConfig(), TRUTH)
     assert found[0] == widened and ended.tpot_s == 0.15
-    assert ended.ttft_s == pytest.approx(true.ttft_s, rel=0.1) and true.ttft_s < widened.ttft_s / 10
+    assert ended.ttft_s == pytest.approx(true.ttft_s, rel=0.25) and true.ttft_s < widened.ttft_s / 10
     assert found == sorted(found, key=lambda slo: slo.tpot_s, reverse=True)
     request = make_request()
     slow.engine.arrive(request)
