@@ -360,9 +360,7 @@ class UnfinishedRequests:
     def look_up(self, request: Request) -> None:
         """Ask the cache what it has of a request without blocks."""
         if _is_queued(request):
-            num_before, request.num_computed_tokens = request.num_computed_tokens, self._num_cached(request)
-            if request.num_computed_tokens < num_before:  # it must start sooner
-                self._await_change(request, -math.inf)
+            request.num_computed_tokens = self._num_cached(request)
 
     def _move(self, request: Request, level: PriorityLevel) -> None:
         is_queued = _is_queued(request)
@@ -378,7 +376,9 @@ class UnfinishedRequests:
         if at_s == math.inf:
             return
         if len(self._changes) > 2 * len(self.by_id) + _MIN_CHANGES:
-            self._changes = [e for e in self._changes if e[2].status is not RequestStatus.FINISHED]
+            self._changes = [
+                entry for entry in self._changes if entry[2].status is not RequestStatus.FINISHED
+            ]
             heapq.heapify(self._changes)
         heapq.heappush(self._changes, (max(at_s, now_s), request.order_key[2], request))
 
