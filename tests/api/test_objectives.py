@@ -207,11 +207,15 @@ def loaded(*prompt_tokens: int) -> OnlineLoad:
 
 
 def check(
-    load: OnlineLoad, ttft_s: float = DEFAULT.ttft_s, tpot_s: float = DEFAULT.tpot_s, tokens: int = 10
+    load: OnlineLoad,
+    ttft_s: float = DEFAULT.ttft_s,
+    tpot_s: float = DEFAULT.tpot_s,
+    tokens: int = 10,
+    passing_s: float = math.inf,
 ) -> None:
     predicted = predict(load, tokens)
     objectives = {"ttft": Objective(ttft_s, "slo.ttft"), "tpot": Objective(tpot_s, "slo.tpot")}
-    check_objectives(objectives, DEFAULT, load, predicted, [tokens], lambda num: 10 * num)
+    check_objectives(objectives, DEFAULT, load, predicted, lambda: passing_s, [tokens], lambda num: 10 * num)
 
 
 def refused_with(load: OnlineLoad, **asked: Any) -> ObjectiveUnavailable:
@@ -270,6 +274,9 @@ def test_a_ttft_objective_must_leave_time_for_the_prompts_ahead() -> None:
         "slo.ttft: asked 0.299 s, the present load leaves 0.3 s. Please ask for that, or retry in 1 s."
     )
     assert (refused.param, refused.retry_after_s) == ("slo.ttft", 1)
+    check(waiting_prompt, ttft_s=0.25, passing_s=0.25)  # the one ahead lets it pass
+    refused = refused_with(waiting_prompt, ttft_s=0.25, passing_s=0.26)
+    assert "leaves 0.26 s" in str(refused) and refused.retry_after_s == 1
     check(loaded(), ttft_s=0.05, tokens=10)  # late even alone: the answer says so
 
 

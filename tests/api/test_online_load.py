@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
-from backfill.api.online_load import OnlineLoad, OnlineTrafficMeter, OpenChoice, Prediction
+from backfill.api.online_load import OnlineLoad, OpenChoice, Prediction
+from backfill.api.online_traffic import OnlineTrafficMeter
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.core.prefixes import token_keys
+from backfill.core.slo import SLO
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepReport, StepStats
 from backfill.preparation.messages import OnlineTraffic
-from tests.builders import linear_cost
+from backfill.scheduling.first_tokens import most_in_time, shortest_first
+from tests.builders import linear_cost, make_request
+from tests.scheduling.test_first_tokens import NOW_S, TOKEN_S, ends_of, prompts_of, waiting_prompts
+from tests.shared import examples
 
 CONFIG = SchedulerConfig(
     policy="slo", max_num_seqs=8, max_num_batched_tokens=100, max_prefill_chunk_tokens=100
 )
+LONG_AGO_S = -1e9
 # 0.1 s for a step of 100 tokens, and 0.05 s for every step.
 COST = linear_cost(token_s=0.001, step_s=0.05)
 
@@ -39,9 +48,19 @@ def add(
     *prompt_tokens: int,
     priority: int = 0,
     owner: str = "",
-    first_token_by_s: float = math.inf,
+    arrived_at_s: float = LONG_AGO_S,
+    first_token_by_s: float = -LONG_AGO_S,
+    bounds_steps: bool = True,
 ) -> list[OpenChoice]:
-    return load.add(prompt_tokens, priority=priority, owner=owner, first_token_by_s=first_token_by_s)
+    """Prompts that came long ago let nobody pass any more."""
+    return load.add(
+        prompt_tokens,
+        priority=priority,
+        owner=owner,
+        arrived_at_s=arrived_at_s,
+        first_token_by_s=first_token_by_s,
+        bounds_steps=bounds_steps,
+    )
 
 
 def end(choices: list[OpenChoice]) -> None:
@@ -114,6 +133,117 @@ def test_the_first_token_waits_for_the_prompts_of_its_priority_and_better() -> N
     behind = predict(load, 100, priority=1, waited_s=0.2)
     assert behind.ttft_s == pytest.approx(0.2 + 11 * 0.15)
     assert behind.ttft_alone_s == pytest.approx(0.2 + 0.15)
+
+
+STEP = SLO(ttft_s=1.0, tpot_s=0.1)
+
+
+def passing(load: OnlineLoad, *prompt_tokens: int, slo: SLO = STEP, now_s: float = 0.0, **more: Any) -> float:
+    """Without the share for what cannot be known."""
+    asked = {"priority": 0, "arrived_at_s": now_s, **more}
+    return round(load.passing_ttft_s(prompt_tokens, now_s=now_s, default=slo, **asked) / 1.25, 9)
+
+
+def waiting(load: OnlineLoad, num_tokens: int, ttft_s: float, **more: Any) -> OpenChoice:
+    """A prompt that came at 0 s."""
+    (choice,) = add(load, num_tokens, arrived_at_s=0.0, first_token_by_s=ttft_s, **more)
+    return choice
+
+
+def test_a_prompt_passes_longer_ones_that_can_wait() -> None:
+    """A step has 100 tokens and takes 0.15 s. Some of those passed may be in the running step."""
+    load = OnlineLoad(COST, CONFIG, kv_tokens=100_000)
+    long = waiting(load, 1000, ttft_s=4.0)
+    assert passing(load, 100) == 0.15 + 0.5, "it can come within its half, 2 s"
+    assert passing(load, 100, slo=SLO(5.0, 0.1)) == 0.15 + 1.5, "the step has nothing else"
+    assert passing(load, 1000) == 3.0, "it is not longer"
+    assert passing(load, 100, 1000) == 3.15, "than all of its choices"
+    assert passing(load, 100, priority=1) == 1.65, "it is more urgent"
+    assert passing(load, 100, now_s=0.5) == 1.65, "it lets nobody pass any more"
+    waiting(load, 50, ttft_s=9.0).on_first_token()
+    assert passing(load, 100) == 0.25, "the objectives of decodes bound the step"
+    waiting(load, 100, ttft_s=9.0)
+    assert passing(load, 100) == 0.4, "as long, and first"
+    waiting(load, 300, ttft_s=0.5)
+    assert passing(load, 100) == 2.25, "with this one before it, it cannot wait"
+    long.on_first_token()
+    assert passing(load, 100) == 0.75
+
+
+def test_a_prompt_passes_others_with_what_the_cache_lacks_of_them() -> None:
+    load = OnlineLoad(COST, CONFIG, kv_tokens=100_000)
+    keys = token_keys(tuple(range(1024)))
+    for _ in range(2):
+        (turn,) = load.add([1024], keys=[keys], priority=0, arrived_at_s=0.0, first_token_by_s=9.0)
+        turn.on_first_token()
+    waiting(load, 1, ttft_s=9.0).on_first_token()
+    load.add([1024], keys=[keys], priority=0, arrived_at_s=0.0, first_token_by_s=9.0)
+    assert passing(load, 100) == 0.201, "of which one token is left"
+
+
+def test_nobody_is_passed_where_a_prompt_would_have_to_wait_for_more_than_a_step() -> None:
+    def load_with(num_decodes: int = 1, *, kv_tokens: int = 2000, **more: Any) -> OnlineLoad:
+        load = OnlineLoad(COST, CONFIG, kv_tokens=kv_tokens)
+        waiting(load, 1000, ttft_s=99.0)
+        for _ in range(num_decodes):
+            waiting(load, 10, ttft_s=99.0, **more).on_first_token()
+        return load
+
+    assert passing(load_with(), 100) == 0.25
+    assert passing(load_with(), 100, owner="other") == math.inf, "owners take turns"
+    loose = load_with(bounds_steps=False)
+    assert passing(loose, 100) == math.inf, "a step may take as long as the decodes let it"
+    waiting(loose, 10, ttft_s=99.0).on_first_token()
+    assert passing(loose, 100) == 0.25
+    assert passing(load_with(CONFIG.max_num_seqs - 2), 100) == 0.25
+    assert passing(load_with(CONFIG.max_num_seqs - 1), 100) == math.inf, "those passed have all places"
+    assert passing(load_with(kv_tokens=1110), 100) == 0.25
+    assert passing(load_with(kv_tokens=1109), 100) == math.inf, "or memory"
+    late = load_with(0)
+    chat = waiting(late, 10, ttft_s=0.01)
+    assert late.num_relegated(1.0) == 1
+    chat.on_first_token()
+    assert passing(late, 100, now_s=1.0) == math.inf, "an answer that is late bounds no step"
+    chat.on_end()
+    assert passing(late, 100, now_s=1.0) == 0.65
+    waiting(late, 10, ttft_s=0.01, owner="other")
+    assert passing(late, 100, now_s=1.0) == math.inf, "a late prompt of another owner takes its turn"
+    fcfs = OnlineLoad(COST, replace(CONFIG, policy="conserve"), kv_tokens=2000)
+    waiting(fcfs, 1000, ttft_s=99.0)
+    assert passing(fcfs, 100) == math.inf
+
+
+@settings(max_examples=examples(200))
+@given(waiting_prompts, st.integers(1, 60))
+def test_a_prompt_that_passes_others_is_never_predicted_before_its_place(
+    drawn: list[tuple[int, int, int]], num_tokens: int
+) -> None:
+    """As the scheduler orders prompts that can all be in time."""
+    load = OnlineLoad(linear_cost(token_s=TOKEN_S), replace(CONFIG, max_num_batched_tokens=1000), 10_000)
+    new = make_request(num_tokens, request_id="new", slo=SLO(500 * TOKEN_S, 1.0), arrived_at_s=NOW_S)
+    # Without those that no order has in time, and those that have no time left to spare.
+    drawn_and_new = sorted([*prompts_of(drawn), new], key=lambda each: each.next_token_by_s)
+    in_time = most_in_time(drawn_and_new, NOW_S, TOKEN_S)
+    assume(new.request_id in in_time)
+    prompts = [
+        each
+        for each in drawn_and_new
+        if each.request_id in in_time and NOW_S + each.num_prompt_tokens * TOKEN_S < each.next_token_by_s
+    ]
+    for each in prompts:
+        if each is not new:
+            load.add(
+                [each.num_prompt_tokens],
+                priority=0,
+                arrived_at_s=each.arrived_at_s,
+                first_token_by_s=each.next_token_by_s,
+            )
+    order = shortest_first(prompts, NOW_S, TOKEN_S)
+    end_s = ends_of(order)[order.index(new)]
+    behind_all_s = TOKEN_S * sum(each.num_prompt_tokens for each in prompts)
+    no_step = SLO(0.0, 0.0)
+    predicted_s = passing(load, num_tokens, slo=no_step, now_s=NOW_S)
+    assert end_s - NOW_S <= predicted_s + 1e-6 <= behind_all_s + 2e-6
 
 
 def test_relegated_prompts_are_served_after_it() -> None:
@@ -256,11 +386,16 @@ def test_a_prompt_counts_with_what_the_prefix_cache_lacks_of_it() -> None:
 
     def predicted() -> Prediction:
         return load.predict(
-            [3000], keys=[keys], priority=0, arrived_at_s=0.0, first_token_by_s=0.5, now_s=0.0
+            [3000],
+            keys=[keys],
+            priority=0,
+            arrived_at_s=0.0,
+            first_token_by_s=0.5,
+            now_s=0.0,
         )
 
     def come() -> OpenChoice:
-        (choice,) = load.add([3000], keys=[keys], priority=0, first_token_by_s=0.5)
+        (choice,) = load.add([3000], keys=[keys], priority=0, arrived_at_s=0.0, first_token_by_s=0.5)
         return choice
 
     whole_s = 30 * 0.15

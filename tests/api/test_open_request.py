@@ -80,6 +80,24 @@ async def test_a_request_is_held_until_it_is_closed(monkeypatch: pytest.MonkeyPa
         assert held(state) == (0, 0, 0, 0, 0)
 
 
+async def test_a_tight_objective_is_admitted_beside_longer_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's own is 1 s. A token takes 1 ms, and a gap at most 0.1 s."""
+    state = await ready_state(monkeypatch, make_generation(slo=SLO(0.3, 1.0), prompts=[[5] * 100]))
+    load = OnlineLoad(linear_cost(token_s=0.001), state.engine_config.scheduler, 10_000)
+    state.online_load, now_s = load, WallClock().now_s()
+    (chat,) = load.add([10], priority=0, arrived_at_s=now_s, first_token_by_s=now_s + 1.0)
+    chat.on_first_token()
+    (long,) = load.add([400], priority=0, arrived_at_s=now_s, first_token_by_s=now_s + 1e3)
+    (await open_request(state, "/v1/completions", make_request())).close()
+    long.on_end()
+    (urgent,) = load.add([400], priority=0, arrived_at_s=now_s, first_token_by_s=now_s + 0.5)
+    with pytest.raises(ObjectiveUnavailable):
+        await open_request(state, "/v1/completions", make_request())
+    for each in (urgent, chat):
+        each.on_end()
+    assert held(state) == (0, 0, 0, 0, 0)
+
+
 async def test_prompts_that_the_cache_holds_shed_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = [
         make_generation(slo=SLO(ttft_s, 1.0), prompts=[list(range(num_tokens))])
@@ -117,7 +135,7 @@ async def test_a_request_that_is_refused_holds_nothing(
     state = await ready_state(monkeypatch, prepared)
     load = state.online_load
     assert load is not None
-    others = load.add([900, 900], priority=0, first_token_by_s=1e9)
+    others = load.add([900, 900], priority=0, arrived_at_s=-1e9, first_token_by_s=1e9)
     with pytest.raises(error):
         await open_request(state, "/v1/completions", make_request(**fields))
     for choice in others:

@@ -14,7 +14,7 @@ from tests.shared import examples
 
 TOKEN_S = 1 / 64  # sums of these are exact
 # Of each: its tokens, its TTFT objective and its age in the time of tokens.
-_prompts = st.lists(
+waiting_prompts = st.lists(
     st.tuples(st.integers(1, 60), st.integers(1, 300), st.integers(0, 150)), min_size=1, max_size=6
 )
 NOW_S = 5.0
@@ -52,7 +52,7 @@ def ordered(*sizes_and_objectives: tuple[int, int]) -> list[str]:
 
 
 @settings(max_examples=examples(200))
-@given(_prompts)
+@given(waiting_prompts)
 def test_as_many_are_in_time_as_in_any_order(drawn: list[tuple[int, int, int]]) -> None:
     prompts = prompts_of(drawn)
     in_time = most_in_time(prompts, NOW_S, TOKEN_S)
@@ -62,7 +62,7 @@ def test_as_many_are_in_time_as_in_any_order(drawn: list[tuple[int, int, int]]) 
 
 
 @settings(max_examples=examples(200))
-@given(_prompts)
+@given(waiting_prompts)
 def test_those_in_time_stay_so_and_wait_least_in_the_mean(drawn: list[tuple[int, int, int]]) -> None:
     prompts = prompts_of(drawn)
     in_time = most_in_time(prompts, NOW_S, TOKEN_S)

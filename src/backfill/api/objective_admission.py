@@ -84,6 +84,7 @@ def check_objectives(
     default: SLO,
     load: OnlineLoad,
     predicted: Prediction,
+    passing_ttft_s: Callable[[], float],
     prompt_tokens: Sequence[int],
     end_s: Callable[[int], int],
 ) -> None:
@@ -96,6 +97,7 @@ def check_objectives(
         objectives: of the request, by field of ``slo``.
         default: the server's objectives. They are always offered.
         predicted: of this request beside ``load``.
+        passing_ttft_s: predicts its first token if it passes longer prompts (``OnlineLoad.passing_ttft_s``).
         prompt_tokens: of each choice's prompt.
         end_s: whole seconds until so many choices have ended, as far as is known.
     Raises: ObjectiveUnavailable.
@@ -107,8 +109,9 @@ def check_objectives(
         and ttft.seconds < default.ttft_s
         and predicted.ttft_s > max(ttft.seconds, predicted.ttft_alone_s)
     ):
-        offered_s = min(default.ttft_s, predicted.ttft_s)
-        raise ObjectiveUnavailable(ttft, offered_s, retry_after_s(predicted, ttft.seconds))
+        offered_s = min(default.ttft_s, predicted.ttft_s, passing_ttft_s())
+        if offered_s > ttft.seconds:
+            raise ObjectiveUnavailable(ttft, offered_s, retry_after_s(predicted, ttft.seconds))
     if tpot is not None and tpot.seconds < default.tpot_s:
         _check_tpot(tpot, default.tpot_s, load, predicted, prompt_tokens, end_s)
 

@@ -10,20 +10,22 @@ import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 from itertools import repeat
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from backfill.core.config import SchedulerConfig
-from backfill.core.decaying_peak import DecayingPeak
 from backfill.core.prefixes import CHUNK_TOKENS, PrefixIndex
+from backfill.core.slo import SLO
 from backfill.costs.correction import BiasCorrection
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.engine.messages import StepReport
-from backfill.preparation.messages import OnlineTraffic
+from backfill.scheduling.objectives import PROMPT_STEP_SHARE, lets_pass_until_s
 
-_PERIOD_S = 1.0
+_MAX_PASSED = 64  # prompts; those beyond count as ahead
+_UNKNOWN_SHARE = 0.25  # of a prediction for a request that passes others
 _ENGINE = ""  # its name in the index of prefixes
 
 
@@ -58,10 +60,13 @@ class OpenChoice:
     load: OnlineLoad
     prompt_tokens: int
     num_cached: int  # of them, when it came
+    num_uncached: int
     keys: Sequence[int]
     queue: _Queue
     number: int  # of all choices
+    lets_pass_until_s: float
     relegated_at_s: float
+    bounds_steps: bool  # once it decodes, if it is in time
     is_relegated: bool = False
     first_token_in_step: int | None = None  # None while its prompt waits
     has_ended: bool = False
@@ -113,6 +118,7 @@ class OnlineLoad:
         self._num_open = 0  # choices
         self._num_prompt_tokens = 0  # of open choices
         self._num_decoding = 0
+        self._num_bounding = 0  # of these, in time and with a TPOT objective no looser than the server's
         self._num_steps = 0  # with online work
         self._sum_first_steps = 0  # of decoding choices
         self._kv_tokens = kv_tokens
@@ -210,6 +216,56 @@ class OnlineLoad:
             ahead.add(load, min(1.0, num_tokens / load.num_tokens))
         return ahead
 
+    def passing_ttft_s(
+        self,
+        prompt_tokens: Sequence[int],
+        *,
+        keys: Sequence[Sequence[int]] = (),
+        priority: int,
+        owner: str = "",
+        arrived_at_s: float,
+        now_s: float,
+        default: SLO,
+    ) -> float:
+        """``Prediction.ttft_s`` of a request in time, without the longer prompts that it passes.
+
+        The longest of its owner that can wait for all others come last, as in
+        ``first_tokens.shortest_first``. Some of them may be in the running step. A share is added for what
+        cannot be known: a request that is late after all goes behind those that it was to pass.
+
+        Args: default: the server's objectives, which bound steps. The others: as of ``predict``.
+        Returns: inf where nobody is passed: others hold what it needs, decodes do not bound the running step,
+            or owners take turns.
+        """
+        self._relegate(now_s)
+        own, num_longest, queue = StepLoad(), 0, _Queue(owner, priority)
+        for tokens, of_prompt in zip(prompt_tokens, keys or repeat(()), strict=False):
+            num_cached = self._num_cached(tokens, of_prompt)
+            self._put(own, tokens, num_cached)
+            num_longest = max(num_longest, tokens - num_cached)
+        has_place = self._num_open + len(prompt_tokens) <= self._max_num_seqs
+        has_memory = self.num_context_tokens + sum(prompt_tokens) <= self._kv_tokens
+        is_bounded = self._num_bounding or not self._num_decoding
+        is_alone = all(other.owner == owner for other in (*self._in_time, *self._relegated))
+        if not (self._relegates and has_place and has_memory and is_bounded and is_alone):
+            return math.inf
+        ahead = self._ahead(own, queue, is_late=False)
+        seconds, passed_s = self._prefill_s(ahead), 0.0
+        may_wait = (
+            choice
+            for _, _, choice in self._relegations
+            if choice.lets_pass_until_s > now_s
+            and choice.num_uncached > num_longest
+            and choice.queue == queue
+        )
+        for choice in nlargest(_MAX_PASSED, may_wait, key=attrgetter("num_uncached")):
+            if choice.lets_pass_until_s >= now_s + seconds:
+                self._take_from(ahead, choice)
+                rest_s = self._prefill_s(ahead)
+                seconds, passed_s = rest_s, passed_s + seconds - rest_s
+        step_s = default.tpot_s if self._num_bounding else PROMPT_STEP_SHARE * default.ttft_s
+        return now_s - arrived_at_s + (1.0 + _UNKNOWN_SHARE) * (seconds + min(passed_s, step_s))
+
     def num_too_many(self, prompt_tokens: Sequence[int], limit_s: float) -> int:
         """The fewest open choices that must end before a step that decodes the others and this request takes
         at most ``limit_s``; all of them if none such is enough."""
@@ -229,14 +285,24 @@ class OnlineLoad:
         keys: Sequence[Sequence[int]] = (),
         priority: int,
         owner: str = "",
+        arrived_at_s: float,
         first_token_by_s: float,
+        bounds_steps: bool = True,
     ) -> list[OpenChoice]:
-        """Count the choices of a request, whose prompts wait, until they end. Arguments as of ``predict``."""
+        """Count the choices of a request, whose prompts wait, until they end.
+
+        Args:
+            bounds_steps: its TPOT objective is no looser than the server's. The others: as of ``predict``.
+        """
         choices, queue = [], _Queue(owner, priority)
+        until_s = lets_pass_until_s(arrived_at_s, first_token_by_s)
         for tokens, of_prompt in zip(prompt_tokens, keys or repeat(()), strict=False):
             num_cached = self._num_cached(tokens, of_prompt)
             relegated_at_s = self._relegated_at_s(tokens, num_cached, first_token_by_s)
-            choice = OpenChoice(self, tokens, num_cached, of_prompt, queue, self._num_opened, relegated_at_s)
+            numbers = tokens, num_cached, tokens - num_cached
+            choice = OpenChoice(
+                self, *numbers, of_prompt, queue, self._num_opened, until_s, relegated_at_s, bounds_steps
+            )
             self._num_opened += 1
             self._num_open += 1
             self._num_prompt_tokens += tokens
@@ -249,6 +315,8 @@ class OnlineLoad:
         """This and the next are called by ``OpenChoice``, once."""
         choice.first_token_in_step = self._num_steps
         self._num_decoding += 1
+        choice.bounds_steps &= not choice.is_relegated
+        self._num_bounding += choice.bounds_steps
         self._sum_first_steps += self._num_steps
         if choice.is_relegated:
             self._take(self._relegated, choice)
@@ -269,6 +337,7 @@ class OnlineLoad:
     def close(self, choice: OpenChoice) -> None:
         assert choice.first_token_in_step is not None
         self._num_decoding -= 1
+        self._num_bounding -= choice.bounds_steps
         self._sum_first_steps -= choice.first_token_in_step
         self._num_open -= 1
         self._num_prompt_tokens -= choice.prompt_tokens
@@ -299,10 +368,13 @@ class OnlineLoad:
         for slice_ in _slices(num_tokens, self._step_tokens, num_cached):
             load.put(*slice_)
 
-    def _take(self, loads: dict[_Queue, StepLoad], choice: OpenChoice) -> None:
-        load = loads[choice.queue]
+    def _take_from(self, load: StepLoad, choice: OpenChoice) -> None:
         for slice_ in _slices(choice.prompt_tokens, self._step_tokens, choice.num_cached):
             load.take(*slice_)
+
+    def _take(self, loads: dict[_Queue, StepLoad], choice: OpenChoice) -> None:
+        load = loads[choice.queue]
+        self._take_from(load, choice)
         if load.num_requests == 0:
             del loads[choice.queue]
 
@@ -317,44 +389,6 @@ class OnlineLoad:
             context_tokens += self.num_context_tokens * num_others / self._num_open
         load = StepLoad.of_decodes(num_rows, context_tokens, self._max_num_seqs)
         return self._correction.mean * self._cost.step_time_s(load)
-
-
-class OnlineTrafficMeter:
-    """Means over periods of about a second, from the engine's reports. The first begins with a report.
-
-    Decodes read the KV of all online requests in every step with online work. That is counted by
-    ``OnlineLoad``'s estimate of their tokens. What they hold is the peak of this estimate, which decays: as
-    much may come again soon.
-    """
-
-    def __init__(self, load: OnlineLoad) -> None:
-        self._load = load
-        self._began_s: float | None = None
-        self._num_computed = 0  # by the engine that runs now
-        self._num_reads = 0
-        self._peak_tokens = DecayingPeak()
-
-    def on_report(self, report: StepReport, now_s: float) -> OnlineTraffic | None:
-        """Count a step. Returns: the mean of a period that has ended; None within one."""
-        self._peak_tokens.note(self._load.num_context_tokens, now_s)
-        num_computed = report.stats.online.totals.num_computed_tokens
-        if self._began_s is None or num_computed < self._num_computed:  # a new engine counts from 0
-            self._begin(now_s, num_computed)
-            return None
-        if report.stats.step.kind in ("online", "mixed"):
-            self._num_reads += self._load.num_context_tokens
-        elapsed_s = now_s - self._began_s
-        if elapsed_s < _PERIOD_S:
-            return None
-        num_new = num_computed - self._num_computed
-        traffic = OnlineTraffic(
-            num_new / elapsed_s, self._num_reads / elapsed_s, int(self._peak_tokens.value)
-        )
-        self._begin(now_s, num_computed)
-        return traffic
-
-    def _begin(self, now_s: float, num_computed: int) -> None:
-        self._began_s, self._num_computed, self._num_reads = now_s, num_computed, 0
 
 
 def _slices(length: int, step_tokens: int, first: int) -> list[tuple[int, int, bool]]:

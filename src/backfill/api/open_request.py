@@ -141,6 +141,7 @@ def count_online(state: ServerState, generation: Generation, arrived_at_s: float
     prompt_tokens = [len(request.prompt_of(choice)) for choice in range(request.num_choices)]
     keys = _prefix_keys(state, request)
     first_token_by_s = arrived_at_s + request.slo.ttft_s
+    default = state.ready_preparer().engine_facts.default_slo
     predicted = load.predict(
         prompt_tokens,
         keys=keys,
@@ -152,15 +153,26 @@ def count_online(state: ServerState, generation: Generation, arrived_at_s: float
     )
     if state.server_config.shed_hopeless:
         check_hopeless(predicted, request.slo.ttft_s)
-    default = state.ready_preparer().engine_facts.default_slo
     end_s = partial(state.admission.retry_after_s, ServiceClass.ONLINE)
-    check_objectives(generation.objectives, default, load, predicted, prompt_tokens, end_s)
+    passing_ttft_s = partial(
+        load.passing_ttft_s,
+        prompt_tokens,
+        keys=keys,
+        priority=request.priority,
+        owner=request.owner,
+        arrived_at_s=arrived_at_s,
+        now_s=state.clock.now_s(),
+        default=default,
+    )
+    check_objectives(generation.objectives, default, load, predicted, passing_ttft_s, prompt_tokens, end_s)
     return load.add(
         prompt_tokens,
         keys=keys,
         priority=request.priority,
         owner=request.owner,
+        arrived_at_s=arrived_at_s,
         first_token_by_s=first_token_by_s,
+        bounds_steps=request.slo.tpot_s <= default.tpot_s,
     )
 
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 from backfill.api.app import create_app
 from backfill.api.metrics.registry import Metrics
 from backfill.api.metrics.requests import ObjectiveCounts
-from backfill.api.online_load import OnlineLoad, OnlineTrafficMeter
+from backfill.api.online_load import OnlineLoad
+from backfill.api.online_traffic import OnlineTrafficMeter
 from backfill.api.replica_state import StateReporter
 from backfill.api.state import Phase, ServerState
 from backfill.api.stats_log import StatsLog

@@ -8,12 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from heapq import heappop, heappush
 
 from backfill.core.request import RequestId
+from backfill.scheduling.objectives import lets_pass_until_s
 from backfill.scheduling.policy import R, RequestView
 from backfill.scheduling.prediction import StepPredictor
-
-# Part of a TTFT objective after which a prompt lets no shorter one pass. The rest is for waits that are not
-# predicted: for blocks, for places among the running requests, for more urgent arrivals, for slower steps.
-_PASSING_SHARE = 0.5
 
 
 def is_new(request: RequestView) -> bool:
@@ -86,8 +83,7 @@ def shortest_first(prompts: Sequence[R], now_s: float, token_s: float) -> list[R
 
 
 def _waits_until_s(request: RequestView) -> float:
-    """When a prompt lets no shorter one pass any more."""
-    return request.arrived_at_s + _PASSING_SHARE * (request.next_token_by_s - request.arrived_at_s)
+    return lets_pass_until_s(request.arrived_at_s, request.next_token_by_s)
 
 
 def least_spare_s(

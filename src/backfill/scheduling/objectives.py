@@ -25,9 +25,19 @@ DEFAULT_HEADROOM = 4.0
 # only use what decoding all online requests leaves of the objective. Without a share of their own, one
 # request's tight objective would stop the prompts of all others.
 PROMPT_SHARE = 1 / 3
+# Part of a TTFT objective after which a prompt lets no shorter one pass. The rest is for waits that are not
+# predicted: for blocks, for places among the running requests, for more urgent arrivals, for slower steps.
+_PASSING_SHARE = 0.5
+# Part of the TTFT objective that a step without online decodes may take: who arrives in it can be in time.
+PROMPT_STEP_SHARE = 0.5
 # When a widened default returns.
 _CONFIRMING_FITS = 3
 _RETURN_SHARE = 0.8
+
+
+def lets_pass_until_s(arrived_at_s: float, first_token_by_s: float) -> float:
+    """The latest first token of a prompt that has let shorter ones pass (``first_tokens.shortest_first``)."""
+    return arrived_at_s + _PASSING_SHARE * (first_token_by_s - arrived_at_s)
 
 
 def achievable_slo(cost: CostModel, config: SchedulerConfig, num_prompt_tokens: int = 1) -> SLO:

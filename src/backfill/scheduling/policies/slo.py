@@ -11,7 +11,7 @@ from backfill.core.request import PriorityLevel, RequestId
 from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
 from backfill.scheduling.first_tokens import is_new, least_spare_s, most_in_time, shortest_first
-from backfill.scheduling.objectives import least_tpot_slo, share_in_time
+from backfill.scheduling.objectives import PROMPT_STEP_SHARE, least_tpot_slo, share_in_time
 from backfill.scheduling.owner_shares import (
     in_places_of_owners,
     leaving_out,
@@ -36,8 +36,6 @@ from backfill.scheduling.policy import (
 )
 from backfill.scheduling.prediction import StepPredictor, decode_load
 
-# Part of the TTFT objective that a step without online decodes may take: who arrives in it can be in time.
-_PROMPT_STEP_SHARE = 0.5
 # Part of what the decodes have banked that one step may take.
 _BANK_SHARE = 0.5
 # Of the online requests that came together, those whose objectives bound steps where it is at least so many;
@@ -218,7 +216,7 @@ class SloPolicy(Policy):
         """
         usable, default = self._predictor.usable_share, self.default_slo
         if not decodes:
-            return _PROMPT_STEP_SHARE * default.ttft_s * usable
+            return PROMPT_STEP_SHARE * default.ttft_s * usable
         if bank_share:
             by_s = min([each.next_token_by_s + bank_share * max(0.0, each.banked_s) for each in decodes])
         else:
