@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import repeat
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, sub
 from typing import NamedTuple
 
 from backfill.core.config import SchedulerConfig
@@ -60,7 +60,6 @@ class OpenChoice:
     load: OnlineLoad
     prompt_tokens: int
     num_cached: int  # of them, when it came
-    num_uncached: int
     keys: Sequence[int]
     queue: _Queue
     number: int  # of all choices
@@ -70,6 +69,10 @@ class OpenChoice:
     is_relegated: bool = False
     first_token_in_step: int | None = None  # None while its prompt waits
     has_ended: bool = False
+
+    @property
+    def num_uncached(self) -> int:
+        return self.prompt_tokens - self.num_cached
 
     def on_first_token(self) -> None:
         """Its prompt is computed."""
@@ -186,12 +189,9 @@ class OnlineLoad:
             first_token_by_s: the instant of its TTFT objective.
         """
         self._relegate(now_s)
-        own, starts_by_s = StepLoad(), math.inf
-        for tokens, of_prompt in zip(prompt_tokens, keys or repeat(()), strict=False):
-            num_cached = self._num_cached(tokens, of_prompt)
-            self._put(own, tokens, num_cached)
-            starts_by_s = min(starts_by_s, self._relegated_at_s(tokens, num_cached, first_token_by_s))
-        is_late = starts_by_s <= now_s
+        own, num_cached = self._own(prompt_tokens, keys)
+        prompts = zip(prompt_tokens, num_cached, strict=True)
+        is_late = any(self._relegated_at_s(*each, first_token_by_s) <= now_s for each in prompts)
         ahead = self._ahead(own, _Queue(owner, priority), is_late=is_late)
         waited_s = now_s - arrived_at_s
         return Prediction(
@@ -234,15 +234,11 @@ class OnlineLoad:
         cannot be known: a request that is late after all goes behind those that it was to pass.
 
         Args: default: the server's objectives, which bound steps. The others: as of ``predict``.
-        Returns: inf where nobody is passed: others hold what it needs, decodes do not bound the running step,
-            or owners take turns.
+        Returns: inf where others hold what it needs, no decode bounds the running step, or owners take turns.
         """
         self._relegate(now_s)
-        own, num_longest, queue = StepLoad(), 0, _Queue(owner, priority)
-        for tokens, of_prompt in zip(prompt_tokens, keys or repeat(()), strict=False):
-            num_cached = self._num_cached(tokens, of_prompt)
-            self._put(own, tokens, num_cached)
-            num_longest = max(num_longest, tokens - num_cached)
+        own, num_cached = self._own(prompt_tokens, keys)
+        num_longest, queue = max(map(sub, prompt_tokens, num_cached)), _Queue(owner, priority)
         has_place = self._num_open + len(prompt_tokens) <= self._max_num_seqs
         has_memory = self.num_context_tokens + sum(prompt_tokens) <= self._kv_tokens
         is_bounded = self._num_bounding or not self._num_decoding
@@ -251,13 +247,8 @@ class OnlineLoad:
             return math.inf
         ahead = self._ahead(own, queue, is_late=False)
         seconds, passed_s = self._prefill_s(ahead), 0.0
-        may_wait = (
-            choice
-            for _, _, choice in self._relegations
-            if choice.lets_pass_until_s > now_s
-            and choice.num_uncached > num_longest
-            and choice.queue == queue
-        )
+        beside = (each for _, _, each in self._relegations if each.queue == queue)
+        may_wait = (e for e in beside if e.lets_pass_until_s > now_s and e.num_uncached > num_longest)
         for choice in nlargest(_MAX_PASSED, may_wait, key=attrgetter("num_uncached")):
             if choice.lets_pass_until_s >= now_s + seconds:
                 self._take_from(ahead, choice)
@@ -299,9 +290,9 @@ class OnlineLoad:
         for tokens, of_prompt in zip(prompt_tokens, keys or repeat(()), strict=False):
             num_cached = self._num_cached(tokens, of_prompt)
             relegated_at_s = self._relegated_at_s(tokens, num_cached, first_token_by_s)
-            numbers = tokens, num_cached, tokens - num_cached
+            number = self._num_opened
             choice = OpenChoice(
-                self, *numbers, of_prompt, queue, self._num_opened, until_s, relegated_at_s, bounds_steps
+                self, tokens, num_cached, of_prompt, queue, number, until_s, relegated_at_s, bounds_steps
             )
             self._num_opened += 1
             self._num_open += 1
@@ -341,6 +332,14 @@ class OnlineLoad:
         self._sum_first_steps -= choice.first_token_in_step
         self._num_open -= 1
         self._num_prompt_tokens -= choice.prompt_tokens
+
+    def _own(self, prompt_tokens: Sequence[int], keys: Sequence[Sequence[int]]) -> tuple[StepLoad, list[int]]:
+        """Of a request's prompts: what is to be computed, and the tokens of each that the cache has."""
+        own, cached = StepLoad(), []
+        for tokens, of_prompt in zip(prompt_tokens, keys or repeat(()), strict=False):
+            cached.append(self._num_cached(tokens, of_prompt))
+            self._put(own, tokens, cached[-1])
+        return own, cached
 
     def _num_cached(self, prompt_tokens: int, keys: Sequence[int]) -> int:
         """At least one token is computed, as the first one is sampled from it."""

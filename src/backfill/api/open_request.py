@@ -140,7 +140,7 @@ def count_online(state: ServerState, generation: Generation, arrived_at_s: float
         return []
     prompt_tokens = [len(request.prompt_of(choice)) for choice in range(request.num_choices)]
     keys = _prefix_keys(state, request)
-    first_token_by_s = arrived_at_s + request.slo.ttft_s
+    first_token_by_s, now_s = arrived_at_s + request.slo.ttft_s, state.clock.now_s()
     default = state.ready_preparer().engine_facts.default_slo
     predicted = load.predict(
         prompt_tokens,
@@ -149,7 +149,7 @@ def count_online(state: ServerState, generation: Generation, arrived_at_s: float
         owner=request.owner,
         arrived_at_s=arrived_at_s,
         first_token_by_s=first_token_by_s,
-        now_s=state.clock.now_s(),
+        now_s=now_s,
     )
     if state.server_config.shed_hopeless:
         check_hopeless(predicted, request.slo.ttft_s)
@@ -161,7 +161,7 @@ def count_online(state: ServerState, generation: Generation, arrived_at_s: float
         priority=request.priority,
         owner=request.owner,
         arrived_at_s=arrived_at_s,
-        now_s=state.clock.now_s(),
+        now_s=now_s,
         default=default,
     )
     check_objectives(generation.objectives, default, load, predicted, passing_ttft_s, prompt_tokens, end_s)
