@@ -154,8 +154,8 @@ def test_a_prompt_passes_longer_ones_that_can_wait() -> None:
     """A step has 100 tokens and takes 0.15 s. Some of those passed may be in the running step."""
     load = OnlineLoad(COST, CONFIG, kv_tokens=100_000)
     long = waiting(load, 1000, ttft_s=4.0)
-    assert passing(load, 100) == 0.15 + 0.5, "it can come within its half, 2 s"
-    assert passing(load, 100, slo=SLO(5.0, 0.1)) == 0.15 + 1.5, "the step has nothing else"
+    assert passing(load, 100) == 0.15 + 0.15, "it can come within its half, 2 s"
+    assert passing(load, 100, slo=SLO(0.2, 0.1)) == 0.15 + 0.1, "a step takes half of it at most"
     assert passing(load, 1000) == 3.0, "it is not longer"
     assert passing(load, 100, 1000) == 3.15, "than all of its choices"
     assert passing(load, 100, priority=1) == 1.65, "it is more urgent"
@@ -205,7 +205,7 @@ def test_nobody_is_passed_where_a_prompt_would_have_to_wait_for_more_than_a_step
     chat.on_first_token()
     assert passing(late, 100, now_s=1.0) == math.inf, "an answer that is late bounds no step"
     chat.on_end()
-    assert passing(late, 100, now_s=1.0) == 0.65
+    assert passing(late, 100, now_s=1.0) == 0.3
     waiting(late, 10, ttft_s=0.01, owner="other")
     assert passing(late, 100, now_s=1.0) == math.inf, "a late prompt of another owner takes its turn"
     fcfs = OnlineLoad(COST, replace(CONFIG, policy="conserve"), kv_tokens=2000)

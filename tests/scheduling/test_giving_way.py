@@ -180,7 +180,7 @@ def test_nobody_gives_way_to_a_batch() -> None:
     world.scheduler.add(offline(8, 500, owner="batch"))
     for _ in range(12):
         world.send("chats", max_tokens=200)
-    for _ in range(3):
+    for _ in range(4):
         plan = world.step()
     assert "chats" in world.owners_of(plan)
     assert {world.owner_of(each.request_id): each.stoppable for each in plan.slices} == {

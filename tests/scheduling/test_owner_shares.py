@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
 from typing import Any
 
 import pytest
@@ -350,7 +351,7 @@ def test_a_begun_prompt_gives_the_next_chunk_to_who_was_served_less() -> None:
 
 def test_steps_of_prompts_alone_are_short_where_they_are_of_several_owners() -> None:
     def first_step_s(*owners: str) -> float:
-        bench = slow_bench(step_s=0.01)
+        bench = slow_bench(step_s=0.001)
         bench.step(*(make_request(400, 1, owner=each, slo=SLO(ttft_s=60.0, tpot_s=1.0)) for each in owners))
         return bench.clock.now_s()
 
@@ -452,7 +453,7 @@ def test_beside_others_late_requests_of_one_owner_make_no_step_longer(
     now_s = bench.clock.now_s()
     bench.add(*(make_request(200, 30, owner="burst", arrived_at_s=now_s) for _ in range(60)))
     steps_s = [bench.step().predicted_s for _ in range(10)][1:]
-    assert min(steps_s) > 0.2 if is_longer else max(steps_s) < 0.1
+    assert median(steps_s) > 0.2 if is_longer else max(steps_s) < 0.1
 
 
 def test_late_requests_in_service_count_for_their_owner() -> None:

@@ -22,7 +22,7 @@ from backfill.costs.correction import BiasCorrection
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.engine.messages import StepReport
-from backfill.scheduling.objectives import PROMPT_STEP_SHARE, lets_pass_until_s
+from backfill.scheduling.objectives import lets_pass_until_s, paying_step_s, prompt_step_s
 
 _MAX_PASSED = 64  # prompts; those beyond count as ahead
 _UNKNOWN_SHARE = 0.25  # of a prediction for a request that passes others
@@ -254,7 +254,8 @@ class OnlineLoad:
                 self._take_from(ahead, choice)
                 rest_s = self._prefill_s(ahead)
                 seconds, passed_s = rest_s, passed_s + seconds - rest_s
-        step_s = default.tpot_s if self._num_bounding else PROMPT_STEP_SHARE * default.ttft_s
+        paying_s = self._correction.mean * paying_step_s(self._cost, self._step_tokens)
+        step_s = default.tpot_s if self._num_bounding else prompt_step_s(default, paying_s)
         return now_s - arrived_at_s + (1.0 + _UNKNOWN_SHARE) * (seconds + min(passed_s, step_s))
 
     def num_too_many(self, prompt_tokens: Sequence[int], limit_s: float) -> int:

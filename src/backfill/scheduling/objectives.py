@@ -29,7 +29,9 @@ PROMPT_SHARE = 1 / 3
 # predicted: for blocks, for places among the running requests, for more urgent arrivals, for slower steps.
 _PASSING_SHARE = 0.5
 # Part of the TTFT objective that a step without online decodes may take: who arrives in it can be in time.
-PROMPT_STEP_SHARE = 0.5
+_PROMPT_STEP_SHARE = 0.5
+# Part of the best rate of prompts from which larger steps of them no longer pay.
+_PROMPT_EFFICIENCY = 0.9
 # When a widened default returns.
 _CONFIRMING_FITS = 3
 _RETURN_SHARE = 0.8
@@ -138,6 +140,20 @@ def least_tpot_slo(decode_s: float) -> float:
 def decode_limit_s(tpot_s: float) -> float:
     """The most that decoding all online requests may take of a TPOT objective; the rest is for prompts."""
     return (1.0 - PROMPT_SHARE) * tpot_s
+
+
+def paying_step_s(cost: CostModel, max_step_tokens: int, decodes: StepLoad | None = None) -> float:
+    """Predicted seconds of a step beside ``decodes`` that holds as many tokens of prompts as pay."""
+    return cost.efficient_prefill_s(decodes or StepLoad(), _PROMPT_EFFICIENCY, max_step_tokens)
+
+
+def prompt_step_s(slo: SLO, paying_s: float) -> float:
+    """The most that a step of online prompts may take without decodes, whose gaps would bound it.
+
+    Who arrives in the step waits for it: for no longer than beside decodes, or than pays. Half of the TTFT
+    objective is left to be in time.
+    """
+    return min(_PROMPT_STEP_SHARE * slo.ttft_s, max(slo.tpot_s, paying_s))
 
 
 def server_slo(config: SchedulerConfig, cost: CostModel | None) -> SLO:

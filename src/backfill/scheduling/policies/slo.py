@@ -11,7 +11,7 @@ from backfill.core.request import PriorityLevel, RequestId
 from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
 from backfill.scheduling.first_tokens import is_new, least_spare_s, most_in_time, shortest_first
-from backfill.scheduling.objectives import PROMPT_STEP_SHARE, least_tpot_slo, share_in_time
+from backfill.scheduling.objectives import least_tpot_slo, paying_step_s, prompt_step_s, share_in_time
 from backfill.scheduling.owner_shares import (
     in_places_of_owners,
     leaving_out,
@@ -41,8 +41,6 @@ _BANK_SHARE = 0.5
 # Of the online requests that came together, those whose objectives bound steps where it is at least so many;
 # and the part of the TTFT objective over which sockets and preparation spread what was sent together.
 _LEAST_SHARE_IN_TIME, _BURST_SHARE = 0.25, 0.25
-# Part of the best rate of prompts that steps have where it is fewer, or of several owners.
-_PROMPT_EFFICIENCY = 0.9
 # Prompts that are weighed against each other; those behind them wait.
 _MAX_WEIGHED = 512
 # Time by which offline decodes may lengthen a step that computes an online prompt.
@@ -169,8 +167,7 @@ class SloPolicy(Policy):
         load, cost = decode_load(decodes), self._predictor.cost
         prompts = prompts_in_turn(prefills, waiting[:_MAX_WEIGHED], view.served)[:_MAX_WEIGHED]
         if view.is_flooded or (view.is_shared and not delayed):  # who else arrives need not wait for long
-            prompts_s = cost.efficient_prefill_s(StepLoad(), _PROMPT_EFFICIENCY, self._max_step_tokens)
-            limit_s = min(limit_s, decodes_s + prompts_s)
+            limit_s = min(limit_s, decodes_s + paying_step_s(cost, self._max_step_tokens))
         worst = self._predictor.worst_scale
         token_s = worst * self._token_s(load, limit_s)
         in_time = most_in_time(prompts, view.now_s, token_s)
@@ -199,7 +196,7 @@ class SloPolicy(Policy):
         spread_s = _BURST_SHARE * self.default_slo.ttft_s
         if not late or share_in_time(served, late, spread_s) >= _LEAST_SHARE_IN_TIME:
             return 0.0
-        return self._predictor.cost.efficient_prefill_s(decodes, _PROMPT_EFFICIENCY, self._max_step_tokens)
+        return paying_step_s(self._predictor.cost, self._max_step_tokens, decodes)
 
     def _limit_s(
         self, decodes: Sequence[RequestView], now_s: float, decodes_s: float, bank_share: float = 0.0
@@ -216,7 +213,8 @@ class SloPolicy(Policy):
         """
         usable, default = self._predictor.usable_share, self.default_slo
         if not decodes:
-            return PROMPT_STEP_SHARE * default.ttft_s * usable
+            usable_slo = SLO(default.ttft_s * usable, default.tpot_s * usable)
+            return prompt_step_s(usable_slo, paying_step_s(self._predictor.cost, self._max_step_tokens))
         if bank_share:
             by_s = min([each.next_token_by_s + bank_share * max(0.0, each.banked_s) for each in decodes])
         else:
