@@ -181,6 +181,18 @@ def test_a_prompt_passes_others_with_what_the_cache_lacks_of_them() -> None:
     assert passing(load, 100) == 0.201, "of which one token is left"
 
 
+def test_what_the_prompts_of_a_request_share_counts_once() -> None:
+    load, prompt = OnlineLoad(COST, CONFIG, kv_tokens=100_000), tuple(range(1000))
+    whole, half = token_keys(prompt), token_keys((*prompt[:500], *prompt[:500]))
+    num_tokens, shared = [1000, 1000, 1000], 64 * 15 + 64 * 7
+    now = {"priority": 0, "arrived_at_s": 0.0, "first_token_by_s": 99.0}
+    predicted = load.predict(num_tokens, keys=[whole, whole, half], now_s=0.0, **now)
+    alone = load.predict([3000 - shared], now_s=0.0, **now)
+    assert predicted.ttft_alone_s == pytest.approx(alone.ttft_alone_s, abs=0.051 * 3), "but for steps begun"
+    load.add(num_tokens, keys=[whole, whole, half], **now)
+    assert predict(load, 1).ttft_s == pytest.approx(alone.ttft_s, abs=0.051 * 4)
+
+
 def test_nobody_is_passed_where_a_prompt_would_have_to_wait_for_more_than_a_step() -> None:
     def load_with(num_decodes: int = 1, *, kv_tokens: int = 2000, **more: Any) -> OnlineLoad:
         load = OnlineLoad(COST, CONFIG, kv_tokens=kv_tokens)

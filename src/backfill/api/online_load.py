@@ -16,7 +16,7 @@ from operator import attrgetter, itemgetter, sub
 from typing import NamedTuple
 
 from backfill.core.config import SchedulerConfig
-from backfill.core.prefixes import CHUNK_TOKENS, PrefixIndex
+from backfill.core.prefixes import CachedPrefixes
 from backfill.core.slo import SLO
 from backfill.costs.correction import BiasCorrection
 from backfill.costs.load import StepLoad
@@ -26,7 +26,6 @@ from backfill.scheduling.objectives import lets_pass_until_s, paying_step_s, pro
 
 _MAX_PASSED = 64  # prompts; those beyond count as ahead
 _UNKNOWN_SHARE = 0.25  # of a prediction for a request that passes others
-_ENGINE = ""  # its name in the index of prefixes
 
 
 class _Queue(NamedTuple):
@@ -59,7 +58,7 @@ class OpenChoice:
 
     load: OnlineLoad
     prompt_tokens: int
-    num_cached: int  # of them, when it came
+    num_cached: int  # of them, when it came, or shared with choices before it
     keys: Sequence[int]
     queue: _Queue
     number: int  # of all choices
@@ -97,6 +96,7 @@ class OnlineLoad:
     request has before it, as if all had one weight. Until its first token a prompt counts with all that the
     prefix cache lacked when it came, so one that is partly computed is taken for relegated too early. The
     cache is taken to hold what prompts of online requests had computed lately: it may have lost some of it.
+    What the prompts of one request share counts once.
 
     A decode gains a token in each step with online work, so its context is counted in steps: about right, and
     without a look at every token.
@@ -125,8 +125,7 @@ class OnlineLoad:
         self._num_steps = 0  # with online work
         self._sum_first_steps = 0  # of decoding choices
         self._kv_tokens = kv_tokens
-        self._cached = PrefixIndex()
-        self._cached.add(_ENGINE, kv_tokens)
+        self._prefixes = CachedPrefixes(kv_tokens)
 
     def set_cost_model(self, cost: CostModel) -> None:
         """Predict with ``cost`` from now on."""
@@ -288,8 +287,8 @@ class OnlineLoad:
         """
         choices, queue = [], _Queue(owner, priority)
         until_s = lets_pass_until_s(arrived_at_s, first_token_by_s)
-        for tokens, of_prompt in zip(prompt_tokens, keys or repeat(()), strict=False):
-            num_cached = self._num_cached(tokens, of_prompt)
+        cached = self._prefixes.num_cached(prompt_tokens, keys)
+        for tokens, num_cached, of_prompt in zip(prompt_tokens, cached, keys or repeat(()), strict=False):
             relegated_at_s = self._relegated_at_s(tokens, num_cached, first_token_by_s)
             number = self._num_opened
             choice = OpenChoice(
@@ -319,12 +318,11 @@ class OnlineLoad:
             ]
 
     def note_computed(self, choice: OpenChoice) -> None:
-        self._cached.note_sent(_ENGINE, choice.keys)
+        self._prefixes.note_computed(choice.keys)
 
     def on_new_engine(self) -> None:
         """Its prefix cache is empty."""
-        self._cached.remove(_ENGINE)
-        self._cached.add(_ENGINE, self._kv_tokens)
+        self._prefixes = CachedPrefixes(self._kv_tokens)
 
     def close(self, choice: OpenChoice) -> None:
         assert choice.first_token_in_step is not None
@@ -336,16 +334,10 @@ class OnlineLoad:
 
     def _own(self, prompt_tokens: Sequence[int], keys: Sequence[Sequence[int]]) -> tuple[StepLoad, list[int]]:
         """Of a request's prompts: what is to be computed, and the tokens of each that the cache has."""
-        own, cached = StepLoad(), []
-        for tokens, of_prompt in zip(prompt_tokens, keys or repeat(()), strict=False):
-            cached.append(self._num_cached(tokens, of_prompt))
-            self._put(own, tokens, cached[-1])
+        own, cached = StepLoad(), self._prefixes.num_cached(prompt_tokens, keys)
+        for tokens, num_cached in zip(prompt_tokens, cached, strict=True):
+            self._put(own, tokens, num_cached)
         return own, cached
-
-    def _num_cached(self, prompt_tokens: int, keys: Sequence[int]) -> int:
-        """At least one token is computed, as the first one is sampled from it."""
-        num_chunks = self._cached.match(keys, (_ENGINE,))[_ENGINE]
-        return min(CHUNK_TOKENS * num_chunks, prompt_tokens - 1)
 
     def _relegated_at_s(self, prompt_tokens: int, num_cached: int, first_token_by_s: float) -> float:
         """From when on a prompt cannot be in time any more, even alone; as ``LevelRule`` has it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from itertools import repeat, takewhile
 
 CHUNK_BYTES = 256
 """Of a prompt's text in JSON; about 64 tokens."""
@@ -111,3 +112,32 @@ class PrefixIndex:
             self._holders[key] = left
         else:
             del self._holders[key]
+
+
+class CachedPrefixes:
+    """The same of the one engine that a server has, in tokens."""
+
+    _ENGINE = ""
+
+    def __init__(self, capacity_tokens: int) -> None:
+        self._index = PrefixIndex()
+        self._index.add(self._ENGINE, capacity_tokens)
+
+    def num_cached(self, prompt_tokens: Sequence[int], keys: Sequence[Sequence[int]]) -> list[int]:
+        """The tokens of each prompt of a request that the cache has, or will have of those before it.
+
+        At least one of each is computed, as the first token of its answer is sampled from it.
+
+        Args:
+            keys: of each prompt's chunks (``token_keys``); none where it shares no KV.
+        """
+        cached, before = [], set[int]()
+        for tokens, of_prompt in zip(prompt_tokens, keys or repeat(()), strict=False):
+            num_chunks = self._index.match(of_prompt, (self._ENGINE,))[self._ENGINE]
+            num_chunks += sum(1 for _ in takewhile(before.__contains__, of_prompt[num_chunks:]))
+            cached.append(min(CHUNK_TOKENS * num_chunks, tokens - 1))
+            before.update(of_prompt)
+        return cached
+
+    def note_computed(self, keys: Sequence[int]) -> None:
+        self._index.note_sent(self._ENGINE, keys)
