@@ -70,12 +70,12 @@ def check_hopeless(predicted: Prediction, objective_s: float) -> None:
     The time that it takes without others is no reason to shed: a retry would not change it.
     """
     if predicted.ttft_s > SHED_FACTOR * max(objective_s, predicted.ttft_alone_s):
-        raise RequestShed(predicted.ttft_s, objective_s, retry_after_s(predicted, objective_s))
+        raise RequestShed(predicted.ttft_s, objective_s, retry_after_s(predicted))
 
 
-def retry_after_s(predicted: Prediction, objective_s: float) -> int:
-    """Whole seconds until so many prompts are computed that the objective can be met, 1 to 120."""
-    wait_s = math.ceil(predicted.ttft_s - max(objective_s, predicted.ttft_alone_s))
+def retry_after_s(predicted: Prediction) -> int:
+    """Whole seconds until all prompts ahead are computed, 1 to 120. Before, one long prompt may be all of them."""
+    wait_s = math.ceil(predicted.ttft_s - predicted.ttft_alone_s)
     return min(MAX_RETRY_AFTER_S, max(1, wait_s))
 
 
@@ -111,7 +111,7 @@ def check_objectives(
     ):
         offered_s = min(default.ttft_s, predicted.ttft_s, passing_ttft_s())
         if offered_s > ttft.seconds:
-            raise ObjectiveUnavailable(ttft, offered_s, retry_after_s(predicted, ttft.seconds))
+            raise ObjectiveUnavailable(ttft, offered_s, retry_after_s(predicted))
     if tpot is not None and tpot.seconds < default.tpot_s:
         _check_tpot(tpot, default.tpot_s, load, predicted, prompt_tokens, end_s)
 
