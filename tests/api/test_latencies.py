@@ -179,7 +179,14 @@ def test_a_stream_reports_the_gaps_as_they_were_written(default_model: Path) -> 
         (metrics,) = [
             json.loads(event[6:])["metrics"] for event in received.split(b"\n") if b'"metrics"' in event
         ]
-        assert metrics == {"ttft": 0.0, "max_itl": MISSED_S, "ttft_slo_met": True, "tpot_slo_met": False}
+        assert metrics == {
+            "ttft": 0.0,
+            "max_itl": MISSED_S,
+            "ttft_slo": 1.0,
+            "tpot_slo": 0.2,
+            "ttft_slo_met": True,
+            "tpot_slo_met": False,
+        }
 
 
 def test_the_time_in_which_a_client_does_not_read_is_its_own(

@@ -58,7 +58,7 @@ def test_a_request_with_objectives_is_told_how_they_were_met(
     response = server.http.post(path, json={**body, "slo": EASY})
     assert response.status_code == 200, response.text
     metrics = response.json()["metrics"]
-    assert metrics.keys() == {"ttft", "max_itl", "ttft_slo_met", "tpot_slo_met"}
+    assert metrics.keys() == {"ttft", "max_itl", "ttft_slo", "tpot_slo", "ttft_slo_met", "tpot_slo_met"}
     assert 0 < metrics["max_itl"] < 40
     assert 0 < metrics["ttft"] < 50
     assert metrics["ttft_slo_met"] is metrics["tpot_slo_met"] is True
