@@ -126,10 +126,15 @@ async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 @contextlib.contextmanager
 def _frozen_heap() -> Iterator[None]:
-    """Keep the garbage collector from walking all prompts during a measurement."""
+    """Keep the garbage collector from walking all prompts during a measurement.
+
+    Where objects were frozen before, all stay frozen: which ones were added is not known.
+    """
+    was_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
