@@ -34,6 +34,8 @@ LOAD = CoserveLoad(
 )
 # For what does not depend on how many requests there are.
 BRIEF = dataclasses.replace(LOAD, duration=0.5, warmup=0.25)
+# Until the test ends it; the first four requests are of the warm-up.
+ENDLESS = dataclasses.replace(LOAD, duration=100.0, warmup=0.1, rate=40.0)
 
 
 def coserve(
@@ -57,7 +59,7 @@ def coserve(
 
 
 async def num_online(server: FakeServer, count: int) -> None:
-    """Wait until so many online requests came; the first four are of the warm-up."""
+    """Wait until so many online requests came."""
     while sum(body["max_tokens"] == 3 for body in server.bodies) < count:
         await asyncio.sleep(0.01)
 
@@ -126,7 +128,8 @@ def test_priorities_as_vllm_reads_them_and_no_metrics() -> None:
 
 def check_priorities(factor: float) -> None:
     server = slow_server(factor, has_metrics=False)
-    figures = figures_of(coserve(server, slowed(factor, with_mode("priority"))))
+    load = dataclasses.replace(LOAD, duration=1.0, warmup=0.25, offline_mode="priority")
+    figures = figures_of(coserve(server, slowed(factor, load)))
     priorities = {(bool(body.get("stream")), body["priority"]) for body in server.bodies}
     assert priorities == {(True, 0), (False, 1)}
     assert figures.tokens_from == "client" and figures.recomputed_token_share is None
@@ -134,13 +137,13 @@ def check_priorities(factor: float) -> None:
 
 
 def test_batches_of_other_lines_follow_until_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backfill.bench.offline._POLL_S", 0.2)
+    monkeypatch.setattr("backfill.bench.offline._POLL_S", 0.1)
     with_more_time(check_batches)
 
 
 def check_batches(factor: float) -> None:
     server = FakeServer(has_metrics=False, batch_lines=3)
-    load = dataclasses.replace(with_mode("batch"), duration=1.5 * factor)
+    load = dataclasses.replace(with_mode("batch"), duration=0.75 * factor, warmup=0.25)
     run = coserve(server, load)
     assert len(server.batches) >= 2
     lines = [line["body"] for file in server.files for line in file]
@@ -157,7 +160,7 @@ def check_batches(factor: float) -> None:
 
 
 def test_a_server_that_is_gone_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backfill.bench.coserve._SAMPLE_S", 0.5)
+    monkeypatch.setattr("backfill.bench.coserve._SAMPLE_S", 0.1)
     monkeypatch.setattr("backfill.bench.coserve._RETRY_S", 0.1)
     server = FakeServer()
 
@@ -165,10 +168,10 @@ def test_a_server_that_is_gone_leaves_what_was_measured(monkeypatch: pytest.Monk
         await num_online(server, 12)
         await server.die()
 
-    run = coserve(server, dataclasses.replace(LOAD, duration=100.0), die)
+    run = coserve(server, ENDLESS, die)
     figures = figures_of(run)
     assert run.status is Status.SERVER_LOST and figures.status == "server lost"
-    assert figures.num_online < 8 * 100
+    assert figures.num_online < 40 * 100
 
 
 def test_stopping_leaves_what_was_measured() -> None:
@@ -178,8 +181,7 @@ def test_stopping_leaves_what_was_measured() -> None:
         await num_online(server, 12)
         stop.set()
 
-    load = dataclasses.replace(LOAD, duration=100.0, ttft_slo=100.0)
-    figures = figures_of(coserve(server, load, soon))
+    figures = figures_of(coserve(server, dataclasses.replace(ENDLESS, ttft_slo=100.0), soon))
     assert figures.status == "interrupted"
     assert 0 < figures.measured_s < 100 and figures.num_online > 0
     assert figures.ttft_attainment == 1.0
