@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from backfill.core.block import is_reversed
 from backfill.core.request import RequestId, RequestStatus, ServiceClass
-from backfill.kvcache.content import Block, BlockState, Content
+from backfill.kvcache.content import Block, BlockState
 from backfill.kvcache.copies import CopyLedger
 from backfill.kvcache.free_ends import FreeEnds, _order
 from backfill.kvcache.manager import KVCacheManager
@@ -50,27 +50,27 @@ def check_scheduler(scheduler: Scheduler) -> None:
 def check_kv(manager: KVCacheManager) -> None:
     """References, contents and copies are counted right in both pools."""
     store = manager._store
-    _check_store(store)
+    device, host = _used(store.device), _used(store.host)
+    _check_store(store, device, host)
     if isinstance(manager.sharing, SharedLastBlocks):
         _check_shared_blocks(manager.sharing)
-    refs = Counter[Block]()
-    wanted = Counter[Content]()
-    for request_id, table in manager._tables.items():
+    tables = manager._tables
+    for request_id, table in tables.items():
         assert table.num_known <= len(table.blocks), f"{request_id} has content without blocks"
-        assert table.refs == tuple(block.ref for block in table.blocks)
-        refs.update(table.blocks)
-        wanted.update(table.wanted)
-    guests = [block.peer for block in store.device.blocks if block.peer is not None]
-    for block in (*store.device.blocks, *guests):
+        assert table.refs == tuple([block.ref for block in table.blocks])
+    refs = Counter([block for table in tables.values() for block in table.blocks])
+    wanted = Counter([content for table in tables.values() for content in table.wanted])
+    guests = [block.peer for block in device if block.peer is not None]
+    for block in (*device, *guests):
         assert block.num_refs == refs.pop(block, 0), f"references of block {block.index} are miscounted"
     assert not refs, "a table names a block that is in no pool"
-    tails = {table.tail for table in manager._tables.values()}
+    tails = {table.tail for table in tables.values()}
     for tail in tails:
         if tail is not None and tail.num_lost:
             assert tail.device is not None and tail.host is not None, "lost tokens are nowhere"
             assert 0 <= tail.num_unsaved <= tail.num_device_tokens, "lost tokens are not in host memory"
             assert is_reversed(tail.device.ref) is is_reversed(tail.host.ref), "its slots are others there"
-    for block in (*store.device.blocks, *guests, *store.host.blocks):
+    for block in (*device, *guests, *host):
         held = block.content
         assert held is None or held.num_wanted == wanted[held], "wanted content is miscounted"
         assert held is None or held.key is not None or held in tails, "a tail without a request"
@@ -84,26 +84,45 @@ def _check_in_flight(steps: StepsInFlight, unfinished: Collection[RequestId]) ->
     assert steps.open.isdisjoint((*steps.ending, *steps.lost)), "who is to end, or failed, goes on"
 
 
-def _check_store(store: ContentStore) -> None:
-    _check_pool(store.device)
-    _check_pool(store.host)
-    _check_ledger(store.ledger)
+def _used(pool: BlockPool) -> list[Block]:
+    """All but the blocks that are empty in every respect, which are most of a large pool."""
+    return [
+        block
+        for block in pool.blocks
+        if block.state
+        or block.num_refs
+        or block.num_online_refs
+        or block.num_copies
+        or block.content is not None
+        or block.peer is not None
+        or block.is_pinned
+        or block.is_guest
+        or not block.is_valid
+    ]
+
+
+def _check_store(store: ContentStore, device: Sequence[Block], host: Sequence[Block]) -> None:
+    _check_pool(store.device, device)
+    _check_pool(store.host, host)
+    _check_ledger(store.ledger, device, host)
     for key, content in store.by_key.items():
         assert content.key == key and (content.device or content.host), "content resides nowhere"
-    for block in (*store.device.blocks, *store.host.blocks):
+    for block in (*device, *host):
         key_of = None if block.content is None else block.content.key
         assert key_of is None or store.by_key.get(key_of) is block.content, "content cannot be found"
 
 
-def _check_pool(pool: BlockPool) -> None:
+def _check_pool(pool: BlockPool, used: Sequence[Block]) -> None:
     """Every block is in the right queue and counted once."""
+    indices = [block.index for block in pool.blocks]
+    assert indices == list(range(len(indices))), f"{pool.tier}: blocks are at {indices}"
     counts, pinned = [0] * len(BlockState), [0] * len(BlockState)
-    for index, block in enumerate(pool.blocks):
-        assert block.index == index, f"{pool.tier}: {block} is at {index}"
+    counts[BlockState.EMPTY] = len(indices) - len(used)
+    for block in used:
         counts[block.state] += 1
         pinned[block.state] += block.is_pinned
         assert block.state is pool._state_of(block), f"{pool.tier}: {block} is misplaced"
-        assert block.is_pinned is not pool.may_use(block)
+        assert block.is_pinned is (block.num_copies > 0 or block.index >= pool.num_blocks)
         assert block.num_refs >= block.num_online_refs >= 0 and block.num_copies >= 0
         assert not block.is_guest
         assert block.is_valid or block.num_copies, f"{pool.tier}: no copy fills block {block.index}"
@@ -112,24 +131,21 @@ def _check_pool(pool: BlockPool) -> None:
             assert residency is block, f"{pool.tier}: {block.index} is not where its content is"
     assert counts == pool.counts, f"{pool.tier}: {counts} blocks, {pool.counts} counted"
     assert pinned == pool.num_pinned, f"{pool.tier}: {pinned} pinned, {pool.num_pinned} counted"
-    queues = {
-        BlockState.EMPTY: list(pool._empty),
-        **{state: pool._cached[state] for state in range(BlockState.UNNEEDED, BlockState.COPYING)},
-    }
-    for state, blocks in queues.items():
+    queues = [list(pool._empty), *pool._cached[BlockState.UNNEEDED : BlockState.COPYING]]
+    for state, blocks in enumerate(queues):
         assert len(blocks) == counts[state] and all(block.state == state for block in blocks)
+    assert all(block.index < pool.num_blocks for block in queues[BlockState.EMPTY])
     assert counts[BlockState.ABSENT] <= len(pool.blocks) - pool.num_blocks
 
 
-def _check_ledger(ledger: CopyLedger) -> None:
+def _check_ledger(ledger: CopyLedger, device: Sequence[Block], host: Sequence[Block]) -> None:
     """Every pin has its copy."""
-    pins: Counter[Block] = Counter()
     queued = [*ledger._online.items(), *ledger._offline.items()]
     pairs = [*((device, host) for device, (host, _) in queued), *ledger._in_flight.values()]
-    pins.update(each for pair in pairs for each in pair)
-    pins.update(block for _, block in ledger._pinned_until_plan)
-    guests = [block.peer for block in ledger._device.blocks if block.peer is not None]
-    for block in [*ledger._device.blocks, *guests, *ledger._host.blocks]:
+    in_copies = [each for pair in pairs for each in pair]
+    pins = Counter([*in_copies, *(block for _, block in ledger._pinned_until_plan)])
+    guests = [block.peer for block in device if block.peer is not None]
+    for block in [*device, *guests, *host]:
         assert block.num_copies == pins.pop(block, 0), f"block {block.index} is pinned without a copy"
     assert not pins, "a block that is in no pool is pinned"
 

@@ -55,6 +55,7 @@ class Bench:
         cost: CostModel | None = None,
         **limits: int,
     ) -> None:
+        self._checks_every = 1 if num_blocks <= 100 else 4  # in a small pool requests are in each other's way
         self.cost = cost or linear_cost(step_s=step_s)
         self.predictor = StepPredictor(self.cost)
         self.clock = VirtualClock()
@@ -88,7 +89,8 @@ class Bench:
         plan = self.scheduler.plan_step(self.clock.now_s())
         self.clock.advance(plan.predicted_s)
         self.scheduler.commit(plan, self.executor.run(plan), self.clock.now_s())
-        check_scheduler(self.scheduler)
+        if plan.step % self._checks_every == 0:
+            check_scheduler(self.scheduler)
         return plan
 
 

@@ -109,7 +109,10 @@ def hit_rate(bench: CachingBench) -> float:
     return hits / counters.num_prefix_queried_tokens
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, NUM_HOST_BLOCKS], ids=["device", "two-tiers"])
+@pytest.mark.parametrize(
+    "num_host_blocks",
+    [pytest.param(0, id="device", marks=pytest.mark.slow), pytest.param(NUM_HOST_BLOCKS, id="two-tiers")],
+)
 def test_chats_find_as_much_beside_an_offline_flood_as_alone(num_host_blocks: int) -> None:
     """The objective leaves first tokens no time to compute a chat again (``KeptCache``)."""
     alone, beside = make_bench(1, num_host_blocks, 0.05), make_bench(1, num_host_blocks, 0.05)

@@ -52,7 +52,7 @@ def erratic(setting: Setting, seed: int) -> Run:
     return Run(setting, seed, ErraticResidency(info.residencies, info.layers_of_stages, random.Random(seed)))
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(14), deadline=None)
 @given(setting=all_settings(), min_interval=st.integers(1, 2), seed=st.integers(0, 2**32))
 def test_tokens_are_computed_from_their_own_context_while_memory_changes_hands(
     setting: Setting, min_interval: int, seed: int
@@ -280,17 +280,18 @@ def test_what_ends_before_a_drain_would_needs_no_shorter_steps() -> None:
     assert need.limit_s == pytest.approx(slo.ttft_s * usable / 2)
 
 
+@pytest.mark.slow  # first tokens that are late without shorter steps are in the tests above
 def test_who_arrives_waits_for_the_step_that_runs_and_then_for_its_own() -> None:
     """With interval 2 a step takes 48 ms, of 80 to the first token; offline work alone would have it."""
     server, slo, rng = Server(8, 1), SLO(ttft_s=0.08, tpot_s=1.0), random.Random(0)
     add_offline(server, 80, output_tokens=800)
-    arrivals_s = list(itertools.accumulate((rng.expovariate(2.0) for _ in range(70)), initial=20.0))
+    arrivals_s = list(itertools.accumulate((rng.expovariate(2.0) for _ in range(35)), initial=20.0))
     for number, at_s in enumerate(arrivals_s):
         server.serve(at_s)
         server.add(make_request(100, 1, request_id=f"chat-{number}", arrived_at_s=at_s, slo=slo))
     server.serve(arrivals_s[-1] + 1.0)
     waits_s = [server.tokens_at_s[f"chat-{number}"][0] - at_s for number, at_s in enumerate(arrivals_s)]
-    assert sum(wait_s > slo.ttft_s for wait_s in waits_s) <= 3
+    assert sum(wait_s > slo.ttft_s for wait_s in waits_s) <= 2
 
 
 def test_steps_of_a_long_prompt_count_what_they_attend_to() -> None:
@@ -323,6 +324,7 @@ def throughput(interval: int, min_interval: int | None) -> tuple[float, float]:
     return server.num_tokens("offline") / server.clock.now_s(), kept
 
 
+@pytest.mark.slow  # that memory changes hands both ways is tested above
 def test_one_decision_beats_both_fixed_intervals() -> None:
     """The large interval is in time, and the small one has the throughput; together they have both."""
     large, kept_large = throughput(8, None)
@@ -352,7 +354,9 @@ def test_without_a_profile_of_steps_residency_stays() -> None:
     assert all(plan.memory is None and plan.offload_interval is None for plan in plans)
 
 
-@pytest.mark.parametrize("policy", ["slo", "conserve", "bros"])
+@pytest.mark.parametrize(
+    "policy", ["slo", *(pytest.param(each, marks=pytest.mark.slow) for each in ("conserve", "bros"))]
+)
 def test_every_policy_that_predicts_steps_serves_while_memory_changes_hands(policy: PolicyName) -> None:
     server = Server(8, 1, policy)
     add_offline(server, 120, output_tokens=150)

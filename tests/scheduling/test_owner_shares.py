@@ -279,7 +279,7 @@ def test_a_long_prompt_of_one_owner_holds_up_no_short_ones_of_another(policy: Po
     bench = Bench(
         policy,
         cost=linear_cost(token_s=0.001, step_s=0.001),
-        num_blocks=10_000,
+        num_blocks=2000,
         max_num_batched_tokens=1000,
         max_prefill_chunk_tokens=1000,
     )
@@ -301,7 +301,7 @@ def slow_bench(step_s: float = 0.1, **limits: int) -> Bench:
     """A second for 1000 prompt tokens, and what each step takes more."""
     cost = linear_cost(token_s=0.001, step_s=step_s)
     sizes = {"max_num_batched_tokens": 1000, "max_prefill_chunk_tokens": 1000}
-    return Bench(slo_policy, cost=cost, num_blocks=20_000, **{**sizes, **limits})
+    return Bench(slo_policy, cost=cost, num_blocks=8000, **{**sizes, **limits})
 
 
 def keep_waiting(bench: Bench, num: int, prompt_tokens: int) -> None:
@@ -375,7 +375,7 @@ class FloodedBench:
         self.bench = Bench(
             slo_policy,
             cost=linear_cost(token_s=0.001, step_s=0.01),
-            num_blocks=20_000,
+            num_blocks=8000,
             max_num_seqs=256,
         )
         self._num_open = num_open
@@ -477,7 +477,7 @@ def test_late_requests_in_service_count_for_their_owner() -> None:
     assert requests.waiting[PriorityLevel.ONLINE].served == {"flood": 500, "chat": 50}
 
 
-@pytest.mark.parametrize("num_blocks", [20_000, 130])
+@pytest.mark.parametrize("num_blocks", [2000, 130])
 @pytest.mark.parametrize("batch_of", [None, "flood", "batch"])
 def test_a_late_answer_goes_on_beside_another_owners_prompts(num_blocks: int, batch_of: str | None) -> None:
     bench = Bench(slo_policy, cost=linear_cost(token_s=0.001, step_s=0.01), num_blocks=num_blocks)

@@ -138,7 +138,7 @@ def test_whom_an_online_request_preempts(
     assert [name for name, job in jobs.items() if job.status is RequestStatus.PREEMPTED] == [preempted]
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     workload=policy_workloads(),
     name=st.sampled_from(sorted(MAKERS)),
@@ -209,13 +209,13 @@ def served_beside_chats(bench: Bench, jobs: Sequence[Request], end_s: float) -> 
 
 @pytest.mark.parametrize("name", ["slo", "conserve", "bros"])
 def test_no_request_waits_without_bound_while_the_load_is_under_the_capacity(name: str) -> None:
-    bench, ended_at_s = Bench(MAKERS[name]), {}
+    bench, ended_at_s = Bench(MAKERS[name], num_blocks=600), {}
     jobs = [offline(num_tokens, 20, request_id=f"job{num_tokens}") for num_tokens in (4, 40, 400, 900)]
-    chats = served_beside_chats(bench, jobs, 10.0)
+    chats = served_beside_chats(bench, jobs, 4.0)
     for request in (*jobs, *chats):
         assert request.last_token_at_s is not None
         ended_at_s[request.request_id] = request.last_token_at_s
-    assert max(ended_at_s[job.request_id] for job in jobs) < 8.0, "all offline work takes 1.4 s alone"
+    assert max(ended_at_s[job.request_id] for job in jobs) < 3.2, "all offline work takes 1.4 s alone"
     for chat in chats:
         assert ended_at_s[chat.request_id] <= chat.arrived_at_s + 1.0 + 19 * 0.1
 

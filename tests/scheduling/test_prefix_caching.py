@@ -25,12 +25,20 @@ def sharing_requests(count: int, **fields: object) -> list[Request]:
     return [request_of(shared + tokens(number, SUFFIX), **fields) for number in range(count)]
 
 
-@pytest.mark.parametrize("chunk", [8192, 256, 100])
-@pytest.mark.parametrize("service_class", ServiceClass)
-@pytest.mark.parametrize("at_once", [True, False], ids=["at-once", "one-by-one"])
+@pytest.mark.parametrize(
+    ("at_once", "service_class", "chunk"),
+    [
+        (True, ServiceClass.ONLINE, 8192),
+        (True, OFFLINE, 256),
+        (True, ServiceClass.ONLINE, 100),
+        (False, OFFLINE, 8192),
+        (False, ServiceClass.ONLINE, 256),
+        (False, OFFLINE, 100),
+    ],
+)
 def test_a_shared_prefix_is_computed_once(at_once: bool, service_class: ServiceClass, chunk: int) -> None:
     bench = CachingBench(max_num_seqs=256, max_prefill_chunk_tokens=chunk)
-    requests = sharing_requests(200, service_class=service_class)
+    requests = sharing_requests(60, service_class=service_class)
     if at_once:
         bench.finish(*requests)
     else:
@@ -39,10 +47,10 @@ def test_a_shared_prefix_is_computed_once(at_once: bool, service_class: ServiceC
     shared = SHARED // BLOCK_SIZE * BLOCK_SIZE
     tail = SHARED + SUFFIX - shared
     counters = bench.counters(service_class)
-    assert counters.num_computed_tokens == shared + 200 * tail
-    assert sum(request.num_cached_tokens for request in requests) == 199 * shared
-    assert counters.num_prefix_hit_tokens == 199 * shared
-    assert counters.num_prefix_queried_tokens == 200 * (SHARED + SUFFIX)
+    assert counters.num_computed_tokens == shared + 60 * tail
+    assert sum(request.num_cached_tokens for request in requests) == 59 * shared
+    assert counters.num_prefix_hit_tokens == 59 * shared
+    assert counters.num_prefix_queried_tokens == 60 * (SHARED + SUFFIX)
 
 
 def test_equal_prompts_at_once_are_computed_once_but_for_their_last_block() -> None:

@@ -137,7 +137,9 @@ class Soak:
                 assert self.executor.fail_at_step is not None
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))]
+)
 def test_a_random_load_leaves_the_cache_whole(seed: int) -> None:
     soak = Soak(seed)
     soak.run(20.0 * examples(1))

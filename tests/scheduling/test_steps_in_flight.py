@@ -36,6 +36,7 @@ from tests.shared import examples
 
 STAGES = ((2, 2), (1, 3), (1, 2, 1))
 OFFLOADING_STAGES = ((6, 6), (5, 7), (5, 6, 5))
+SELDOM_CHANGED: tuple[PolicyName, ...] = ("conserve", "priority", "fcfs", "round-robin")
 
 
 class Flight:
@@ -187,7 +188,10 @@ def crowded_flight(rng: random.Random, layouts: Sequence[tuple[int, ...]] = STAG
     return flight
 
 
-@pytest.mark.parametrize("policy", ["slo", "conserve", "bros", "priority", "fcfs", "round-robin"])
+@pytest.mark.parametrize(
+    "policy",
+    ["slo", "bros", *(pytest.param(each, marks=pytest.mark.slow) for each in SELDOM_CHANGED)],
+)
 def test_crowded_schedules_compute_every_token_from_its_own_context(policy: PolicyName) -> None:
     num_beside = num_preempted = num_restored = num_followed = 0
     num_seeds = examples(8)
@@ -215,10 +219,10 @@ def test_crowded_schedules_compute_every_token_from_its_own_context(policy: Poli
 
 
 @pytest.mark.parametrize("preemption", get_args(PreemptionMode))
-@pytest.mark.parametrize("policy", ["slo", "conserve"])
+@pytest.mark.parametrize("policy", ["slo", pytest.param("conserve", marks=pytest.mark.slow)])
 def test_steps_that_are_stopped_beside_others(policy: PolicyName, preemption: PreemptionMode) -> None:
     num_suspended = num_discarded = 0.0
-    for seed in range(examples(8)):
+    for seed in range(examples(4)):
         rng = random.Random(f"{policy} {preemption} {seed}")
         flight = crowded_flight(
             rng,
@@ -234,14 +238,20 @@ def test_steps_that_are_stopped_beside_others(policy: PolicyName, preemption: Pr
     assert (num_suspended > 10) is (preemption == "suspend")
 
 
-@pytest.mark.parametrize("kv_layout", get_args(KVLayoutName))
-@pytest.mark.parametrize("preemption", get_args(PreemptionMode))
-@pytest.mark.parametrize("policy", ["slo", "bros"])
+@pytest.mark.parametrize(
+    ("policy", "preemption", "kv_layout"),
+    [
+        ("slo", "suspend", "bidirectional"),
+        pytest.param("slo", "discard", "unidirectional", marks=pytest.mark.slow),
+        pytest.param("bros", "suspend", "unidirectional", marks=pytest.mark.slow),
+        ("bros", "discard", "bidirectional"),
+    ],
+)
 def test_memory_changes_hands_beside_steps_in_flight(
     policy: PolicyName, preemption: PreemptionMode, kv_layout: KVLayoutName
 ) -> None:
     num_moves = num_divisions = num_beside = 0
-    for seed in range(examples(8)):
+    for seed in range(examples(4)):
         rng = random.Random(f"{policy} {preemption} {kv_layout} {seed}")
         flight = crowded_flight(
             rng,
