@@ -176,7 +176,7 @@ def test_memory_is_partitioned_as_in_figure_5() -> None:
     """(512, 256) and (256, 16384), of 60 GB for KV at 128 KiB a token: 19.3 and 40.7 GB at density 1.27."""
     target, dense, sparse = 1.27, density_of(512, 256), density_of(256, 16384)
     memory = MODEL.memory_s(512, 256), MODEL.memory_s(256, 16384)
-    num_sparse = 100
+    num_sparse = 50
     num_dense = round(num_sparse * memory[1] * (target - sparse) / (memory[0] * (dense - target)))
     requests = [known(i, 512, 256) for i in range(num_dense)]
     requests += [known(num_dense + i, 256, 16384) for i in range(num_sparse)]

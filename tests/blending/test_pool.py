@@ -167,7 +167,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=examples(50), stateful_step_count=25, deadline=None)
+TestPool.settings = settings(max_examples=examples(30), stateful_step_count=25, deadline=None)
 
 
 def test_an_empty_pool_has_nothing() -> None:

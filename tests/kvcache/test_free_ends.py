@@ -110,7 +110,7 @@ class ComparingDriver(SharingDriver):
                 assert cache.sharing.find(*arguments) == look_at_all(cache, *arguments)
 
 
-@settings(max_examples=examples(12), deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(setup=setups(), block_size=st.sampled_from((4, 8, 16)), seed=st.integers(0, 2**32))
 def test_the_emptiest_block_is_the_one_that_a_look_at_all_finds(
     setup: Setup, block_size: int, seed: int

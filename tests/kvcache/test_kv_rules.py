@@ -279,21 +279,21 @@ def setups(draw: st.DrawFn) -> Setup:
     )
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(12))
 @given(setup=setups(), seed=st.integers(0, 2**32))
 def test_no_use_of_the_cache_loses_mixes_or_overwrites_kv(setup: Setup, seed: int) -> None:
     Driver(setup, seed).run(num_rounds=25)
 
 
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(8))
 @given(setup=setups(), block_size=st.sampled_from((4, 8, 16, 32)), seed=st.integers(0, 2**32))
 def test_two_requests_in_one_block_lose_mix_or_overwrite_no_kv(
     setup: Setup, block_size: int, seed: int
 ) -> None:
-    SharingDriver(replace(setup, block_size=block_size, bidirectional=True), seed).run(num_rounds=100)
+    SharingDriver(replace(setup, block_size=block_size, bidirectional=True), seed).run(num_rounds=60)
 
 
-@settings(max_examples=examples(20))
+@settings(max_examples=examples(8))
 @given(setup=setups(), num_more=st.integers(1, 10), seed=st.integers(0, 2**32))
 def test_a_pool_that_grows_and_shrinks_loses_mixes_or_overwrites_no_kv(
     setup: Setup, num_more: int, seed: int
@@ -301,7 +301,7 @@ def test_a_pool_that_grows_and_shrinks_loses_mixes_or_overwrites_no_kv(
     Driver(replace(setup, max_num_blocks=setup.num_blocks + num_more), seed).run(num_rounds=25)
 
 
-@settings(max_examples=examples(10))
+@settings(max_examples=examples(6))
 @given(setup=setups(), num_more=st.integers(1, 10), seed=st.integers(0, 2**32))
 def test_shared_blocks_move_with_both_of_their_ends(setup: Setup, num_more: int, seed: int) -> None:
     max_num_blocks = setup.num_blocks + num_more

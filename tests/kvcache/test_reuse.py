@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backfill.core.request import ServiceClass
@@ -27,6 +27,7 @@ from tests.kvcache.kv_examples import (
     take,
 )
 from tests.kvcache.kv_model import CacheModel, Running
+from tests.shared import examples
 
 
 def run_planned(
@@ -173,6 +174,7 @@ class Account:
         return facts.is_unneeded and not facts.has_unplanned_users
 
 
+@settings(max_examples=examples(50))
 @given(data=st.data())
 def test_nothing_is_evicted_before_all_that_no_request_needs(data: st.DataObject) -> None:
     account = Account()
