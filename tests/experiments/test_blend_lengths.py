@@ -90,6 +90,7 @@ def test_estimates_differ_in_what_they_know() -> None:
     assert pool_mean(*known).square[2] == 49
 
 
+@pytest.mark.slow  # estimates of known lengths: tests/blending/test_estimates.py
 def test_known_lengths_are_predicted_exactly() -> None:
     """The pool is small: it tests the bookkeeping, and says nothing of estimates."""
     spec = SPEC._replace(density=2.5, num_requests=200)

@@ -64,10 +64,12 @@ def test_an_interrupted_grid_goes_on() -> None:
     [
         (("--requests", "3000"), "other settings: --requests was 2000, and is 3000"),
         (("--seeds", "2"), "--seeds was 1, and is 2"),
-        (("--orders", "blend"), "--orders was dfs,blend, and is blend"),
-        (("--source", "azure"), "--source was burstgpt, and is azure"),
-        (("--interference", "ideal"), "--interference was blendserve, and is ideal"),
-        (("--steps", "fixed"), "--steps was density, and is fixed"),
+        pytest.param(("--orders", "blend"), "--orders was dfs,blend, and is blend", marks=pytest.mark.slow),
+        pytest.param(("--source", "azure"), "--source was burstgpt, and is azure", marks=pytest.mark.slow),
+        pytest.param(
+            ("--interference", "ideal"), "--interference was blendserve, and is ideal", marks=pytest.mark.slow
+        ),
+        pytest.param(("--steps", "fixed"), "--steps was density, and is fixed", marks=pytest.mark.slow),
         (("--source-lengths", "lengths.csv"), "--source-lengths was not given, and is "),
         (("--source-lengths", "none.csv"), "--source-lengths none.csv cannot be read"),
     ],

@@ -28,7 +28,7 @@ from tests.experiments.small_sources import small_sources
 from tests.integrity import check_scheduler
 
 MIX = MixSpec("burstgpt", 0.9, 0.35, 60, 1)
-ORDERS: tuple[OrderName, ...] = ("fcfs", "random", "dfs", "batchllm", "blend")
+OTHER_ORDERS: tuple[OrderName, ...] = ("random", "dfs", "batchllm")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ def loop(
     )
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order", ["fcfs", "blend", *(pytest.param(each, marks=pytest.mark.slow) for each in OTHER_ORDERS)]
+)
 def test_every_request_runs_to_its_end(order: OrderName) -> None:
     made = pool()
     running = loop(made, order)
@@ -103,6 +105,7 @@ def test_orders_by_prefix_find_every_shared_block(order: OrderName) -> None:
     assert counters.num_prefix_hit_tokens == 58 * 64
 
 
+@pytest.mark.slow  # what is promised: tests/blending/test_estimates.py
 def test_memory_is_not_promised_twice() -> None:
     """Videos whose lengths are known fit to their ends: none is preempted."""
     running = loop(pool(num_videos=40), kv_tokens=2048)
@@ -119,15 +122,22 @@ def test_each_step_has_its_resources() -> None:
     assert sum(overlap.seconds(*each) for each in steps) == pytest.approx(running.clock.now_s())
 
 
-def test_a_run_is_the_same_again_and_no_faster_than_the_optimum() -> None:
+def test_a_run_is_the_same_again() -> None:
+    first, again = loop(pool()), loop(pool())
+    for running in (first, again):
+        running.run()
+    assert first.compute_s == again.compute_s and first.clock.now_s() == again.clock.now_s()
+
+
+@pytest.mark.slow  # the optimum itself: test_optimal_work.py
+def test_a_run_is_no_faster_than_the_optimum() -> None:
     with small_sources():
-        first, again = (run_pool(MIX, "blend", "blendserve") for _ in range(2))
-    assert first.seconds == again.seconds
-    assert 0.0 < first.of_optimum <= 1.0
-    assert 0.9 < first.of_optimal_sharing <= 1.0
-    assert first.tokens_per_s == pytest.approx(first.num_tokens / first.seconds)
-    assert set(first.num_requests) == {"burstgpt", "mmlu", "openvid"}
-    assert len(first.compute_s) == len(first.memory_s) <= first.num_steps
+        result = run_pool(MIX, "blend", "blendserve")
+    assert 0.0 < result.of_optimum <= 1.0
+    assert 0.9 < result.of_optimal_sharing <= 1.0
+    assert result.tokens_per_s == pytest.approx(result.num_tokens / result.seconds)
+    assert set(result.num_requests) == {"burstgpt", "mmlu", "openvid"}
+    assert len(result.compute_s) == len(result.memory_s) <= result.num_steps
 
 
 def test_a_step_has_the_compute_that_the_density_needs() -> None:
@@ -198,7 +208,7 @@ def test_memory_bound_requests_leave_room_for_compute_bound_ones() -> None:
     assert fed.engine.scheduler.counters[ServiceClass.OFFLINE].num_preemptions == 0
 
 
-@pytest.mark.parametrize("order", ["fcfs", "dfs", "blend"])
+@pytest.mark.parametrize("order", ["fcfs", pytest.param("blend", marks=pytest.mark.slow)])
 def test_the_kv_of_online_requests_is_left_to_them(order: OrderName) -> None:
     fed, alone = Fed(order), Fed(order)
     most = 0
@@ -227,7 +237,7 @@ def test_the_pool_learns_how_far_requests_are(order: OrderName) -> None:
     assert told and told <= set(running.items())
 
 
-@pytest.mark.parametrize("order", ["dfs", "blend"])
+@pytest.mark.parametrize("order", [pytest.param("dfs", marks=pytest.mark.slow), "blend"])
 def test_steps_are_sized_alike_in_every_order(order: OrderName) -> None:
     sizes = dict[StepSizes, set[int]]()
     for steps in get_args(StepSizes):

@@ -56,6 +56,7 @@ def tiny() -> list[BrosPoint]:
     return run_study(TINY)
 
 
+@pytest.mark.slow  # a point of all policies: test_tradeoff_prints_tables_and_ends_with_json
 def test_an_experiment_has_every_policy_at_every_point(tiny: list[BrosPoint]) -> None:
     assert [point.setting.rate_per_s for point in tiny] == [1.0, 4.0]
     for point in tiny:
@@ -115,6 +116,7 @@ def test_a_load_is_feasible_if_online_requests_alone_meet_their_objectives() -> 
     assert BrosPoint(setting, {"fcfs": figures(0.1, 1.0, 1.0, 0.0)}).is_feasible is None
 
 
+@pytest.mark.slow
 def test_online_lengths_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "XXX,10,3\n" * 10)
@@ -130,7 +132,7 @@ def test_tradeoff_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
     plot = tmp_path / "bros.png"
     printed, content = run_to_json(
         "bros", "tradeoff", "--models", "opt-13b", "--workloads", "lmsys", "--rates", "2",
-        "--duration", "5", "--json", "--plot", str(plot), commands=app,
+        "--duration", "3", "--json", "--plot", str(plot), commands=app,
     )  # fmt: skip
     (point,) = content["points"]
     assert point["is_feasible"] is True
@@ -141,6 +143,7 @@ def test_tradeoff_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow  # comparisons are made below
 def test_alone_has_no_offline_requests_and_ratios_over_fcfs(tmp_path: Path) -> None:
     plot = tmp_path / "alone.png"
     printed, content = run_to_json(
@@ -190,6 +193,7 @@ def test_the_policies_differ_in_the_kv_cache_alone() -> None:
     assert shipped.checkpointing == "lazy"
 
 
+@pytest.mark.slow
 def test_late_recomputation_has_a_policy_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
@@ -203,6 +207,7 @@ def test_late_recomputation_has_a_policy_of_its_own(monkeypatch: pytest.MonkeyPa
     assert not policy.may_preempt
 
 
+@pytest.mark.slow  # a command as test_tradeoff_prints_tables_and_ends_with_json
 def test_cache_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
     plot = tmp_path / "cache.png"
     printed, content = run_to_json(
@@ -230,6 +235,7 @@ def test_the_share_is_of_decisions_and_steps_together() -> None:
     assert [overhead.decision_ms, overhead.step_ms] == pytest.approx([2.0, 18.0])
 
 
+@pytest.mark.slow
 def test_a_step_has_the_median_of_its_decisions() -> None:
     simulation = SHORT.simulation(Setting("opt-13b", "sharegpt", 4.0), "bros", SHAREGPT, 1)
     run = run_repeatedly(simulation, repeats=2)
@@ -252,6 +258,7 @@ def test_a_trace_without_a_step_is_refused() -> None:
         run_study(alone)
 
 
+@pytest.mark.slow  # a command as test_tradeoff_prints_tables_and_ends_with_json
 def test_overhead_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
     plot = tmp_path / "overhead.png"
     printed, content = run_to_json(
@@ -305,6 +312,7 @@ def both() -> dict[str, KVUsage]:
     return {layout: observe(layout, checkpointing="none") for layout in ("unidirectional", "bidirectional")}
 
 
+@pytest.mark.slow
 def test_a_pool_is_sampled_to_the_end_of_the_trace(both: dict[str, KVUsage]) -> None:
     for usage in both.values():
         assert usage.num_blocks == NUM_BLOCKS
@@ -316,6 +324,7 @@ def test_a_pool_is_sampled_to_the_end_of_the_trace(both: dict[str, KVUsage]) -> 
         assert figures["offline"] > 0.1
 
 
+@pytest.mark.slow
 def test_blocks_are_shared_in_one_layout_only(both: dict[str, KVUsage]) -> None:
     alone, shared = (both[layout].figures() for layout in ("unidirectional", "bidirectional"))
     assert alone["shared"] == alone["sharing_steps"] == alone["num_entered_blocks"] == 0

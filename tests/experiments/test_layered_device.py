@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backfill.core.clock import VirtualClock
@@ -16,6 +16,7 @@ from backfill.offloading.interval import LayerTimes, offloaded_layers, step_time
 from experiments.layered_device import LayeredDevice, LayeredExecutor
 from tests.builders import linear_cost, make_info
 from tests.execution.test_simulated_executor import COPIES, NUM_LAYERS, StopAt, copying, executor_of, plan
+from tests.shared import examples
 
 LAYER_BYTES = 1000
 
@@ -38,6 +39,7 @@ def timed(executor: LayeredExecutor, clock: VirtualClock, other_s: float = 0.0) 
     return clock.now_s() - began_s, outcome
 
 
+@settings(max_examples=examples(40))
 @given(st.integers(1, 24), st.integers(1, 24), st.integers(0, 30), st.integers(0, 60), st.integers(0, 60))
 def test_mean_steps_take_what_the_formula_says(
     num_layers: int, interval: int, layer_ms: int, transfer_ms: int, other_ms: int

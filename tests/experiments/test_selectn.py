@@ -126,6 +126,7 @@ def test_the_least_portion_makes_room() -> None:
         assert tokens <= model.kv_tokens_beside(device_layers(model, portion)) <= tokens + 1
 
 
+@pytest.mark.slow  # units of each kind are computed below
 @pytest.mark.parametrize("scenario", FIGURES)
 def test_the_chosen_interval_is_the_exhaustive_optimum_in_every_scenario(scenario: str) -> None:
     """At the first objective of the paper's first load or pair that has an interval; all take a minute."""
@@ -204,6 +205,7 @@ def test_no_pair_within_the_objective_is_not_a_pair_without_offloading() -> None
         assert relaxed._optimum(models, instances) == (None, None)
 
 
+@pytest.mark.slow  # what it prints is computed above
 def test_the_command_prints_tables_of_80_columns_and_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

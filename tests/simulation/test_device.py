@@ -87,6 +87,7 @@ def test_typical_behaviour_has_the_held_out_error_as_noise_and_takes_host_time()
     assert exact_behaviour(A100.costs).noise == StepNoise()
 
 
+@pytest.mark.slow
 def test_the_document_has_the_host_time_and_what_is_known_of_the_tiles() -> None:
     text = (ROOT / "docs" / "simulation.md").read_text()
     behaviour = typical_behaviour(A100.costs)
@@ -109,7 +110,7 @@ def test_the_document_has_the_host_time_and_what_is_known_of_the_tiles() -> None
 def test_drawn_lengths_have_the_published_means_and_deviations(
     source: DrawnLengths, prompt: tuple[float, float], output: tuple[float, float]
 ) -> None:
-    lengths = source.sample(200_000, 100_000, np.random.default_rng(0))
+    lengths = source.sample(30_000, 100_000, np.random.default_rng(0))
     for values, (mean, deviation) in zip(np.array(lengths).T, (prompt, output), strict=True):
         assert values.mean() == pytest.approx(mean, rel=0.02)
         assert values.std() == pytest.approx(deviation, rel=0.1)

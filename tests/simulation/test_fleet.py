@@ -106,7 +106,9 @@ def fleet_result(router: str, **changes: object) -> FleetResult:
     return result
 
 
-@pytest.mark.parametrize("router", ["slo", "least-loaded", "prefix"])
+@pytest.mark.parametrize(
+    "router", ["slo", *(pytest.param(each, marks=pytest.mark.slow) for each in ("least-loaded", "prefix"))]
+)
 def test_every_online_request_ends_on_one_replica(router: str) -> None:
     result = fleet_result(router)
     assert len(result.online) == 48
@@ -118,17 +120,20 @@ def test_every_online_request_ends_on_one_replica(router: str) -> None:
 
 
 def test_round_robin_takes_turns() -> None:
-    result = fleet_result("round-robin", online_only=True)
-    assert [each.replica for each in result.online] == [0, 1] * 24
+    result = fleet_result("round-robin", online_only=True, duration=1.0)
+    assert [each.replica for each in result.online] == [0, 1] * 6
     assert not any(each[ServiceClass.OFFLINE].num_computed_tokens for each in result.counters)
 
 
-def test_a_run_depends_on_its_seed_alone(comparison: Comparison) -> None:
-    again, first, other = STUDY.run("slo", 1), comparison["slo"][0], STUDY.run("slo", 2)
+@pytest.mark.slow  # of one engine: test_replay.py
+def test_a_run_depends_on_its_seed_alone() -> None:
+    brief = replace(STUDY, duration=1.0)
+    first, again, other = (brief.run("slo", seed) for seed in (1, 1, 2))
     assert again.ttft_s.tolist() == first.ttft_s.tolist() != other.ttft_s.tolist()
     assert replace(again.figures, scheduling_s=0.0) == replace(first.figures, scheduling_s=0.0)
 
 
+@pytest.mark.slow  # of a router alone: tests/router
 def test_the_prefixes_of_one_engine_are_found_and_no_more_elsewhere(comparison: Comparison) -> None:
     figures = figures_of(comparison)
     one = figures[ONE_ENGINE]["hit_rate"]
@@ -156,9 +161,10 @@ def test_studies_that_cannot_be_are_refused(changes: dict[str, object], message:
         replace(STUDY, **changes).validate()  # type: ignore[arg-type]
 
 
+@pytest.mark.slow  # a command as test_simulate_goodput_prints_tables_and_ends_with_json
 def test_the_command_compares_routers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    size = ["--replicas", "2", "--rate", "3", "--duration", "2",
+    size = ["--replicas", "2", "--rate", "6", "--duration", "1",
             "--kv-tokens", "40000", "--max-num-seqs", "8"]  # fmt: skip
     _, content = run_to_json("simulate", "fleet", *size, "--routers", "slo,round-robin", "--json",
                              "--plot", "fleet.png")  # fmt: skip

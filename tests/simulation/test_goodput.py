@@ -20,8 +20,8 @@ TINY = Goodput(
     cvs="1",
     loads="1.2,0.5",
     policies="online-only,fcfs,priority,slo",
-    num_requests=60,
-    num_for_capacity=400,
+    num_requests=30,
+    num_for_capacity=200,
 )
 AT_HALF = Setting("code", 1.0, 0.5)
 
@@ -31,6 +31,7 @@ def tiny() -> list[Pair]:
     return run_study(TINY)
 
 
+@pytest.mark.slow  # a smaller one: test_simulate_goodput_prints_tables_and_ends_with_json
 def test_a_sweep_has_every_policy_at_every_point(tiny: list[Pair]) -> None:
     assert [alone.load for alone, _ in tiny] == [0.5, 1.2]
     for pair in tiny:
@@ -45,6 +46,7 @@ def test_a_sweep_has_every_policy_at_every_point(tiny: list[Pair]) -> None:
                 assert (figures["offline_tok_s"] > 0) == takes_offline
 
 
+@pytest.mark.slow
 def test_online_only_is_the_same_with_offline_requests_and_the_others_are_not(tiny: list[Pair]) -> None:
     for alone, beside in tiny:
         assert alone.policies["online-only"] == beside.policies["online-only"]
@@ -74,8 +76,9 @@ def test_figures_do_not_depend_on_the_number_of_processes(tiny: list[Pair]) -> N
         assert found == point._replace(policies={name: point.policies[name] for name in found.policies})
 
 
-def test_figures_are_means_over_the_seeds(tiny: list[Pair]) -> None:
-    one = replace(TINY, loads="0.5", policies="online-only")
+@pytest.mark.slow  # of other studies: test_policy_study.py
+def test_figures_are_means_over_the_seeds() -> None:
+    one = replace(TINY, loads="0.5", policies="online-only", num_requests=20, num_for_capacity=100)
     ((_, point),) = run_study(one, (1, 2))
     metrics = [
         figures_of(one.simulation(AT_HALF, "online-only", False, point.capacity_rps, seed)) for seed in (1, 2)
@@ -91,20 +94,24 @@ def test_requests_of_a_seed_are_the_same_at_every_load() -> None:
     )
     assert [arrival.lengths for arrival in low.online] == [arrival.lengths for arrival in high.online]
     assert [each.at_s for each in low.online] == pytest.approx([2 * each.at_s for each in high.online])
-    assert low.duration_s == 2 * high.duration_s == 60 / 2.5
+    assert low.duration_s == 2 * high.duration_s == 30 / 2.5
 
 
-def test_capacity_is_what_is_completed_while_others_wait() -> None:
-    """Equal requests, half of them long: at the end the long ones run alone, which does not count."""
+def capacity(*lengths: Lengths) -> float:
+    workload = Workload(tuple(Arrival(0.0, each) for each in lengths), 1.0, ())
+    hardware = load_hardware_profile(HARDWARE)
+    return completed_per_s(Simulation(hardware, "fcfs", workload, SLO(1.0, 0.1), 1024, 0))
 
-    def capacity(*lengths: Lengths) -> float:
-        workload = Workload(tuple(Arrival(0.0, each) for each in lengths), 1.0, ())
-        hardware = load_hardware_profile(HARDWARE)
-        return completed_per_s(Simulation(hardware, "fcfs", workload, SLO(1.0, 0.1), 1024, 0))
 
-    short = capacity(*[Lengths(1000, 2)] * 200)
+def test_capacity_is_that_of_the_device() -> None:
+    short = capacity(*[Lengths(1000, 2)] * 100)
     # 1,024 tokens take 71 ms, so the device computes about 14 prompts of 1,000 tokens a second.
     assert short == pytest.approx(13.7, rel=0.07)
+
+
+@pytest.mark.slow
+def test_capacity_is_what_is_completed_while_others_wait() -> None:
+    """Equal requests, half of them long: at the end the long ones run alone, which does not count."""
     once, twice = (capacity(*[Lengths(400, 100), Lengths(200, 20)] * number) for number in (300, 600))
     assert once == pytest.approx(twice, rel=0.05)
 

@@ -36,7 +36,7 @@ OFFLINE = (Lengths(2000, 200), Lengths(600, 40))
 
 @dataclass(frozen=True, kw_only=True)
 class Tiny(PolicyStudy):
-    """Two rates for ten seconds."""
+    """Two rates for five seconds."""
 
     policies: str = "online-only,slo"
     rates: ClassVar[Sequence[float]] = (2.0, 3.0)
@@ -46,7 +46,7 @@ class Tiny(PolicyStudy):
     def scenario_of(self, seed: int) -> Scenario:
         hardware = load_hardware_profile("a100-40g-llama-2-7b")
         points = {
-            (("rate", rate),): gamma_workload(rate, 1.0, 10.0, Lengths(500, 20), offline=OFFLINE, seed=seed)
+            (("rate", rate),): gamma_workload(rate, 1.0, 5.0, Lengths(500, 20), offline=OFFLINE, seed=seed)
             for rate in self.rates
         }
         return Scenario("Tiny", points, hardware, SLO(1.5, 0.11), 1024, seed)
@@ -133,6 +133,7 @@ def test_a_run_says_its_setting_and_its_steps(points: list[PolicyPoint]) -> None
     assert line == f"rate 2, seed 1: slo done, {outcome.metrics.num_steps} steps"
 
 
+@pytest.mark.slow  # a command as test_simulate_goodput_prints_tables_and_ends_with_json
 def test_the_command_prints_a_table_beside_the_papers_and_ends_with_json(tmp_path: Path) -> None:
     plot = tmp_path / "tiny.png"
     printed, content = run_to_json("tiny", "--seeds", "2", "--json", "--plot", str(plot), commands=APP)

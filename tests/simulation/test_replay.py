@@ -61,14 +61,11 @@ def run(
     return simulate(config, load, hardware, host_kv_tokens, behaviour=behaviour, seed=seed)
 
 
-@pytest.fixture(scope="module")
-def plain() -> ReplayResult:
-    """Under the default policy, without noise."""
-    return run("slo", workload())
+BRIEF = workload(duration_s=5.0)
 
 
-def test_two_runs_are_equal_to_the_last_digit(plain: ReplayResult) -> None:
-    first, second = (metrics_of(each, LOOSE) for each in (plain, run("slo", workload())))
+def test_two_runs_are_equal_to_the_last_digit() -> None:
+    first, second = (metrics_of(run("slo", BRIEF), LOOSE) for _ in range(2))
     assert replace(first, scheduling_time_share=0.0) == replace(second, scheduling_time_share=0.0)
 
 
@@ -81,7 +78,7 @@ NOISY = DeviceBehaviour(PROFILE.cost, noise=StepNoise.of_error(FitError(0.05, 0.
 
 
 def test_noise_is_the_same_for_one_seed_and_differs_between_seeds() -> None:
-    first, again, other = (run("slo", workload(), behaviour=NOISY, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (run("slo", BRIEF, behaviour=NOISY, seed=seed) for seed in (1, 1, 2))
     assert same(first, again)
     assert not same(first, other)
 
@@ -89,9 +86,9 @@ def test_noise_is_the_same_for_one_seed_and_differs_between_seeds() -> None:
 @pytest.mark.parametrize("policy", ["slo", "priority"])
 def test_the_engine_does_not_know_the_noise(policy: str) -> None:
     """It keeps its objectives all the same, and serves every request."""
-    result = run(policy, workload(), behaviour=NOISY)
+    result = run(policy, BRIEF, behaviour=NOISY)
     assert all(len(record.token_at_s) == 20 for record in result.online)
-    assert not same(result, run(policy, workload()))
+    assert not same(result, run(policy, BRIEF))
 
 
 def test_the_host_takes_its_time_between_steps() -> None:
@@ -108,11 +105,11 @@ def test_what_a_device_does_counts_and_not_what_is_predicted() -> None:
     assert record.ttft_s == pytest.approx(1e-2 + 100 * 2e-4)
 
 
-def test_every_online_token_is_recorded_and_the_timeline_adds_up(plain: ReplayResult) -> None:
-    result = plain
-    assert len(result.online) == 40
+def test_every_online_token_is_recorded_and_the_timeline_adds_up() -> None:
+    result = run("slo", BRIEF)
+    assert len(result.online) == 10
     assert all(len(record.token_at_s) == 20 for record in result.online)
-    within = [tokens for i, tokens in enumerate(result.timeline) if (i + 1) * BIN_S <= 20.0]
+    within = [tokens for i, tokens in enumerate(result.timeline) if (i + 1) * BIN_S <= BRIEF.duration_s]
     offline = result.counters[ServiceClass.OFFLINE]
     assert sum(tokens[ServiceClass.OFFLINE] for tokens in within) == pytest.approx(
         offline.num_computed_tokens - offline.num_recomputed_tokens, rel=0.02
@@ -182,9 +179,10 @@ def test_prefix_hits_of_every_class_and_tier_count(service_class: ServiceClass, 
     assert Replay(engine, clock, workload(duration_s=2.0)).run().num_prefix_hit_tokens == 16
 
 
+@pytest.mark.slow  # what each does: tests/scheduling/test_policies.py and test_slo_policy.py
 def test_policies_differ_as_they_should() -> None:
     figures = {
-        name: metrics_of(run(name, workload()), LOOSE)
+        name: metrics_of(run(name, workload(duration_s=10.0)), LOOSE)
         for name in ("online-only", "fcfs", "priority", "round-robin", "slo")
     }
     assert figures["online-only"].offline_tok_s == 0
@@ -193,6 +191,7 @@ def test_policies_differ_as_they_should() -> None:
     assert figures["round-robin"].offline_tok_s > 0
 
 
+@pytest.mark.slow  # of the scheduler alone: tests/scheduling/test_arrival.py and test_suspension.py
 def test_an_arrival_stops_an_offline_step_that_would_make_it_late() -> None:
     sparse = workload(rate_per_s=1.0)
     tight = SLO(ttft_s=0.065, tpot_s=0.2)
@@ -218,6 +217,7 @@ def test_what_a_full_pool_makes_compute_twice_is_counted_once() -> None:
     )
 
 
+@pytest.mark.slow  # of the scheduler alone: tests/scheduling/test_two_tier_schedules.py
 def test_checkpoints_save_what_preemptions_would_lose() -> None:
     load = workload(rate_per_s=4.0)
     # Where blocks are shared, who gives way computes a few tokens again.
@@ -235,16 +235,17 @@ def test_checkpoints_save_what_preemptions_would_lose() -> None:
 
 
 def test_nothing_is_copied_while_half_the_pool_is_free() -> None:
-    pools = {"kv_tokens": 2_000_000, "host_kv_tokens": 8000}
-    result = run("slo", workload(rate_per_s=4.0), checkpointing="adaptive", **pools)
+    pools = {"kv_tokens": 400_000, "host_kv_tokens": 8000}
+    result = run("slo", workload(rate_per_s=4.0, duration_s=5.0), checkpointing="adaptive", **pools)
     assert metrics_of(result, LOOSE).checkpointed_token_share == 0
 
 
+@pytest.mark.slow  # of the scheduler alone: tests/scheduling/test_copy_limits.py
 def test_steps_that_wait_for_copies_take_longer() -> None:
     """Swapping 10 MB a block at 10 GB/s: what is kept is the same, what it costs is not."""
     settings: dict[str, Any] = {"kv_tokens": 2000, "host_kv_tokens": 8000, "kv_bytes_per_token": 625_000}
     settings["kv_layout"] = "unidirectional"
-    load = workload(rate_per_s=4.0)
+    load = workload(rate_per_s=4.0, duration_s=10.0)
     swapped = metrics_of(run("slo", load, checkpointing="swap", kv_restore="blocking", **settings), LOOSE)
     hidden = metrics_of(run("slo", load, checkpointing="adaptive", **settings), LOOSE)
     assert swapped.num_preemptions > 0

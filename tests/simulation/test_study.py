@@ -62,6 +62,7 @@ def test_a_block_that_raises_ends_its_processes() -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow  # how processes end: test_a_block_that_raises_ends_its_processes
 def test_an_error_in_another_process_is_raised_here() -> None:
     sweep = Goodput(workloads="code", loads="0.5", num_for_capacity=1)
     with pytest.raises(ConfigError, match="1 requests are too few to measure a capacity"):

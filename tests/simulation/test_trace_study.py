@@ -100,16 +100,17 @@ def test_run_prints_a_row_for_each_figure_and_draws_a_plot(
     plot = tmp_path / "mine.png"
     printed, content = run_to_json(
         "simulate", "run", "--hardware", A100, "--online", str(online), "--offline", str(offline),
-        "--ttft-slo", "1.5", "--tpot-slo", "0.11", "--seeds", "2", "--json", "--plot", str(plot),
+        "--ttft-slo", "1.5", "--tpot-slo", "0.11", "--duration", "5", "--seeds", "2", "--json",
+        "--plot", str(plot),
     )  # fmt: skip
     for name in ("goodput req/s", "TTFT met", "TPOT met", "TTFT P99 s", "offline tok/s", "offline req/s"):
         assert name in printed
-    assert "40 online requests in 19.5 s; left out of the trace, as too long for the device: 1" in printed
+    assert "11 online requests in 5 s; left out of the trace, as too long for the device: 1" in printed
     assert list(content["policies"]) == ["online-only", "priority", "slo"]
     assert [run["seed"] for run in content["runs"]] == [1, 2]
     figures = content["policies"]
     assert figures["online-only"]["offline_rps"] == 0 < figures["slo"]["offline_rps"]
-    assert figures["slo"]["goodput_rps"] == pytest.approx(40 / 19.5)
+    assert figures["slo"]["goodput_rps"] == pytest.approx(11 / 5)
     assert content["slo"] == {"ttft_s": 1.5, "tpot_s": 0.11}
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -122,6 +123,7 @@ def measured(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow  # what a profile makes of a device is tested below
 def test_a_measured_cost_profile_is_a_device(measured: Path, online: Path, offline: Path) -> None:
     command = ("simulate", "run", "--hardware", str(measured), "--online", str(online))
     command += ("--offline", str(offline), "--policies", "slo", "--duration", "5", "--json")
