@@ -277,6 +277,7 @@ def num_completed(client: OpenAI, batch_id: str) -> int:
     return counts.completed
 
 
+@pytest.mark.slow  # tests/router/test_batches.py asks for those of another owner, too
 def test_other_keys_files_and_batches_do_not_exist(keyed_server: RunningServer) -> None:
     server = keyed_server
     mine, yours = server.client("key-of-carol"), server.client("key-of-dave")

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from backfill.bench.scrape import parse_totals, total_tokens
 from tests.api.servers import MODEL, TIMEOUT_S, RunningServer, ending, launch_small, small_server, wait_until
 from tests.cli.running import assert_refused, run_cli, run_cli_here
 
@@ -63,6 +64,22 @@ def test_metrics_count_what_happened(server: RunningServer) -> None:
     assert 'class="online"' in text
 
 
+def test_the_counters_give_every_token_once(server: RunningServer) -> None:
+    def served() -> float:
+        return total_tokens(parse_totals(server.http.get("/metrics").text)) or 0.0
+
+    # What an aborted request of another test had computed is reported after its step.
+    wait_until(
+        lambda: server.metric("backfill:num_requests_running") == 0, "the end of other tests' requests"
+    )
+    before = served()
+    for number, tier in enumerate(("default", "flex")):
+        prompt = list(range(1000 + 100 * number, 1030 + 100 * number))
+        answer = server.complete(prompt, max_tokens=5, service_tier=tier)
+        assert answer["usage"]["total_tokens"] == 35
+    assert served() - before == 70
+
+
 def test_a_client_that_disconnects_has_its_request_aborted(server: RunningServer) -> None:
     aborted = server.metric("backfill:request_success_total", finished_reason="abort")
     with server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
@@ -87,6 +104,7 @@ def own_server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield server
 
 
+@pytest.mark.slow  # in one process: tests/api/test_overload.py
 def test_a_full_queue_answers_429_with_retry_after(own_server: RunningServer) -> None:
     server, refused = own_server, "backfill:admission_rejections_total"
     before = server.metric(refused, reason="queue_full")
@@ -106,10 +124,9 @@ def test_a_full_queue_answers_429_with_retry_after(own_server: RunningServer) ->
     assert answer.usage is not None
 
 
-def test_a_killed_engine_fails_its_requests_and_comes_back(own_server: RunningServer) -> None:
-    server = own_server
+def test_a_killed_engine_fails_its_requests_and_comes_back(server: RunningServer) -> None:
     killed = server.engine_pid()
-    with server.http.stream("POST", "/v1/completions", json={**LONGER, "stream": True}) as stream:
+    with server.http.stream("POST", "/v1/completions", json={**LONG, "n": 8, "stream": True}) as stream:
         lines = stream.iter_lines()
         next(lines)
         os.kill(killed, signal.SIGKILL)
@@ -126,6 +143,7 @@ def test_a_killed_engine_fails_its_requests_and_comes_back(own_server: RunningSe
     assert server.http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.slow
 def test_requests_sent_while_the_engine_dies_get_an_answer(own_server: RunningServer) -> None:
     def complete(num_choices: int) -> httpx.Response:
         body = {"prompt": "hi", "max_tokens": 4, "n": num_choices}
@@ -140,69 +158,52 @@ def test_requests_sent_while_the_engine_dies_get_an_answer(own_server: RunningSe
     assert own_server.http.get("/load").json() == {"server_load": 0}
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(own_server: RunningServer) -> None:
     """The last test of this server."""
     server = own_server
     with ThreadPoolExecutor(1) as pool:
         pool.submit(server.http.post, "/v1/completions", json=LONGER)
         wait_until(lambda: server.metric("backfill:num_requests_running") == 1, "it to run")
-        with server.paused_engine():
+        with server.paused_engine() as engine:
             server.process.send_signal(signal.SIGINT)
             wait_until(lambda: server.http.get("/health").status_code == 503, "draining")
             server.process.send_signal(signal.SIGINT)
             assert server.process.wait(TIMEOUT_S) != 0
+        wait_until(lambda: not Path(f"/proc/{engine}").exists(), "the engine to end")
 
 
-def test_shutdown_lets_online_requests_end_and_stops_offline_ones(small_model: Path, tmp_path: Path) -> None:
-    """Also if the whole process group gets the signal."""
-    patient = ("--shutdown-timeout", str(TIMEOUT_S))
-    with small_server(small_model, *patient, data_dir=tmp_path) as server, ThreadPoolExecutor(2) as pool:
-        flex = pool.submit(server.http.post, "/v1/completions", json={**LONGER, "service_tier": "flex"})
-        # The offline request starts first and keeps its blocks: behind a late online one it would not start.
-        wait_until(lambda: server.metric("backfill:num_requests_running") == 1, "the first to run")
-        online = pool.submit(server.http.post, "/v1/completions", json={**LONG, "max_tokens": 400})
-        wait_until(lambda: server.metric("backfill:num_requests_running") == 2, "both to run")
-        with server.paused_engine() as engine:
-            for pid in (engine, server.process.pid):
-                os.kill(pid, signal.SIGTERM)
-            wait_until(lambda: server.http.get("/health").status_code == 503, "draining")
-            assert server.http.post("/v1/completions", json={"prompt": "hi"}).status_code == 503
-        assert online.result().json()["usage"]["completion_tokens"] == 400
-        assert flex.result().status_code == 503
-        assert server.process.wait(TIMEOUT_S) == 0
-        assert not Path(f"/proc/{engine}").exists()
-
-
-def test_health_is_503_while_loading_keys_are_required_and_the_engine_ends_with_its_server(
-    small_model: Path, tmp_path: Path
-) -> None:
+def test_a_server_with_keys_from_its_start_to_its_end(small_model: Path, tmp_path: Path) -> None:
     """Without the batch API, whose routes do not exist then."""
     key_file = tmp_path / "keys"
     key_file.write_text("alice=sekret-of-alice\n")
     options = ("--api-key", "sekret", "--api-key", "bob=other", "--api-key-file", str(key_file))
-    options += ("--served-model-name", "mine", "--no-batch-api")
+    options += ("--served-model-name", "mine", "--no-batch-api", "--shutdown-timeout", str(TIMEOUT_S))
     with ending(launch_small(small_model, *options, data_dir=tmp_path)) as server:
-        server.logged("; /health answers 503 until")
-        statuses: list[int] = []
-
-        def loading_seen() -> bool:
-            statuses.append(server.http.get("/health").status_code)
-            return statuses[-1] == 200
-
-        wait_until(loading_seen, "the server")
-        assert statuses[0] == 503
-        assert set(statuses) == {200, 503}
+        check_health_while_loading(server)
         server.logged("curl http")
         check_keys(server, key_file)
         assert "sekret" not in (tmp_path / "config.json").read_text()
         assert "sekret" not in "".join(server.output)
+        server.http.headers.update(bearer("sekret"))
         for path in ("/v1/files", "/v1/batches"):
-            assert server.http.get(path, headers=bearer("sekret")).status_code == 404
+            assert server.http.get(path).status_code == 404
         assert "batch_jobs" not in server.http.get("/metrics").text
         assert not (tmp_path / "server.lock").exists()
-        engine = server.engine_pid()
-        server.process.kill()
-        wait_until(lambda: not Path(f"/proc/{engine}").exists(), "the engine to end")
+        check_shutdown(server)
+
+
+def check_health_while_loading(server: RunningServer) -> None:
+    server.logged("; /health answers 503 until")
+    statuses: list[int] = []
+
+    def loading_seen() -> bool:
+        statuses.append(server.http.get("/health").status_code)
+        return statuses[-1] == 200
+
+    wait_until(loading_seen, "the server")
+    assert statuses[0] == 503
+    assert set(statuses) == {200, 503}
 
 
 def check_keys(server: RunningServer, key_file: Path) -> None:
@@ -222,10 +223,30 @@ def check_keys(server: RunningServer, key_file: Path) -> None:
     assert not is_known("sekret-of-alice") and is_known("sekret")
 
 
+def check_shutdown(server: RunningServer) -> None:
+    """It lets online requests end and stops offline ones, also if the whole process group gets the signal."""
+    with ThreadPoolExecutor(2) as pool:
+        flex = pool.submit(server.http.post, "/v1/completions", json={**LONGER, "service_tier": "flex"})
+        # The offline request starts first and keeps its blocks: behind a late online one it would not start.
+        wait_until(lambda: server.metric("backfill:num_requests_running") == 1, "the first to run")
+        online = pool.submit(server.http.post, "/v1/completions", json={**LONG, "max_tokens": 400})
+        wait_until(lambda: server.metric("backfill:num_requests_running") == 2, "both to run")
+        with server.paused_engine() as engine:
+            for pid in (engine, server.process.pid):
+                os.kill(pid, signal.SIGTERM)
+            wait_until(lambda: server.http.get("/health").status_code == 503, "draining")
+            assert server.http.post("/v1/completions", json={"prompt": "hi"}).status_code == 503
+        assert online.result().json()["usage"]["completion_tokens"] == 400
+        assert flex.result().status_code == 503
+        assert server.process.wait(TIMEOUT_S) == 0
+        assert not Path(f"/proc/{engine}").exists()
+
+
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
+@pytest.mark.slow
 def test_the_exit_status_shows_a_signal_while_the_model_loads(small_model: Path, tmp_path: Path) -> None:
     """Of SIGTERM; of SIGINT: tests/cli/test_interrupts.py."""
     with ending(launch_small(small_model, data_dir=tmp_path)) as server:

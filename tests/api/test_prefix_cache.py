@@ -1,6 +1,6 @@
 """Prefix caching through real HTTP: what is found again, by whom, and where it is reported.
 
-Its options: tests/scheduling/test_prefix_caching.py.
+Its options, and owners without HTTP: tests/scheduling/test_prefix_caching.py and tests/api/test_fields.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,6 @@ BLOCK_SIZE = 16
 NUM_TOKENS = 100
 NUM_CACHEABLE = 96  # whole blocks before the last token, which is always computed
 _first_tokens = itertools.count(1000)
-
-
-@pytest.fixture
-def server(keyed_server: RunningServer) -> RunningServer:
-    return keyed_server
 
 
 def new_prompt() -> list[int]:
@@ -52,10 +47,13 @@ def test_the_second_of_equal_prompts_finds_the_first(server: RunningServer) -> N
     assert cached(usage_of(server, [9, *prompt[1:]])) == 0, "only what begins alike is shared"
 
 
-def test_owners_share_nothing_and_keys_of_one_owner_do(server: RunningServer) -> None:
+@pytest.mark.slow  # a server of its own
+def test_owners_share_nothing_and_keys_of_one_owner_do(keyed_server: RunningServer) -> None:
     prompt = new_prompt()
-    counts = [cached(usage_of(server, prompt, key)) for key in ("one", "three", "two", "three")]
+    counts = [cached(usage_of(keyed_server, prompt, key)) for key in ("one", "three", "two", "three")]
     assert counts == [0, 0, NUM_CACHEABLE, NUM_CACHEABLE]
+    salted = [cached(usage_of(keyed_server, prompt, key, cache_salt="salt-a")) for key in ("one", "three")]
+    assert salted == [0, 0]
 
 
 def test_salts_divide_what_an_owner_shares(server: RunningServer) -> None:
@@ -63,7 +61,6 @@ def test_salts_divide_what_an_owner_shares(server: RunningServer) -> None:
     salts = ("salt-a", "salt-b", None, "salt-a", None)
     counts = [cached(usage_of(server, prompt, cache_salt=salt)) for salt in salts]
     assert counts == [0, 0, 0, NUM_CACHEABLE, NUM_CACHEABLE]
-    assert cached(usage_of(server, prompt, "three", cache_salt="salt-a")) == 0
     assert not any("salt-a" in line for line in server.output)
 
 
@@ -89,12 +86,13 @@ def test_a_prompt_with_several_choices_counts_once(server: RunningServer) -> Non
     assert (usage["prompt_tokens"], cached(usage)) == (NUM_TOKENS, NUM_CACHEABLE)
 
 
-def test_lines_find_what_their_owner_sent_online(server: RunningServer) -> None:
+@pytest.mark.slow  # without HTTP: tests/jobs/test_prefix_cache.py
+def test_lines_find_what_their_owner_sent_online(keyed_server: RunningServer) -> None:
     prompt = new_prompt()
-    usage_of(server, prompt, "one")
+    usage_of(keyed_server, prompt, "one")
     content = as_jsonl([completion_line("line", prompt=prompt)])
     for key, expected in (("two", NUM_CACHEABLE), ("three", 0)):
-        client = server.client(key)
+        client = keyed_server.client(key)
         batch = wait_ended(client, submit(client, content, endpoint="/v1/completions").id)
         (line,), _ = result_lines(client, batch)
         assert cached(line["response"]["body"]["usage"]) == expected

@@ -202,6 +202,7 @@ def quality(server: RunningServer) -> set[str]:
     return {name for name in names if server.metric("backfill:cost_profile_info", quality=name)}
 
 
+@pytest.mark.slow  # without HTTP: tests/engine/test_refinement.py
 def test_a_coarse_profile_refuses_no_request_and_is_refined(small_model: Path, tmp_path: Path) -> None:
     good = CostProfile.load(Path(quick_profile(str(small_model), "--dtype", "float32", "--threads", "1")))
     coarse = replace(good, quality="coarse", cost=scaled(good.cost, 50.0, 50.0))

@@ -46,6 +46,7 @@ def test_the_batch_prints_its_answers_and_the_command_after_it_runs_on_the_file_
     assert (tmp_path / "answers.jsonl").read_bytes().count(b"\n") == 2
 
 
+@pytest.mark.slow  # what it prints: tests/api/test_batches.py
 def test_a_batch_without_answers_is_printed_too(
     server: RunningServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ def test_a_stream_is_that_of_the_whole_answer(server: RunningServer) -> None:
 
 def test_json_objects(client: OpenAI) -> None:
     answer = client.chat.completions.create(
-        model=MODEL, messages=QUESTION, response_format={"type": "json_object"}, max_tokens=300, temperature=0
+        model=MODEL, messages=QUESTION, response_format={"type": "json_object"}, max_tokens=60, temperature=0
     )
     text = answer.choices[0].message.content or ""
     assert text.startswith("{")

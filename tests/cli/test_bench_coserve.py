@@ -16,7 +16,6 @@ import httpx
 import pytest
 
 from backfill.bench.coserve_load import CoserveLoad
-from backfill.bench.scrape import parse_totals, total_tokens
 from backfill.cli.bench_coserve import ServerOptions, _explain, _run_on
 from backfill.execution.machine import stolen_s
 from tests.api.batch_inputs import as_jsonl, chat_line, submit, wait_ended
@@ -122,23 +121,6 @@ def check_batch(server: RunningServer, earlier: Path, duration_s: float) -> None
     assert f"--compare {earlier} is of another load: duration_s, seed differ." in result.stderr
 
 
-def test_the_servers_counters_give_every_token_once(server: RunningServer) -> None:
-    def served() -> float:
-        return total_tokens(parse_totals(server.http.get("/metrics").text)) or 0.0
-
-    # What an aborted request of another test had computed is reported after its step.
-    wait_until(
-        lambda: server.metric("backfill:num_requests_running") == 0, "the end of other tests' requests"
-    )
-    before = served()
-    body = {"model": "smollm2-135m-instruct", "max_tokens": 5, "ignore_eos": True}
-    for number, tier in enumerate(("default", "flex")):
-        prompt = list(range(1000 + 100 * number, 1030 + 100 * number))
-        answer = server.http.post("/v1/completions", json={**body, "prompt": prompt, "service_tier": tier})
-        assert answer.json()["usage"]["total_tokens"] == 35
-    assert served() - before == 70
-
-
 @pytest.mark.slow
 def test_a_server_that_dies_midway(small_model: Path, tmp_path: Path) -> None:
     def kill_it() -> None:
@@ -177,6 +159,7 @@ def _num_online_answered(folder: Path) -> float:
     )
 
 
+@pytest.mark.slow  # without a command: tests/bench/test_coserve.py
 def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> None:
     command = [sys.executable, "-m", "backfill", "bench", "coserve", "--base-url", server.url, "--json"]
     command += [*SHORT, "--duration", "60"]
@@ -262,6 +245,7 @@ def test_nobody_answers() -> None:
     assert json.loads(result.stdout)["policies"] == {}
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
     options = ("--server-option", "--chat-template /no/such_file", "--log-dir", str(tmp_path))
     result = coserve(*options)

@@ -21,7 +21,7 @@ from backfill.cli.chat import AnswerOptions, Chat
 from backfill.cli.chat import chat as converse
 from backfill.core.errors import RequestError
 from backfill.engine.options import ModelOptions
-from tests.cli.running import TIMEOUT_S, run_cli, run_cli_here
+from tests.cli.running import TIMEOUT_S, run_cli_here
 
 OPTIONS = ("--temperature", "0")
 
@@ -80,16 +80,19 @@ def test_a_full_context_is_no_fault_of_the_question_alone(
     ]
 
 
-def test_one_prompt_is_answered_from_an_argument_or_standard_input(small_model: Path) -> None:
-    options = ("--model", str(small_model), "--max-tokens", "4", *OPTIONS)
-    answer = run_cli("run", "What is gravity?", *options)
+@pytest.mark.slow  # the command: below, and its model: tests/llm
+def test_one_prompt_is_answered(small_model: Path) -> None:
+    answer = run_cli_here("run", "Why?", "--model", str(small_model), "--max-tokens", "4", *OPTIONS)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.strip()
-    command = [sys.executable, "-m", "backfill", "run", *options]
-    piped = subprocess.run(
-        command, input="What is gravity?", capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    assert piped.stdout == answer.stdout
+
+
+def test_a_prompt_may_come_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = FakeLLM("m", None)
+    monkeypatch.setattr("backfill.cli.chat.AsyncLLM", lambda *_, **__: llm)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is gravity?"))
+    assert run_cli_here("run").stdout == "one two\n"
+    assert llm.seen == [["What is gravity?"]]
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ OF_OTHERS = {"cli", "api", "bench", "simulation", "jobs", "preparation", "protoc
 LIBRARIES_OF_OTHERS = {"cyclopts", "rich", "fastapi", "uvicorn", "aiohttp", "transformers", "sqlalchemy"}
 
 
+@pytest.mark.slow  # what modules import where they are: the contracts of pyproject.toml
 def test_the_engines_process_imports_the_engine_alone(tmp_path: Path, small_model: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(CHILDREN)
     (tmp_path / "in.jsonl").write_bytes(as_jsonl([completion_line("a")]))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
 
 from backfill.cli.doctor import Findings
-from tests.cli.running import run_cli, run_cli_here
+from tests.cli.running import run_cli_here, run_to_json
 
 HEAVY = {
     "numpy",
@@ -98,18 +101,24 @@ def test_each_fault_has_its_advice() -> None:
         assert word in line
 
 
-def test_what_a_server_would_choose_is_said_as_json() -> None:
-    done = run_cli("doctor", "--json", "--dtype", "float32", "--quantization", "none")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def examined(monkeypatch: pytest.MonkeyPatch, *options: str) -> Any:
+    """What ``doctor`` says, after little reading of memory."""
+    monkeypatch.setattr("backfill.cli.doctor._READ_BYTES", 1 << 20)
+    num_threads = torch.get_num_threads()
+    try:
+        return run_to_json("doctor", "--json", *options)[1]
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_what_a_server_would_choose_is_said_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = examined(monkeypatch, "--dtype", "float32", "--quantization", "none")
     assert (found["device"], found["dtype"], found["model"]) == ("cpu", "float32", "smollm2-135m-instruct")
     assert 0 < found["num_allowed"] <= found["num_processors"] == os.cpu_count()
     assert found["read_gb_s"] > 0 and abs(found["weights_gb"] - 0.538) < 0.01
 
 
-def test_weights_of_few_bits_are_counted_as_they_are_kept() -> None:
-    done = run_cli("doctor", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_weights_of_few_bits_are_counted_as_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = examined(monkeypatch)
     assert found["stored_in"] == "Q4_1 Q8_0"
     assert abs(found["weights_gb"] - 0.097) < 0.001

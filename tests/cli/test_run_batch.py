@@ -82,16 +82,14 @@ def test_every_line_is_answered_and_a_second_run_has_nothing_to_do(folder: Folde
     folder.input.write_bytes(
         as_jsonl([chat_line("chat", "What is gravity?"), completion_line("text"), chat_line("more")]) + b"\n"
     )
-    result = folder.run("--json", "--offload-interval", "1")
-    assert (result.returncode, result.stderr.count("Traceback")) == (0, 0), result.stderr
+    result = folder.run_here("--json")
+    assert result.returncode == 0, result.stderr
     output = {line["custom_id"]: line for line in parse_jsonl(folder.output.read_bytes())}
     assert output.keys() == {"chat", "text", "more"}
     assert output["chat"]["response"]["body"]["object"] == "chat.completion"
     assert output["text"]["response"]["body"]["object"] == "text_completion"
     assert "3 of 3 lines: 3 completed, 0 failed" in result.stderr
-    assert "Offload interval 1 was used." in result.stderr
     facts = summary(result)
-    assert facts["offload_interval"] == facts["least_offload_interval"] == 1
     assert (facts["total"], facts["completed"], facts["failed"], facts["resumed"]) == (3, 3, 0, 0)
     assert facts["output_tokens"] == sum(
         line["response"]["body"]["usage"]["completion_tokens"] for line in output.values()
@@ -103,6 +101,16 @@ def test_every_line_is_answered_and_a_second_run_has_nothing_to_do(folder: Folde
     assert folder.output.read_bytes() == before
     assert summary(again)["resumed"] == 3
     assert "3 completed, 0 failed (3 of them in an earlier run);" in again.stderr
+
+
+@pytest.mark.slow  # without a terminal: tests/cli/test_run_batch_progress.py
+def test_a_command_prints_its_summary_alone_and_says_how_layers_were_offloaded(folder: Folder) -> None:
+    folder.input.write_bytes(as_jsonl([chat_line("a")]))
+    result = folder.run("--json", "--offload-interval", "1")
+    assert (result.returncode, result.stderr.count("Traceback")) == (0, 0), result.stderr
+    assert "Offload interval 1 was used." in result.stderr
+    facts = summary(result)
+    assert facts["offload_interval"] == facts["least_offload_interval"] == 1
 
 
 @pytest.mark.slow
@@ -213,6 +221,7 @@ def test_a_run_that_cannot_be_says_why_in_a_line(folder: Folder, options: tuple[
     assert folder.input.read_bytes() == content
 
 
+@pytest.mark.slow  # in one process, with other reasons: tests/cli/test_serve.py
 def test_a_run_whose_engine_cannot_start_says_why_in_a_line(
     folder: Folder, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from backfill.__main__ import main
 from backfill.cli import serve_replicas
 from backfill.cli.serve import serve
 from backfill.core.config import EngineConfig
@@ -17,6 +18,7 @@ from backfill.engine.options import ModelOptions
 from backfill.http.config import ServerConfig
 from backfill.jobs.config import JobsConfig
 from backfill.router.config import ReplicaOptions
+from tests.cli.running import signal_handlers_kept
 from tests.parallel.processes import wait_ended
 
 CHILDREN = """
@@ -48,7 +50,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> tuple[int, str, list
     return ended.returncode, line, [int(path.name) for path in children.iterdir()]
 
 
-@pytest.mark.parametrize("option", ["--bogus", "--max-num-seqs=0"])
+@pytest.mark.parametrize("option", ["--bogus", pytest.param("--max-num-seqs=0", marks=pytest.mark.slow)])
 def test_a_command_line_that_is_refused_leaves_no_process(tmp_path: Path, option: str) -> None:
     status, line, children = run(tmp_path, "serve", option)
     assert (status, line[:10]) in ((2, "backfill: "), (1, "backfill: "))
@@ -62,10 +64,26 @@ def test_a_server_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     wait_ended(children)
 
 
-@pytest.mark.parametrize("arguments", [("serve", "--help"), ("serve", "--help=all"), ("simulate", "serve")])
-def test_a_command_that_serves_nothing_starts_none(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    _, _, children = run(tmp_path, *arguments)
-    assert children == []
+@pytest.mark.parametrize(
+    ("arguments", "serves"),
+    [
+        (("serve", "m"), True),
+        (("serve", "--help"), False),
+        (("serve", "--help=all"), False),
+        (("serve", "m", "-h"), False),
+        (("simulate", "serve"), False),
+    ],
+)
+def test_a_command_that_serves_nothing_starts_none(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], serves: bool
+) -> None:
+    num_started = []
+    monkeypatch.setattr(interpreter, "start_interpreter", lambda: num_started.append(1))
+    monkeypatch.setattr("backfill.cli.main.main", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["backfill", *arguments])
+    with signal_handlers_kept():
+        main()
+    assert len(num_started) == serves
 
 
 def test_a_server_of_replicas_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,7 @@ def kill(process: PreparationSupervisor) -> None:
     os.kill(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow  # without a process: tests/preparation/test_process.py; through HTTP: tests/api
 async def test_bodies_texts_lines_and_checks(client: PreparationClient, tmp_path: Path) -> None:
     generation = await client.prepare(
         "/v1/completions", b'{"prompt": "Gravity is", "max_tokens": 3, "n": 2}', CONTEXT
@@ -118,6 +119,7 @@ async def test_bodies_texts_lines_and_checks(client: PreparationClient, tmp_path
         await client.check_input(str(tmp_path / "none"), limits())
 
 
+@pytest.mark.slow  # without processes: below, and tests/preparation/test_readers.py
 async def test_a_death_loses_no_job_and_no_line(client: PreparationClient, tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(input_of(40))
@@ -303,6 +305,7 @@ async def test_jobs_are_refused_while_no_process_can_be_started(
     assert await lone_client.prepare("/v1/completions", b"x", CONTEXT)
 
 
+@pytest.mark.slow  # without a process: the test before it but one
 async def test_a_process_that_cannot_be_started_is_tried_again(default_model: Path, tmp_path: Path) -> None:
     client = PreparationClient(setup_of(tmp_path))
     client.configure(FACTS)
