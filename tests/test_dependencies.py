@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -42,9 +43,23 @@ def imported_modules(path: Path) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
+# Both look into every package that is installed.
+distributions_of_modules = functools.cache(packages_distributions)
+
+
+@functools.cache
+def needs_of(name: str) -> list[Requirement]:
+    """What a distribution says that it needs; nothing where this machine has none of the name."""
+    try:
+        return [Requirement(each) for each in requires(name) or ()]
+    except PackageNotFoundError:
+        return []
+
+
+@functools.cache
 def imported_distributions(folder: str) -> dict[str, set[str]]:
     """By distribution, the files of a folder that import it; a module of none counts as one."""
-    distributions = packages_distributions()
+    distributions = distributions_of_modules()
     own = {"backfill", "experiments", "tests", *(path.stem for path in (ROOT / folder).rglob("*.py"))}
     found: dict[str, set[str]] = {}
     for path in (ROOT / folder).rglob("*.py"):
@@ -107,24 +122,23 @@ def test_every_version_that_make_installs_is_locked(python: str) -> None:
     builds = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     extras = [each for some in project()["optional-dependencies"].values() for each in some]
     pins = locked(python)
-    todo = [Requirement(each) for each in (*builds, "cmake", "ninja", *project()["dependencies"], *extras)]
+    ours = [Requirement(each) for each in (*builds, *project()["dependencies"], *extras)]
+    todo = [*ours, Requirement("cmake"), Requirement("ninja")]
     seen = set[str]()
     while todo:
         wanted = todo.pop()
-        if not any(applies(wanted, python, extra) for extra in ("", *wanted.extras)) or str(wanted) in seen:
+        if str(wanted) in seen or not any(applies(wanted, python, extra) for extra in ("", *wanted.extras)):
             continue
         seen.add(str(wanted))
         pin = pins.get(canonicalize_name(wanted.name))
         assert pin is not None, f"{wanted}: run make lock UPGRADE="
         ((operator, version),) = ((each.operator, each.version) for each in pin.specifier)
         assert operator == "=="
-        if wanted in [Requirement(each) for each in (*builds, *project()["dependencies"], *extras)]:
+        if wanted in ours:
             assert wanted.specifier.contains(version), f"{wanted} is locked to {version}"
-        try:
-            needs = [Requirement(each) for each in requires(wanted.name) or ()]
-        except PackageNotFoundError:
-            continue
         todo += [
-            each for each in needs if any(applies(each, python, extra) for extra in ("", *wanted.extras))
+            each
+            for each in needs_of(wanted.name)
+            if any(applies(each, python, extra) for extra in ("", *wanted.extras))
         ]
     assert len(seen) > 100

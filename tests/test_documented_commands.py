@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cyclopts import App
 
 from backfill.cli.main import app
 from experiments.__main__ import app as studies
@@ -101,15 +102,21 @@ def test_each_line_that_looks_like_a_command_is_checked() -> None:
     assert len(makes) > 4 and len(scripts) > 4 and len(requests) == 3
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[bool, dict[str, App]]:
+    """Commands by their words, of the studies and of ``backfill``."""
+    return {True: commands(studies), False: commands(app)}
+
+
 @pytest.mark.parametrize("line", OURS)
-def test_each_command_of_ours_is_understood(line: str) -> None:
+def test_each_command_of_ours_is_understood(line: str, known: dict[bool, dict[str, App]]) -> None:
     is_study = line.startswith(_EXPERIMENTS)
     words = shlex.split(line)[3 if is_study else 1 :]
-    known = commands(studies if is_study else app)
-    name = max((name for name in known if words[: len(name.split())] == name.split()), key=len)
+    known_here = known[is_study]
+    name = max((name for name in known_here if words[: len(name.split())] == name.split()), key=len)
     arguments = words[len(name.split()) :]
     if arguments not in ([], ["--help"]):  # else it is a name in a sentence
-        parse(known[name], arguments)
+        parse(known_here[name], arguments)
 
 
 @pytest.mark.parametrize("line", sorted({line for _, line in COMMANDS if line.startswith("make ")}))
