@@ -220,10 +220,10 @@ class _Command:
     def _name_misspelt_variables(self) -> None:
         """Say which variables set nothing here and look like one of this command's."""
         known = {name for option in self._options.values() for name in self._variables_of(option)}
-        for name in sorted(os.environ.keys() - known):
+        ours = {name for name in os.environ if name.startswith(self._prefix)}
+        for name in sorted(ours - known):
             swapped = [each for each in known if sorted(each) == sorted(name)]
-            near = swapped or difflib.get_close_matches(name, known, 1, _MISSPELT)
-            if near and name.startswith(self._prefix):
+            if near := swapped or difflib.get_close_matches(name, known, 1, _MISSPELT):
                 wrong = f"{name} is no variable of this command. Did you mean {near[0]}?"
                 print(f"backfill: {wrong}", file=sys.stderr)
 
