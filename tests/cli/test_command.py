@@ -279,8 +279,15 @@ def test_the_help_of_serve_is_short_and_names_the_one_with_every_option(
         assert f"{' '.join(misspelt).replace('=', ' ')}: did you mean" in refused.stderr
 
 
-@pytest.mark.parametrize("after", [(), ("m",), ("--port", "1")])
-@pytest.mark.parametrize("asked", ["--help all", "-h all", "--help=all", "--help all --port 1"])
+@pytest.mark.parametrize(
+    ("asked", "after"),
+    [
+        ("--help all", ("--port", "1")),
+        ("-h all", ("m",)),
+        ("--help=all", ()),
+        ("--help all --port 1", ()),
+    ],
+)
 def test_the_whole_help_is_printed_wherever_it_is_asked_for(asked: str, after: tuple[str, ...]) -> None:
     done = run_cli_here("serve", *after, *asked.split())
     assert (done.returncode, done.stderr) == (0, "")
