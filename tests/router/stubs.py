@@ -23,6 +23,7 @@ from backfill.protocol.replica_state import ReplicaState
 from backfill.router.config import RouterConfig
 from backfill.router.engines import Engines
 from backfill.router.server import RouterServer
+from tests.api.sockets import ending_at_once
 from tests.patience import TIMEOUT_S, until
 
 COMPLETIONS = "/v1/completions"
@@ -223,19 +224,20 @@ async def routing(
         else JobsConfig(data_dir=data_dir, batch_min_free_gib=0.0).for_several_servers(),
         on_ready=ready.set_result,
     )
-    task = asyncio.create_task(server.serve(listener))
-    try:
-        await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        async with aiohttp.ClientSession(url, timeout=timeout) as http:
-            yield RunningRouter(url, ready.result(), http)
-    finally:
-        server.stop()
+    with ending_at_once():
+        task = asyncio.create_task(server.serve(listener))
         try:
-            await task
+            await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+            async with aiohttp.ClientSession(url, timeout=timeout) as http:
+                yield RunningRouter(url, ready.result(), http)
         finally:
-            for engine in engines:
-                await engine.die()
-            listener.close()
+            server.stop()
+            try:
+                await task
+            finally:
+                for engine in engines:
+                    await engine.die()
+                listener.close()

@@ -152,12 +152,12 @@ async def test_a_failed_look_or_two_end_no_request_and_those_of_a_while_do() -> 
 async def test_a_pause_of_the_router_is_not_an_engines() -> None:
     engine = StubEngine()
     engine.gate.clear()
-    async with routing([engine], engine_timeout=1.0) as router:
+    async with routing([engine], engine_timeout=0.5) as router:
         task = asyncio.create_task(complete(router, "p"))
         await until(lambda: engine.seen)
         engine.hangs = True
         await until(lambda: engine.num_hanging)
-        time.sleep(1.5)
+        time.sleep(0.7)
         engine.hangs = False
         engine.gate.set()
         assert (await task)[0] == 200
