@@ -7,13 +7,18 @@ from typing import Any
 import pytest
 
 from backfill.jobs.manager import JobManager
-from tests.jobs.doubles import DEFAULT_LIMITS, Start, started
+from tests.jobs.doubles import DEFAULT_LIMITS, Start, make_storage_quick, started
 from tests.postgres import PostgresServer
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def _quick_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_storage_quick(monkeypatch)
 
 
 @pytest.fixture(scope="session")

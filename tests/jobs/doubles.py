@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import functools
 import json
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
@@ -12,9 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
+from sqlalchemy import Engine
 
 from backfill.blending.resources import ResourceModel
+from backfill.jobs import database, storage
 from backfill.jobs.config import JobsConfig
+from backfill.jobs.database import open_database
 from backfill.jobs.feed import LineSource
 from backfill.jobs.lines import LineResult, completed
 from backfill.jobs.manager import JobManager
@@ -34,6 +42,36 @@ URL = "/v1/completions"
 Start = Callable[..., Awaitable[JobManager]]  # the fixture ``start``
 # Of every manager. The fixture ``each_database`` changes it.
 DEFAULT_LIMITS: dict[str, Any] = {"batch_min_free_gib": 0}  # no test depends on the free space of the disk
+
+
+@functools.cache
+def empty_database() -> Engine:
+    """For copies of it, and what it knows of statements: to compile them would take most of the time."""
+    folder = Path(tempfile.mkdtemp(prefix="backfill-empty-"))
+    atexit.register(shutil.rmtree, folder)
+    engine = open_database(f"sqlite:///{folder / 'jobs.db'}", folder)
+    engine.dispose()
+    return engine
+
+
+def make_storage_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for the disk, and SQLite databases know the statements of those before them."""
+    configure = database._configure_sqlite
+
+    def configure_quickly(connection: Any, record: object) -> None:
+        configure(connection, record)
+        connection.execute("PRAGMA synchronous=OFF")
+
+    def open_quickly(url: str | None, data_dir: Path) -> Engine:
+        engine = open_database(url, data_dir)
+        if engine.dialect.name == "sqlite":
+            known = empty_database()
+            engine.dialect, engine._compiled_cache = known.dialect, known._compiled_cache
+        return engine
+
+    monkeypatch.setattr(database, "_configure_sqlite", configure_quickly)
+    monkeypatch.setattr(storage, "open_database", open_quickly)
+    monkeypatch.setattr("os.fsync", lambda _: None)
 
 
 class InstantRunner:
@@ -187,7 +225,7 @@ async def ended(manager: JobManager, batch_id: str, owner: str = OWNER) -> Batch
             batch = await manager.get_batch(owner, batch_id)
             if batch.status.is_final:
                 return batch
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(0.005)
 
 
 async def in_status(

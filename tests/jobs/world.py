@@ -12,10 +12,8 @@ SQLite, so transactions of different servers do not overlap; ``test_shared_store
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import errno
-import functools
 import json
 import math
 import os
@@ -50,7 +48,7 @@ from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import TokenCount
 from backfill.router import line_runner
 from backfill.router.line_reader import RoutedReader
-from tests.jobs.doubles import ready, submit
+from tests.jobs.doubles import empty_database, ready, submit
 from tests.jobs.routed_engines import TIMEOUT_S, RoutedEngines
 from tests.jobs.virtual_processes import CALL_S, Process, VirtualPool
 from tests.router.virtual_fleet import EngineWorld
@@ -678,7 +676,7 @@ class World(EngineWorld):
         """Ids of the seed, no waits for a disk, and this world's database clock and faults."""
         ids = random.Random(self.seed)
         self.database.parent.mkdir(exist_ok=True)
-        shutil.copy(str(_empty_database().url.database), self.database)
+        shutil.copy(str(empty_database().url.database), self.database)
         with (
             self.connected(),
             mock.patch("uuid.uuid4", side_effect=lambda: uuid.UUID(int=ids.getrandbits(128), version=4)),
@@ -692,7 +690,7 @@ class World(EngineWorld):
 
     def _open_database(self, url: str | None, data_dir: Path) -> Engine:
         engine = open_database(url, data_dir)
-        known = _empty_database()
+        known = empty_database()
         engine.dialect, engine._compiled_cache = known.dialect, known._compiled_cache
         event.listen(engine, "connect", self._configure)
         engine.dispose()
@@ -724,16 +722,6 @@ def _line(custom_id: str) -> bytes:
     body = {"prompt": custom_id}
     line = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
     return json.dumps(line).encode() + b"\n"
-
-
-@functools.cache
-def _empty_database() -> Engine:
-    """For copies of it, and what it knows of statements: to compile them would take most of the time."""
-    folder = Path(tempfile.mkdtemp(prefix="backfill-world-"))
-    atexit.register(shutil.rmtree, folder)
-    engine = open_database(f"sqlite:///{folder / 'jobs.db'}", folder)
-    engine.dispose()
-    return engine
 
 
 def run_seed(seed: int) -> World:
