@@ -257,7 +257,7 @@ def test_a_client_that_leaves_cancels_the_preparation_of_its_body(default_model:
 
 
 def test_a_reader_that_stops_holds_no_reservation_and_is_aborted(default_model: Path) -> None:
-    with_more_time(lambda factor: stop_reading(default_model, write_timeout_s=factor))
+    with_more_time(lambda factor: stop_reading(default_model, write_timeout_s=0.3 * factor))
 
 
 def stop_reading(model: Path, write_timeout_s: float) -> None:

@@ -17,6 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
+from backfill.api import tracing
 from backfill.api.tracing import RequestTracer
 from backfill.core.clock import WallClock
 from backfill.core.request import FinishReason, ServiceClass
@@ -122,7 +123,8 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
         server.server_close()
 
 
-def test_a_collector_that_never_answers_holds_up_no_stop() -> None:
+def test_a_collector_that_never_answers_holds_up_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "_CLOSE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
         tracer = RequestTracer.to_endpoint(endpoint, "m", WallClock())

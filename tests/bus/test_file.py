@@ -26,6 +26,7 @@ from backfill.bus.throttle import ROUND_BYTES
 from backfill.core.config import GIB
 from backfill.core.errors import ConfigError
 from backfill.offloading.coordinator import BusInstance
+from tests.shared import examples
 
 RATE = float(1 << 26)  # bytes per second
 MIB = 1 << 20
@@ -410,7 +411,7 @@ TEXTS = st.sampled_from([b'{"a":' + b"[" * 1010, b'{"copied_bytes_per_s":1e999}'
         max_size=4,
     )
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_is_written_into_the_file_an_engine_goes_on(
     path: Path, writes: list[tuple[int, bytes]]
 ) -> None:

@@ -368,8 +368,8 @@ def config_of(model_dir: Path, **changes: Any) -> EngineConfig:
     return tiny_config(model_dir, **{"offload_interval": 2, "scheduler": scheduler, **changes})
 
 
-def generate(engine: Engine) -> list[int]:
-    request = make_request(prompt_token_ids=list(range(5, 45)), max_tokens=24, ignore_eos=True)
+def generate(engine: Engine, max_tokens: int = 24) -> list[int]:
+    request = make_request(prompt_token_ids=list(range(5, 45)), max_tokens=max_tokens, ignore_eos=True)
     engine.add(request)
     while engine.has_work:
         engine.step()
@@ -394,7 +394,7 @@ def test_an_engine_on_a_bus_generates_the_same(
     shared: EngineConfig, expected: list[int], tmp_path: Path
 ) -> None:
     engine = load_engine(shared)
-    assert generate(engine) == expected
+    assert generate(engine, 6) == expected[:6]
     stats = engine.stats()
     assert stats.offload_interval == 2
     assert stats.bus_share == 0.0  # it is idle
@@ -404,7 +404,7 @@ def test_an_engine_on_a_bus_generates_the_same(
     assert other.uses() == [BusUse(), BusUse()]
     need = BusInstance(other.name, 1, int(2 * 0.05 * GIB), step_s=1.0, max_interval=1)
     other.publish(BusUse(need))
-    assert generate(engine) == expected
+    assert generate(engine, 6) == expected[:6]
     assert engine.stats().bus_load > 2.0
     assert engine.stats().offload_interval == 2
     other.close()

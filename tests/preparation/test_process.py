@@ -37,7 +37,7 @@ from backfill.preparation.process import Preparation
 from backfill.protocol.body_check import BodyCheck
 from backfill.protocol.generation import Generation
 from backfill.protocol.preparer import RequestContext, ServedModel
-from tests.jobs.doubles import URL, input_of
+from tests.jobs.doubles import URL, input_line, input_of
 from tests.preparation.facts import FACTS
 from tests.preparation.test_line_file import generation_of
 
@@ -201,7 +201,8 @@ def test_lines_are_indexed_and_taken_until_their_reader_is_closed(
 
 def test_a_cancelled_check_stops_reading(channel: Channel, preparer: Preparer, tmp_path: Path) -> None:
     path = tmp_path / "in"
-    path.write_bytes(input_of(200_000))
+    line = input_line(0).replace(b"r0", b"r%d")
+    path.write_bytes(b"".join(line % number for number in range(200_000)))
     limits = InputLimits(endpoint=URL, model_names=("m",), max_lines=10**6, max_line_bytes=1000)
     channel.commands.put(Job(1, CheckInput(str(path), limits)))
     assert channel.reports.get(timeout=60) == JobBegun(1)
