@@ -18,6 +18,7 @@ from aiohttp import web
 
 from backfill.blending.requests import OrderName, PoolRequest
 from backfill.core.clock import WallClock
+from backfill.jobs import claims
 from backfill.jobs.feed import InputChanged
 from backfill.jobs.records import BatchStatus
 from backfill.jobs.suspects import MAX_LONE_LOSSES
@@ -31,10 +32,18 @@ from backfill.router.looks import EngineLost
 from backfill.router.metrics import RouterMetrics
 from backfill.router.requests import peek
 from tests.api.batch_inputs import completion_line
+from tests.jobs.doubles import make_storage_quick
 from tests.patience import TIMEOUT_S, until
 from tests.router.stubs import COMPLETIONS, RunningRouter, StubEngine, routing
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_storage_quick(monkeypatch)
+    monkeypatch.setattr(claims, "_LONGEST_PERIOD_S", 0.02)
+    monkeypatch.setattr(line_runner, "_STORE_PERIOD_S", 0.02)
 
 
 async def create_batch(router: RunningRouter, lines: list[dict[str, Any]], **headers: str) -> str:
@@ -423,6 +432,7 @@ async def test_an_engine_that_leases_lines_is_killed_and_others_lease_them_again
         assert sorted(each["custom_id"] for each in results) == sorted(f"c{n}" for n in range(1000))
 
 
+@pytest.mark.slow  # servers that share a router's store and die: tests/jobs/test_world.py
 async def test_a_cancelled_batch_ends_once_no_line_of_it_is_leased(tmp_path: Path) -> None:
     async with sharing(tmp_path) as (router, options):
         batch_id = await create_batch(router, lines_of(1000))
