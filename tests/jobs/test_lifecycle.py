@@ -198,7 +198,7 @@ async def test_open_batches_take_no_descriptors(start: Start) -> None:
     manager = await start(runner, num_in_flight=40)
     ready(manager)
     before = len(os.listdir("/proc/self/fd"))
-    batches = [await submit(manager, input_of(4)) for _ in range(30)]
+    batches = [await submit(manager, input_of(4)) for _ in range(20)]
     for batch in batches:
         await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
     # The database's connections.

@@ -47,6 +47,7 @@ from tests.jobs.doubles import (
     submit,
 )
 from tests.patience import TIMEOUT_S, until
+from tests.shared import examples
 
 pytestmark = pytest.mark.anyio
 
@@ -114,7 +115,7 @@ async def test_owners_share_the_engine_evenly_and_the_earlier_deadline_goes_firs
         assert (await ended(manager, batch_id, owner)).status is BatchStatus.COMPLETED
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(examples(4)))
 async def test_no_line_is_lost_or_answered_twice_over_restarts(
     tmp_path: Path, start: Start, seed: int
 ) -> None:
@@ -200,7 +201,7 @@ async def test_cancelling_keeps_finished_lines(start: Start) -> None:
 
 
 @pytest.mark.usefixtures("each_database")
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(examples(8)))
 async def test_a_cancellation_that_races_completion_has_one_winner(manager: JobManager, seed: int) -> None:
     ready(manager)
     batch = await submit(manager, input_of(5))

@@ -93,7 +93,7 @@ def test_finished_tokens_of_lines_are_as_the_weights_of_their_owners() -> None:
     order = order_of(batches.values(), weights.__getitem__)
     bench = Bench(max_num_batched_tokens=100, max_prefill_chunk_tokens=100, max_num_seqs=8)
     lines, tokens = list[Request](), Counter[str]()
-    for _ in range(800):
+    for _ in range(300):
         while order.num_in_flight < 40:
             batch = take(order)
             assert batch is not None
@@ -104,7 +104,7 @@ def test_finished_tokens_of_lines_are_as_the_weights_of_their_owners() -> None:
             lines.remove(line)
             end(order, batches[line.owner])
             tokens[line.owner] += line.num_tokens
-    assert tokens.total() > 5000
+    assert tokens.total() > 2000
     assert 0.9 * 3 <= tokens["a"] / tokens["b"] <= 1.1 * 3
 
 

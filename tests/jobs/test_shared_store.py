@@ -334,6 +334,7 @@ async def test_files_of_other_servers_are_not_swept_away(fleet: Fleet) -> None:
     assert {path.name for path in files.iterdir()} == {kept, record.id, "file-3"}
 
 
+@pytest.mark.postgres  # a server of its own
 async def test_batches_wait_for_a_database_that_is_away(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -359,6 +360,7 @@ async def test_batches_wait_for_a_database_that_is_away(
         server.close()
 
 
+@pytest.mark.postgres  # a server of its own
 async def test_a_database_that_hangs_delays_no_reader_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,9 +8,10 @@ from unittest import mock
 import pytest
 
 from tests.router.world import Plan, World, run_seed
+from tests.shared import examples
 
 # More with BACKFILL_WORLD_SEEDS, and in several processes with ``python -m tests.router.world``.
-NUM_SEEDS = int(os.environ.get("BACKFILL_WORLD_SEEDS", "200"))
+NUM_SEEDS = int(os.environ.get("BACKFILL_WORLD_SEEDS", examples(80)))
 _AT_ONCE = 20
 
 
