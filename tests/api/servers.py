@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 from openai import DefaultHttpxClient, OpenAI
 
 from backfill.costs.profile import CostProfile, FitError
+from tests.cli.running import run_cli_here
 from tests.patience import TIMEOUT_S
 from tests.shared import made_once
 
@@ -188,9 +190,11 @@ def quick_profile(model: str = MODEL, *options: str) -> str:
 
 def _measure_profile(path: Path, model: str, options: Sequence[str]) -> None:
     # Smaller than the default: other tests use memory too.
-    command = [sys.executable, "-m", "backfill", "profile", model, *options]
-    command += ["--kv-gib", "0.25", "--max-model-len", "2048", "--quick", "--out", str(path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=2 * TIMEOUT_S)
+    size = ("--kv-gib", "0.25", "--max-model-len", "2048")
+    num_threads = torch.get_num_threads()
+    done = run_cli_here("profile", model, *options, *size, "--quick", "--out", str(path))
+    torch.set_num_threads(num_threads)
+    assert done.returncode == 0, done.stderr
     # Marked as full, with fixed errors: refusals do not depend on the machine, and nothing refines it.
     sure = replace(
         CostProfile.load(path),

@@ -16,7 +16,7 @@ import pytest
 from cyclopts import App
 
 from backfill.cli.main import app, main
-from tests.api.servers import TIMEOUT_S
+from tests.patience import TIMEOUT_S
 
 
 def run_cli(*arguments: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
