@@ -357,6 +357,7 @@ def test_the_least_step_is_that_of_what_others_leave(engines: list[OnBus]) -> No
 
 
 NUM_LAYERS = 12
+GIB_PER_S = 0.005  # of the bus: a step transfers for longer than a busy machine computes
 
 
 cache = cache_fixture("module")
@@ -382,7 +383,7 @@ def fail(*_: object) -> None:
 
 @pytest.fixture
 def shared(model_dir: Path, tmp_path: Path) -> EngineConfig:
-    return config_of(model_dir, offload_bus=str(tmp_path / "bus"), offload_bus_gib_per_s=0.05)
+    return config_of(model_dir, offload_bus=str(tmp_path / "bus"), offload_bus_gib_per_s=GIB_PER_S)
 
 
 @pytest.fixture(scope="module")
@@ -400,9 +401,9 @@ def test_an_engine_on_a_bus_generates_the_same(
     assert stats.bus_share == 0.0  # it is idle
     assert 0.0 < stats.bus_load < 1.0
     assert stats.bus_wait_s > 0.0
-    other = BusFile(tmp_path / "bus", 0.05 * GIB)
+    other = BusFile(tmp_path / "bus", GIB_PER_S * GIB)
     assert other.uses() == [BusUse(), BusUse()]
-    need = BusInstance(other.name, 1, int(2 * 0.05 * GIB), step_s=1.0, max_interval=1)
+    need = BusInstance(other.name, 1, int(2 * GIB_PER_S * GIB), step_s=1.0, max_interval=1)
     other.publish(BusUse(need))
     assert generate(engine, 6) == expected[:6]
     assert engine.stats().bus_load > 2.0
@@ -462,7 +463,7 @@ def test_an_engine_whose_bus_fails_goes_on(
 ) -> None:
     engine = load_engine(shared)
     monkeypatch.setattr(BusFile, "publish", fail)
-    assert generate(engine) == expected
+    assert generate(engine, 6) == expected[:6]
     assert engine.num_failed_steps_in_a_row == 0
     assert engine.stats().offload_interval == 2
 
@@ -470,7 +471,7 @@ def test_an_engine_whose_bus_fails_goes_on(
 def test_a_start_that_fails_leaves_the_bus(shared: EngineConfig, tmp_path: Path) -> None:
     with pytest.raises(InsufficientMemory):
         load_engine(replace(shared, kv_gib=None, device_memory=0.0001))
-    other = BusFile(tmp_path / "bus", 0.05 * GIB)
+    other = BusFile(tmp_path / "bus", GIB_PER_S * GIB)
     assert other.name == "00"
     other.close()
 
@@ -489,7 +490,7 @@ def test_a_start_without_a_profile_leaves_the_bus_and_the_model(
     with pytest.raises(OSError, match="stopped"):
         load_engine(replace(shared, scheduler=replace(shared.scheduler, policy="slo")))
     assert len(closed) == 1
-    other = BusFile(tmp_path / "bus", 0.05 * GIB)
+    other = BusFile(tmp_path / "bus", GIB_PER_S * GIB)
     assert other.name == "00"
     other.close()
 
