@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import jsonschema
@@ -24,12 +23,10 @@ from tests.api.in_process import unstarted_app
 ERROR = {"$ref": "#/components/schemas/Error"}
 
 
-@pytest.fixture
-def app(tmp_path: Path) -> FastAPI:
-    preparation = cast(PreparationClient, None)
-    return unstarted_app(
-        jobs=JobManager(JobsConfig(data_dir=tmp_path), preparation, model_names=("m",), url="")
-    )
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
+    config, preparation = JobsConfig(data_dir=tmp_path_factory.mktemp("data")), cast(PreparationClient, None)
+    return unstarted_app(jobs=JobManager(config, preparation, model_names=("m",), url=""))
 
 
 def test_a_browser_reads_the_docs_without_a_key() -> None:
@@ -38,7 +35,7 @@ def test_a_browser_reads_the_docs_without_a_key() -> None:
         assert client.get(path).status_code == status
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def document(app: FastAPI) -> dict[str, Any]:
     assert app.openapi() == app.openapi()
     return app.openapi()

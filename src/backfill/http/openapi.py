@@ -5,6 +5,7 @@ The page loads no other file, so it needs no network.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from html import escape
@@ -63,6 +64,7 @@ UPLOAD_SCHEMA: Json = {
 }
 
 
+@functools.cache
 def takes_json(kind: type[BaseModel]) -> dict[str, Any]:
     """A route's ``openapi_extra`` for a JSON body that the route parses itself."""
     schema = kind.model_json_schema(ref_template=_REFERENCE)
