@@ -61,6 +61,8 @@ def run_cli_here(*arguments: str, commands: App = app) -> subprocess.CompletedPr
     with (
         signal_handlers_kept(),
         mock.patch.object(sys, "argv", ["backfill", *arguments]),
+        # As where pydantic is not imported yet: cyclopts would let it check each option again.
+        mock.patch("cyclopts.argument._argument.parse_version", return_value=(1,)),
         contextlib.redirect_stdout(stdout),
         contextlib.redirect_stderr(stderr),
         pytest.raises(SystemExit) as ended,
