@@ -84,6 +84,7 @@ def test_what_cannot_be_used_is_a_400_that_says_where(
     assert raised.value.param == param and message in str(raised.value)
 
 
+@pytest.mark.slow  # of any line that cannot be: tests/api/test_batches.py
 def test_lines_of_a_batch_are_structured_and_one_that_cannot_be_fails_alone(client: OpenAI) -> None:
     good = [
         chat_line(f"good-{index}", "A number.", response_format=INTEGER, max_tokens=40) for index in range(3)
@@ -215,6 +216,7 @@ def test_a_conversation_with_calls_and_no_choice_is_answered_in_text(client: Ope
     assert answer.choices[0].message.content and answer.choices[0].message.tool_calls is None
 
 
+@pytest.mark.slow  # likewise
 def test_lines_of_a_batch_call_tools_and_one_that_cannot_fails_alone(client: OpenAI) -> None:
     fields = {"tools": TOOLS, "max_tokens": 400, "tool_choice": "required", "parallel_tool_calls": False}
     lines = [chat_line("good", "Rain?", **fields), chat_line("bad", "Rain?", tools=TOOLS)]

@@ -9,6 +9,7 @@ import served
 import startup
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_is_told_with_its_last_words(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
