@@ -74,7 +74,10 @@ def check_hopeless(predicted: Prediction, objective_s: float) -> None:
 
 
 def retry_after_s(predicted: Prediction) -> int:
-    """Whole seconds until all prompts ahead are computed, 1 to 120. Before, one long prompt may be all of them."""
+    """Whole seconds until all prompts ahead are computed, 1 to 120.
+
+    Until its first token a prompt counts whole, so where one long prompt is ahead no less would do.
+    """
     wait_s = math.ceil(predicted.ttft_s - predicted.ttft_alone_s)
     return min(MAX_RETRY_AFTER_S, max(1, wait_s))
 
