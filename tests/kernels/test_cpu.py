@@ -20,14 +20,11 @@ from tests.kernels.cpu import EPS, REFERENCE, assert_close, random_rows, seeded
 # Heads, key/value heads, head size, block size.
 GEOMETRIES = [
     (1, 1, 8, 8),
-    (3, 3, 16, 16),
     (9, 3, 64, 16),
     (6, 2, 40, 8),
-    (4, 1, 80, 32),
-    (8, 2, 96, 16),
-    (8, 1, 128, 16),
     (3, 1, 256, 32),
 ]
+MORE_GEOMETRIES = [(3, 3, 16, 16), (4, 1, 80, 32), (8, 2, 96, 16), (8, 1, 128, 16)]
 
 # (query rows, context) of each sequence.
 MIXES: dict[str, list[tuple[int, int]]] = {
@@ -98,6 +95,11 @@ def check_attention(
     ("geometry", "lens"),
     [
         *itertools.product(GEOMETRIES, MIXES.values()),
+        # Those of test_attention_of_random_batches too.
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in itertools.product(MORE_GEOMETRIES, MIXES.values())
+        ),
         ((9, 3, 64, 16), [(1, 3000)]),  # the context is split
         ((9, 3, 64, 16), [(1, 1500), (1, 2), (1, 700)]),
         ((71, 1, 64, 16), [(5, 40), (1, 33)]),  # rows wider than one tile of queries
@@ -173,7 +175,11 @@ def test_attention_of_an_empty_batch(kernels: CpuKernels, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("norm", [False, True], ids=["", "qk-norm"])
 @pytest.mark.parametrize("rotary", [False, True], ids=["", "rotary"])
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize(
+    "geometry",
+    [*GEOMETRIES, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE_GEOMETRIES)],
+    ids=str,
+)
 def test_rotate_and_write_kv(
     all_kernels: Sequence[CpuKernels],
     dtype: torch.dtype,

@@ -111,8 +111,7 @@ def test_attention_block(
         assert torch.equal(actual.view(-1).view(torch.uint8), each.view(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("bits", [0, 4, 8])
-@pytest.mark.parametrize("has_delta", [True, False])
+@pytest.mark.parametrize(("bits", "has_delta"), [(0, True), (0, False), (4, True), (8, False)])
 def test_decoder_layers(
     kernels: CpuKernels,
     dtype: torch.dtype,

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,20 +14,6 @@ import torch
 from backfill.kernels.cpu import CpuKernels
 
 ROWS, INPUTS, OUTPUTS = 96, 256, 512
-IN_A_FORK = """
-import os, torch
-from backfill.kernels.cpu import CpuKernels
-torch.set_num_threads(2)
-linear = CpuKernels().linear(torch.randn(512, 256))
-x = torch.randn(96, 256)
-expected = linear(x).numpy().tobytes()  # torch's own threads do not outlive a fork, so none compare
-child = os.fork()
-if child == 0:
-    os._exit(0 if linear(x).numpy().tobytes() == expected else 1)
-_, status = os.waitpid(child, 0)
-assert status == 0, f"the child ended with {status}"
-assert linear(x).numpy().tobytes() == expected
-"""
 BOUND = """
 import os
 processors = os.sched_getaffinity(0)
@@ -69,10 +56,19 @@ def test_operators_of_several_threads_at_once(num_threads: int) -> None:
     assert wrong == []
 
 
-def test_a_forked_process_has_threads_of_its_own() -> None:
-    subprocess.run([sys.executable, "-c", IN_A_FORK], check=True, timeout=60)
+def test_a_forked_process_has_threads_of_its_own(thread_counts: Iterator[int]) -> None:
+    linear, x = CpuKernels().linear(torch.randn(OUTPUTS, INPUTS)), torch.randn(ROWS, INPUTS)
+    assert [next(thread_counts), next(thread_counts)] == [1, 2]
+    expected = linear(x).numpy().tobytes()  # torch's own threads do not outlive a fork, so none compare
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if linear(x).numpy().tobytes() == expected else 1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, f"the child ended with {status}"
+    assert linear(x).numpy().tobytes() == expected
 
 
+@pytest.mark.slow  # starts a process
 def test_bound_threads_have_places_of_their_own() -> None:
     bound = {**os.environ, "OMP_PROC_BIND": "true", "OMP_PLACES": "threads"}
     subprocess.run([sys.executable, "-c", BOUND], check=True, timeout=60, env=bound)

@@ -26,6 +26,7 @@ def test_the_best_variant_and_an_unknown_one_limit_nothing(isa: str) -> None:
     assert library_limits({ISA_VARIABLE: isa}) == library_limits({}) == {}
 
 
+@pytest.mark.slow  # starts a process; its settings are in the tests around it
 def test_libraries_keep_to_the_variant_of_the_environment() -> None:
     chosen = {ISA_VARIABLE: "generic"}
     settings = engine_environment(chosen)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from backfill.kernels import cpu_copies
 from backfill.kernels.slots import SlotKernels, SlotRange, num_packed
 from backfill.kernels.triton_ops import slots as triton_slots
 from tests.kernels import reference
+from tests.shared import examples
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # With a GPU, Triton compiles, and the interpreter's case does not exist.
@@ -79,6 +80,7 @@ def slots_of(pool: Tensor, each: SlotRange) -> Tensor:
 
 
 @pytest.mark.parametrize(("kernels", "device"), IMPLEMENTATIONS)
+@settings(max_examples=examples(40))
 @given(case=cases(), unused=st.integers(0, 3))
 def test_slots_are_packed_one_range_after_another(
     kernels: SlotKernels, device: str, case: Case, unused: int
@@ -94,6 +96,7 @@ def test_slots_are_packed_one_range_after_another(
 
 
 @pytest.mark.parametrize(("kernels", "device"), IMPLEMENTATIONS)
+@settings(max_examples=examples(40))
 @given(case=cases())
 def test_packed_slots_return_and_no_other_byte_changes(kernels: SlotKernels, device: str, case: Case) -> None:
     pool, expected = case.pool(device), case.pool("cpu")

@@ -27,7 +27,7 @@ TOLERANCES = {torch.bfloat16: (2e-2, 2e-2), torch.float16: (5e-3, 5e-3), torch.f
 DECODE = [(1, 1), (1, 33), (1, 70)]
 CHUNKS = [(5, 5), (40, 101), (0, 9), (17, 90)]
 MIXED = [(1, 65), (23, 23), (1, 7), (9, 80), (1, 130)]
-LONG_DECODE = [(1, 600), (1, 20), (1, 513)]
+LONG_DECODE = [(1, 600), (1, 20)]  # of the longest two splits
 
 
 class AttentionCase(NamedTuple):
@@ -43,17 +43,39 @@ class AttentionCase(NamedTuple):
 
 ATTENTION_CASES = [
     pytest.param(AttentionCase(torch.bfloat16, 64, 8, 2, 16, MIXED), id="bf16-d64-gqa4-b16-mixed"),
-    pytest.param(AttentionCase(torch.float32, 128, 3, 1, 32, MIXED), id="fp32-d128-gqa3-b32-mixed"),
-    pytest.param(AttentionCase(torch.bfloat16, 128, 4, 1, 8, CHUNKS), id="bf16-d128-gqa4-b8-chunks"),
+    pytest.param(
+        AttentionCase(torch.float32, 128, 3, 1, 32, MIXED),
+        id="fp32-d128-gqa3-b32-mixed",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        AttentionCase(torch.bfloat16, 128, 4, 1, 8, CHUNKS),
+        id="bf16-d128-gqa4-b8-chunks",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(AttentionCase(torch.float32, 40, 6, 2, 16, CHUNKS), id="fp32-d40-gqa3-b16-chunks"),
     pytest.param(AttentionCase(torch.bfloat16, 80, 3, 1, 32, DECODE), id="bf16-d80-gqa3-b32-decode"),
     pytest.param(AttentionCase(torch.float32, 8, 2, 2, 8, DECODE), id="fp32-d8-gqa1-b8-decode"),
-    pytest.param(AttentionCase(torch.bfloat16, 8, 8, 2, 32, CHUNKS), id="bf16-d8-gqa4-b32-chunks"),
-    pytest.param(AttentionCase(torch.float32, 80, 2, 2, 8, MIXED), id="fp32-d80-gqa1-b8-mixed"),
-    pytest.param(AttentionCase(torch.bfloat16, 40, 2, 2, 16, DECODE), id="bf16-d40-gqa1-b16-decode"),
+    pytest.param(
+        AttentionCase(torch.bfloat16, 8, 8, 2, 32, CHUNKS),
+        id="bf16-d8-gqa4-b32-chunks",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        AttentionCase(torch.float32, 80, 2, 2, 8, MIXED),
+        id="fp32-d80-gqa1-b8-mixed",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        AttentionCase(torch.bfloat16, 40, 2, 2, 16, DECODE),
+        id="bf16-d40-gqa1-b16-decode",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(AttentionCase(torch.float16, 64, 3, 1, 16, MIXED), id="fp16-d64-gqa3-b16-mixed"),
     pytest.param(
-        AttentionCase(torch.float32, 64, 4, 1, 16, [(7, 7)] * 2), id="fp32-d64-gqa4-b16-equal-chunks"
+        AttentionCase(torch.float32, 64, 4, 1, 16, [(7, 7)] * 2),
+        id="fp32-d64-gqa4-b16-equal-chunks",
+        marks=pytest.mark.slow,
     ),
     pytest.param(AttentionCase(torch.float32, 16, 20, 1, 16, MIXED), id="fp32-d16-gqa20-b16-mixed"),
 ]
@@ -141,7 +163,9 @@ def test_attention(device: str, case: AttentionCase, generator: torch.Generator)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float32], ids=["bf16", "fp32"]
+)
 def test_attention_with_split_contexts(device: str, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Some splits hold whole tiles, some a part of one, and those past the short context nothing."""
     case = AttentionCase(dtype, 40, 6, 2, 16, [*LONG_DECODE, (4, 70)])
@@ -199,9 +223,9 @@ def test_attention_in_a_cuda_graph(generator: torch.Generator) -> None:
     ("dtype", "head_dim", "block_size", "rotary", "norm"),
     [
         pytest.param(torch.bfloat16, 64, 16, True, True, id="bf16-rotary-norm"),
-        pytest.param(torch.float32, 40, 8, True, True, id="fp32-rotary-norm"),
-        pytest.param(torch.bfloat16, 128, 32, True, False, id="bf16-rotary"),
-        pytest.param(torch.float32, 80, 16, False, True, id="fp32-norm"),
+        pytest.param(torch.float32, 40, 8, True, True, id="fp32-rotary-norm", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 128, 32, True, False, id="bf16-rotary", marks=pytest.mark.slow),
+        pytest.param(torch.float32, 80, 16, False, True, id="fp32-norm", marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, 8, 8, False, False, id="bf16-write-only"),
     ],
 )
