@@ -13,12 +13,9 @@ import pytest
 
 from backfill.engine.interpreter import end_interpreter, start_interpreter, take_interpreter
 from backfill.ipc.interpreter import Interpreter
+from tests.ipc.functions import write_modules
 from tests.ipc.test_python_process import TIMEOUT_S
 from tests.parallel.processes import wait_ended
-
-
-def write_modules(path: str, names: tuple[str, ...]) -> None:
-    Path(path).write_text(" ".join(name for name in names if name in sys.modules))
 
 
 def test_it_has_imported_what_it_can_when_its_work_comes(tmp_path: Path) -> None:

@@ -9,33 +9,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
-from backfill.ipc.channel import open_channel
 from backfill.ipc.child import ChildProcess, abandon_children
-from backfill.ipc.python_process import PythonProcess, is_running, say_last_words
+from backfill.ipc.python_process import PythonProcess, is_running
 from tests.api.servers import wait_until
+from tests.ipc.functions import complain, leave, say_and_end, sleep_long, write_and_sleep
 from tests.parallel.processes import wait_ended
 
 pytestmark = pytest.mark.anyio
 TIMEOUT_S = 60.0
-
-
-def leave(status: int) -> None:
-    raise SystemExit(status)
-
-
-def complain(message: str) -> None:
-    say_last_words(message)
-    raise SystemExit(7)
-
-
-def write_and_sleep(path: str) -> None:
-    Path(path).write_text(os.environ.get("GREETING", ""))
-    time.sleep(600)
 
 
 def ended(process: PythonProcess) -> int | None:
@@ -97,7 +82,7 @@ PARENT = """
 import sys, time
 sys.path.insert(0, {tests!r})
 from backfill.ipc.python_process import PythonProcess
-from tests.ipc.test_python_process import write_and_sleep
+from tests.ipc.functions import write_and_sleep
 process = PythonProcess("test", write_and_sleep, ({begun!r},), {{"GREETING": "hello"}})
 process.start()
 print(process.pid, flush=True)
@@ -136,17 +121,6 @@ def test_a_process_runs_where_proc_says_nothing(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Path, "read_bytes", missing)
     assert is_running(os.getpid())
-
-
-def sleep_long(*_: str) -> None:
-    time.sleep(600)
-
-
-def say_and_end(words: list[str], commands_url: str, reports_url: str) -> None:
-    with open_channel("test", str, commands_url, reports_url) as channel:
-        for word in words:
-            channel.send(word)
-    raise SystemExit(3)
 
 
 async def test_children_that_are_abandoned_leave_no_process_and_no_folder(
