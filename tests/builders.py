@@ -72,8 +72,8 @@ def make_request(
 
 def _prompt_of(request_id: str, num_tokens: int) -> list[int]:
     """Two requests share no block of these tokens, so they share no cached KV."""
-    hashes = (zlib.crc32(f"{request_id} {position}".encode()) for position in range(num_tokens))
-    return [_TOKEN_IDS[each % len(_TOKEN_IDS)] for each in hashes]
+    start, first, number = zlib.crc32(f"{request_id} ".encode()), _TOKEN_IDS[0], len(_TOKEN_IDS)
+    return [first + zlib.crc32(b"%d" % position, start) % number for position in range(num_tokens)]
 
 
 def linear_cost(token_s: float = 0.001, step_s: float = 0.0, context_s: float = 0.0) -> CostModel:
