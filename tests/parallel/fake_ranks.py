@@ -12,12 +12,15 @@ import signal
 import time
 from collections.abc import Sequence
 
-from backfill.core.block import BlockCopy
+from backfill.core.block import BlockCopy, pack_block_ref
 from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.core.plan import (
+    AdmittedRequest,
+    Compute,
     RankTiming,
+    Safepoints,
     SampledToken,
     ScheduledSlice,
     StepOutcome,
@@ -25,17 +28,29 @@ from backfill.core.plan import (
     WeightTransfers,
 )
 from backfill.core.request import RequestId
+from backfill.core.sampling import SamplingParams
 from backfill.engine.engine import Engine
 from backfill.parallel.executor import ParallelExecutor
 from backfill.parallel.rank import RankContext, output_rank
 from tests.builders import make_info
 
 NUM_BLOCKS = 4096
+BLOCKS = tuple(pack_block_ref(index) for index in range(3))
 
 
 def token_of(tokens: Sequence[int], scheduled: ScheduledSlice) -> int:
     """What a fake rank samples: it depends on all that a plan says of the request."""
     return (sum(tokens) + 7 * sum(scheduled.blocks) + 13 * scheduled.start) % 991 + 3
+
+
+def plan_of(step: int, *names: str, start: int = 0, admits: bool = True, stops: bool = False) -> StepPlan:
+    """One token of each request, whose prompt is 1."""
+    slices = tuple(
+        ScheduledSlice(RequestId(name), start, 1, BLOCKS, samples=True, stoppable=stops) for name in names
+    )
+    sampling = SamplingParams(max_tokens=8)
+    admitted = tuple(AdmittedRequest(RequestId(name), (1,), sampling) for name in names) if admits else ()
+    return StepPlan(step, Compute(slices, safepoints=Safepoints(1, False) if stops else None), admitted)
 
 
 def stalled(interval: int) -> WeightTransfers:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from backfill.core.block import BlockCopy, pack_block_ref
+from backfill.core.block import BlockCopy
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, ExecutorDead
 from backfill.core.plan import (
@@ -21,7 +21,6 @@ from backfill.core.plan import (
     BlockCopies,
     Compute,
     RankTiming,
-    Safepoints,
     ScheduledSlice,
     StepPlan,
     WeightTransfers,
@@ -31,11 +30,13 @@ from backfill.core.sampling import SamplingParams
 from backfill.parallel.executor import ParallelExecutor, RankFailed, merge_transfers
 from backfill.parallel.rank import RankLoader
 from tests.parallel.fake_ranks import (
+    BLOCKS,
     NUM_BLOCKS,
     load_broken,
     load_fake,
     load_killed,
     load_refused,
+    plan_of,
     stalled,
     token_of,
 )
@@ -46,7 +47,6 @@ from tests.patience import with_more_time
 TWO = EngineConfig(tensor_parallel_size=2)
 FOUR = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
 NAMES = ("a", "b", "r0:raise", "r1:raise", "*:raise", "r0:stall")
-BLOCKS = tuple(pack_block_ref(index) for index in range(3))
 
 
 @pytest.fixture(scope="module", params=["local", "remote"])
@@ -73,16 +73,6 @@ def mortal() -> Iterator[ParallelExecutor]:
     created = ParallelExecutor(TWO, 1, load_fake)
     yield created
     created.close()
-
-
-def plan_of(step: int, *names: str, start: int = 0, admits: bool = True, stops: bool = False) -> StepPlan:
-    """One token of each request, whose prompt is 1."""
-    slices = tuple(
-        ScheduledSlice(RequestId(name), start, 1, BLOCKS, samples=True, stoppable=stops) for name in names
-    )
-    sampling = SamplingParams(max_tokens=8)
-    admitted = tuple(AdmittedRequest(RequestId(name), (1,), sampling) for name in names) if admits else ()
-    return StepPlan(step, Compute(slices, safepoints=Safepoints(1, False) if stops else None), admitted)
 
 
 def test_a_wait_for_a_step_ends_with_it(executor: ParallelExecutor) -> None:
@@ -283,8 +273,7 @@ def test_bytes_of_ranks_add_up_and_they_wait_beside_each_other() -> None:
 _DRIVER = """
 from backfill.core.config import EngineConfig
 from backfill.parallel.executor import ParallelExecutor
-from tests.parallel.fake_ranks import load_fake
-from tests.parallel.test_executor import plan_of
+from tests.parallel.fake_ranks import load_fake, plan_of
 import time
 
 executor = ParallelExecutor(EngineConfig(tensor_parallel_size=2), 1, load_fake)

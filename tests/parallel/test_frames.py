@@ -6,6 +6,7 @@ import socket
 import struct
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 from hypothesis import given
@@ -67,28 +68,24 @@ def changed(draw: st.DrawFn, known: list[bytes]) -> bytes:
     return data
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _traced() -> Iterator[None]:
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """What is allocated in it, of which nothing is traced outside: that is slow."""
     tracemalloc.start()
-    yield
-    tracemalloc.stop()
-
-
-def check_allocated() -> None:
-    assert tracemalloc.get_traced_memory()[1] < MOST_ALLOCATED + tracemalloc.get_traced_memory()[0]
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < MOST_ALLOCATED
+    finally:
+        tracemalloc.stop()
 
 
 @given(st.lists(changed(PLANS) | st.binary(max_size=40), min_size=1, max_size=3))
 def test_whatever_comes_is_a_plan_or_an_error_of_who_sent_it(messages: list[bytes]) -> None:
     decoder = PlanDecoder()
-    tracemalloc.reset_peak()
-    try:
+    with little_memory(), suppress(BadMessage):
         for data in messages:
             plan, _ = decoder.decode(data)
             assert isinstance(plan, StepPlan)
-    except BadMessage:
-        pass
-    check_allocated()
 
 
 @pytest.mark.parametrize("kind", [FromRank, ToRank])
@@ -99,13 +96,9 @@ def test_whatever_comes_is_a_message_or_an_error_of_who_sent_it(kind: object, da
         theirs.sendall(data)
         theirs.shutdown(socket.SHUT_WR)
         frames: FrameReader[FromRank | ToRank] = FrameReader(ours, kind)
-        tracemalloc.reset_peak()
-        try:
+        with little_memory(), suppress(BadMessage):
             while (messages := frames.take()) is not None:
                 assert all(isinstance(message, kind) for message in messages)  # type: ignore[arg-type]
-        except BadMessage:
-            pass
-        check_allocated()
 
 
 def test_a_message_that_is_too_long_is_refused_before_it_has_come() -> None:

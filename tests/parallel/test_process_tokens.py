@@ -72,7 +72,11 @@ def check_structured_outputs(executor: ParallelExecutor, alone: TorchExecutor) -
     [
         # In one process, with threads as ranks: test_rank_offloading.py.
         pytest.param({"tensor_parallel_size": 2, "offload_interval": 1}, marks=pytest.mark.slow),
-        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_micro_batches": 2},
+        # With threads in test_rank_offloading.py; two processes below.
+        pytest.param(
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_micro_batches": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["tp2-offloaded", "tp2-pp2-micro-batches"],
 )

@@ -142,6 +142,7 @@ def test_plans_give_all_ranks_the_interval_and_the_share_of_their_engine(
         other.close()
 
 
+@pytest.mark.slow  # of threads in the tests above; other processes in test_process_tokens.py
 def test_an_engine_of_processes_is_one_member_of_its_bus(model_dir: Path, tmp_path: Path) -> None:
     other = BusFile(tmp_path / "bus", 0.02 * GIB)  # so little that every transfer has to wait
     scheduler = SchedulerConfig(policy="fcfs", prefix_caching=False, tpot_slo=0.5)

@@ -66,8 +66,8 @@ def taking_turns(intervals: list[int]) -> Callable[[StepPlan], StepPlan]:
     return lambda plan: replace(plan, offload_interval=next(following))
 
 
-@pytest.mark.parametrize("interval", [1, 2])
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("interval", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_rank_streams_its_shard_of_its_own_layers(
     model_dir: Path, expected: dict[str, list[int]], sizes: Sizes, interval: int
 ) -> None:
@@ -109,7 +109,9 @@ def resizable(model_dir: Path, sizes: Sizes, **changes: Any) -> RankThreads:
     return RankThreads(sizes, load)
 
 
-@pytest.mark.parametrize("sizes", [Sizes(tensor=2), Sizes(pipeline=2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [Sizes(tensor=2), pytest.param(Sizes(pipeline=2), marks=pytest.mark.slow)], ids=str
+)
 def test_all_ranks_divide_their_memory_anew(
     model_dir: Path, expected: dict[str, list[int]], sizes: Sizes
 ) -> None:

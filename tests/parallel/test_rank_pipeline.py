@@ -53,7 +53,7 @@ def tokens(*outcomes: StepOutcome) -> dict[str, int]:
     return {each.request_id: each.token_id for outcome in outcomes for each in outcome.sampled}
 
 
-model_dir = model_fixture("llama", "opt", "opt-350m", num_hidden_layers=6)
+model_dir = model_fixture("llama", "opt-350m", num_hidden_layers=6)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def expected(model_dir: Path) -> list[dict[str, int]]:
     return [tokens(first), tokens(second)]
 
 
-@pytest.fixture(params=[Sizes(pipeline=3), Sizes(2, 3)], ids=str)
+@pytest.fixture(params=[Sizes(2, 3), pytest.param(Sizes(pipeline=3), marks=pytest.mark.slow)], ids=str)
 def ranks(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[RankThreads]:
     threads = RankThreads(request.param, load_tiny(model_dir, num_host_blocks=HOST_BLOCKS))
     yield threads
@@ -104,7 +104,7 @@ def test_a_step_is_suspended_while_the_one_behind_it_runs_and_resumes_at_its_lay
     assert tokens(decoded, ranks.run(StepPlan(7, Compute(rest)))) == expected[1]
 
 
-@pytest.mark.parametrize("apart", [1, 2, 6])
+@pytest.mark.parametrize("apart", [1, 2, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_stage_stops_at_its_next_safepoint(
     ranks: RankThreads, expected: list[dict[str, int]], apart: int
 ) -> None:

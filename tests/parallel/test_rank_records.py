@@ -41,6 +41,7 @@ def config_of(folder: Path, **sizes: Any) -> EngineConfig:
 cache = cache_fixture()
 
 
+@pytest.mark.slow  # of a saved record: tests/engine/test_interval_choice.py
 def test_the_interval_of_tensor_ranks_follows_from_their_record(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Tokens of a model on several ranks are those of one process, on every architecture."""
+"""Tokens of a model on several ranks are those of one process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from backfill.execution.create import create_torch_executor
 from backfill.execution.executor import Executor
 from tests.builders import make_request
 from tests.execution.tiny import model_fixture, tiny_config
-from tests.models.tiny import CONFIGS, save_tiny_model
+from tests.models.tiny import save_tiny_model
 from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
 
-LAYOUTS = [Sizes(tensor=2), Sizes(pipeline=2), Sizes(2, 2)]
+LAYOUTS = [
+    Sizes(2, 2),
+    *(pytest.param(each, marks=pytest.mark.slow) for each in (Sizes(tensor=2), Sizes(pipeline=2))),
+]
+# What ranks divide differently; logits of all architectures on ranks: tests/models/test_shards.py.
+KINDS = ["llama", "llama-biased", "opt", "opt-350m", "qwen3"]
 SHAPES = [(21, 9), (5, 12), (40, 6), (1, 10)]
 
 
@@ -67,7 +72,7 @@ def tokens(executor: Executor) -> list[list[int]]:
     return [list(request.output_token_ids) for request in all_of_them]
 
 
-model_dir = model_fixture(*sorted(CONFIGS))
+model_dir = model_fixture(*KINDS)
 
 
 def tokens_of_one_process(model_dir: Path, kv_dtype: Literal["auto", "int8"] = "auto") -> list[list[int]]:

@@ -23,10 +23,9 @@ from backfill.parallel.shared_state import SharedState
 from backfill.parallel.sockets import Address, ConnectionRefused
 from tests.execution.tiny import tiny_config
 from tests.models.tiny import save_tiny_model
-from tests.parallel.fake_ranks import load_fake, load_refused
+from tests.parallel.fake_ranks import load_fake, load_refused, plan_of
 from tests.parallel.processes import num_open_files, wait_ended
 from tests.parallel.stage_hosts import executor_on_hosts
-from tests.parallel.test_executor import plan_of
 from tests.parallel.test_rank_tokens import tokens
 from tests.patience import with_more_time
 

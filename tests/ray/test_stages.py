@@ -28,9 +28,9 @@ from backfill.parallel.ray_cluster import ADDRESS_VARIABLE, Bundle
 from backfill.parallel.ray_stages import BUILD, StageNode, check_builds
 from tests.api.servers import wait_until
 from tests.models.tiny import save_tiny_model
+from tests.parallel.fake_ranks import plan_of
 from tests.parallel.processes import children, parent, wait_ended
 from tests.parallel.test_engine import generate
-from tests.parallel.test_executor import plan_of
 from tests.parallel.test_rank_records import GRID, config_of
 from tests.parallel.test_rank_tokens import tokens
 from tests.ray.fake_engines import fake_executor, load_fake_engine
