@@ -208,6 +208,7 @@ def test_the_thread_ends_with_its_copier_and_leaves_the_pool() -> None:
     assert gone() is None
 
 
+@pytest.mark.slow  # starts a process
 def test_a_process_may_end_while_blocks_are_copied() -> None:
     """The interpreter must not be gone when the thread comes back to it."""
     script = """if True:

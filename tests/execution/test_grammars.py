@@ -366,17 +366,20 @@ MANY_PATTERNS = StructuredOutputsParams(
 )
 
 
-@pytest.mark.parametrize("error", [BlockingIOError("no process"), subprocess.TimeoutExpired("python", 30)])
 def test_a_machine_too_busy_to_try_patterns_may_try_again(
-    default_model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    default_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = GrammarCompiler(default_model, VOCAB_SIZE, END_TOKEN_IDS)
+    errors: list[Exception] = [BlockingIOError("no process"), subprocess.TimeoutExpired("python", 30)]
 
     def run(*_: Any, **__: Any) -> NoReturn:
-        raise error
+        raise errors[-1]
 
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", run)
+        with pytest.raises(RequestError, match="too busy to try its patterns"):
+            compiler.matcher(MANY_PATTERNS)
+        del errors[-1]
         with pytest.raises(RequestError, match="too busy to try its patterns"):
             compiler.matcher(MANY_PATTERNS)
         trusting = GrammarCompiler(default_model, VOCAB_SIZE, END_TOKEN_IDS, bounds_time=False)

@@ -76,8 +76,10 @@ def test_no_rows_give_no_tokens(vocab: int) -> None:
     assert make_sampler().sample(torch.empty(0, vocab), []) == []
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}])
+@pytest.mark.parametrize(
+    ("temperature", "filters"),
+    [(0.5, {}), (2.0, {}), (1.0, {"top_k": 50}), (1.0, {"top_p": 0.9}), (0.5, {"min_p": 0.05})],
+)
 def test_draws_follow_the_tempered_distribution(temperature: float, filters: dict[str, Any]) -> None:
     logits = torch.full((1, VOCAB), float("-inf"))
     logits[0, [10, 20, 30]] = torch.tensor([2.0, 1.0, 0.0])
@@ -86,10 +88,10 @@ def test_draws_follow_the_tempered_distribution(temperature: float, filters: dic
         cumulative_before = expected.cumsum(0) - expected
         expected = torch.where(cumulative_before < 0.9, expected, 0.0)
         expected /= expected.sum()
-    states = [make_state(temperature=temperature, seed=seed, **filters) for seed in range(4000)]
-    ids = sample_ids(logits.expand(4000, -1), *states)
-    shares = torch.tensor([ids.count(token_id) / 4000 for token_id in (10, 20, 30)])
-    torch.testing.assert_close(shares, expected, atol=0.03, rtol=0)
+    states = [make_state(temperature=temperature, seed=seed, **filters) for seed in range(2000)]
+    ids = sample_ids(logits.expand(2000, -1), *states)
+    shares = torch.tensor([ids.count(token_id) / 2000 for token_id in (10, 20, 30)])
+    torch.testing.assert_close(shares, expected, atol=0.04, rtol=0)
 
 
 def test_top_k_keeps_the_k_most_likely() -> None:
