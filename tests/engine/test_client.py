@@ -20,11 +20,14 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, EngineDead, RequestLost, StepFailed
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
+from backfill.engine import interpreter
 from backfill.engine.client import EngineClient
-from backfill.engine.interpreter import _waiting, start_interpreter
+from backfill.engine.environment import engine_environment
+from backfill.engine.interpreter import ENGINE_NAME
 from backfill.engine.messages import StepReport, TokenOutput
 from backfill.engine.process import EngineLoader
 from backfill.engine.streams import RequestStream
+from backfill.ipc.interpreter import Interpreter
 from backfill.ipc.python_process import PythonProcess
 from tests.api.servers import TIMEOUT_S
 from tests.builders import flat_cost, make_profile, make_request
@@ -162,7 +165,10 @@ async def test_a_request_whose_last_output_nobody_has_read_is_not_in_flight() ->
             assert (await anext(unread)).finish_reason is not None
 
 
-@pytest.mark.parametrize("other_class", ServiceClass)  # offline: a flex request
+@pytest.mark.parametrize(
+    "other_class",
+    [ServiceClass.ONLINE, pytest.param(ServiceClass.OFFLINE, marks=pytest.mark.slow)],  # a flex request
+)
 async def test_others_are_requests_outside_the_group_even_if_choices_have_ended(
     other_class: ServiceClass,
 ) -> None:
@@ -228,6 +234,7 @@ async def test_a_step_that_fails_twice_loses_its_requests_and_the_engine_continu
         assert client.has_computed
 
 
+@pytest.mark.slow  # one that hangs, below, is noticed alike
 def test_a_stopped_engine_is_noticed_and_ended_and_can_be_started_again() -> None:
     async def run(timeout_s: float) -> None:
         async with started(load_slow, timeout_s) as client:
@@ -352,9 +359,9 @@ def test_one_process_is_launched_at_a_time_and_may_be_abandoned() -> None:
         assert_ended(client)
 
 
-async def test_the_first_engine_takes_the_interpreter_that_waits() -> None:
-    start_interpreter()
-    (waiting,) = _waiting
+async def test_the_first_engine_takes_the_interpreter_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Interpreter(ENGINE_NAME, engine_environment(os.environ))  # which imports no torch
+    monkeypatch.setattr(interpreter, "_waiting", [waiting])
     client = EngineClient(EngineConfig(model_dir=""), load=load_slow)
     await client.start()
     first = client.pid

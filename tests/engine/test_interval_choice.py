@@ -175,7 +175,9 @@ def test_a_record_is_measured_once(config: EngineConfig, monkeypatch: pytest.Mon
     assert load_or_measure_record(replace(config, offload_interval=3, scheduler=fewer)) == first
 
 
-@pytest.mark.parametrize("limit", ["max_num_seqs", "max_num_batched_tokens"])
+@pytest.mark.parametrize(
+    "limit", ["max_num_seqs", pytest.param("max_num_batched_tokens", marks=pytest.mark.slow)]
+)
 def test_a_record_of_smaller_steps_is_measured_again(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:

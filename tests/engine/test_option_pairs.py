@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 Values = Mapping[str, Any]
 
 BLOCK_BYTES = 4 * 2 * 2 * 16 * 16 * 4  # 4 layers, K and V of 2 heads of 16 float32, 16 tokens
+NUM_TOKENS = 12  # of an online request
 
 BUS = {"offload_interval": 2, "offload_bus": "BUS", "offload_bus_gib_per_s": 8.0}
 # Values of each option. Some need another one, which is given with them.
@@ -120,8 +121,8 @@ def serve(config: EngineConfig) -> tuple[list[list[int]], int]:
     """
     engine = load_engine(config)
     try:
-        offline = [request(index, 40, ServiceClass.OFFLINE) for index in range(4)]
-        online = [request(index, 24, ServiceClass.ONLINE) for index in range(4, 8)]
+        offline = [request(index, 24, ServiceClass.OFFLINE) for index in range(4)]
+        online = [request(index, NUM_TOKENS, ServiceClass.ONLINE) for index in range(4, 8)]
         for each in offline if config.scheduler.policy != "online-only" else ():
             engine.add(each)
         for _ in range(8):
@@ -178,5 +179,5 @@ def test_an_option_runs_with_every_other_or_is_refused_as_documented(
         rounding = {name: values[name] for name in ROUNDING if name in values}
         if len(rounding) < 2:
             assert found == plain_tokens(rounding), pair
-        assert all(len(each) == 24 for each in found), pair
+        assert all(len(each) == NUM_TOKENS for each in found), pair
     assert refused == documented & set(map(frozenset, pairs_of(first)))

@@ -159,7 +159,14 @@ def test_a_step_that_fails_loses_none(model_dir: Path, expected: Scores) -> None
     assert scores == expected
 
 
-@pytest.mark.parametrize("sizes", [Sizes(tensor=2), Sizes(pipeline=2), Sizes(2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(2, 2),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (Sizes(tensor=2), Sizes(pipeline=2))),
+    ],
+    ids=str,
+)
 def test_ranks_have_those_of_one_process(model_dir: Path, expected: Scores, sizes: Sizes) -> None:
     executor = RankThreads(sizes, load_tiny(model_dir))
     try:

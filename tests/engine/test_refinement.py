@@ -354,7 +354,7 @@ def test_a_default_that_was_widened_on_a_busy_device_returns() -> None:
     widened = slow.engine.default_slo
     assert widened.tpot_s > 0.15
     found = []
-    for _ in range(8):
+    for _ in range(4):
         slow.serve_chats(60)
         slow.refine()
         found.append(slow.engine.default_slo)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent import futures
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,6 @@ ONLINE_SHAPES = [(60, 30), (50, 30), (40, 20)]
 STEPS_BETWEEN_ARRIVALS = 25
 NUM_SHARED = 28  # leading tokens of all prompts, at most half of each
 
-MakeExecutor = Callable[[int, SchedulerConfig], TorchExecutor]
-
 
 model_dir = model_fixture("llama")
 
@@ -47,11 +44,6 @@ def create_executor(
 ) -> TorchExecutor:
     """Beside a host pool of ``HOST`` blocks."""
     return create_torch_executor(tiny_config(model_dir, num_blocks, HOST, scheduler=scheduler, **changes))
-
-
-@pytest.fixture(params=[1, 2], ids=["1-micro-batch", "2-micro-batches"])
-def make_executor(request: pytest.FixtureRequest, model_dir: Path) -> MakeExecutor:
-    return partial(create_executor, model_dir, num_micro_batches=request.param)
 
 
 def requests(service_class: ServiceClass, shapes: list[tuple[int, int]]) -> list[Request]:
@@ -131,27 +123,27 @@ def num_hit_tokens(engine: Engine) -> int:
     return sum(each.num_prefix_hit_tokens + each.num_host_prefix_hit_tokens for each in counters)
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize(
-    ("checkpointing", "restore"),
+@pytest.mark.parametrize(  # each two values together
+    ("checkpointing", "restore", "prefix_caching", "num_micro_batches"),
     [
-        ("adaptive", "background"),
-        ("adaptive", "blocking"),
-        ("eager", "background"),
-        ("eager", "blocking"),
-        ("swap", "background"),
-        ("swap", "blocking"),
+        ("adaptive", "background", True, 2),
+        ("eager", "blocking", False, 2),
+        ("swap", "background", False, 1),
+        pytest.param("adaptive", "blocking", False, 1, marks=pytest.mark.slow),
+        pytest.param("eager", "background", True, 1, marks=pytest.mark.slow),
+        pytest.param("swap", "blocking", True, 2, marks=pytest.mark.slow),
     ],
 )
 def test_preempted_requests_continue_with_the_same_tokens(
-    make_executor: MakeExecutor,
+    model_dir: Path,
     undisturbed: list[list[int]],
     checkpointing: CheckpointingName,
     restore: RestoreMode,
     prefix_caching: bool,
+    num_micro_batches: int,
 ) -> None:
     config = SchedulerConfig(checkpointing=checkpointing, kv_restore=restore, prefix_caching=prefix_caching)
-    executor = make_executor(TOO_FEW, config)
+    executor = create_executor(model_dir, TOO_FEW, config, num_micro_batches=num_micro_batches)
     engine, tokens, _ = serve(executor, config)
     counters = engine.scheduler.counters[ServiceClass.OFFLINE]
     assert tokens == undisturbed
@@ -160,7 +152,9 @@ def test_preempted_requests_continue_with_the_same_tokens(
     assert counters.num_recomputed_tokens < 8 * len(OFFLINE_SHAPES)  # a block each; 200 without copies
 
 
-@pytest.mark.parametrize("checkpointing", ["eager", "swap", "none"])
+@pytest.mark.parametrize(
+    "checkpointing", ["eager", *(pytest.param(each, marks=pytest.mark.slow) for each in ("swap", "none"))]
+)
 def test_kv_of_8_bits_gives_the_same_tokens_restored_recomputed_and_in_shared_blocks(
     model_dir: Path, undisturbed: list[list[int]], checkpointing: CheckpointingName
 ) -> None:
@@ -177,13 +171,25 @@ def test_kv_of_8_bits_gives_the_same_tokens_restored_recomputed_and_in_shared_bl
     assert outputs[ENOUGH] != undisturbed, "KV is rounded"
 
 
-@pytest.mark.parametrize("prefix_caching", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stops_every", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stops_every", "prefix_caching", "num_micro_batches"),
+    [
+        (2, True, 2),
+        pytest.param(1, True, 1, marks=pytest.mark.slow),
+        pytest.param(2, False, 1, marks=pytest.mark.slow),
+        pytest.param(3, False, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_suspended_steps_beside_reclaimed_and_restored_blocks(
-    make_executor: MakeExecutor, undisturbed: list[list[int]], stops_every: int, prefix_caching: bool
+    model_dir: Path,
+    undisturbed: list[list[int]],
+    stops_every: int,
+    prefix_caching: bool,
+    num_micro_batches: int,
 ) -> None:
     config = SchedulerConfig(policy="slo", checkpointing="adaptive", prefix_caching=prefix_caching)
-    engine, tokens, num_stopped = serve(make_executor(TOO_FEW, config), config, stops_every=stops_every)
+    executor = create_executor(model_dir, TOO_FEW, config, num_micro_batches=num_micro_batches)
+    engine, tokens, num_stopped = serve(executor, config, stops_every=stops_every)
     counters = engine.scheduler.counters[ServiceClass.OFFLINE]
     assert tokens == undisturbed
     assert (num_hit_tokens(engine) > 0) == prefix_caching
@@ -228,18 +234,30 @@ class Clumsy(Executor):
         raise MemoryError("scripted")
 
 
-@pytest.mark.parametrize("fails_at", [{0}, {60}, {0, 10, 60}], ids=str)
-@pytest.mark.parametrize("policy", ["priority", "slo"])
-@pytest.mark.parametrize("prefix_caching", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(  # each two values together
+    ("policy", "fails_at", "prefix_caching", "num_micro_batches"),
+    [
+        ("slo", {0}, True, 2),
+        ("priority", {60}, True, 1),
+        ("slo", {0, 10, 60}, True, 1),
+        pytest.param("priority", {0}, False, 1, marks=pytest.mark.slow),
+        pytest.param("slo", {60}, False, 2, marks=pytest.mark.slow),
+        pytest.param("priority", {0, 10, 60}, False, 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_requests_run_again_after_failed_steps_give_the_same_tokens(
-    make_executor: MakeExecutor,
+    model_dir: Path,
     undisturbed: list[list[int]],
     policy: PolicyName,
     fails_at: set[int],
     prefix_caching: bool,
+    num_micro_batches: int,
 ) -> None:
     config = SchedulerConfig(policy=policy, checkpointing="adaptive", prefix_caching=prefix_caching)
-    executor = Clumsy(make_executor(TOO_FEW, config), fails_at)
+    executor = Clumsy(
+        create_executor(model_dir, TOO_FEW, config, num_micro_batches=num_micro_batches), fails_at
+    )
     engine = Engine(config, executor, VirtualClock(), make_profile())
     served, _ = serve_on(engine, executor)
     for request, tokens in zip(served, undisturbed, strict=True):
@@ -300,11 +318,23 @@ def undisturbed_crowd(model_dir: Path) -> list[list[int]]:
     return [request.output_token_ids for request in crowd_on(engine, executor)]
 
 
-@pytest.mark.parametrize("prefix_caching", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", ["priority", "slo", "bros"])
 @pytest.mark.parametrize(
-    ("checkpointing", "restore"),
-    [("adaptive", "background"), ("eager", "blocking"), ("swap", "background"), ("none", "background")],
+    ("checkpointing", "restore", "policy", "prefix_caching"),
+    [
+        ("adaptive", "background", "slo", True),
+        ("eager", "blocking", "bros", True),
+        ("none", "background", "priority", True),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("swap", "background", "priority", True),
+                ("adaptive", "background", "bros", False),
+                ("eager", "blocking", "slo", False),
+                ("swap", "background", "slo", False),
+                ("none", "background", "priority", False),
+            )
+        ),
+    ],
 )
 def test_requests_that_share_blocks_give_the_same_tokens(
     model_dir: Path,

@@ -57,8 +57,8 @@ def create_executor(model_dir: Path, num_micro_batches: int, interval: int | str
 
 @pytest.fixture(
     scope="module",
-    params=[(1, "none"), (2, "none"), (2, 2)],
-    ids=["1-micro-batch", "2-micro-batches", "2-micro-batches-offloaded"],
+    params=[(1, "none"), (2, 2), pytest.param((2, "none"), marks=pytest.mark.slow)],
+    ids=["1-micro-batch", "2-micro-batches-offloaded", "2-micro-batches"],
 )
 def executor(request: pytest.FixtureRequest, model_dir: Path) -> TorchExecutor:
     return create_executor(model_dir, *request.param)
@@ -88,9 +88,21 @@ def expected(model_dir: Path) -> dict[str, list[int]]:
     return undisturbed(create_executor(model_dir, num_micro_batches=1), all_requests())
 
 
-@pytest.mark.parametrize("prefix_caching", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("preemption", ["suspend", "discard"])
-@pytest.mark.parametrize("layer", range(NUM_LAYERS + 1))
+@pytest.mark.parametrize(
+    ("layer", "preemption", "prefix_caching"),
+    [
+        *((layer, "suspend", True) for layer in range(0, NUM_LAYERS + 1, 2)),
+        *((layer, "discard", True) for layer in (0, 4, NUM_LAYERS)),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                *((layer, "suspend", True) for layer in range(1, NUM_LAYERS, 2)),
+                (2, "suspend", False),
+                (4, "discard", False),
+            )
+        ),
+    ],
+)
 def test_an_arrival_at_any_point_of_a_step_changes_no_token(
     executor: TorchExecutor,
     expected: dict[str, list[int]],
@@ -142,7 +154,7 @@ def test_what_stops_of_a_flood_for_another_owner_changes_no_token(
     assert tokens_of(served) == undisturbed(create_executor(model_dir, num_micro_batches=1), wanted())
 
 
-@any_interleaving(25, 25, NUM_LAYERS)
+@any_interleaving(16, 25, NUM_LAYERS)
 def test_any_interleaving_yields_the_undisturbed_tokens_and_leaks_nothing(
     executor: TorchExecutor,
     expected: dict[str, list[int]],
