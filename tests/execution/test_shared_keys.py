@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from backfill.execution.shared_keys import MIN_SAVED_KEYS, MIN_SHARED_KEYS, find_shared_keys
 from backfill.kernels.inputs import SHARED_UNIT
+from tests.shared import examples
 
 
 class Sequence(NamedTuple):
@@ -86,7 +87,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Sequence], int]:
 
 
 @given(batches())
-@settings(max_examples=300)
+@settings(max_examples=examples(200))
 def test_groups_are_those_of_every_two_sequences(batch: tuple[list[Sequence], int]) -> None:
     sequences, block_size = batch
     assert found(sequences, block_size) == expected(sequences, block_size)

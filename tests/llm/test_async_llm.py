@@ -270,6 +270,7 @@ def test_shutdown_while_the_engine_loads_fails_requests(small_model: Any) -> Non
     assert [type(failure) for failure in failures] == [EngineDead] * 2
 
 
+@pytest.mark.slow  # starts an engine; while one loads in the test above
 def test_the_end_of_the_block_ends_the_requests(async_llm: AsyncLLM, small_model: Any) -> None:
     async def end_early() -> BaseException | list[RequestOutput]:
         async with AsyncLLM(str(small_model), dtype="float32", threads=1, kv_gib=0.05, policy="fcfs") as llm:

@@ -305,6 +305,7 @@ def test_an_engine_that_dies_fails_the_call_and_is_started_by_the_next(
     assert "the engine has died and is restarted" in caplog.text
 
 
+@pytest.mark.slow  # starts an engine; closing one that loads: test_async_llm.py
 def test_closing_during_a_restart_fails_the_call_and_later_ones_say_so(small_model: Path) -> None:
     llm = LLM(str(small_model), dtype="float32", threads=1, kv_gib=0.01)
     client, failures = llm._engine.client, []

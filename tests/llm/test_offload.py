@@ -57,7 +57,7 @@ def logits(model: Any) -> Tensor:
 
 
 def tokens(model: Any) -> Tensor:
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5}
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": True, "temperature": 1.5}
     torch.manual_seed(5)
     found: Tensor = model.generate(INPUT, attention_mask=torch.ones_like(INPUT), **options)
     return found
@@ -74,7 +74,7 @@ def test_logits_and_tokens_are_those_of_the_model_at_every_interval(kind: str) -
     expected_logits, expected_tokens = logits(model), tokens(model)
     all_bytes = layer_bytes(model)
     handle = offload(model, interval=1)
-    for interval in (1, 2, 3, NUM_LAYERS, 1):
+    for interval in (1, 3, NUM_LAYERS, 2):
         if interval != handle.interval:
             handle.set_interval(interval)
         assert torch.equal(logits(model), expected_logits)

@@ -99,7 +99,7 @@ def test_requests_are_chosen_one_by_one_and_the_pool_is_told_their_lengths() -> 
 def test_the_engine_gets_prompts_that_begin_alike_together_and_outputs_are_those_of_single_calls(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = [[1000 + number % 5] * 40 + [2000 + number] for number in range(60)]
+    prompts = [[1000 + number % 5] * 40 + [2000 + number] for number in range(30)]
     params, seeds = SamplingParams(max_tokens=2, ignore_eos=True), random.Random(3)
     monkeypatch.setattr(llm._engine.preparer, "seeds", seeds)
     state = seeds.getstate()
@@ -110,6 +110,6 @@ def test_the_engine_gets_prompts_that_begin_alike_together_and_outputs_are_those
     assert [each.outputs[0].token_ids for each in together] == [each.outputs[0].token_ids for each in alone]
     assert [each.prompt_token_ids for each in together] == prompts
     groups = [each.prompt_token_ids[0] for each in sent]
-    assert sum(one != other for one, other in itertools.pairwise(groups)) < 15, groups
+    assert sum(one != other for one, other in itertools.pairwise(groups)) < 10, groups
     arrivals = [each.arrived_at_s for each in sent]
     assert arrivals == sorted(arrivals) and {each.num_reused_tokens for each in sent} == {None, 40}

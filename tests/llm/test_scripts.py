@@ -30,7 +30,8 @@ llm.generate([[1000]] * 200, SamplingParams(max_tokens=None, ignore_eos=True), u
 """
 
 
-@pytest.mark.parametrize("way", ["file", pytest.param("standard input", marks=pytest.mark.slow)])
+@pytest.mark.slow  # children run without the main module: tests/ipc/test_python_process.py
+@pytest.mark.parametrize("way", ["file", "standard input"])
 def test_a_script_needs_no_guard_and_ends_quietly(way: str, small_model: Path, tmp_path: Path) -> None:
     script = SCRIPT.format(model=str(small_model))
     (tmp_path / "script.py").write_text(script)
@@ -89,7 +90,6 @@ assert set(backfill.__all__) <= set(dir(backfill))
 for name in set(backfill.__all__) - {"offload"}:
     getattr(backfill, name)
 assert not {"torch", "transformers", "pydantic"} & set(sys.modules)
-backfill.offload  # of models that torch runs
 try:
     backfill.LMM
 except AttributeError as error:

@@ -111,7 +111,14 @@ def test_values_of_matrices_and_parts(label: str, dtype: torch.dtype, tmp_path: 
             assert isinstance(found, QuantizedWeight), "a part at 32 inputs is not widened"
 
 
-@pytest.mark.parametrize("label", ["awq", "gptq-sym", "packed", "packed-float", "int-channel"])
+@pytest.mark.parametrize(
+    "label",
+    [
+        "awq",
+        "int-channel",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("gptq-sym", "packed", "packed-float")),
+    ],
+)
 def test_logits_are_those_of_the_dequantized_model(label: str, tmp_path: Path) -> None:
     case, _ = CASES[label]
     plain = save_quantized_model(case, tmp_path)
@@ -130,6 +137,7 @@ def test_logits_are_those_of_the_dequantized_model(label: str, tmp_path: Path) -
             assert torch.equal(found, expected)
 
 
+@pytest.mark.slow  # starts two engines; logits are in the test above
 def test_a_model_is_served_as_it_is_stored(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

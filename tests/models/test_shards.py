@@ -36,7 +36,13 @@ SIZES = {  # tensor_parallel_size, pipeline_parallel_size; there are 6 heads, 3 
     "llama": [(1, 1), (2, 1), (6, 1), (1, 2), (1, 3), (2, 3)],  # 2 KV heads: 6 ranks have them three times
     "opt": [(1, 1), (2, 1), (3, 1), (6, 1), (1, 2), (1, 3), (3, 2)],
 }
-CASES = [(kind, *sizes) for kind in CONFIGS for sizes in SIZES["opt" if "opt" in kind else "llama"]]
+FULLY = ["llama-biased", "qwen3", "opt-350m"]  # of others, the whole model and the most ranks
+CASES = [
+    (kind, *sizes)
+    for kind in CONFIGS
+    for of_kind in (SIZES["opt" if "opt" in kind else "llama"],)
+    for sizes in (of_kind if kind in FULLY else (of_kind[0], of_kind[-1]))
+]
 
 
 @dataclass
