@@ -136,7 +136,9 @@ def test_a_profile_with_only_a_new_error_keeps_the_correction() -> None:
     assert predictor.time_scale == learned != 1.0
 
 
-@pytest.mark.parametrize(("every", "is_learned"), [(250, False), (2, True)])
+@pytest.mark.parametrize(
+    ("every", "is_learned"), [(250, False), pytest.param(2, True, marks=pytest.mark.slow)]
+)
 def test_rare_steps_that_a_hypervisor_disturbs_are_not_learned(every: int, is_learned: bool) -> None:
     learning = LearningEngine(coarse_profile(TRUTH))
     engine, numbers = learning.engine, itertools.count()
@@ -178,12 +180,12 @@ def test_gaps_are_in_time_however_many_steps_a_hypervisor_disturbs(every: int) -
 def test_nothing_is_fitted_while_an_online_request_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     learning = LearningEngine()
     for _ in range(3):  # the first fits come sooner
-        learning.serve_chats(60)
+        learning.serve_chats(20)
         learning.refine()
     fitted_at_s = learning.clock.now_s()
     fits: list[float] = []
     monkeypatch.setattr(learning.refiner, "refine", lambda: fits.append(learning.clock.now_s()))
-    learning.serve_chats(30)
+    learning.serve_chats(10)
     learning.clock.advance(fitted_at_s + 40.0 - learning.clock.now_s())
     request = make_request()
     learning.engine.arrive(request)
@@ -201,7 +203,7 @@ def test_nothing_is_fitted_while_an_online_request_waits_for_it(monkeypatch: pyt
 def test_a_server_that_is_never_idle_fits_each_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     learning = LearningEngine()
     for _ in range(3):
-        learning.serve_chats(60)
+        learning.serve_chats(20)
         learning.refine()
     fitted_at_s = [learning.clock.now_s()]
 
@@ -212,7 +214,7 @@ def test_a_server_that_is_never_idle_fits_each_minute(monkeypatch: pytest.Monkey
     fit_anew = learning.refiner.refine
     monkeypatch.setattr(learning.refiner, "refine", fit)
     for _ in range(2):
-        learning.serve_chats(60)
+        learning.serve_chats(20)
         learning.engine.add(make_request())
         due_at_s = fitted_at_s[-1] + 60.0
         learning.clock.advance(due_at_s - 1.0 - learning.clock.now_s())
