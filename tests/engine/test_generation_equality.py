@@ -188,7 +188,7 @@ def test_preempted_requests_yield_the_same_tokens(
     executor: TorchExecutor, prompts: list[list[int]], expected: list[list[int]], prefix_caching: bool
 ) -> None:
     outputs, engine = generate(
-        executor, prompts, num_blocks=40, prefix_caching=prefix_caching, max_num_seqs=16
+        executor, prompts, num_blocks=32, prefix_caching=prefix_caching, max_num_seqs=16
     )
     assert engine.scheduler.counters[ServiceClass.ONLINE].num_preemptions > 5
     assert (num_hit_tokens(engine) > 0) == prefix_caching

@@ -229,7 +229,7 @@ def test_a_refit_that_fails_ends_the_refining_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     learning = LearningEngine()
-    learning.serve_chats(60)
+    learning.serve_chats(20)
 
     def fail() -> None:
         raise ValueError("no fit")
@@ -238,7 +238,7 @@ def test_a_refit_that_fails_ends_the_refining_and_nothing_else(
     before = learning.profile
     for _ in range(2):
         assert learning.refine() is None
-        learning.serve_chats(60)
+        learning.serve_chats(20)
     assert learning.profile is before
     (record,) = caplog.records
     assert "cannot be refined" in record.getMessage() and record.exc_info is not None

@@ -84,8 +84,10 @@ def make_plain() -> tuple[CpuKernels, Layer, Tensor, Tensor, DecoderInputs]:
     return kernels, layer, *make_rows(dtype), DecoderInputs(*make_kv(dtype), NUM_HEADS, None, SCALE, EPS)
 
 
-@pytest.mark.parametrize("bits", [0, 4, 8])
-@pytest.mark.parametrize(("has_residual", "has_norms"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("bits", "has_residual", "has_norms"),
+    [(0, True, False), (0, False, True), (4, True, False), (8, False, True)],
+)
 def test_attention_block(
     kernels: CpuKernels,
     dtype: torch.dtype,

@@ -44,7 +44,7 @@ def test_operators_of_several_threads_at_once(num_threads: int) -> None:
 
     def call(index: int) -> None:
         torch.set_num_threads(num_threads)  # of this thread
-        for _ in range(200):
+        for _ in range(100):
             if not torch.equal(linears[index](x), expected[index]):
                 wrong.append(index)
 
