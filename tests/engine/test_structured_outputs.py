@@ -99,7 +99,13 @@ def run(executor: TorchExecutor, tokenizer: Tokenizer) -> Run:
     return Run(executor, tokenizer)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.9, "top_k": 40}])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0, "seed": 3, "top_p": 0.9, "top_k": 40},
+        pytest.param({"temperature": 0.0}, marks=pytest.mark.slow),
+    ],
+)
 def test_an_output_is_what_was_asked_for(run: Run, sampling: dict[str, Any]) -> None:
     sampling["max_tokens"] = 60
     person = json.loads(run.text({"json": PERSON}, **{**sampling, "max_tokens": 300}))

@@ -44,6 +44,7 @@ async def generate(client: EngineClient, name: str, max_tokens: int = 4) -> int:
     return len([output async for output in client.generate(request)])
 
 
+@pytest.mark.slow  # its executor alone: test_executor.py
 async def test_an_idle_engine_ends_with_a_rank_and_says_which() -> None:
     async with started() as (client, ranks):
         assert await generate(client, "a") == 4

@@ -283,7 +283,11 @@ print(*executor.pids, flush=True)
 
 
 @pytest.mark.parametrize(
-    "then", ["time.sleep(3600)", "executor.run(plan_of(0, 'r0:hang', 'r1:hang'))"], ids=["idle", "in-a-step"]
+    "then",
+    [
+        pytest.param("time.sleep(3600)", id="idle", marks=pytest.mark.slow),
+        pytest.param("executor.run(plan_of(0, 'r0:hang', 'r1:hang'))", id="in-a-step"),
+    ],
 )
 def test_ranks_end_with_a_driver_that_is_killed(then: str) -> None:
     command: Sequence[str] = [sys.executable, "-c", _DRIVER.format(then=then)]
