@@ -99,7 +99,7 @@ def test_an_engine_learns_what_its_steps_cost() -> None:
         found.append(prompt_error(learning.profile))
     assert found[0] > 0.5
     assert found[1] < found[0]
-    assert found[-1] < 0.1, "steps as long as the longest prompt are not run"
+    assert found[-1] < 0.12, "steps of more than some 200 tokens are not run"
     assert learning.profile.quality == "refined"
     assert learning.saved[-1] == learning.profile == learning.refiner.profile
 
@@ -306,7 +306,10 @@ def test_nothing_is_refused_that_a_run_would_meet(num_rounds: int) -> None:
         impossible = impossible_slo(learning.profile, CONFIG, num_tokens)
         assert impossible.ttft_s <= needed.ttft_s * rng.uniform(1.0, 3.0)
         assert impossible.tpot_s <= needed.tpot_s * rng.uniform(1.0, 3.0)
-    absurd = achievable_slo(TRUTH, CONFIG, 1000).ttft_s / 4
+    known_tokens = min(
+        1000, learning.profile.known_chunk_tokens
+    )  # as if one step had the prompt, in no more time
+    absurd = achievable_slo(TRUTH, CONFIG, known_tokens).ttft_s / 4
     assert (impossible_slo(learning.profile, CONFIG, 1000).ttft_s > absurd) == (num_rounds > 0)
 
 
