@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,6 +21,7 @@ from backfill.scheduling import owner_shares
 from backfill.scheduling.owner_shares import OwnerShares, in_turn, prompts_in_turn, relegating
 from backfill.scheduling.policies.baselines import FcfsPolicy
 from backfill.scheduling.policies.create import PolicyFactory
+from backfill.scheduling.policies.slo import SloPolicy
 from backfill.scheduling.policy import Snapshot
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.queues import LevelRule, RequestQueue, UnfinishedRequests
@@ -123,16 +125,16 @@ def test_who_asked_for_nothing_has_no_claim_for_it() -> None:
 
 @given(
     weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=2, max_size=4),
-    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
 )
-def test_backlogged_owners_get_their_shares(weights: list[float], sizes: list[int]) -> None:
+def test_backlogged_owners_get_their_shares(weights: list[float], lengths: list[int]) -> None:
     """Between owners with a backlog lies at most one request, over the weight."""
     service = Service()
     owners = {f"owner{index}": weight for index, weight in enumerate(weights)}
     for index in range(12):
         for number, (owner, weight) in enumerate(owners.items()):
-            service.add(owner, sizes[(index + number) % len(sizes)], weight)
-    bound = max(sizes) / min(weights)
+            service.add(owner, lengths[(index + number) % len(lengths)], weight)
+    bound = max(lengths) / min(weights)
     while len({each.owner for each in service.waiting}) == len(owners):
         service.serve_next()
         had = [service.tokens_had[owner] / weight for owner, weight in owners.items()]
@@ -300,8 +302,8 @@ def test_a_long_prompt_of_one_owner_holds_up_no_short_ones_of_another(policy: Po
 def slow_bench(step_s: float = 0.1, **limits: int) -> Bench:
     """A second for 1000 prompt tokens, and what each step takes more."""
     cost = linear_cost(token_s=0.001, step_s=step_s)
-    sizes = {"max_num_batched_tokens": 1000, "max_prefill_chunk_tokens": 1000}
-    return Bench(slo_policy, cost=cost, num_blocks=8000, **{**sizes, **limits})
+    most = {"max_num_batched_tokens": 1000, "max_prefill_chunk_tokens": 1000}
+    return Bench(slo_policy, cost=cost, num_blocks=8000, **{**most, **limits})
 
 
 def keep_waiting(bench: Bench, num: int, prompt_tokens: int) -> None:
@@ -349,13 +351,29 @@ def test_a_begun_prompt_gives_the_next_chunk_to_who_was_served_less() -> None:
     assert begun.first_token_at_s is None
 
 
-def test_steps_of_prompts_alone_are_short_where_they_are_of_several_owners() -> None:
-    def first_step_s(*owners: str) -> float:
-        bench = slow_bench(step_s=0.001)
-        bench.step(*(make_request(400, 1, owner=each, slo=SLO(ttft_s=60.0, tpot_s=1.0)) for each in owners))
-        return bench.clock.now_s()
-
-    assert first_step_s("a", "b", "a") < 0.5 * first_step_s("a", "a", "a")
+def test_late_answers_of_one_owner_leave_the_prompts_of_another_time_in_each_step() -> None:
+    """They take turns, as many a step as the TPOT objective lets, each once in a TTFT objective."""
+    slo = SLO(ttft_s=1.0, tpot_s=0.15)
+    cost = linear_cost(token_s=2e-4, step_s=0.01, context_s=2e-5)
+    bench = Bench(
+        partial(SloPolicy, default_slo=slo, max_step_tokens=1000, can_stop=True),
+        slo=slo,
+        cost=cost,
+        num_blocks=20_000,
+        max_num_seqs=256,
+    )
+    late_slo = SLO(ttft_s=0.05, tpot_s=0.15)
+    late = [make_request(200, 2000, owner="late", slo=late_slo) for _ in range(200)]
+    bench.step(*late)
+    while any(each.first_token_at_s is None for each in late):
+        bench.step()
+    began_s, chats = bench.clock.now_s(), []
+    while bench.clock.now_s() < began_s + 20.0:
+        if (due_s := began_s + 0.5 * len(chats)) <= bench.clock.now_s():
+            chats.append(make_request(800, 1, owner="chat", slo=slo, arrived_at_s=due_s))
+            bench.add(chats[-1])
+        bench.step()
+    assert all(each.first_token_at_s is not None for each in chats[:-2])
 
 
 def flooding(bench: Bench, late: Request, num_prompts: int, **prompt: Any) -> None:

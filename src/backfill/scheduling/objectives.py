@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ConfigError
@@ -31,7 +32,7 @@ _PASSING_SHARE = 0.5
 # Part of the TTFT objective that a step without online decodes may take: who arrives in it can be in time.
 _PROMPT_STEP_SHARE = 0.5
 # Part of the best rate of prompts from which larger steps of them no longer pay.
-_PROMPT_EFFICIENCY = 0.9
+PROMPT_EFFICIENCY = 0.9
 # When a widened default returns.
 _CONFIRMING_FITS = 3
 _RETURN_SHARE = 0.8
@@ -142,9 +143,10 @@ def decode_limit_s(tpot_s: float) -> float:
     return (1.0 - PROMPT_SHARE) * tpot_s
 
 
-def paying_step_s(cost: CostModel, max_step_tokens: int, decodes: StepLoad | None = None) -> float:
-    """Predicted seconds of a step beside ``decodes`` that holds as many tokens of prompts as pay."""
-    return cost.efficient_prefill_s(decodes or StepLoad(), _PROMPT_EFFICIENCY, max_step_tokens)
+@lru_cache(maxsize=16)  # a process has a few models, and a policy asks in every step
+def paying_step_s(cost: CostModel, max_step_tokens: int) -> float:
+    """Predicted seconds of a step that holds as many tokens of prompts as pay, and nothing else."""
+    return cost.efficient_prefill_s(StepLoad(), PROMPT_EFFICIENCY, max_step_tokens)
 
 
 def prompt_step_s(slo: SLO, paying_s: float) -> float:

@@ -11,7 +11,13 @@ from backfill.core.request import PriorityLevel, RequestId
 from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
 from backfill.scheduling.first_tokens import is_new, least_spare_s, most_in_time, shortest_first
-from backfill.scheduling.objectives import least_tpot_slo, paying_step_s, prompt_step_s, share_in_time
+from backfill.scheduling.objectives import (
+    PROMPT_EFFICIENCY,
+    least_tpot_slo,
+    paying_step_s,
+    prompt_step_s,
+    share_in_time,
+)
 from backfill.scheduling.owner_shares import (
     in_places_of_owners,
     leaving_out,
@@ -166,7 +172,7 @@ class SloPolicy(Policy):
             return max(limit_s, self._least_limit_s(view, builder.batch.load, decodes, ()))
         load, cost = decode_load(decodes), self._predictor.cost
         prompts = prompts_in_turn(prefills, waiting[:_MAX_WEIGHED], view.served)[:_MAX_WEIGHED]
-        if view.is_flooded or (view.is_shared and not delayed):  # who else arrives need not wait for long
+        if view.is_flooded:  # prompts of others need not wait for long
             limit_s = min(limit_s, decodes_s + paying_step_s(cost, self._max_step_tokens))
         worst = self._predictor.worst_scale
         token_s = worst * self._token_s(load, limit_s)
@@ -196,7 +202,7 @@ class SloPolicy(Policy):
         spread_s = _BURST_SHARE * self.default_slo.ttft_s
         if not late or share_in_time(served, late, spread_s) >= _LEAST_SHARE_IN_TIME:
             return 0.0
-        return paying_step_s(self._predictor.cost, self._max_step_tokens, decodes)
+        return self._predictor.cost.efficient_prefill_s(decodes, PROMPT_EFFICIENCY, self._max_step_tokens)
 
     def _limit_s(
         self, decodes: Sequence[RequestView], now_s: float, decodes_s: float, bank_share: float = 0.0
@@ -207,14 +213,15 @@ class SloPolicy(Policy):
         one that leaves prompts their share of a step, but as no more than the server's own.
 
         Args:
-            decodes: those that are not for this step among them.
-            decodes_s: of a step of those that are, alone.
+            decodes: those that are not for this step among them. Without any, who arrives waits for the step.
+            decodes_s: of a step of those that are in it, alone, late ones too.
             bank_share: part of what each decode has banked that the step may take too.
         """
         usable, default = self._predictor.usable_share, self.default_slo
         if not decodes:
             usable_slo = SLO(default.ttft_s * usable, default.tpot_s * usable)
-            return prompt_step_s(usable_slo, paying_step_s(self._predictor.cost, self._max_step_tokens))
+            paying_s = paying_step_s(self._predictor.cost, self._max_step_tokens)
+            return prompt_step_s(usable_slo, decodes_s + paying_s)
         if bank_share:
             by_s = min([each.next_token_by_s + bank_share * max(0.0, each.banked_s) for each in decodes])
         else:
@@ -318,12 +325,9 @@ class SloPolicy(Policy):
 
     def _fill_offline_step(self, view: Snapshot[R], builder: BatchBuilder[R], reserved: int) -> None:
         """Without online requests: as large as throughput needs. An arrival waits for it, or stops it."""
-        unstoppable_s = UNSTOPPABLE_TTFT_SHARE * self.default_slo.ttft_s
+        unstoppable_s = UNSTOPPABLE_TTFT_SHARE * self.default_slo.ttft_s * self._predictor.usable_share
         sizes = self._predictor.cost.efficient_step_sizes(self._offline_efficiency, self._max_step_tokens)
-        limits = ChunkLimits(
-            max_step_s=math.inf if self._can_stop else unstoppable_s * self._predictor.usable_share,
-            step_sizes=sizes,
-        )
+        limits = ChunkLimits(max_step_s=math.inf if self._can_stop else unstoppable_s, step_sizes=sizes)
         serve(view, builder, _PROMOTED, limits, may_preempt=_OFFLINE)
         serve(view, builder, _OFFLINE, limits, reserved_blocks=reserved)
 
