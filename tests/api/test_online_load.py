@@ -191,6 +191,7 @@ def test_what_the_prompts_of_a_request_share_counts_once() -> None:
     assert predicted.ttft_alone_s == pytest.approx(alone.ttft_alone_s, abs=0.051 * 3), "but for steps begun"
     load.add(num_tokens, keys=[whole, whole, half], **now)
     assert predict(load, 1).ttft_s == pytest.approx(alone.ttft_s, abs=0.051 * 4)
+    assert load.num_relegated(now_s=98.0) == 3, "none of the prompts is there yet"
 
 
 def test_nobody_is_passed_where_a_prompt_would_have_to_wait_for_more_than_a_step() -> None:

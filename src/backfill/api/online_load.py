@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from itertools import repeat
 from operator import attrgetter, itemgetter, sub
 from typing import NamedTuple
 
@@ -93,10 +92,10 @@ class OnlineLoad:
     Prompts that the scheduler has relegated (``scheduling/queues.py``) are counted apart: they are served
     after those of their owner that can still be in time. Between owners there are turns
     (``scheduling/owner_shares.py``): prompts of each other one count up to the tokens of its own that a
-    request has before it, as if all had one weight. Until its first token a prompt counts with all that the
-    prefix cache lacked when it came, so one that is partly computed is taken for relegated too early. The
-    cache is taken to hold what prompts of online requests had computed lately: it may have lost some of it.
-    What the prompts of one request share counts once.
+    request has before it, as if all had one weight. What the prompts of one request share counts once. Until
+    its first token a prompt counts with all that the prefix cache lacked when it came, so one that is partly
+    computed is taken for relegated too early. The cache is taken to hold what prompts of online requests had
+    computed lately: it may have lost some of it.
 
     A decode gains a token in each step with online work, so its context is counted in steps: about right, and
     without a look at every token.
@@ -253,8 +252,10 @@ class OnlineLoad:
                 self._take_from(ahead, choice)
                 rest_s = self._prefill_s(ahead)
                 seconds, passed_s = rest_s, passed_s + seconds - rest_s
-        paying_s = self._correction.mean * paying_step_s(self._cost, self._step_tokens)
-        step_s = default.tpot_s if self._num_bounding else prompt_step_s(default, paying_s)
+        step_s = default.tpot_s
+        if not self._num_bounding:
+            paying_s = self._correction.mean * paying_step_s(self._cost, self._step_tokens)
+            step_s = prompt_step_s(default, paying_s)
         return now_s - arrived_at_s + (1.0 + _UNKNOWN_SHARE) * (seconds + min(passed_s, step_s))
 
     def num_too_many(self, prompt_tokens: Sequence[int], limit_s: float) -> int:
@@ -287,9 +288,11 @@ class OnlineLoad:
         """
         choices, queue = [], _Queue(owner, priority)
         until_s = lets_pass_until_s(arrived_at_s, first_token_by_s)
+        keys = keys or [()] * len(prompt_tokens)
         cached = self._prefixes.num_cached(prompt_tokens, keys)
-        for tokens, num_cached, of_prompt in zip(prompt_tokens, cached, keys or repeat(()), strict=False):
-            relegated_at_s = self._relegated_at_s(tokens, num_cached, first_token_by_s)
+        for tokens, num_cached, of_prompt in zip(prompt_tokens, cached, keys, strict=True):
+            (num_found,) = self._prefixes.num_cached([tokens], [of_prompt])  # without what it is to share
+            relegated_at_s = self._relegated_at_s(tokens, num_found, first_token_by_s)
             number = self._num_opened
             choice = OpenChoice(
                 self, tokens, num_cached, of_prompt, queue, number, until_s, relegated_at_s, bounds_steps

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from itertools import repeat, takewhile
+from itertools import takewhile
 
 CHUNK_BYTES = 256
 """Of a prompt's text in JSON; about 64 tokens."""
@@ -115,7 +115,7 @@ class PrefixIndex:
 
 
 class CachedPrefixes:
-    """The same of the one engine that a server has, in tokens."""
+    """The prefixes that the KV cache of a server's one engine holds, in tokens."""
 
     _ENGINE = ""
 
@@ -132,7 +132,7 @@ class CachedPrefixes:
             keys: of each prompt's chunks (``token_keys``); none where it shares no KV.
         """
         cached, before = [], set[int]()
-        for tokens, of_prompt in zip(prompt_tokens, keys or repeat(()), strict=False):
+        for tokens, of_prompt in zip(prompt_tokens, keys or [()] * len(prompt_tokens), strict=True):
             num_chunks = self._index.match(of_prompt, (self._ENGINE,))[self._ENGINE]
             num_chunks += sum(1 for _ in takewhile(before.__contains__, of_prompt[num_chunks:]))
             cached.append(min(CHUNK_TOKENS * num_chunks, tokens - 1))
