@@ -277,6 +277,9 @@ def test_a_ttft_objective_must_leave_time_for_the_prompts_ahead() -> None:
     check(waiting_prompt, ttft_s=0.25, passing_s=0.25)  # the one ahead lets it pass
     refused = refused_with(waiting_prompt, ttft_s=0.25, passing_s=0.26)
     assert "leaves 0.26 s" in str(refused) and refused.retry_after_s == 1
+    assert refused_with(loaded(500), ttft_s=0.25, passing_s=2.2).retry_after_s == 3, (
+        "those that it passes are not ahead"
+    )
     check(loaded(), ttft_s=0.05, tokens=10)  # late even alone: the answer says so
 
 

@@ -70,16 +70,18 @@ def check_hopeless(predicted: Prediction, objective_s: float) -> None:
     The time that it takes without others is no reason to shed: a retry would not change it.
     """
     if predicted.ttft_s > SHED_FACTOR * max(objective_s, predicted.ttft_alone_s):
-        raise RequestShed(predicted.ttft_s, objective_s, retry_after_s(predicted))
+        wait_s = predicted.ttft_s - predicted.ttft_alone_s
+        raise RequestShed(predicted.ttft_s, objective_s, retry_after_s(wait_s))
 
 
-def retry_after_s(predicted: Prediction) -> int:
-    """Whole seconds until all prompts ahead are computed, 1 to 120.
+def retry_after_s(wait_s: float) -> int:
+    """Whole seconds, 1 to 120.
 
-    Until its first token a prompt counts whole, so where one long prompt is ahead no less would do.
+    Args:
+        wait_s: until all prompts ahead are computed. Where one long prompt is ahead no less would do: it
+            counts whole until its first token.
     """
-    wait_s = math.ceil(predicted.ttft_s - predicted.ttft_alone_s)
-    return min(MAX_RETRY_AFTER_S, max(1, wait_s))
+    return min(MAX_RETRY_AFTER_S, max(1, math.ceil(wait_s)))
 
 
 def check_objectives(
@@ -112,9 +114,9 @@ def check_objectives(
         and ttft.seconds < default.ttft_s
         and predicted.ttft_s > max(ttft.seconds, predicted.ttft_alone_s)
     ):
-        offered_s = min(default.ttft_s, predicted.ttft_s, passing_ttft_s())
-        if offered_s > ttft.seconds:
-            raise ObjectiveUnavailable(ttft, offered_s, retry_after_s(predicted))
+        ttft_s = min(predicted.ttft_s, passing_ttft_s())
+        if (offered_s := min(default.ttft_s, ttft_s)) > ttft.seconds:
+            raise ObjectiveUnavailable(ttft, offered_s, retry_after_s(ttft_s - predicted.ttft_alone_s))
     if tpot is not None and tpot.seconds < default.tpot_s:
         _check_tpot(tpot, default.tpot_s, load, predicted, prompt_tokens, end_s)
 

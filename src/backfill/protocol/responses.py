@@ -89,8 +89,8 @@ class Attainment:
         return {
             "ttft": round(self.ttft_s, 6),
             "max_itl": None if self.max_itl_s is None else round(self.max_itl_s, 6),
-            "ttft_slo": self.slo.ttft_s,
-            "tpot_slo": self.slo.tpot_s,
+            "ttft_slo": round(self.slo.ttft_s, 6),
+            "tpot_slo": round(self.slo.tpot_s, 6),
             "ttft_slo_met": self.ttft_s <= self.slo.ttft_s,
             "tpot_slo_met": self.max_itl_s is None or self.max_itl_s <= self.slo.tpot_s,
         }
