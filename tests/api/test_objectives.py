@@ -367,8 +367,14 @@ def test_a_tpot_objective_that_others_on_the_bus_leave_no_room_for_is_refused() 
 
 
 def test_a_request_that_would_wait_too_long_may_be_retried_when_others_are_served() -> None:
-    check_hopeless(Prediction(SHED_FACTOR * 1.0, 0.15, 0.0, 0.0), 1.0)
-    check_hopeless(Prediction(9.0, 9.0, 0.0, 0.0), 1.0)  # alone it takes as long: a retry would not help
+    def check_wait(ttft_s: float, alone_s: float, objective_s: float, passing_s: float = math.inf) -> None:
+        check_hopeless(Prediction(ttft_s, alone_s, 0.0, 0.0), objective_s, lambda: passing_s)
+
+    check_wait(SHED_FACTOR * 1.0, 0.15, 1.0)
+    check_wait(9.0, 9.0, 1.0)  # alone it takes as long: a retry would not help
+    check_wait(9.0, 0.15, 1.0, passing_s=SHED_FACTOR * 1.0)
+    with pytest.raises(RequestShed, match=r"about 2\.5 s"):
+        check_wait(9.0, 0.15, 1.0, passing_s=2.5)
     for ttft_s, objective_s, retry_after_s in (
         (1.8, 0.5, 2),
         (1.01, 0.5, 1),
@@ -376,7 +382,7 @@ def test_a_request_that_would_wait_too_long_may_be_retried_when_others_are_serve
         (1000.0, 0.5, 120),
     ):
         with pytest.raises(RequestShed, match=f"about {ttft_s:.1f} s") as refused:
-            check_hopeless(Prediction(ttft_s, 0.15, 0.0, 0.0), objective_s)
+            check_wait(ttft_s, 0.15, objective_s)
         assert refused.value.retry_after_s == retry_after_s
 
 

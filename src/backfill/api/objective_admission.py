@@ -64,14 +64,17 @@ class ObjectiveUnavailable(RateLimited):
         )
 
 
-def check_hopeless(predicted: Prediction, objective_s: float) -> None:
+def check_hopeless(predicted: Prediction, objective_s: float, passing_ttft_s: Callable[[], float]) -> None:
     """Raise RequestShed if a request would miss its TTFT objective by far because of those ahead of it.
 
     The time that it takes without others is no reason to shed: a retry would not change it.
+
+    Args:
+        passing_ttft_s: as of ``check_objectives``.
     """
-    if predicted.ttft_s > SHED_FACTOR * max(objective_s, predicted.ttft_alone_s):
-        wait_s = predicted.ttft_s - predicted.ttft_alone_s
-        raise RequestShed(predicted.ttft_s, objective_s, retry_after_s(wait_s))
+    most_s = SHED_FACTOR * max(objective_s, predicted.ttft_alone_s)
+    if predicted.ttft_s > most_s and (ttft_s := min(predicted.ttft_s, passing_ttft_s())) > most_s:
+        raise RequestShed(ttft_s, objective_s, retry_after_s(ttft_s - predicted.ttft_alone_s))
 
 
 def retry_after_s(wait_s: float) -> int:

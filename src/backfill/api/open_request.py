@@ -151,8 +151,6 @@ def count_online(state: ServerState, generation: Generation, arrived_at_s: float
         first_token_by_s=first_token_by_s,
         now_s=now_s,
     )
-    if state.server_config.shed_hopeless:
-        check_hopeless(predicted, request.slo.ttft_s)
     end_s = partial(state.admission.retry_after_s, ServiceClass.ONLINE)
     passing_ttft_s = partial(
         load.passing_ttft_s,
@@ -164,6 +162,8 @@ def count_online(state: ServerState, generation: Generation, arrived_at_s: float
         now_s=now_s,
         default=default,
     )
+    if state.server_config.shed_hopeless:
+        check_hopeless(predicted, request.slo.ttft_s, passing_ttft_s)
     check_objectives(generation.objectives, default, load, predicted, passing_ttft_s, prompt_tokens, end_s)
     return load.add(
         prompt_tokens,
