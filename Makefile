@@ -69,9 +69,9 @@ serve: $(RUNNABLE)
 test: $(TESTABLE)
 	$(BIN)/python -m pytest -n $(WORKERS) $(IN_PARALLEL) -m 'not ($(LEFT_OUT))' $(ARGS)
 
-# And what starts a database, an object store or a cluster, what is slow, and more examples.
+# And what starts a database, an object store or a cluster, and what is slow.
 test-all: $(TESTABLE)
-	$(BIN)/python -m pytest -n $(WORKERS) $(IN_PARALLEL) --hypothesis-profile=long $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(IN_PARALLEL) $(ARGS)
 
 # As other machines run them: BACKFILL_CPU_ISA limits our kernels and the libraries beside them.
 test-variants: $(TESTABLE)

@@ -45,7 +45,7 @@ if not torch.cuda.is_available():
 _MARKERS = {"browser": "browser", "cluster": "ray", "postgres": "postgres", "s3": "s3"}
 
 # Long ones that would come last: one worker would have nothing to do while another runs them.
-_FIRST_FILES = ("test_documented_commands.py",)
+_FIRST_FILES = ("test_documented_commands.py", "test_dependencies.py")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock
 from hypothesis import settings
 
-SHORT, LONG = "short", "long"  # the Hypothesis profiles of make test and of make test-all
+SHORT, LONG = "short", "long"  # Hypothesis profiles; SHORT is that of make test and make test-all
 RUN_FOLDER_VARIABLE = "TESTS_OF_BACKFILL_RUN_FOLDER"
 
 
