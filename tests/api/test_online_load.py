@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from backfill.api.online_load import OnlineLoad, OpenChoice, Prediction
+from backfill.api.online_load import AskedPrompts, OnlineLoad, OpenChoice, Prediction
 from backfill.api.online_traffic import OnlineTrafficMeter
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
@@ -53,14 +53,14 @@ def add(
     bounds_steps: bool = True,
 ) -> list[OpenChoice]:
     """Prompts that came long ago let nobody pass any more."""
-    return load.add(
-        prompt_tokens,
+    asked = AskedPrompts(
+        num_tokens=prompt_tokens,
         priority=priority,
         owner=owner,
         arrived_at_s=arrived_at_s,
         first_token_by_s=first_token_by_s,
-        bounds_steps=bounds_steps,
     )
+    return load.add(asked, bounds_steps=bounds_steps)
 
 
 def end(choices: list[OpenChoice]) -> None:
@@ -78,14 +78,14 @@ def predict(
     now_s: float = 0.0,
 ) -> Prediction:
     arrived_at_s = now_s - waited_s
-    return load.predict(
-        prompt_tokens,
+    asked = AskedPrompts(
+        num_tokens=prompt_tokens,
         priority=priority,
         owner=owner,
         arrived_at_s=arrived_at_s,
         first_token_by_s=arrived_at_s + ttft_slo_s,
-        now_s=now_s,
     )
+    return load.predict(asked, now_s=now_s)
 
 
 def test_a_flood_of_another_owner_counts_up_to_the_tokens_of_ones_own() -> None:
@@ -140,8 +140,9 @@ STEP = SLO(ttft_s=1.0, tpot_s=0.1)
 
 def passing(load: OnlineLoad, *prompt_tokens: int, slo: SLO = STEP, now_s: float = 0.0, **more: Any) -> float:
     """Without the share for what cannot be known."""
-    asked = {"priority": 0, "arrived_at_s": now_s, **more}
-    return round(load.passing_ttft_s(prompt_tokens, now_s=now_s, default=slo, **asked) / 1.25, 9)
+    instants = {"arrived_at_s": now_s, "first_token_by_s": math.inf}
+    asked = AskedPrompts(num_tokens=prompt_tokens, **{**instants, **more})
+    return round(load.passing_ttft_s(asked, now_s=now_s, default=slo) / 1.25, 9)
 
 
 def waiting(load: OnlineLoad, num_tokens: int, ttft_s: float, **more: Any) -> OpenChoice:
@@ -173,11 +174,12 @@ def test_a_prompt_passes_longer_ones_that_can_wait() -> None:
 def test_a_prompt_passes_others_with_what_the_cache_lacks_of_them() -> None:
     load = OnlineLoad(COST, CONFIG, kv_tokens=100_000)
     keys = token_keys(tuple(range(1024)))
+    asked = AskedPrompts(num_tokens=[1024], keys=[keys], arrived_at_s=0.0, first_token_by_s=9.0)
     for _ in range(2):
-        (turn,) = load.add([1024], keys=[keys], priority=0, arrived_at_s=0.0, first_token_by_s=9.0)
+        (turn,) = load.add(asked)
         turn.on_first_token()
     waiting(load, 1, ttft_s=9.0).on_first_token()
-    load.add([1024], keys=[keys], priority=0, arrived_at_s=0.0, first_token_by_s=9.0)
+    load.add(asked)
     assert passing(load, 100) == 0.201, "of which one token is left"
 
 
@@ -185,11 +187,12 @@ def test_what_the_prompts_of_a_request_share_counts_once() -> None:
     load, prompt = OnlineLoad(COST, CONFIG, kv_tokens=100_000), tuple(range(1000))
     whole, half = token_keys(prompt), token_keys((*prompt[:500], *prompt[:500]))
     num_tokens, shared = [1000, 1000, 1000], 64 * 15 + 64 * 7
-    now = {"priority": 0, "arrived_at_s": 0.0, "first_token_by_s": 99.0}
-    predicted = load.predict(num_tokens, keys=[whole, whole, half], now_s=0.0, **now)
-    alone = load.predict([3000 - shared], now_s=0.0, **now)
+    instants = {"arrived_at_s": 0.0, "first_token_by_s": 99.0}
+    asked = AskedPrompts(num_tokens=num_tokens, keys=[whole, whole, half], **instants)
+    predicted = load.predict(asked, now_s=0.0)
+    alone = load.predict(AskedPrompts(num_tokens=[3000 - shared], **instants), now_s=0.0)
     assert predicted.ttft_alone_s == pytest.approx(alone.ttft_alone_s, abs=0.051 * 3), "but for steps begun"
-    load.add(num_tokens, keys=[whole, whole, half], **now)
+    load.add(asked)
     assert predict(load, 1).ttft_s == pytest.approx(alone.ttft_s, abs=0.051 * 4)
     assert load.num_relegated(now_s=98.0) == 3, "none of the prompts is there yet"
 
@@ -245,9 +248,9 @@ def test_a_prompt_that_passes_others_is_never_predicted_before_its_place(
     ]
     for each in prompts:
         if each is not new:
-            load.add(
-                [each.num_prompt_tokens],
-                priority=0,
+            add(
+                load,
+                each.num_prompt_tokens,
                 arrived_at_s=each.arrived_at_s,
                 first_token_by_s=each.next_token_by_s,
             )
@@ -397,18 +400,13 @@ def test_a_prompt_counts_with_what_the_prefix_cache_lacks_of_it() -> None:
     load = OnlineLoad(COST, CONFIG, kv_tokens=10_000)
     keys = token_keys(tuple(range(2992)))
 
+    asked = AskedPrompts(num_tokens=[3000], keys=[keys], arrived_at_s=0.0, first_token_by_s=0.5)
+
     def predicted() -> Prediction:
-        return load.predict(
-            [3000],
-            keys=[keys],
-            priority=0,
-            arrived_at_s=0.0,
-            first_token_by_s=0.5,
-            now_s=0.0,
-        )
+        return load.predict(asked, now_s=0.0)
 
     def come() -> OpenChoice:
-        (choice,) = load.add([3000], keys=[keys], priority=0, arrived_at_s=0.0, first_token_by_s=0.5)
+        (choice,) = load.add(asked)
         return choice
 
     whole_s = 30 * 0.15

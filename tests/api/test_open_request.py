@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from backfill.api.admission import OfflineSuspended
 from backfill.api.objective_admission import ObjectiveUnavailable, RequestShed
-from backfill.api.online_load import OnlineLoad
+from backfill.api.online_load import AskedPrompts, OnlineLoad
 from backfill.api.open_request import OpenRequest, open_request, peek
 from backfill.api.state import ServerState
 from backfill.core.clock import WallClock
@@ -85,12 +85,12 @@ async def test_a_tight_objective_is_admitted_beside_longer_prompts(monkeypatch: 
     state = await ready_state(monkeypatch, make_generation(slo=SLO(0.3, 1.0), prompts=[[5] * 100]))
     load = OnlineLoad(linear_cost(token_s=0.001), state.engine_config.scheduler, 10_000)
     state.online_load, now_s = load, WallClock().now_s()
-    (chat,) = load.add([10], priority=0, arrived_at_s=now_s, first_token_by_s=now_s + 1.0)
+    (chat,) = load.add(AskedPrompts(num_tokens=[10], arrived_at_s=now_s, first_token_by_s=now_s + 1.0))
     chat.on_first_token()
-    (long,) = load.add([400], priority=0, arrived_at_s=now_s, first_token_by_s=now_s + 1e3)
+    (long,) = load.add(AskedPrompts(num_tokens=[400], arrived_at_s=now_s, first_token_by_s=now_s + 1e3))
     (await open_request(state, "/v1/completions", make_request())).close()
     long.on_end()
-    (urgent,) = load.add([400], priority=0, arrived_at_s=now_s, first_token_by_s=now_s + 0.5)
+    (urgent,) = load.add(AskedPrompts(num_tokens=[400], arrived_at_s=now_s, first_token_by_s=now_s + 0.5))
     with pytest.raises(ObjectiveUnavailable):
         await open_request(state, "/v1/completions", make_request())
     for each in (urgent, chat):
@@ -135,7 +135,7 @@ async def test_a_request_that_is_refused_holds_nothing(
     state = await ready_state(monkeypatch, prepared)
     load = state.online_load
     assert load is not None
-    others = load.add([900, 900], priority=0, arrived_at_s=-1e9, first_token_by_s=1e9)
+    others = load.add(AskedPrompts(num_tokens=[900, 900], arrived_at_s=-1e9, first_token_by_s=1e9))
     with pytest.raises(error):
         await open_request(state, "/v1/completions", make_request(**fields))
     for choice in others:

@@ -14,7 +14,7 @@ import pytest
 from backfill.api import server as server_module
 from backfill.api.app import create_app
 from backfill.api.objective_admission import RequestShed
-from backfill.api.online_load import Prediction
+from backfill.api.online_load import AskedPrompts, Prediction
 from backfill.api.open_request import count_online
 from backfill.api.server import Server
 from backfill.api.state import Phase
@@ -60,7 +60,9 @@ async def test_the_online_load_is_predicted_under_a_policy_with_a_cost_model() -
     assert load is not None
 
     def predicted() -> Prediction:
-        return load.predict([900], priority=0, arrived_at_s=0.0, first_token_by_s=100.0, now_s=0.0)
+        return load.predict(
+            AskedPrompts(num_tokens=[900], arrived_at_s=0.0, first_token_by_s=100.0), now_s=0.0
+        )
 
     before = predicted()
     for _ in range(100):

@@ -34,6 +34,24 @@ class _Queue(NamedTuple):
     priority: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedPrompts:
+    """What the load counts of an online request: the prompt of each choice, and when it is due.
+
+    Attributes:
+        num_tokens: of each choice's prompt.
+        keys: of each prompt's chunks (``token_keys``); none where it shares no KV.
+        first_token_by_s: the instant of its TTFT objective.
+    """
+
+    num_tokens: Sequence[int]
+    keys: Sequence[Sequence[int]] = ()
+    priority: int = 0
+    owner: str = ""
+    arrived_at_s: float
+    first_token_by_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """Predicted seconds of a request beside the online requests in the server.
@@ -169,34 +187,19 @@ class OnlineLoad:
         if step.kind != "none" and not step.stopped:
             self._correction.observe(step.predicted_s, step.seconds)
 
-    def predict(
-        self,
-        prompt_tokens: Sequence[int],
-        *,
-        keys: Sequence[Sequence[int]] = (),
-        priority: int,
-        owner: str = "",
-        arrived_at_s: float,
-        first_token_by_s: float,
-        now_s: float,
-    ) -> Prediction:
-        """
-        Args:
-            prompt_tokens: of each choice's prompt.
-            keys: of each prompt's chunks (``token_keys``); none where it shares no KV.
-            first_token_by_s: the instant of its TTFT objective.
-        """
+    def predict(self, asked: AskedPrompts, *, now_s: float) -> Prediction:
+        """Of a request that is not in the load."""
         self._relegate(now_s)
-        own, num_cached = self._own(prompt_tokens, keys)
-        prompts = zip(prompt_tokens, num_cached, strict=True)
-        is_late = any(self._relegated_at_s(*each, first_token_by_s) <= now_s for each in prompts)
-        ahead = self._ahead(own, _Queue(owner, priority), is_late=is_late)
-        waited_s = now_s - arrived_at_s
+        own, num_cached = self._own(asked)
+        prompts = zip(asked.num_tokens, num_cached, strict=True)
+        is_late = any(self._relegated_at_s(*each, asked.first_token_by_s) <= now_s for each in prompts)
+        ahead = self._ahead(own, _Queue(asked.owner, asked.priority), is_late=is_late)
+        waited_s = now_s - asked.arrived_at_s
         return Prediction(
             ttft_s=waited_s + self._prefill_s(ahead),
             ttft_alone_s=waited_s + self._prefill_s(own),
-            decode_s=self._decode_s(prompt_tokens, self._num_open),
-            decode_alone_s=self._decode_s(prompt_tokens, 0),
+            decode_s=self._decode_s(asked.num_tokens, self._num_open),
+            decode_alone_s=self._decode_s(asked.num_tokens, 0),
         )
 
     def _ahead(self, own: StepLoad, queue: _Queue, *, is_late: bool) -> StepLoad:
@@ -214,33 +217,24 @@ class OnlineLoad:
             ahead.add(load, min(1.0, num_tokens / load.num_tokens))
         return ahead
 
-    def passing_ttft_s(
-        self,
-        prompt_tokens: Sequence[int],
-        *,
-        keys: Sequence[Sequence[int]] = (),
-        priority: int,
-        owner: str = "",
-        arrived_at_s: float,
-        now_s: float,
-        default: SLO,
-    ) -> float:
+    def passing_ttft_s(self, asked: AskedPrompts, *, now_s: float, default: SLO) -> float:
         """``Prediction.ttft_s`` of a request in time, without the longer prompts that it passes.
 
         The longest of its owner that can wait for all others come last, as in
         ``first_tokens.shortest_first``. Some of them may be in the running step. A share is added for what
         cannot be known: a request that is late after all goes behind those that it was to pass.
 
-        Args: default: the server's objectives, which bound steps. The others: as of ``predict``.
+        Args: default: the server's objectives, which bound steps.
         Returns: inf where others hold what it needs, no decode bounds the running step, or owners take turns.
         """
         self._relegate(now_s)
-        own, num_cached = self._own(prompt_tokens, keys)
-        num_longest, queue = max(map(sub, prompt_tokens, num_cached)), _Queue(owner, priority)
-        has_place = self._num_open + len(prompt_tokens) <= self._max_num_seqs
-        has_memory = self.num_context_tokens + sum(prompt_tokens) <= self._kv_tokens
+        own, num_cached = self._own(asked)
+        num_longest = max(map(sub, asked.num_tokens, num_cached))
+        queue = _Queue(asked.owner, asked.priority)
+        has_place = self._num_open + len(asked.num_tokens) <= self._max_num_seqs
+        has_memory = self.num_context_tokens + sum(asked.num_tokens) <= self._kv_tokens
         is_bounded = self._num_bounding or not self._num_decoding
-        is_alone = all(other.owner == owner for other in (*self._in_time, *self._relegated))
+        is_alone = all(other.owner == asked.owner for other in (*self._in_time, *self._relegated))
         if not (self._relegates and has_place and has_memory and is_bounded and is_alone):
             return math.inf
         ahead = self._ahead(own, queue, is_late=False)
@@ -256,7 +250,7 @@ class OnlineLoad:
         if not self._num_bounding:
             paying_s = self._correction.mean * paying_step_s(self._cost, self._step_tokens)
             step_s = prompt_step_s(default, paying_s)
-        return now_s - arrived_at_s + (1.0 + _UNKNOWN_SHARE) * (seconds + min(passed_s, step_s))
+        return now_s - asked.arrived_at_s + (1.0 + _UNKNOWN_SHARE) * (seconds + min(passed_s, step_s))
 
     def num_too_many(self, prompt_tokens: Sequence[int], limit_s: float) -> int:
         """The fewest open choices that must end before a step that decodes the others and this request takes
@@ -270,29 +264,19 @@ class OnlineLoad:
                 low = middle + 1
         return low
 
-    def add(
-        self,
-        prompt_tokens: Sequence[int],
-        *,
-        keys: Sequence[Sequence[int]] = (),
-        priority: int,
-        owner: str = "",
-        arrived_at_s: float,
-        first_token_by_s: float,
-        bounds_steps: bool = True,
-    ) -> list[OpenChoice]:
+    def add(self, asked: AskedPrompts, *, bounds_steps: bool = True) -> list[OpenChoice]:
         """Count the choices of a request, whose prompts wait, until they end.
 
         Args:
-            bounds_steps: its TPOT objective is no looser than the server's. The others: as of ``predict``.
+            bounds_steps: its TPOT objective is no looser than the server's.
         """
-        choices, queue = [], _Queue(owner, priority)
-        until_s = lets_pass_until_s(arrived_at_s, first_token_by_s)
-        keys = keys or [()] * len(prompt_tokens)
-        cached = self._prefixes.num_cached(prompt_tokens, keys)
-        for tokens, num_cached, of_prompt in zip(prompt_tokens, cached, keys, strict=True):
+        choices, queue = [], _Queue(asked.owner, asked.priority)
+        until_s = lets_pass_until_s(asked.arrived_at_s, asked.first_token_by_s)
+        keys = asked.keys or [()] * len(asked.num_tokens)
+        cached = self._prefixes.num_cached(asked.num_tokens, keys)
+        for tokens, num_cached, of_prompt in zip(asked.num_tokens, cached, keys, strict=True):
             (num_found,) = self._prefixes.num_cached([tokens], [of_prompt])  # without what it is to share
-            relegated_at_s = self._relegated_at_s(tokens, num_found, first_token_by_s)
+            relegated_at_s = self._relegated_at_s(tokens, num_found, asked.first_token_by_s)
             number = self._num_opened
             choice = OpenChoice(
                 self, tokens, num_cached, of_prompt, queue, number, until_s, relegated_at_s, bounds_steps
@@ -335,10 +319,10 @@ class OnlineLoad:
         self._num_open -= 1
         self._num_prompt_tokens -= choice.prompt_tokens
 
-    def _own(self, prompt_tokens: Sequence[int], keys: Sequence[Sequence[int]]) -> tuple[StepLoad, list[int]]:
+    def _own(self, asked: AskedPrompts) -> tuple[StepLoad, list[int]]:
         """Of a request's prompts: what is to be computed, and the tokens of each that the cache has."""
-        own, cached = StepLoad(), self._prefixes.num_cached(prompt_tokens, keys)
-        for tokens, num_cached in zip(prompt_tokens, cached, strict=True):
+        own, cached = StepLoad(), self._prefixes.num_cached(asked.num_tokens, asked.keys)
+        for tokens, num_cached in zip(asked.num_tokens, cached, strict=True):
             self._put(own, tokens, num_cached)
         return own, cached
 

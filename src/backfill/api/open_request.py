@@ -12,7 +12,7 @@ from fastapi import Request
 
 from backfill.api.admission import Reservation
 from backfill.api.objective_admission import check_hopeless, check_objectives
-from backfill.api.online_load import OpenChoice
+from backfill.api.online_load import AskedPrompts, OpenChoice
 from backfill.api.state import ServerState
 from backfill.core.prefixes import token_keys
 from backfill.core.request import ServiceClass
@@ -139,41 +139,22 @@ def count_online(state: ServerState, generation: Generation, arrived_at_s: float
     if load is None or request.slo is None:
         return []
     prompt_tokens = [len(request.prompt_of(choice)) for choice in range(request.num_choices)]
-    keys = _prefix_keys(state, request)
-    first_token_by_s, now_s = arrived_at_s + request.slo.ttft_s, state.clock.now_s()
-    default = state.ready_preparer().engine_facts.default_slo
-    predicted = load.predict(
-        prompt_tokens,
-        keys=keys,
+    asked = AskedPrompts(
+        num_tokens=prompt_tokens,
+        keys=_prefix_keys(state, request),
         priority=request.priority,
         owner=request.owner,
         arrived_at_s=arrived_at_s,
-        first_token_by_s=first_token_by_s,
-        now_s=now_s,
+        first_token_by_s=arrived_at_s + request.slo.ttft_s,
     )
-    end_s = partial(state.admission.retry_after_s, ServiceClass.ONLINE)
-    passing_ttft_s = partial(
-        load.passing_ttft_s,
-        prompt_tokens,
-        keys=keys,
-        priority=request.priority,
-        owner=request.owner,
-        arrived_at_s=arrived_at_s,
-        now_s=now_s,
-        default=default,
-    )
+    now_s, default = state.clock.now_s(), state.ready_preparer().engine_facts.default_slo
+    predicted = load.predict(asked, now_s=now_s)
+    passing_ttft_s = partial(load.passing_ttft_s, asked, now_s=now_s, default=default)
     if state.server_config.shed_hopeless:
         check_hopeless(predicted, request.slo.ttft_s, passing_ttft_s)
+    end_s = partial(state.admission.retry_after_s, ServiceClass.ONLINE)
     check_objectives(generation.objectives, default, load, predicted, passing_ttft_s, prompt_tokens, end_s)
-    return load.add(
-        prompt_tokens,
-        keys=keys,
-        priority=request.priority,
-        owner=request.owner,
-        arrived_at_s=arrived_at_s,
-        first_token_by_s=first_token_by_s,
-        bounds_steps=request.slo.tpot_s <= default.tpot_s,
-    )
+    return load.add(asked, bounds_steps=request.slo.tpot_s <= default.tpot_s)
 
 
 def _prefix_keys(state: ServerState, request: GenerationRequest) -> list[list[int]]:
