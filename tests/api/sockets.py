@@ -53,7 +53,7 @@ def serving(
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Uvicorn looks every tenth of a second whether it is to end; here, each fifth of a hundredth."""
+    """Uvicorn looks every 0.1 s whether it is to end; here, every 2 ms."""
     quick = SimpleNamespace(**vars(asyncio))
     quick.sleep = lambda seconds: asyncio.sleep(seconds / 50)
     with mock.patch("uvicorn.server.asyncio", quick):
