@@ -17,6 +17,7 @@ import pytest
 import zmq
 
 from backfill.core.config import EngineConfig
+from backfill.core.counters import ClassCounters
 from backfill.core.errors import BackfillError, EngineDead, RequestLost, StepFailed
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
@@ -24,9 +25,9 @@ from backfill.engine import interpreter
 from backfill.engine.client import EngineClient
 from backfill.engine.environment import engine_environment
 from backfill.engine.interpreter import ENGINE_NAME
-from backfill.engine.messages import StepReport, TokenOutput
+from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats, TokenOutput
 from backfill.engine.process import EngineLoader
-from backfill.engine.streams import RequestStream
+from backfill.engine.streams import RequestStream, RequestStreams
 from backfill.ipc.interpreter import Interpreter
 from backfill.ipc.python_process import PythonProcess
 from tests.api.servers import TIMEOUT_S
@@ -92,16 +93,30 @@ async def generate(
 
 def test_the_first_token_and_the_end_are_told_once_whether_or_not_anyone_reads() -> None:
     told: list[str] = []
-    stream = RequestStream(ServiceClass.ONLINE, "g", lambda: told.append("first"), lambda: told.append("end"))
+    stream = RequestStream(
+        ServiceClass.ONLINE, "g", None, lambda: told.append("first"), lambda: told.append("end")
+    )
     stream.put(TokenOutput(RequestId("r"), 5))
     assert told == ["first"]
     stream.put(TokenOutput(RequestId("r"), 6))
     stream.put(TokenOutput(RequestId("r"), 7, finish_reason=FinishReason.STOP))
     stream.end()
     assert told == ["first", "end"]
-    failed = RequestStream(ServiceClass.ONLINE, "g", lambda: told.append("never"), None)
+    failed = RequestStream(ServiceClass.ONLINE, "g", None, lambda: told.append("never"), None)
     failed.put(EngineDead("gone"))
     assert told == ["first", "end"]
+
+
+def test_the_progress_of_a_prompt_is_told() -> None:
+    streams, told = RequestStreams(), list[int]()
+    streams.add(RequestId("long"), RequestStream(ServiceClass.ONLINE, "g", told.append, None, None))
+    streams.add(RequestId("other"), RequestStream(ServiceClass.ONLINE, "g", None, None, None))
+    idle = ClassStats(0, 0, ClassCounters())
+    for progress in ([("long", 32), ("other", 8), ("gone", 16)], [], [("long", 64)]):
+        in_ids = tuple((RequestId(name), num_tokens) for name, num_tokens in progress)
+        step = StepStats("online", 32, 0.1, 0.1, prompt_progress=in_ids)
+        streams.put(StepReport([], EngineStats(idle, idle, 0.0, 0, 0.0, 0, step)))
+    assert told == [32, 64]
 
 
 async def lose(client: EngineClient, kill: int | None = None) -> list[int | BaseException]:

@@ -254,6 +254,21 @@ def test_stats_count_by_class() -> None:
     assert engine.stats().step.kind == "none", "a step is reported once"
 
 
+def test_a_step_reports_how_far_online_prompts_are() -> None:
+    engine, _ = make_engine()
+    for each in (
+        make_request(request_id="offline", prompt_tokens=40, service_class=ServiceClass.OFFLINE),
+        make_request(request_id="long", prompt_tokens=70, max_tokens=2),
+    ):
+        engine.add(each)
+    progress = []
+    while engine.has_unfinished:
+        engine.step()
+        progress.append(engine.stats().step.prompt_progress)
+    assert progress[:2] == [(("long", 32),), (("long", 64),)]
+    assert not any(progress[2:]), "its first token tells the rest"
+
+
 def test_messages_are_equal_after_encoding_and_decoding() -> None:
     sampling = SamplingParams(max_tokens=3, logit_bias={4: 1.5}, stop_token_ids=(1, 2), logprobs=2)
     request = Request(

@@ -51,6 +51,10 @@ class AskedPrompts:
     arrived_at_s: float
     first_token_by_s: float
 
+    @property
+    def lets_pass_until_s(self) -> float:
+        return lets_pass_until_s(self.arrived_at_s, self.first_token_by_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -74,12 +78,12 @@ class OpenChoice:
     """A choice that has not ended; made by ``OnlineLoad.add``. Repeated calls do nothing."""
 
     load: OnlineLoad
+    asked: AskedPrompts
     prompt_tokens: int
-    num_cached: int  # of them, when it came, or shared with choices before it
+    num_computed: int  # of them, or to be shared with choices before it
     keys: Sequence[int]
     queue: _Queue
     number: int  # of all choices
-    lets_pass_until_s: float
     relegated_at_s: float
     bounds_steps: bool  # once it decodes, if it is in time
     is_relegated: bool = False
@@ -87,8 +91,14 @@ class OpenChoice:
     has_ended: bool = False
 
     @property
-    def num_uncached(self) -> int:
-        return self.prompt_tokens - self.num_cached
+    def num_pending(self) -> int:
+        """Prompt tokens."""
+        return self.prompt_tokens - self.num_computed
+
+    def on_prompt_progress(self, num_computed: int) -> None:
+        """So many tokens of its prompt are computed, cached ones included. It may have lost some."""
+        if self.first_token_in_step is None:
+            self.load.count_progress(self, min(num_computed, self.prompt_tokens - 1))
 
     def on_first_token(self) -> None:
         """Its prompt is computed."""
@@ -110,10 +120,9 @@ class OnlineLoad:
     Prompts that the scheduler has relegated (``scheduling/queues.py``) are counted apart: they are served
     after those of their owner that can still be in time. Between owners there are turns
     (``scheduling/owner_shares.py``): prompts of each other one count up to the tokens of its own that a
-    request has before it, as if all had one weight. What the prompts of one request share counts once. Until
-    its first token a prompt counts with all that the prefix cache lacked when it came, so one that is partly
-    computed is taken for relegated too early. The cache is taken to hold what prompts of online requests had
-    computed lately: it may have lost some of it.
+    request has before it, as if all had one weight. What the prompts of one request share counts once. A
+    prompt counts with what was missing of it after the last step that computed a part. The cache is taken to
+    hold what prompts of online requests had computed lately: it may have lost some of it.
 
     A decode gains a token in each step with online work, so its context is counted in steps: about right, and
     without a look at every token.
@@ -240,9 +249,9 @@ class OnlineLoad:
         ahead = self._ahead(own, queue, is_late=False)
         seconds, passed_s = self._prefill_s(ahead), 0.0
         beside = (each for _, _, each in self._relegations if each.queue == queue)
-        may_wait = (e for e in beside if e.lets_pass_until_s > now_s and e.num_uncached > num_longest)
-        for choice in nlargest(_MAX_PASSED, may_wait, key=attrgetter("num_uncached")):
-            if choice.lets_pass_until_s >= now_s + seconds:
+        may_wait = (e for e in beside if e.asked.lets_pass_until_s > now_s and e.num_pending > num_longest)
+        for choice in nlargest(_MAX_PASSED, may_wait, key=attrgetter("num_pending")):
+            if choice.asked.lets_pass_until_s >= now_s + seconds:
                 self._take_from(ahead, choice)
                 rest_s = self._prefill_s(ahead)
                 seconds, passed_s = rest_s, passed_s + seconds - rest_s
@@ -271,26 +280,34 @@ class OnlineLoad:
             bounds_steps: its TPOT objective is no looser than the server's.
         """
         choices, queue = [], _Queue(asked.owner, asked.priority)
-        until_s = lets_pass_until_s(asked.arrived_at_s, asked.first_token_by_s)
         keys = asked.keys or [()] * len(asked.num_tokens)
         cached = self._prefixes.num_cached(asked.num_tokens, keys)
         for tokens, num_cached, of_prompt in zip(asked.num_tokens, cached, keys, strict=True):
             (num_found,) = self._prefixes.num_cached([tokens], [of_prompt])  # without what it is to share
-            relegated_at_s = self._relegated_at_s(tokens, num_found, asked.first_token_by_s)
+            at_s = self._relegated_at_s(tokens, num_found, asked.first_token_by_s)
             number = self._num_opened
-            choice = OpenChoice(
-                self, tokens, num_cached, of_prompt, queue, number, until_s, relegated_at_s, bounds_steps
-            )
+            choice = OpenChoice(self, asked, tokens, num_cached, of_prompt, queue, number, at_s, bounds_steps)
             self._num_opened += 1
             self._num_open += 1
             self._num_prompt_tokens += tokens
             self._put(self._in_time.setdefault(queue, StepLoad()), tokens, num_cached)
-            bisect.insort(self._relegations, (relegated_at_s, choice.number, choice))
+            self._note_relegation(choice)
             choices.append(choice)
         return choices
 
+    def count_progress(self, choice: OpenChoice, num_computed: int) -> None:
+        """This and the next three are called by ``OpenChoice``. A relegated one stays relegated."""
+        load = (self._relegated if choice.is_relegated else self._in_time)[choice.queue]
+        self._take_from(load, choice)
+        choice.num_computed = num_computed
+        self._put(load, choice.prompt_tokens, num_computed)
+        if not choice.is_relegated:
+            self._forget_relegation(choice)
+            tokens, by_s = choice.prompt_tokens, choice.asked.first_token_by_s
+            choice.relegated_at_s = self._relegated_at_s(tokens, num_computed, by_s)
+            self._note_relegation(choice)
+
     def begin_decoding(self, choice: OpenChoice) -> None:
-        """This and the next are called by ``OpenChoice``, once."""
         choice.first_token_in_step = self._num_steps
         self._num_decoding += 1
         choice.bounds_steps &= not choice.is_relegated
@@ -300,9 +317,7 @@ class OnlineLoad:
             self._take(self._relegated, choice)
         else:
             self._take(self._in_time, choice)
-            del self._relegations[
-                bisect.bisect_left(self._relegations, (choice.relegated_at_s, choice.number))
-            ]
+            self._forget_relegation(choice)
 
     def note_computed(self, choice: OpenChoice) -> None:
         self._prefixes.note_computed(choice.keys)
@@ -326,12 +341,18 @@ class OnlineLoad:
             self._put(own, tokens, num_cached)
         return own, cached
 
-    def _relegated_at_s(self, prompt_tokens: int, num_cached: int, first_token_by_s: float) -> float:
+    def _relegated_at_s(self, num_tokens: int, num_computed: int, first_token_by_s: float) -> float:
         """From when on a prompt cannot be in time any more, even alone; as ``LevelRule`` has it."""
         if not self._relegates:
             return math.inf
-        alone_s = self._cost.prefill_time_s(prompt_tokens, self._step_tokens, num_computed_tokens=num_cached)
+        alone_s = self._cost.prefill_time_s(num_tokens, self._step_tokens, num_computed_tokens=num_computed)
         return first_token_by_s - self._correction.mean * alone_s
+
+    def _note_relegation(self, choice: OpenChoice) -> None:
+        bisect.insort(self._relegations, (choice.relegated_at_s, choice.number, choice))
+
+    def _forget_relegation(self, choice: OpenChoice) -> None:
+        del self._relegations[bisect.bisect_left(self._relegations, (choice.relegated_at_s, choice.number))]
 
     def _relegate(self, now_s: float) -> None:
         """Move the prompts that are due."""
@@ -339,7 +360,7 @@ class OnlineLoad:
         for _, _, choice in self._relegations[:num_due]:
             self._take(self._in_time, choice)
             load = self._relegated.setdefault(choice.queue, StepLoad())
-            self._put(load, choice.prompt_tokens, choice.num_cached)
+            self._put(load, choice.prompt_tokens, choice.num_computed)
             choice.is_relegated = True
         del self._relegations[:num_due]
 
@@ -348,7 +369,7 @@ class OnlineLoad:
             load.put(*slice_)
 
     def _take_from(self, load: StepLoad, choice: OpenChoice) -> None:
-        for slice_ in _slices(choice.prompt_tokens, self._step_tokens, choice.num_cached):
+        for slice_ in _slices(choice.prompt_tokens, self._step_tokens, choice.num_computed):
             load.take(*slice_)
 
     def _take(self, loads: dict[_Queue, StepLoad], choice: OpenChoice) -> None:

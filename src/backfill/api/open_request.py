@@ -53,6 +53,10 @@ class OpenRequest:
     _in_load: Sequence[OpenChoice]  # none for an offline request, and where the load is not predicted
     _held: ExitStack
 
+    def on_prompt_progress(self, choice: int, num_computed_tokens: int) -> None:
+        if self._in_load:
+            self._in_load[choice].on_prompt_progress(num_computed_tokens)
+
     def on_first_token(self, choice: int) -> None:
         self._slot.on_first_token(choice)
         if self._in_load:

@@ -186,6 +186,7 @@ class EngineClient:
         request: Request,
         *,
         group: Hashable | None = None,
+        on_prompt_progress: Callable[[int], None] | None = None,
         on_first_token: Callable[[], None] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> AsyncGenerator[TokenOutput, None]:
@@ -193,6 +194,8 @@ class EngineClient:
 
         Args:
             group: equal for the choices of one client request; None for a request of its own.
+            on_prompt_progress: of an online request, called after each step that computed a part of its
+                prompt, with the tokens that are computed by then.
             on_first_token: called once, when the first output comes from the engine, read or not.
             on_end: called once, when the engine is done with the request, even if outputs are still unread.
         Raises: EngineDead if the engine ends first or is not running, StepFailed if the request was lost in a
@@ -202,9 +205,8 @@ class EngineClient:
         if connection is None or not connection.is_open or self.info is None:
             raise EngineDead("The engine is not running; it is being started. Please retry.")
         request_id = request.request_id
-        stream = RequestStream(
-            request.service_class, request_id if group is None else group, on_first_token, on_end
-        )
+        group = request_id if group is None else group
+        stream = RequestStream(request.service_class, group, on_prompt_progress, on_first_token, on_end)
         self._streams.add(request_id, stream)
         is_over = False
         try:

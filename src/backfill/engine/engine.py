@@ -21,7 +21,7 @@ from backfill.engine.stopping import StepStopper, SubmittedStep
 from backfill.execution.executor import Executor, ExecutorInfo
 from backfill.kvcache.create import create_kv_cache
 from backfill.offloading.residency import ResidencyPolicy, SharedLinkPolicy
-from backfill.scheduling.committed import CommittedToken
+from backfill.scheduling.committed import prompt_progress
 from backfill.scheduling.objectives import ServerObjectives
 from backfill.scheduling.policies.create import PolicyFactory, create_policy
 from backfill.scheduling.prediction import StepPredictor
@@ -128,7 +128,7 @@ class Engine:
         try:
             self.executor.info.check_request(request.prompt_token_ids, request.sampling)
         except RequestError as error:
-            return _failed(request.request_id, str(error))
+            return TokenOutput.failed(request.request_id, str(error))
         self._is_stalled = False
         self._serves_online |= request.service_class is ServiceClass.ONLINE
         self.scheduler.add(request)
@@ -255,10 +255,10 @@ class Engine:
         interval = self.scheduler.in_flight.interval_s(plan)
         is_disturbed = self.predictor is not None and self._is_disturbed(took_s)
         committed = self.scheduler.commit(plan, outcome, now_s, is_disturbed=is_disturbed)
-        outputs = [_token_output(token) for token in committed]
+        outputs = [TokenOutput.of(token) for token in committed]
         for request_id, message in outcome.failed:
             self.scheduler.finish(request_id, FinishReason.ERROR)
-            outputs.append(_failed(request_id, message))
+            outputs.append(TokenOutput.failed(request_id, message))
         stop_latency_s = self._stopper.latency_s(submitted, outcome)
         self.num_stopped_steps += stop_latency_s is not None
         is_whole = isinstance(plan.work, Compute) and not outcome.stopped
@@ -279,7 +279,13 @@ class Engine:
         self._busy_since_s = now_s if self.has_work else None
         self._leave_bus_if_idle()
         self._last_step = StepStats(
-            submitted.kind, plan.num_tokens, step_s, plan.predicted_s, bool(outcome.stopped), stop_latency_s
+            submitted.kind,
+            plan.num_tokens,
+            step_s,
+            plan.predicted_s,
+            bool(outcome.stopped),
+            stop_latency_s,
+            prompt_progress=prompt_progress(plan, self.scheduler.requests.by_id),
         )
         return outputs
 
@@ -370,31 +376,12 @@ class Engine:
         message = f"The step failed: {type(error).__name__}."
         lost = tuple(scheduled.request_id for scheduled in plan.slices)
         self._last_step = StepStats("none", 0, 0.0, 0.0, failed_request_ids=lost)
-        return [_failed(request.request_id, message, len(lost)) for request in self.scheduler.fail(plan)]
+        return [
+            TokenOutput.failed(request.request_id, message, len(lost))
+            for request in self.scheduler.fail(plan)
+        ]
 
 
 def _residency(info: ExecutorInfo, bus: BusMember | None) -> ResidencyPolicy:
     choices, layers = info.residencies, info.layers_of_stages
     return ResidencyPolicy(choices, layers) if bus is None else SharedLinkPolicy(choices, layers, bus)
-
-
-def _failed(request_id: RequestId, message: str, num_lost: int = 0) -> TokenOutput:
-    return TokenOutput(request_id, None, finish_reason=FinishReason.ERROR, message=message, num_lost=num_lost)
-
-
-def _token_output(committed: CommittedToken) -> TokenOutput:
-    request, sampled = committed.request, committed.sampled
-    if committed.finish_reason is None and committed.number > 1:
-        return TokenOutput(request.request_id, sampled.token_id, sampled.logprobs)
-    return TokenOutput(
-        request.request_id,
-        sampled.token_id,
-        sampled.logprobs,
-        finish_reason=committed.finish_reason,
-        stop_token_id=committed.stop_token_id,
-        first_scheduled_at_s=request.first_scheduled_at_s,
-        num_preemptions=request.num_preemptions,
-        num_cached_tokens=request.num_cached_tokens,
-        prompt_logprobs=committed.prompt_logprobs,
-        pauses=tuple(request.pauses),
-    )

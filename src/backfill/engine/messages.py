@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -12,6 +12,9 @@ from backfill.core.request import FinishReason, Request, RequestId
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
 from backfill.execution.executor import ExecutorInfo
+
+if TYPE_CHECKING:  # the server does not need the scheduler
+    from backfill.scheduling.committed import CommittedToken
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True):
@@ -92,6 +95,28 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     prompt_logprobs: list[TokenLogprobs] | None = None
     pauses: tuple[tuple[float, float], ...] = ()
 
+    @classmethod
+    def of(cls, committed: CommittedToken) -> TokenOutput:
+        request, sampled = committed.request, committed.sampled
+        if committed.finish_reason is None and committed.number > 1:
+            return cls(request.request_id, sampled.token_id, sampled.logprobs)
+        return cls(
+            request.request_id,
+            sampled.token_id,
+            sampled.logprobs,
+            finish_reason=committed.finish_reason,
+            stop_token_id=committed.stop_token_id,
+            first_scheduled_at_s=request.first_scheduled_at_s,
+            num_preemptions=request.num_preemptions,
+            num_cached_tokens=request.num_cached_tokens,
+            prompt_logprobs=committed.prompt_logprobs,
+            pauses=tuple(request.pauses),
+        )
+
+    @classmethod
+    def failed(cls, request_id: RequestId, message: str, num_lost: int = 0) -> TokenOutput:
+        return cls(request_id, None, finish_reason=FinishReason.ERROR, message=message, num_lost=num_lost)
+
 
 class ClassStats(msgspec.Struct, frozen=True, array_like=True):
     """State and totals since start of one service class."""
@@ -114,6 +139,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
         stopped: its offline slices were stopped, by an arrival or at the end of their time.
         stop_latency_s: from the request to stop, made at an arrival, to the stop; None without one.
         failed_request_ids: requests of a step that failed.
+        prompt_progress: the online requests whose prompts it computed in part, and the tokens of each that
+            are computed by then, cached ones included.
     """
 
     kind: StepKind
@@ -123,6 +150,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     stopped: bool = False
     stop_latency_s: float | None = None
     failed_request_ids: tuple[RequestId, ...] = ()
+    prompt_progress: tuple[tuple[RequestId, int], ...] = ()
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):

@@ -18,12 +18,15 @@ class RequestStream:
 
     Attributes:
         group: equal for the choices of one client request.
+        on_prompt_progress: called with the prompt tokens that are computed, after steps before the first
+            output.
         on_first_token: called once, when the first output is put.
         on_end: called once, when the engine is done with the request, whether or not its outputs were read.
     """
 
     service_class: ServiceClass
     group: Hashable
+    on_prompt_progress: Callable[[int], None] | None
     on_first_token: Callable[[], None] | None
     on_end: Callable[[], None] | None
     queue: asyncio.Queue[TokenOutput | BackfillError] = field(init=False, default_factory=asyncio.Queue)
@@ -63,7 +66,11 @@ class RequestStreams:
         stream.end()
 
     def put(self, report: StepReport) -> None:
-        """Give each request of a report its output."""
+        """Give each request of a report its output, or its progress."""
+        for request_id, num_tokens in report.stats.step.prompt_progress:
+            stream = self._streams.get(request_id)
+            if stream is not None and stream.on_prompt_progress is not None:
+                stream.on_prompt_progress(num_tokens)
         failed = [self._streams.get(request_id) for request_id in report.stats.step.failed_request_ids]
         groups = Counter(stream.group for stream in failed if stream is not None)
         for output in report.outputs:

@@ -96,6 +96,7 @@ class TextDelta:
 class ChoiceListener(Protocol):
     """Hears of a choice what the engine reports, which may not have been yielded yet."""
 
+    def on_prompt_progress(self, choice: int, num_computed_tokens: int) -> None: ...
     def on_first_token(self, choice: int) -> None: ...
     def on_choice_end(self, choice: int) -> None: ...
 
@@ -153,6 +154,7 @@ class TextGenerator:
             tokens = self.client.generate(
                 engine_request,
                 group=group,
+                on_prompt_progress=None if listener is None else partial(listener.on_prompt_progress, choice),
                 on_first_token=None if listener is None else partial(listener.on_first_token, choice),
                 on_end=None if listener is None else partial(listener.on_choice_end, choice),
             )

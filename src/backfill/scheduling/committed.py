@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from backfill.core.plan import PromptLogprobs, SampledToken, TokenLogprobs
-from backfill.core.request import FinishReason, Request, RequestId
+from backfill.core.plan import PromptLogprobs, SampledToken, StepPlan, TokenLogprobs
+from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 
 
 class CommittedToken(NamedTuple):
@@ -25,6 +25,19 @@ class CommittedToken(NamedTuple):
     stop_token_id: int | None
     finish_reason: FinishReason | None
     prompt_logprobs: list[TokenLogprobs] | None
+
+
+def prompt_progress(plan: StepPlan, by_id: Mapping[RequestId, Request]) -> tuple[tuple[RequestId, int], ...]:
+    """The online requests of a committed step whose first token is still to come, and the tokens of each that
+    are computed by now."""
+    requests = (by_id.get(request_id) for request_id, _, _, _, samples, _ in plan.slices if not samples)
+    return tuple(
+        (request.request_id, request.num_computed_tokens)
+        for request in requests
+        if request is not None
+        and request.service_class is ServiceClass.ONLINE
+        and request.first_token_at_s is None
+    )
 
 
 class PromptScores:
