@@ -191,6 +191,18 @@ def test_a_burst_that_is_nearly_all_late_is_served_as_fast_as_without_objectives
     assert last_s <= 1.05 * fcfs_last_s
 
 
+def test_late_answers_alone_decode_together_as_far_as_an_arrival_can_wait() -> None:
+    """A step of 60 takes longer than a gap may, and steps of prompts saturate far below."""
+    for row_s, num_decodes in ((0.004, 60), (0.02, 22)):
+        sampled_s = PiecewiseLinear((0, 10, 100), (0.0, 0.05, 0.1))
+        bench = Bench(cost=replace(linear_cost(token_s=row_s), sampled_s=sampled_s))
+        bench.add(*(make_request(4, 40, request_id=f"chat{i}", arrived_at_s=-9.0) for i in range(60)))
+        while any(each.first_token_at_s is None for each in bench.scheduler.requests.by_id.values()):
+            bench.step()
+        plan = bench.step()
+        assert len(sizes(plan)) == num_decodes, plan.predicted_s
+
+
 @pytest.mark.parametrize("best", [pytest.param(1, marks=pytest.mark.slow), 16])
 def test_offline_work_is_not_held_to_a_few_tokens_by_a_cost_model_of_a_busy_machine(best: int) -> None:
     """Larger steps than the best one look worse, so none would be planned that shows what they take."""

@@ -158,6 +158,21 @@ def prompt_step_s(slo: SLO, paying_s: float) -> float:
     return min(_PROMPT_STEP_SHARE * slo.ttft_s, max(slo.tpot_s, paying_s))
 
 
+def throughput_step_s(
+    cost: CostModel, decodes: StepLoad, late_decodes: StepLoad, default: SLO, max_step_tokens: int
+) -> float:
+    """Predicted seconds of a step as large as throughput wants, where nearly all requests are late.
+
+    Large enough for all decodes or for many short prompts, as far as who arrives can wait for it, and for as
+    many tokens of one prompt beside those that are not late as pay.
+    """
+    all_decodes = decodes.copy()
+    all_decodes.add(late_decodes)
+    prompts_s = cost.rows_s(cost.efficient_step_sizes(PROMPT_EFFICIENCY, max_step_tokens)[0])
+    bounded_s = min(_PROMPT_STEP_SHARE * default.ttft_s, max(cost.step_time_s(all_decodes), prompts_s))
+    return max(bounded_s, cost.efficient_prefill_s(decodes, PROMPT_EFFICIENCY, max_step_tokens))
+
+
 def server_slo(config: SchedulerConfig, cost: CostModel | None) -> SLO:
     """Objectives of online requests that bring none: the configured ones, else defaults.
 

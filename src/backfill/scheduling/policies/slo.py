@@ -12,11 +12,11 @@ from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
 from backfill.scheduling.first_tokens import is_new, least_spare_s, most_in_time, shortest_first
 from backfill.scheduling.objectives import (
-    PROMPT_EFFICIENCY,
     least_tpot_slo,
     paying_step_s,
     prompt_step_s,
     share_in_time,
+    throughput_step_s,
 )
 from backfill.scheduling.owner_shares import (
     in_places_of_owners,
@@ -202,7 +202,8 @@ class SloPolicy(Policy):
         spread_s = _BURST_SHARE * self.default_slo.ttft_s
         if not late or share_in_time(served, late, spread_s) >= _LEAST_SHARE_IN_TIME:
             return 0.0
-        return self._predictor.cost.efficient_prefill_s(decodes, PROMPT_EFFICIENCY, self._max_step_tokens)
+        late_decodes, cost = decode_load(split(view.running[relegated])[0]), self._predictor.cost
+        return throughput_step_s(cost, decodes, late_decodes, self.default_slo, self._max_step_tokens)
 
     def _limit_s(
         self, decodes: Sequence[RequestView], now_s: float, decodes_s: float, bank_share: float = 0.0
@@ -384,9 +385,7 @@ class SloPolicy(Policy):
         """The longest that a step is to be predicted: the least slack of the online decodes, and of the
         prompts' first tokens that can still be in time; inf without any."""
         slacks_s = [
-            last_at_s + self._tpot_s(each) - now_s
-            for each in online
-            if (last_at_s := each.last_token_at_s) is not None
+            e.last_token_at_s + self._tpot_s(e) - now_s for e in online if e.last_token_at_s is not None
         ]
         first_s = [each.next_token_by_s - now_s for each in prompts if is_new(each)]
         slacks_s += [slack_s for slack_s in first_s if slack_s > 0]
