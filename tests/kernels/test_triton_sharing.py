@@ -13,25 +13,26 @@ from backfill.kernels.inputs import SHARED_UNIT, AttentionMetadata, SharedKeys
 from tests.kernels.batches import make_batch
 from tests.kernels.test_triton import DEVICES, AttentionCase, check_attention
 
-# Of each case a group whose member's own part has no whole tile, one of more sharers than a tile has, one of
-# sharers of different lengths, sequences that share nothing, and parts of prompts.
-LENS = [
-    (1, 65),
-    (1, 128),
-    (9, 80),
-    (1, 300),
-    (1, 7),
-    *[(1, 130 + 9 * i) for i in range(18)],
-    (1, 81),
-    (30, 30),
-]
-GROUPS = [[23, 1], [6, *range(8, 23)], [7, 3]]
+
+def lens_of(num_long: int) -> list[tuple[int, int]]:
+    """Of decodes, of which so many are long, and of two parts of prompts."""
+    long = [(1, 130 + 9 * index) for index in range(num_long)]
+    return [(1, 65), (1, 128), (9, 80), (1, 300), (1, 7), *long, (1, 81), (30, 30)]
+
+
+def groups_of(case: AttentionCase) -> list[list[int]]:
+    """One whose member's own part has no whole tile, one of long decodes, one of different lengths."""
+    last = len(case.lens) - 2
+    return [[last, 1], [6, *range(8, last)], [7, 3]]
+
+
+# A tile has 5 sharers of six heads for a KV head, and 3 of twenty: the last two cases have more.
 CASES = [
-    pytest.param(AttentionCase(torch.float32, 16, 8, 2, 16, LENS), id="fp32-d16-gqa4-b16"),
-    pytest.param(AttentionCase(torch.bfloat16, 64, 3, 1, 32, LENS), id="bf16-d64-gqa3-b32"),
-    pytest.param(AttentionCase(torch.float16, 40, 2, 2, 8, LENS), id="fp16-d40-gqa1-b8"),
-    pytest.param(AttentionCase(torch.float32, 128, 6, 1, 48, LENS), id="fp32-d128-gqa6-b48"),
-    pytest.param(AttentionCase(torch.bfloat16, 8, 20, 1, 64, LENS), id="bf16-d8-gqa20-b64"),
+    pytest.param(AttentionCase(torch.float32, 16, 8, 2, 16, lens_of(4)), id="fp32-d16-gqa4-b16"),
+    pytest.param(AttentionCase(torch.bfloat16, 64, 3, 1, 32, lens_of(4)), id="bf16-d64-gqa3-b32"),
+    pytest.param(AttentionCase(torch.float16, 40, 2, 2, 8, lens_of(4)), id="fp16-d40-gqa1-b8"),
+    pytest.param(AttentionCase(torch.float32, 128, 6, 1, 48, lens_of(9)), id="fp32-d128-gqa6-b48"),
+    pytest.param(AttentionCase(torch.bfloat16, 8, 20, 1, 64, lens_of(8)), id="bf16-d8-gqa20-b64"),
 ]
 
 
@@ -65,7 +66,7 @@ def made_batch(case: AttentionCase, generator: torch.Generator) -> AttentionMeta
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
 def test_groups_of_decodes(device: str, case: AttentionCase, generator: torch.Generator) -> None:
-    batch = with_shared_keys(made_batch(case, generator), GROUPS, [64, 128, 64], case.block_size)
+    batch = with_shared_keys(made_batch(case, generator), groups_of(case), [64, 128, 64], case.block_size)
     check_attention(device, case, generator, batch=batch)
 
 
