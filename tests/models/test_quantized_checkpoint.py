@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backfill import LLM, SamplingParams
 from backfill.core.config import Quantization
 from backfill.core.errors import CorruptModel, UnsupportedModel
+from backfill.execution.create import create_torch_executor
 from backfill.kernels.cpu import CpuKernels
 from backfill.kernels.quantized import QuantizedFormat, QuantizedWeight
 from backfill.models.checkpoint import open_checkpoint
@@ -24,8 +23,10 @@ from backfill.models.config import ModelConfig
 from backfill.models.folder_check import check_weights
 from backfill.models.placement import ModelPlacement
 from backfill.models.weights import Checkpoint, Part
+from tests.execution.tiny import tiny_config
 from tests.models.quantized import Case, save_quantized_model, stored_matrix, write_config
 from tests.models.test_shards import logits_of
+from tests.parallel.test_rank_tokens import tokens
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 # Of each, how a matrix is kept; None: dequantized.
@@ -137,22 +138,11 @@ def test_logits_are_those_of_the_dequantized_model(label: str, tmp_path: Path) -
             assert torch.equal(found, expected)
 
 
-@pytest.mark.slow  # starts two engines; logits are in the test above
-def test_a_model_is_served_as_it_is_stored(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_those_of_the_dequantized_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BACKFILL_CPU_ISA", "generic")  # rounds no rows
-    plain = save_quantized_model(Case("awq"), tmp_path, vocab_size=49152)
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    answers = []
-    for folder in (tmp_path, plain):
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(small_model / name, folder)
-        with LLM(str(folder), dtype="float32", threads=1, kv_gib=0.01, max_model_len=64) as llm:
-            outputs = llm.generate(["Gravity is", "The sea"], params, use_tqdm=False)
-            answers.append([output.outputs[0].token_ids for output in outputs])
-    assert answers[0] == answers[1]
-    assert len(set(answers[0][0])) > 1
+    plain = save_quantized_model(Case("awq"), tmp_path)
+    stored, expected = (tokens(create_torch_executor(tiny_config(each))) for each in (tmp_path, plain))
+    assert stored == expected
 
 
 def decompressed(case: Case, tensors: dict[str, Tensor]) -> Tensor:

@@ -12,7 +12,6 @@ from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.costs.copy_profiler import EMPTY_PLAN
 from backfill.engine import analyzer
 from backfill.engine.analyzer import analyze, record_key, saved_record
-from backfill.engine.interval_choice import with_chosen_interval
 from backfill.engine.process import load_engine
 from backfill.execution.layer_timing import TimedExecutor
 from backfill.execution.machine import OthersMeter
@@ -42,30 +41,13 @@ cache = cache_fixture()
 
 
 @pytest.mark.slow  # of a saved record: tests/engine/test_interval_choice.py
-def test_the_interval_of_tensor_ranks_follows_from_their_record(
+def test_tensor_ranks_serve_with_the_interval_that_follows_from_their_record(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(analyzer, "QUICK_LOADS", GRID)
     config = config_of(tmp_path / "model", tensor_parallel_size=2)
     config.validate()
-    assert with_chosen_interval(config).offload_interval == 1
-    record = saved_record(config)
-    assert record is not None
-    assert record.key.device.endswith(", 1 threads, 2 x 1 ranks")
-    assert (record.num_layers, record.stages) == (NUM_LAYERS, (NUM_LAYERS,))
-    sizes = [path.stat().st_size - PACKED_HEADER_BYTES for path in cache.rglob("packed/*.layers")]
-    assert len(sizes) == 2
-    assert record.layer_bytes * NUM_LAYERS == sum(sizes)
-    assert all(each.compute_s > 0.0 for each in record.loads)
-    assert 0.0 < record.typical_transfer_s <= record.transfer_s
-
-
-@pytest.mark.slow  # what it does not share with the test above is that of an interval that is given
-def test_tensor_ranks_serve_with_the_interval_of_their_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(analyzer, "QUICK_LOADS", GRID)
-    engine = load_engine(config_of(tmp_path / "model", tensor_parallel_size=2))
+    engine = load_engine(config)
     assert isinstance(engine.executor, ParallelExecutor)
     pids = engine.executor.pids
     try:
@@ -80,6 +62,15 @@ def test_tensor_ranks_serve_with_the_interval_of_their_record(
     finally:
         engine.executor.close()
     wait_ended(pids)
+    record = saved_record(config)
+    assert record is not None
+    assert record.key.device.endswith(", 1 threads, 2 x 1 ranks")
+    assert (record.num_layers, record.stages) == (NUM_LAYERS, (NUM_LAYERS,))
+    sizes = [path.stat().st_size - PACKED_HEADER_BYTES for path in cache.rglob("packed/*.layers")]
+    assert len(sizes) == 2
+    assert record.layer_bytes * NUM_LAYERS == sum(sizes)
+    assert all(each.compute_s > 0.0 for each in record.loads)
+    assert 0.0 < record.typical_transfer_s <= record.transfer_s
 
 
 @pytest.mark.slow
