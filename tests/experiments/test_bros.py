@@ -211,7 +211,7 @@ def test_late_recomputation_has_a_policy_of_its_own(monkeypatch: pytest.MonkeyPa
 def test_cache_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
     plot = tmp_path / "cache.png"
     printed, content = run_to_json(
-        "bros", "cache", "--workloads", "sharegpt", "--duration", "8", "--rates", "14",
+        "bros", "cache", "--workloads", "sharegpt", "--duration", "2", "--rates", "14",
         "--policies", f"{BASELINES[1]},{BIDIRECTIONAL}", "--json", "--plot", str(plot), commands=app,
     )  # fmt: skip
     (point,) = content["points"]

@@ -102,16 +102,16 @@ CHEAP_S, DEAR_S = 2e-5, 5e-4  # seconds a token of a prompt
 
 @pytest.mark.slow
 def test_offline_requests_get_the_memory_of_chats_that_are_cheap_to_compute_again() -> None:
-    reuse = Load(keep_what_is_used_again(make_bench(CHEAP_S))).serve(40.0, think_s=8.0)
-    weighed = Load(make_bench(CHEAP_S)).serve(40.0, think_s=8.0)
+    reuse = Load(keep_what_is_used_again(make_bench(CHEAP_S))).serve(20.0, think_s=8.0)
+    weighed = Load(make_bench(CHEAP_S)).serve(20.0, think_s=8.0)
     assert weighed.offline >= 1.2 * reuse.offline
     assert max(weighed.ttfts_s) <= 1.0
 
 
 @pytest.mark.slow  # that the cache is weighed: test_what_first_tokens_need_in_time_is_not_weighed
 def test_chats_that_come_back_soon_are_kept() -> None:
-    none = Load(keep_nothing(make_bench(DEAR_S, 10.0))).serve(20.0, think_s=1.0)
-    weighed = Load(make_bench(DEAR_S, 10.0)).serve(20.0, think_s=1.0)
+    none = Load(keep_nothing(make_bench(DEAR_S, 10.0))).serve(10.0, think_s=1.0)
+    weighed = Load(make_bench(DEAR_S, 10.0)).serve(10.0, think_s=1.0)
     assert weighed.hit_rate > 1.4 * none.hit_rate
     assert weighed.offline >= 1.1 * none.offline
 
