@@ -215,7 +215,8 @@ def serve(policy: PolicyName, load: Load) -> Outcome:
 def test_each_scenario_prints_a_table_and_the_figures_end_as_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("--scale", "0.02", "--noise", "0.06", "--policies", "online-only,slo")
+    monkeypatch.setattr(scenarios, "_CHAT", Lengths(64, 8))
+    options = ("--scale", "0.01", "--noise", "0.06", "--policies", "online-only,slo")
     run_main(monkeypatch, *options)
     lines = capsys.readouterr().out.splitlines()
     result = json.loads(lines[-1])

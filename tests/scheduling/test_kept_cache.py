@@ -121,7 +121,7 @@ def test_what_is_kept_follows_how_soon_chats_come_back() -> None:
     bench = make_bench(DEAR_S, 10.0)
     load, kept = Load(bench), []
     for think_s in (20.0, 1.0, 20.0):
-        load.serve(70.0, think_s)
+        load.serve(35.0, think_s)
         kept.append(min(bench.scheduler.kv.protection.max_blocks, NUM_BLOCKS))
     assert kept[0] < kept[1] > kept[2]
 
