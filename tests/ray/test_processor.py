@@ -8,14 +8,17 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pyarrow as pa
 import pytest
 import ray
 import ray.data
 from ray.cluster_utils import Cluster
 
-from backfill import LLM, InvalidOption, SamplingParams
-from backfill.ray import ProcessorConfig, build_processor
+from backfill import LLM, InvalidOption, InvalidRequest, SamplingParams
+from backfill.ray import ProcessorConfig, build_processor, engine_actor
+from backfill.ray.engine_actor import BackfillEngine
 from tests.api.servers import wait_until
 from tests.parallel.processes import parent
 
@@ -64,8 +67,17 @@ def test_a_row_that_cannot_be_served_is_named_and_costs_no_other(cluster: Cluste
     ]
     assert "temperature" in rows[2]["__inference_error__"]
     assert [row["num_generated_tokens"] for row in rows] == [8, None, None]
-    with pytest.raises(Exception, match="temperature must be"):
-        build_processor(config_of(small_model))(ray.data.from_items(items[2:])).take_all()
+
+
+@pytest.mark.anyio
+async def test_by_default_a_row_that_cannot_be_served_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To Ray, which ends the pipeline. The row reaches no engine."""
+    monkeypatch.setattr(engine_actor, "_OfflineLLM", mock.Mock())
+    given = ProcessorConfig(model_source="m")
+    engine = BackfillEngine(given.llm_keywords, given.should_continue_on_error)
+    rows = pa.Table.from_pylist([{"prompt": "Hello", "sampling_params": {"temperature": -1.0}}])
+    with pytest.raises(InvalidRequest, match="temperature must be"):
+        await anext(engine(rows))
 
 
 def test_no_row_is_lost_when_engines_and_actors_die(cluster: Cluster, small_model: Path) -> None:
@@ -98,8 +110,13 @@ def name_of(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip().partition("::")[0]
 
 
-def test_the_document_prints_answers(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_document_prints_answers(
+    cluster: Cluster, small_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With another model, which answers sooner."""
     (snippet,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert '"smollm2-135m-instruct"' in snippet
+    snippet = snippet.replace("smollm2-135m-instruct", str(small_model))
     exec(compile(snippet, DOCUMENT.name, "exec"), {})
     assert len(capfd.readouterr().out.splitlines()) >= 8
 
