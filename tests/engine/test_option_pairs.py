@@ -56,8 +56,15 @@ OPTIONS: Mapping[str, Mapping[str, Values]] = {
 RANKS = ("tensor_parallel_size", "pipeline_parallel_size")
 # Values under which tokens are others.
 ROUNDING = ("kv_dtype", "quantization")
-# Under these, some of what others do does not happen.
-MASKS = ("policy=online-only", "checkpointing=none", "host_kv_gib=0", "prefix_caching=off")
+# Under these, some of what others do does not happen, or other kernels do it.
+MASKS = (
+    "policy=online-only",
+    "checkpointing=none",
+    "host_kv_gib=0",
+    "prefix_caching=off",
+    "kv_dtype=int8",
+    "quantization=int4",
+)
 CHOICES = [f"{option}={name}" for option, values in OPTIONS.items() for name in values]
 
 
