@@ -120,46 +120,40 @@ async def test_bodies_texts_lines_and_checks(client: PreparationClient, tmp_path
 
 
 @pytest.mark.slow  # without processes: below, and tests/preparation/test_readers.py
-async def test_a_death_loses_no_job_and_no_line(client: PreparationClient, tmp_path: Path) -> None:
-    path = tmp_path / "in"
-    path.write_bytes(input_of(40))
-    lines = client.open_lines(LineSelection(path=str(path), max_line_bytes=10_000))
-    read: list[BatchLine] = await read_some(lines)
-    await client.bodies.wait_ready()
-    body = asyncio.create_task(client.prepare("/v1/completions", b'{"prompt": "x"}', CONTEXT))
-    check = asyncio.create_task(client.check_input(str(path), limits()))
-    await asyncio.sleep(0)  # both jobs are submitted
-    kill(client.files)
-    kill(client.bodies)
-    while group := await read_some(lines):
-        read += group
-    assert sorted(line.number for line in read) == list(range(1, 41))
-    assert all(line.generation is not None for line in read)
-    assert (await body).request.prompts
-    assert (await check).total == 40
-
-
-@pytest.mark.slow
-async def test_files_have_a_process_of_their_own_once_there_is_one(
+async def test_files_have_a_process_of_their_own_and_a_death_loses_no_job_and_no_line(
     client: PreparationClient, tmp_path: Path
 ) -> None:
     body = b'{"prompt": "x"}'
     await client.prepare("/v1/completions", body, CONTEXT)
     assert client.is_up
-    assert client.files.pid is None
+    assert client.files.pid is None, "no file has come"
     path = tmp_path / "in"
-    path.write_bytes(input_of(3))
-    assert (await client.check_input(str(path), limits())).total == 3
+    path.write_bytes(input_of(40))
+    lines = client.open_lines(LineSelection(path=str(path), max_line_bytes=10_000))
+    read: list[BatchLine] = await read_some(lines)
     bodies_pid, files_pid = client.bodies.pid, client.files.pid
     assert bodies_pid != files_pid
+
+    check = asyncio.create_task(client.check_input(str(path), limits()))
+    await asyncio.sleep(0)  # the job is submitted
     kill(client.files)
     await until(lambda: client.num_deaths)
     assert not client.is_up
     await client.prepare("/v1/completions", body, CONTEXT)
-    assert client.bodies.pid == bodies_pid
-    await until(lambda: client.is_up)
-    assert client.files.pid != files_pid
-    assert (client.bodies.num_deaths, client.files.num_deaths) == (0, 1)
+    while group := await read_some(lines):
+        read += group
+    assert sorted(line.number for line in read) == list(range(1, 41))
+    assert all(line.generation is not None for line in read)
+    assert (await check).total == 40
+    assert client.is_up
+    assert client.files.pid != files_pid and client.bodies.pid == bodies_pid
+
+    prepared = asyncio.create_task(client.prepare("/v1/completions", body, CONTEXT))
+    await asyncio.sleep(0)
+    kill(client.bodies)
+    assert (await prepared).request.prompts
+    await until(lambda: client.bodies.num_deaths)  # it may have answered before it died
+    assert (client.bodies.num_deaths, client.files.num_deaths) == (1, 1)
 
 
 class Child:
