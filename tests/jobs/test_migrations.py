@@ -176,21 +176,24 @@ def locked(engine):
     assert upgrades == ("alembic.command" in sys.modules)
     return exclusive_schema(engine)
 
-upgrades = sys.argv[2] == "upgrades"
 database.exclusive_schema = locked
-database.open_database(None, Path(sys.argv[1])).dispose()
-assert upgrades == ("alembic" in sys.modules)
+for folder in sys.argv[1:]:
+    upgrades = folder == sys.argv[-1]
+    database.open_database(None, Path(folder)).dispose()
+    assert upgrades == ("alembic" in sys.modules)
 """
 
 
 @pytest.mark.slow
 def test_alembic_is_imported_for_an_upgrade_alone_and_before_other_servers_wait(tmp_path: Path) -> None:
-    old, new = tmp_path / "old", tmp_path / "new"
-    for folder in (old, new):
+    new, upgraded, old = (tmp_path / name for name in ("new", "upgraded", "old"))
+    for folder in (new, upgraded, old):
         folder.mkdir()
-    run(f"sqlite:///{old / 'jobs.db'}", TABLES)
-    for folder, what in ((old, "upgrades"), (old, "opens"), (new, "makes"), (new, "opens")):
-        subprocess.run([sys.executable, "-c", _OPENS, str(folder), what], check=True, timeout=TIMEOUT_S)
+    for folder in (upgraded, old):
+        run(f"sqlite:///{folder / 'jobs.db'}", TABLES)
+    open_database(None, upgraded).dispose()
+    folders = map(str, (new, new, upgraded, old))  # the last one is upgraded
+    subprocess.run([sys.executable, "-c", _OPENS, *folders], check=True, timeout=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("is_earlier", [False, True])
