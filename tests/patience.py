@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 import warnings
 from collections.abc import Callable
 
@@ -16,9 +17,11 @@ _TIMES = (1.0, 5.0, 25.0)
 
 async def until(condition: Callable[[], object]) -> None:
     """Wait until ``condition``, which may be a coroutine's function, returns something true."""
+    began_at_s = time.monotonic()
     async with asyncio.timeout(TIMEOUT_S):
         while not (await found if inspect.isawaitable(found := condition()) else found):
-            await asyncio.sleep(0.001)
+            # To ask takes time of the processors that what is waited for needs.
+            await asyncio.sleep(min(max(0.001, 0.03 * (time.monotonic() - began_at_s)), 0.02))
 
 
 def with_more_time(attempt: Callable[[float], None]) -> None:
