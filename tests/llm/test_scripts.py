@@ -1,4 +1,4 @@
-"""LLM in the programs of users: of the documents, without a guard, from a file, a string or stdin."""
+"""LLM in the programs of users: of the documents, without a guard, from a file or stdin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import backfill
-from tests.api.servers import TIMEOUT_S, wait_until
+from tests.api.servers import MODEL, TIMEOUT_S, wait_until
 
 SCRIPT = """
 from backfill import LLM, SamplingParams
@@ -31,13 +31,11 @@ llm.generate([[1000]] * 200, SamplingParams(max_tokens=None, ignore_eos=True), u
 
 
 @pytest.mark.slow  # children run without the main module: tests/ipc/test_python_process.py
-@pytest.mark.parametrize("way", ["file", "standard input"])
-def test_a_script_needs_no_guard_and_ends_quietly(way: str, small_model: Path, tmp_path: Path) -> None:
-    script = SCRIPT.format(model=str(small_model))
-    (tmp_path / "script.py").write_text(script)
+def test_a_script_needs_no_guard_and_ends_quietly(small_model: Path, tmp_path: Path) -> None:
+    """From standard input."""
     result = subprocess.run(
-        [sys.executable, "script.py" if way == "file" else "-"],
-        input=script if way == "standard input" else None,
+        [sys.executable, "-"],
+        input=SCRIPT.format(model=str(small_model)),
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -51,15 +49,17 @@ def test_a_script_needs_no_guard_and_ends_quietly(way: str, small_model: Path, t
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_script_with_one_traceback_and_nothing_left(small_model: Path, tmp_path: Path) -> None:
-    """A script in a string, which needs no guard either."""
-    script = SCRIPT.format(model=str(small_model)) + FOREVER
+    """A script in a file, which needs no guard either."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(model=str(small_model)) + FOREVER)
+    (tmp_path / "temporary").mkdir()
     with subprocess.Popen(
-        [sys.executable, "-c", script],
+        [sys.executable, str(script)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # a process group, as a terminal gives a command
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        env={**os.environ, "TMPDIR": str(tmp_path / "temporary")},
     ) as process:
         assert process.stdout is not None
         for line in ("the script begins\n", "4 tokens\n", "generating\n"):
@@ -70,7 +70,7 @@ def test_ctrl_c_ends_a_script_with_one_traceback_and_nothing_left(small_model: P
     assert errors.count("Traceback") == 1
     assert errors.rstrip().endswith("KeyboardInterrupt")
     wait_until(lambda: not exists(process.pid), "the end of its engine")
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def exists(process_group: int) -> bool:
@@ -124,10 +124,11 @@ def test_the_snippets_of_the_library_run_one_after_another(capfd: pytest.Capture
 
 
 @pytest.mark.slow
-def test_the_readme_shows_the_library_first(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_shows_the_library_first(small_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (snippet,) = (each for each in snippets((ROOT / "README.md").read_text()) if "import LLM" in each)
+    assert snippet.count(f'LLM("{MODEL}")') == 1
     names: dict[str, Any] = {}
-    exec(compile(snippet, "README.md", "exec"), names)
+    exec(compile(snippet.replace(MODEL, str(small_model)), "README.md", "exec"), names)
     names["llm"].close()
     assert len(capfd.readouterr().out) > 40
 
