@@ -1,4 +1,4 @@
-"""``backfill run-batch``, with a small model; with the default one: tests/api/test_readme.py."""
+"""``backfill run-batch``, with a small model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import contextlib
 import io
 import json
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,11 @@ import pytest
 from rich.console import Console
 
 from backfill.cli.run_batch import _run
+from backfill.core.clock import VirtualClock
+from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
+from backfill.engine.engine import Engine
+from backfill.execution.create import create_torch_executor
 from backfill.jobs import feeder
 from backfill.jobs.local_files import check_tail, locked
 from backfill.jobs.records import RequestCounts
@@ -29,6 +31,7 @@ from backfill.jobs.results import ForeignResults
 from backfill.preparation.serving import ServingProcesses
 from tests.api.batch_inputs import as_jsonl, chat_line, completion_line, parse_jsonl
 from tests.api.servers import MODEL, SMALL_MODEL, TIMEOUT_S, wait_until
+from tests.builders import make_request
 from tests.cli.running import run_cli_here, signal_handlers_kept
 
 # Of the run that a signal ends: more than it has computed by then, also if this process is stalled.
@@ -62,6 +65,14 @@ class Folder:
     def start(self, *options: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             self.command(*options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def start_without_stderr(self, *options: str) -> subprocess.Popen[str]:
+        """With standard error closed."""
+        return subprocess.Popen(
+            ["bash", "-c", 'exec "$@" 2>&-', "bash", *self.command(*options)],
+            stdout=subprocess.DEVNULL,
+            text=True,
         )
 
     def num_results(self) -> int:
@@ -101,16 +112,6 @@ def test_every_line_is_answered_and_a_second_run_has_nothing_to_do(folder: Folde
     assert folder.output.read_bytes() == before
     assert summary(again)["resumed"] == 3
     assert "3 completed, 0 failed (3 of them in an earlier run);" in again.stderr
-
-
-@pytest.mark.slow  # without a terminal: tests/cli/test_run_batch_progress.py
-def test_a_command_prints_its_summary_alone_and_says_how_layers_were_offloaded(folder: Folder) -> None:
-    folder.input.write_bytes(as_jsonl([chat_line("a")]))
-    result = folder.run("--json", "--offload-interval", "1")
-    assert (result.returncode, result.stderr.count("Traceback")) == (0, 0), result.stderr
-    assert "Offload interval 1 was used." in result.stderr
-    facts = summary(result)
-    assert facts["offload_interval"] == facts["least_offload_interval"] == 1
 
 
 @pytest.mark.slow
@@ -236,7 +237,7 @@ def test_a_run_whose_engine_cannot_start_says_why_in_a_line(
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_or_killed_goes_on_where_it_was(folder: Folder) -> None:
-    """Its engine is killed, too, and started again."""
+    """Its engine is killed too. The second run has no standard error, the third one offloaded layers."""
     folder.input.write_bytes(
         as_jsonl(  # lines that run side by side do not end together
             completion_line(str(number), max_tokens=50 + 37 * number % 40, ignore_eos=True)
@@ -259,19 +260,19 @@ def test_a_run_that_was_stopped_or_killed_goes_on_where_it_was(folder: Folder) -
     assert "Interrupted: all lines that had begun have ended. The same command goes on from here." in stderr
     num_done = folder.num_results()
     assert 0 < num_done < NUM_LINES
-    rng = random.Random(6)
-    process = folder.start(*few)
-    least = num_done + rng.randint(1, 5)
-    wait_until(lambda: folder.num_results() >= least, "results")
-    time.sleep(rng.uniform(0.0, 0.05))
+    process = folder.start_without_stderr(*few)
+    wait_until(lambda: folder.num_results() > num_done + 2, "results")
     process.kill()
-    process.communicate()
+    process.wait()
     num_done = folder.num_results()
     with folder.output.open("ab") as output:
         output.write(folder.output.read_bytes()[:60])  # as if killed within a line
-    result = folder.run_here("--json")
-    assert result.returncode == 0, result.stderr
-    assert summary(result)["resumed"] == num_done < NUM_LINES
+    result = folder.run("--json", "--offload-interval", "1")
+    assert (result.returncode, result.stderr.count("Traceback")) == (0, 0), result.stderr
+    facts = summary(result)
+    assert facts["resumed"] == num_done < NUM_LINES
+    assert "Offload interval 1 was used." in result.stderr
+    assert facts["offload_interval"] == facts["least_offload_interval"] == 1
     lines = parse_jsonl(folder.output.read_bytes())
     assert sorted(int(line["custom_id"]) for line in lines) == list(range(NUM_LINES))
 
@@ -365,35 +366,44 @@ def test_a_refused_run_leaves_no_empty_file(tmp_path: Path, content: bytes | Non
     assert (path.read_bytes() if path.exists() else None) == content
 
 
-_RULES = "Answer in one word. The answer must be the name of a colour, a city or an animal. "
-_OPTIONS = ("--dtype", "float32", "--kv-gib", "0.00045", "--max-num-seqs", "4", "--threads", "1")
+# Prompts that share prefixes of several lengths.
+_PROMPTS = {
+    f"line-{number}": [*range(100, 120 + 17 * (1 + number % 3)), 1000 + number // 3] for number in range(24)
+}
 
 
-def answers(model: Path, folder: Path, name: str, *options: str) -> dict[str, str]:
-    """The text of each line. The pool is smaller than what the lines need, so that content is evicted."""
-    output = folder / f"{name}.jsonl"
-    files = ("-i", str(folder / "in.jsonl"), "-o", str(output))
-    names = ("--model", str(model), "--served-model-name", MODEL)
-    run = run_cli_here("run-batch", *files, *names, *_OPTIONS, *options)
-    assert run.returncode == 0, run.stderr
-    lines = parse_jsonl(output.read_bytes())
-    return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines}
+def num_output_tokens(custom_id: str) -> int:
+    return 4 if custom_id.endswith(("1", "3", "5", "7", "9")) else 12
 
 
-@pytest.mark.slow  # two runs; test_pressure.py is quick
-def test_answers_are_the_same_in_another_order_and_without_the_cache(
-    small_model: Path, tmp_path: Path
-) -> None:
+def answers_without_a_cache(model: Path) -> dict[str, list[int]]:
+    config = EngineConfig(model_dir=str(model), dtype="float32", kv_gib=0.05, device="cpu", threads=1)
+    scheduling = SchedulerConfig(prefix_caching=False)
+    engine = Engine(scheduling, create_torch_executor(config), VirtualClock())
+    requests = {
+        name: make_request(max_tokens=num_output_tokens(name), prompt_token_ids=prompt, ignore_eos=True)
+        for name, prompt in _PROMPTS.items()
+    }
+    for request in requests.values():
+        engine.add(request)
+    while engine.has_unfinished:
+        engine.step()
+    return {name: request.output_token_ids for name, request in requests.items()}
+
+
+@pytest.mark.slow  # test_pressure.py is quick
+def test_answers_are_the_same_in_another_order_and_with_a_cache(folder: Folder, small_model: Path) -> None:
     lines = [
         completion_line(
-            f"line-{number}",
-            prompt=_RULES * (1 + number % 3) + f"Question {number // 3}: what is it?",
-            max_tokens=4 if number % 2 else 12,
-            ignore_eos=number % 4 == 0,
+            name, prompt, max_tokens=num_output_tokens(name), ignore_eos=True, return_token_ids=True
         )
-        for number in range(24)
+        for name, prompt in _PROMPTS.items()
     ]
-    (tmp_path / "in.jsonl").write_bytes(as_jsonl(lines))
-    expected = answers(small_model, tmp_path, "no-cache", "--no-enable-prefix-caching", "--order", "fcfs")
-    assert len(expected) == 24
-    assert answers(small_model, tmp_path, "blend", "--order", "blend") == expected
+    folder.input.write_bytes(as_jsonl(lines))
+    # The pool is smaller than what the lines need, so that content is evicted.
+    run = folder.run_here("--kv-gib", "0.00045", "--max-num-seqs", "4", "--order", "blend")
+    assert run.returncode == 0, run.stderr
+    found = parse_jsonl(folder.output.read_bytes())
+    assert {
+        line["custom_id"]: line["response"]["body"]["choices"][0]["token_ids"] for line in found
+    } == answers_without_a_cache(small_model)
