@@ -5,6 +5,7 @@ What only the tests have is hidden from the commands that are run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from cyclopts import App
 from backfill.cli.main import app
 from experiments.__main__ import app as studies
 from tests.api.servers import MODEL, SMALL_MODEL, TIMEOUT_S, HeldPort, RunningServer, ending, quick_profile
+from tests.api.test_readme import SNIPPETS
 from tests.installed import write_blocker
 from tests.test_docs import DOCUMENTS, ROOT, commands, parse
 
@@ -41,7 +43,7 @@ RUN = {
     f"{_BACKFILL} simulate run --hardware a100-40g-llama-2-7b --online online.csv --offline offline.csv "
     "--ttft-slo 1.5 --tpot-slo 0.11 --rate 2 --duration 300 --seeds 5": "--duration 5 --seeds 2",
 }
-# Run by tests/api/test_readme.py with the default model, or here with the small server.
+# Run with the small server.
 REQUESTS = r"curl http://127\.0\.0\.1:8000/v1/(chat/)?completions "
 # Of what is not ours, and a name; the library's snippets are run by tests/llm/test_scripts.py.
 OTHERS = {
@@ -148,9 +150,10 @@ class Environment:
         (folder / "hidden").mkdir()
         (folder / "experiments").symlink_to(ROOT / "experiments")
         write_blocker(folder / "hidden")
-        question = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 2}
-        line = {"custom_id": "sky", "method": "POST", "url": "/v1/chat/completions", "body": question}
-        (folder / "questions.jsonl").write_text(json.dumps(line) + "\n")
+        writing, _, sending = SNIPPETS[1].partition("file = client.")  # of docs/api.md, the batch
+        assert sending
+        with contextlib.chdir(folder):
+            exec(compile(writing, "api.md", "exec"), {})
         rows = "".join(f"{second / 5},{100 + second % 50},{20 + second % 10}\n" for second in range(1500))
         (folder / "splitwise_conv.csv").write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
         (folder / "arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv").write_text(
