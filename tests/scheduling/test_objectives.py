@@ -8,6 +8,7 @@ from backfill.core.config import PolicyName, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.request import Request
 from backfill.core.slo import SLO
+from backfill.costs.load import StepLoad
 from backfill.costs.profile import FitError, Quality
 from backfill.scheduling.objectives import (
     DEFAULT_SLO,
@@ -21,6 +22,7 @@ from backfill.scheduling.objectives import (
     objectives_below_floor,
     server_slo,
     share_in_time,
+    throughput_step_s,
 )
 from tests.builders import flat_cost, linear_cost, make_profile, make_request
 
@@ -230,6 +232,22 @@ def answering(arrived_at_s: float, mean_gap_s: float = 0.1) -> Request:
         request.append(1)
     request.last_token_at_s = request.first_token_at_s + 3 * mean_gap_s
     return request
+
+
+def test_what_throughput_wants_of_a_step_where_nearly_all_are_late() -> None:
+    """100 tokens take 1.1 ms each, at most nine tenths of the best rate; long prompts attend to much."""
+    cost = replace(linear_cost(step_s=0.01), prefill_pair_s=1e-5)
+
+    def step_s(num_decodes: int, num_late: int, ttft_s: float = 1.0) -> float:
+        loads = (StepLoad.of_decodes(num or 1, 0.0, num) for num in (num_decodes, num_late))
+        return round(throughput_step_s(cost, *loads, ttft_s, 1000), 6)
+
+    assert step_s(0, 0) == 0.11, "many short prompts, though more than 20 tokens of one do not pay"
+    assert step_s(0, 300) == 0.31, "all late answers"
+    assert step_s(0, 900) == 0.5, "who arrives can still be in time"
+    assert step_s(0, 300, ttft_s=0.05) == 0.0321, "more than it can wait for, but it pays"
+    one = StepLoad.of_decodes(1, 0.0, 1)
+    assert step_s(1, 300) == round(cost.efficient_prefill_s(one, 0.9, 1000), 6) < 0.1, "it is in time"
 
 
 def test_the_share_in_time_is_that_of_requests_that_came_together() -> None:

@@ -193,7 +193,7 @@ def test_a_burst_that_is_nearly_all_late_is_served_as_fast_as_without_objectives
 
 def test_late_answers_alone_decode_together_as_far_as_an_arrival_can_wait() -> None:
     """A step of 60 takes longer than a gap may, and steps of prompts saturate far below."""
-    for row_s, num_decodes in ((0.004, 60), (0.02, 22)):
+    for row_s, num_decodes in ((0.004, 60), (0.02, 19)):
         sampled_s = PiecewiseLinear((0, 10, 100), (0.0, 0.05, 0.1))
         bench = Bench(cost=replace(linear_cost(token_s=row_s), sampled_s=sampled_s))
         bench.add(*(make_request(4, 40, request_id=f"chat{i}", arrived_at_s=-9.0) for i in range(60)))
@@ -201,6 +201,22 @@ def test_late_answers_alone_decode_together_as_far_as_an_arrival_can_wait() -> N
             bench.step()
         plan = bench.step()
         assert len(sizes(plan)) == num_decodes, plan.predicted_s
+
+
+def test_late_answers_do_not_keep_one_that_came_after_them_from_its_gaps() -> None:
+    bench = Bench(cost=linear_cost(token_s=0.004), num_blocks=4000)
+    bench.add(*(make_request(4, 400, request_id=f"late{i}", arrived_at_s=-9.0) for i in range(60)))
+    for _ in range(10):
+        bench.step()
+    chat = make_request(4, 40, request_id="chat", arrived_at_s=bench.clock.now_s())
+    bench.step(chat)
+    bench.clock.advance(0.11)  # a gap that is just missed
+    gaps_s = []
+    while chat.finish_reason is None:
+        before_s = chat.last_token_at_s or math.inf
+        bench.step()
+        gaps_s.append((chat.last_token_at_s or 0.0) - before_s)
+    assert gaps_s[0] > 0.1 >= max(gaps_s[1:])
 
 
 @pytest.mark.parametrize("best", [pytest.param(1, marks=pytest.mark.slow), 16])

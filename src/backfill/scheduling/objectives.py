@@ -159,18 +159,21 @@ def prompt_step_s(slo: SLO, paying_s: float) -> float:
 
 
 def throughput_step_s(
-    cost: CostModel, decodes: StepLoad, late_decodes: StepLoad, default: SLO, max_step_tokens: int
+    cost: CostModel, decodes: StepLoad, late_decodes: StepLoad, ttft_s: float, max_step_tokens: int
 ) -> float:
     """Predicted seconds of a step as large as throughput wants, where nearly all requests are late.
 
-    Large enough for all decodes or for many short prompts, as far as who arrives can wait for it, and for as
-    many tokens of one prompt beside those that are not late as pay.
+    With decodes that are not late: as many tokens of a prompt as pay beside them, and no more, so that they
+    can be in time. Without: all late decodes, or many short prompts, as far as who arrives can wait.
+
+    Args:
+        ttft_s: the server's objective, or the part of it that a prediction may use.
     """
-    all_decodes = decodes.copy()
-    all_decodes.add(late_decodes)
+    paying_s = cost.efficient_prefill_s(decodes, PROMPT_EFFICIENCY, max_step_tokens)
+    if decodes.num_requests:
+        return paying_s
     prompts_s = cost.rows_s(cost.efficient_step_sizes(PROMPT_EFFICIENCY, max_step_tokens)[0])
-    bounded_s = min(_PROMPT_STEP_SHARE * default.ttft_s, max(cost.step_time_s(all_decodes), prompts_s))
-    return max(bounded_s, cost.efficient_prefill_s(decodes, PROMPT_EFFICIENCY, max_step_tokens))
+    return max(paying_s, min(_PROMPT_STEP_SHARE * ttft_s, max(cost.step_time_s(late_decodes), prompts_s)))
 
 
 def server_slo(config: SchedulerConfig, cost: CostModel | None) -> SLO:

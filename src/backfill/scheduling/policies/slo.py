@@ -202,8 +202,9 @@ class SloPolicy(Policy):
         spread_s = _BURST_SHARE * self.default_slo.ttft_s
         if not late or share_in_time(served, late, spread_s) >= _LEAST_SHARE_IN_TIME:
             return 0.0
-        late_decodes, cost = decode_load(split(view.running[relegated])[0]), self._predictor.cost
-        return throughput_step_s(cost, decodes, late_decodes, self.default_slo, self._max_step_tokens)
+        late_decodes, predictor = decode_load(split(view.running[relegated])[0]), self._predictor
+        ttft_s = self.default_slo.ttft_s * predictor.usable_share
+        return throughput_step_s(predictor.cost, decodes, late_decodes, ttft_s, self._max_step_tokens)
 
     def _limit_s(
         self, decodes: Sequence[RequestView], now_s: float, decodes_s: float, bank_share: float = 0.0
