@@ -9,7 +9,14 @@ from backfill.core.block import BlockCopy
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import TierBlocks
-from backfill.core.plan import BlockCopies, Compute, CopyDirections, StepPlan, TokenLogprobs
+from backfill.core.plan import (
+    BlockCopies,
+    Compute,
+    CopyDirections,
+    ScheduledSlice,
+    StepPlan,
+    TokenLogprobs,
+)
 from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
@@ -26,6 +33,7 @@ from backfill.engine.messages import (
     TokenOutput,
 )
 from backfill.execution.simulated_executor import hashed_token
+from backfill.scheduling.committed import prompt_progress
 from tests.builders import ScriptedExecutor, make_info, make_profile, make_request
 from tests.integrity import check_scheduler
 
@@ -255,18 +263,26 @@ def test_stats_count_by_class() -> None:
 
 
 def test_a_step_reports_how_far_online_prompts_are() -> None:
-    engine, _ = make_engine()
+    engine, executor = make_engine(num_blocks=64)
     for each in (
         make_request(request_id="offline", prompt_tokens=40, service_class=ServiceClass.OFFLINE),
         make_request(request_id="long", prompt_tokens=70, max_tokens=2),
     ):
         engine.add(each)
+    executor.fail_at_step = 1
     progress = []
     while engine.has_unfinished:
         engine.step()
         progress.append(engine.stats().step.prompt_progress)
-    assert progress[:2] == [(("long", 32),), (("long", 64),)]
-    assert not any(progress[2:]), "its first token tells the rest"
+    assert progress[:4] == [(("long", 32),), (("long", 0),), (("long", 64),), ()]
+    assert not any(progress[4:]), "its first token tells the rest"
+
+
+def test_a_step_reports_no_chunk_of_a_prompt_that_a_later_step_computes() -> None:
+    request = make_request(request_id="long", prompt_tokens=70)
+    request.num_computed_tokens = 64
+    slices = tuple(ScheduledSlice(RequestId(name), 0, 32, (), samples=False) for name in ("long", "aborted"))
+    assert prompt_progress(StepPlan(0, Compute(slices)), {request.request_id: request}) == (("long", 32),)
 
 
 def test_messages_are_equal_after_encoding_and_decoding() -> None:

@@ -15,6 +15,8 @@ from backfill.generation.generator import TextDelta, TextGenerator, merge
 from backfill.generation.timeline import Observer, RequestRecord
 from backfill.http.streaming import _with_keep_alives
 from tests.api.test_fields import OK, make_tokenizer
+from tests.engine.loaders import load_slow
+from tests.engine.test_client import started
 from tests.protocol.builders import make_generation
 
 
@@ -71,6 +73,33 @@ def test_the_choices_of_one_request_are_one_group_and_no_other_request_is_in_it(
     first, second = (set(client.groups[at : at + 3]) for at in (0, 3))
     assert len(client.groups) == 6 and len(first) == len(second) == 1
     assert None not in first and first != second
+
+
+def test_a_listener_hears_how_far_a_long_prompt_is() -> None:
+    class Listener:
+        def __init__(self) -> None:
+            self.heard: list[tuple[str, int] | tuple[str, int, int]] = []
+
+        def on_prompt_progress(self, choice: int, num_computed_tokens: int) -> None:
+            self.heard.append(("progress", choice, num_computed_tokens))
+
+        def on_first_token(self, choice: int) -> None:
+            self.heard.append(("first", choice))
+
+        def on_choice_end(self, choice: int) -> None:
+            self.heard.append(("end", choice))
+
+    async def run() -> list[tuple[str, int] | tuple[str, int, int]]:
+        listener = Listener()
+        async with started(load_slow) as client:
+            generator = TextGenerator(client, make_tokenizer(), Observer())
+            request = make_generation(prompts=[[5] * 5000]).request
+            async for _ in generator.stream(request, listener=listener):
+                pass
+        return listener.heard
+
+    heard = [("progress", 0, 2048), ("progress", 0, 4096), ("first", 0), ("end", 0)]
+    assert asyncio.run(run()) == heard
 
 
 def test_an_engine_request_carries_owner_and_salt() -> None:

@@ -17,7 +17,7 @@ from backfill.http.errors import MAX_RETRY_AFTER_S, RateLimited
 from backfill.protocol.request_headers import Objective
 from backfill.scheduling.objectives import decode_limit_s, least_tpot_slo, rounded_up
 
-# What is computed of a prompt since it came counts too, so the true wait may be half of the prediction.
+# What the prompts ahead will find in the cache is not known, so the true wait may be half of the prediction.
 SHED_FACTOR = 2.0
 
 
@@ -81,8 +81,7 @@ def retry_after_s(wait_s: float) -> int:
     """Whole seconds, 1 to 120.
 
     Args:
-        wait_s: until all prompts ahead are computed. Where one long prompt is ahead no less would do: it
-            counts whole until its first token.
+        wait_s: until all prompts ahead are computed. Where one long prompt is ahead no less would do.
     """
     return min(MAX_RETRY_AFTER_S, max(1, math.ceil(wait_s)))
 

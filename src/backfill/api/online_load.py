@@ -80,7 +80,8 @@ class OpenChoice:
     load: OnlineLoad
     asked: AskedPrompts
     prompt_tokens: int
-    num_computed: int  # of them, or to be shared with choices before it
+    num_cached: int  # of them, when it came, or to be shared with choices before it
+    num_computed: int  # of them by now, likewise
     keys: Sequence[int]
     queue: _Queue
     number: int  # of all choices
@@ -129,6 +130,8 @@ class OnlineLoad:
 
     Attributes:
         bus_least_step_s: see ``EngineStats``.
+        num_waiting_tokens: of choices without a first token, the prompt tokens that were to be computed when
+            they came. Routers take off what they have sent.
     Args:
         kv_tokens: that the prefix cache holds at most.
     """
@@ -140,6 +143,7 @@ class OnlineLoad:
         self._relegates = config.relegates
         self._correction = BiasCorrection()
         self.bus_least_step_s = 0.0
+        self.num_waiting_tokens = 0
         self._in_time: dict[_Queue, StepLoad] = {}  # waiting prompts
         self._relegated: dict[_Queue, StepLoad] = {}  # the same of those that cannot be in time any more
         self._relegations: list[tuple[float, int, OpenChoice]] = []  # of prompts in time; sorted by instant
@@ -167,12 +171,6 @@ class OnlineLoad:
         """Choices whose prompts wait and cannot be in time any more."""
         self._relegate(now_s)
         return sum(load.num_sampled for load in self._relegated.values())
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Prompt tokens of choices without a first token."""
-        loads = (*self._in_time.values(), *self._relegated.values())
-        return sum(load.num_tokens for load in loads)
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -286,10 +284,13 @@ class OnlineLoad:
             (num_found,) = self._prefixes.num_cached([tokens], [of_prompt])  # without what it is to share
             at_s = self._relegated_at_s(tokens, num_found, asked.first_token_by_s)
             number = self._num_opened
-            choice = OpenChoice(self, asked, tokens, num_cached, of_prompt, queue, number, at_s, bounds_steps)
+            choice = OpenChoice(
+                self, asked, tokens, num_cached, num_cached, of_prompt, queue, number, at_s, bounds_steps
+            )
             self._num_opened += 1
             self._num_open += 1
             self._num_prompt_tokens += tokens
+            self.num_waiting_tokens += tokens - num_cached
             self._put(self._in_time.setdefault(queue, StepLoad()), tokens, num_cached)
             self._note_relegation(choice)
             choices.append(choice)
@@ -309,6 +310,7 @@ class OnlineLoad:
 
     def begin_decoding(self, choice: OpenChoice) -> None:
         choice.first_token_in_step = self._num_steps
+        self.num_waiting_tokens -= choice.prompt_tokens - choice.num_cached
         self._num_decoding += 1
         choice.bounds_steps &= not choice.is_relegated
         self._num_bounding += choice.bounds_steps

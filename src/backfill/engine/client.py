@@ -194,7 +194,7 @@ class EngineClient:
 
         Args:
             group: equal for the choices of one client request; None for a request of its own.
-            on_prompt_progress: of an online request, called after each step that computed a part of its
+            on_prompt_progress: of an online request, called after each step that was to compute a part of its
                 prompt, with the tokens that are computed by then.
             on_first_token: called once, when the first output comes from the engine, read or not.
             on_end: called once, when the engine is done with the request, even if outputs are still unread.

@@ -375,11 +375,10 @@ class Engine:
     def _fail(self, plan: StepPlan, error: Exception) -> list[TokenOutput]:
         message = f"The step failed: {type(error).__name__}."
         lost = tuple(scheduled.request_id for scheduled in plan.slices)
-        self._last_step = StepStats("none", 0, 0.0, 0.0, failed_request_ids=lost)
-        return [
-            TokenOutput.failed(request.request_id, message, len(lost))
-            for request in self.scheduler.fail(plan)
-        ]
+        ended = self.scheduler.fail(plan)
+        progress = prompt_progress(plan, self.scheduler.requests.by_id)
+        self._last_step = StepStats("none", 0, 0.0, 0.0, failed_request_ids=lost, prompt_progress=progress)
+        return [TokenOutput.failed(request.request_id, message, len(lost)) for request in ended]
 
 
 def _residency(info: ExecutorInfo, bus: BusMember | None) -> ResidencyPolicy:

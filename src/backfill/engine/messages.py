@@ -139,8 +139,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
         stopped: its offline slices were stopped, by an arrival or at the end of their time.
         stop_latency_s: from the request to stop, made at an arrival, to the stop; None without one.
         failed_request_ids: requests of a step that failed.
-        prompt_progress: the online requests whose prompts it computed in part, and the tokens of each that
-            are computed by then, cached ones included.
+        prompt_progress: the online requests whose prompts it was to compute in part, and the tokens of each
+            that are computed by then, cached ones included; 0 if they are lost.
     """
 
     kind: StepKind

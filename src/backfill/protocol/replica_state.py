@@ -27,7 +27,8 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
         prefill_tokens_per_s: at which it computes prompts when it does nothing else. Without a cost model a
             guess, which measured TTFTs correct.
         step_s: mean seconds of the last steps, of which an arrival waits for half; 0 when nothing runs.
-        waiting_prompt_tokens: of online requests without a first token; 0 without a cost model.
+        waiting_prompt_tokens: of online requests without a first token, what was to be computed when they
+            came; 0 without a cost model.
         num_online, online_tokens: online choices that have not ended, and about their tokens.
         num_offline: offline choices that have not ended.
         num_lines: of batches, that the engine has.

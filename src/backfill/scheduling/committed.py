@@ -28,13 +28,15 @@ class CommittedToken(NamedTuple):
 
 
 def prompt_progress(plan: StepPlan, by_id: Mapping[RequestId, Request]) -> tuple[tuple[RequestId, int], ...]:
-    """The online requests of a committed step whose first token is still to come, and the tokens of each that
-    are computed by now."""
-    requests = (by_id.get(request_id) for request_id, _, _, _, samples, _ in plan.slices if not samples)
+    """The online requests of a step whose first token is still to come, and the tokens of each that it left
+    computed; to be asked once it is committed, or has failed."""
+    if plan.num_tokens == len(plan.slices):  # decodes
+        return ()
     return tuple(
-        (request.request_id, request.num_computed_tokens)
-        for request in requests
-        if request is not None
+        (request_id, min(start + num_tokens, request.num_computed_tokens))  # a later chunk may be in flight
+        for request_id, start, num_tokens, _, samples, _ in plan.slices
+        if not samples
+        and (request := by_id.get(request_id)) is not None
         and request.service_class is ServiceClass.ONLINE
         and request.first_token_at_s is None
     )
