@@ -10,6 +10,8 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from backfill.engine.environment import engine_environment
 from tests.shared import LONG, RUN_FOLDER_VARIABLE, SHORT, made_once
@@ -23,7 +25,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests use whatever model folders they are given; nothing may be looked up on a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-import torch
 from hypothesis import HealthCheck, settings
 
 # The same examples in every run, however long one takes; --hypothesis-profile=default draws new ones.
@@ -37,7 +38,17 @@ settings.load_profile(SHORT)
 # Likewise the next run finds the modules of tests, which pytest takes longer to compile than to import.
 sys.dont_write_bytecode = False
 
-if not torch.cuda.is_available():
+
+def _has_cuda() -> bool:
+    # The process that only starts workers would take 2 s to import torch, before they start.
+    if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if not _has_cuda():
     # Triton decides whether its kernels are interpreted when it is first imported, by whatever library.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -46,6 +57,9 @@ _MARKERS = {"browser": "browser", "cluster": "ray", "postgres": "postgres", "s3"
 
 # Long ones that would come last: one worker would have nothing to do while another runs them.
 _FIRST_FILES = ("test_documented_commands.py", "test_dependencies.py")
+
+# Folders whose files share servers or engines: one worker runs them all, and starts each once.
+_TOGETHER = ("tests/api", "tests/llm")
 
 
 @pytest.fixture
@@ -90,6 +104,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if shutil.which("chromium") is None and (left_out := [each for each in items if _needs_browser(each)]):
         items[:] = [each for each in items if not _needs_browser(each)]
         config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    return _ByFolder(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+class _ByFolder(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        path = super()._split_scope(nodeid)
+        folder = os.path.dirname(path)
+        return folder if folder in _TOGETHER else path
 
 
 def _needs_browser(item: pytest.Item) -> bool:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 import ray
-import ray.data
 from ray.cluster_utils import Cluster
 
 # Its threads would go on in the process of the tests, and format tracebacks while other tests run.
@@ -29,5 +28,7 @@ def cluster(two_nodes: Cluster) -> Cluster:
     """A real cluster of two nodes, to which this process is connected."""
     if not ray.is_initialized():  # at first, and after a command in this process that has ended with an error
         ray.init(address=two_nodes.address, logging_level="ERROR", log_to_driver=False)
-        ray.data.DataContext.get_current().enable_progress_bars = False
+        from ray.data import DataContext  # 2 s, which every worker would take to collect tests
+
+        DataContext.get_current().enable_progress_bars = False
     return two_nodes

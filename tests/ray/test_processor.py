@@ -12,8 +12,6 @@ from unittest import mock
 
 import pyarrow as pa
 import pytest
-import ray
-import ray.data
 from ray.cluster_utils import Cluster
 
 from backfill import LLM, InvalidOption, InvalidRequest, SamplingParams
@@ -34,6 +32,8 @@ def config_of(model: Path, **fields: Any) -> ProcessorConfig:
 
 def test_rows_have_what_the_library_generates(cluster: Cluster, small_model: Path) -> None:
     """Rows of all kinds, on two engines, one on each node."""
+    from ray import data
+
     texts = [f"The number {number} is" for number in range(24)]
     with LLM(str(small_model), threads=1, **ENGINE) as llm:
         expected = llm.generate(texts, SamplingParams(**GREEDY), use_tqdm=False)
@@ -42,7 +42,7 @@ def test_rows_have_what_the_library_generates(cluster: Cluster, small_model: Pat
         preprocess=lambda row: {**row, "prompt": row["text"], "sampling_params": GREEDY},
         postprocess=lambda row: {**row, "answer": row["generated_text"]},
     )
-    dataset = ray.data.from_items([{"text": text, "kept": {"n": n}} for n, text in enumerate(texts)])
+    dataset = data.from_items([{"text": text, "kept": {"n": n}} for n, text in enumerate(texts)])
     rows = sorted(processor(dataset.repartition(6)).take_all(), key=lambda row: row["kept"]["n"])
     assert [row["answer"] for row in rows] == [each.outputs[0].text for each in expected]
     assert [list(row["generated_tokens"]) for row in rows] == [each.outputs[0].token_ids for each in expected]
@@ -52,6 +52,8 @@ def test_rows_have_what_the_library_generates(cluster: Cluster, small_model: Pat
 
 
 def test_a_row_that_cannot_be_served_is_named_and_costs_no_other(cluster: Cluster, small_model: Path) -> None:
+    from ray import data
+
     hello = [{"role": "user", "content": "Hello"}]
     items: list[dict[str, Any]] = [
         {"messages": hello, "sampling_params": GREEDY},
@@ -59,7 +61,7 @@ def test_a_row_that_cannot_be_served_is_named_and_costs_no_other(cluster: Cluste
         {"messages": hello, "sampling_params": {**GREEDY, "temperature": -1.0}},
     ]
     processor = build_processor(config_of(small_model, should_continue_on_error=True))
-    rows = processor(ray.data.from_items(items).repartition(1)).take_all()
+    rows = processor(data.from_items(items).repartition(1)).take_all()
     assert [row["__inference_error__"].split(":")[0] for row in rows] == [
         "",
         "InvalidRequest",
@@ -81,11 +83,13 @@ async def test_by_default_a_row_that_cannot_be_served_is_raised(monkeypatch: pyt
 
 
 def test_no_row_is_lost_when_engines_and_actors_die(cluster: Cluster, small_model: Path) -> None:
+    from ray import data
+
     processor = build_processor(
         config_of(small_model, batch_size=4),
         preprocess=lambda row: {**row, "prompt": f"{row['id']} and", "sampling_params": LONG},
     )
-    rows = iter(processor(ray.data.range(32, override_num_blocks=8)).iter_rows())
+    rows = iter(processor(data.range(32, override_num_blocks=8)).iter_rows())
     seen = [next(rows)["id"]]
     (engine,) = engines_of_actors()
     os.kill(engine, signal.SIGKILL)
