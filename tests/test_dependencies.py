@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import functools
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -16,6 +16,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.installed import ROOT, names_of, project
+
+# One module a line, as ruff has them.
+IMPORT = re.compile(r"^ *(?:import (\w+)[\w.]*(?: as \w+)?(?: *#.*)?|from (\w+)[\w.]* import .*)$", re.M)
 
 # Distribution and the only folder that imports it.
 ELSEWHERE = {
@@ -35,12 +38,9 @@ EXTRAS = {
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Top-level names of what a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            yield node.module.partition(".")[0]
+    """Top-level names of what a file imports, wherever in it. To parse all files would take seconds."""
+    for match in IMPORT.finditer(path.read_text()):
+        yield match[1] or match[2]
 
 
 # Both look into every package that is installed.

@@ -222,7 +222,8 @@ def test_a_server_that_speaks_tls_alone_is_named_with_its_https_url() -> None:
     asyncio.run(look_up())
 
 
-def test_readiness_waits_for_a_success_and_names_the_last_failure() -> None:
+def test_readiness_waits_for_a_success_and_names_the_last_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backfill.bench.runner._READY_RETRY_S", 0.02)
     loading = refusal(503, {"error": {"message": "loading"}})
     ready = streamed(token(finish="stop"), DONE)
 

@@ -34,6 +34,7 @@ from tests.costs.test_behaviour import draws
 
 OFFLINE = (Lengths(20, 4),)
 WORKLOAD = Workload(tuple(Arrival(0.5 + 0.01 * i, Lengths(10, 3)) for i in range(8)), 0.7, OFFLINE)
+SOON = Workload(tuple(Arrival(0.01 * i, Lengths(10, 3)) for i in range(8)), 0.1, ())
 
 
 class Arriving(Engine):
@@ -76,8 +77,7 @@ def test_requests_arrive_while_a_step_runs_and_each_is_recorded() -> None:
 
 def test_the_replay_waits_for_arrivals_when_nothing_runs() -> None:
     executor = ScriptedExecutor(make_info(num_blocks=4000, block_size=16))
-    alone = Workload(WORKLOAD.online, 0.7, ())
-    result = LiveReplay(Arriving(executor), WallClock(), alone).run()
+    result = LiveReplay(Arriving(executor), WallClock(), SOON).run()
     assert [len(record.token_at_s) for record in result.online] == [3] * 8
     assert not [each for each in threading.enumerate() if each.name == "arrivals"]
 
@@ -89,7 +89,7 @@ def test_a_request_that_cannot_arrive_ends_the_replay() -> None:
 
     engine = Refusing(ScriptedExecutor(make_info(num_blocks=4000, block_size=16)))
     with pytest.raises(RuntimeError, match="could not arrive"):
-        LiveReplay(engine, WallClock(), WORKLOAD).run()
+        LiveReplay(engine, WallClock(), replace(SOON, offline=OFFLINE)).run()
     assert not [each for each in threading.enumerate() if each.name == "arrivals"]
 
 
@@ -98,7 +98,9 @@ TRUE_COST = linear_cost(token_s=1.3e-4, step_s=6e-3, context_s=1e-6)
 GRID = [StepLoad.of([(0, 2**power, True)]) for power in range(11)]
 
 
-def observed(behaviour: LayeredDevice, *, num_blocks: int = 600) -> tuple[LayeredDevice, ObservedExecutor]:
+def observed(
+    behaviour: LayeredDevice, *, num_blocks: int = 600, seconds: float = 20.0
+) -> tuple[LayeredDevice, ObservedExecutor]:
     """What is seen of this device while it serves."""
     clock = VirtualClock()
     info = replace(
@@ -108,7 +110,7 @@ def observed(behaviour: LayeredDevice, *, num_blocks: int = 600) -> tuple[Layere
     executor = LayeredExecutor(info, behaviour, clock, seed=5)
     watched = ObservedExecutor(executor, clock, behaviour.copies)
     config = SchedulerConfig(policy="slo", ttft_slo=1.0, tpot_slo=0.15, checkpointing="adaptive")
-    load = gamma_workload(2.0, 1.0, 20.0, Lengths(200, 20), offline=(Lengths(600, 40),), seed=3)
+    load = gamma_workload(2.0, 1.0, seconds, Lengths(200, 20), offline=(Lengths(600, 40),), seed=3)
     replay = Replay(Engine(config, watched, clock, PROFILE), clock, load, host_s=behaviour.host_s)
     executor.events = replay
     replay.run()
@@ -142,7 +144,7 @@ def test_what_a_device_does_is_found_from_its_steps() -> None:
 
 def test_a_device_three_times_slower_than_its_profile_is_observed_too() -> None:
     slow = linear_cost(token_s=3e-4, step_s=15e-3, context_s=3e-6)
-    found, watched = observed(LayeredDevice(slow, PROFILE.copies))
+    found, watched = observed(LayeredDevice(slow, PROFILE.copies), seconds=10.0)
     assert all(step.plan.slices and step.seconds > 0 for step in watched.steps)
     assert len(watched.steps) < len(watched.gaps_s) + 1, "stopped and resumed steps are left out"
     assert typical_ratio(found.cost, slow, watched) == pytest.approx(1.0, abs=0.05)
@@ -157,7 +159,7 @@ def test_steps_beside_copies_show_how_much_copies_slow_them() -> None:
 
 
 def test_without_copies_nothing_is_slowed() -> None:
-    found, watched = observed(LayeredDevice(TRUE_COST, PROFILE.copies), num_blocks=4000)
+    found, watched = observed(LayeredDevice(TRUE_COST, PROFILE.copies), num_blocks=4000, seconds=4.0)
     assert not any(step.copying_s for step in watched.steps)
     assert found.copy_slowdown == 0.0
 

@@ -212,8 +212,8 @@ async def test_lines_are_indexed_in_groups_again_after_a_death_without_a_poison_
 
     process.before_job = kill_once
     async with process.running() as readers:
-        lines = readers.open(selection_of(write(tmp_path / "in", *([n] for n in range(2000)))))
-        assert numbers(await rest(lines, 100)) == list(range(1, 2001))
+        lines = readers.open(selection_of(write(tmp_path / "in", *([n] for n in range(1000)))))
+        assert numbers(await rest(lines, 100)) == list(range(1, 1001))
     assert sizes.count(1) <= 2 * 256
     assert sizes[-1] > 1
 

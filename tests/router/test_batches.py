@@ -239,7 +239,7 @@ async def test_a_line_that_is_to_be_alone_leaves_an_engine_that_keeps_it_no_turn
 async def test_a_line_whose_turn_to_be_alone_does_not_come_gives_it_up_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_engines: int
 ) -> None:
-    turn_s = 0.3
+    turn_s = 0.1
     monkeypatch.setattr(line_runner, "_TURN_S", turn_s)
     monkeypatch.setattr(line_runner, "_REFUSED_S", 0.01)
     asked: list[tuple[StubEngine, float]] = []

@@ -23,7 +23,7 @@ def test_nothing_is_lost_or_stuck(first: int) -> None:
 
 
 def test_a_seed_replays_exactly() -> None:
-    for seed in range(5):
+    for seed in range(2):
         assert run_seed(seed).scheduler.trace == run_seed(seed).scheduler.trace
 
 
