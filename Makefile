@@ -10,7 +10,8 @@ MODULES := $(shell find src -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 RUNNABLE := $(VENV)/.runnable-$(MODULES)
 TESTABLE := $(VENV)/.testable-$(MODULES)
-# A file stays on one worker, with the fixtures that its tests share; in the order of collection (tests/conftest.py), the slow files first.
+# A file stays on one worker, with the fixtures that its tests share, and some folders do; in the order of collection,
+# the slow files first (tests/conftest.py).
 IN_PARALLEL := --dist loadfile --no-loadscope-reorder
 # The variables are for what builds the package: pip takes -c for what it installs alone.
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \

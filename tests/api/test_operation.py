@@ -181,9 +181,12 @@ def test_a_server_with_keys_from_its_start_to_its_end(small_model: Path, tmp_pat
     options = ("--api-key", "sekret", "--api-key", "bob=other", "--api-key-file", str(key_file))
     options += ("--served-model-name", "mine", "--no-batch-api", "--shutdown-timeout", str(TIMEOUT_S))
     with ending(launch_small(small_model, *options, data_dir=tmp_path)) as server:
+        server.logged("; /health answers 503 until")
+        assert server.http.get("/v1/models", headers=bearer("sekret-of-alice")).status_code != 401
+        key_file.write_text("alice=sekret-of-alice-renewed\n")  # which it sees within seconds
         check_health_while_loading(server)
         server.logged("curl http")
-        check_keys(server, key_file)
+        check_keys(server)
         assert "sekret" not in (tmp_path / "config.json").read_text()
         assert "sekret" not in "".join(server.output)
         server.http.headers.update(bearer("sekret"))
@@ -195,7 +198,6 @@ def test_a_server_with_keys_from_its_start_to_its_end(small_model: Path, tmp_pat
 
 
 def check_health_while_loading(server: RunningServer) -> None:
-    server.logged("; /health answers 503 until")
     statuses: list[int] = []
 
     def loading_seen() -> bool:
@@ -207,21 +209,19 @@ def check_health_while_loading(server: RunningServer) -> None:
     assert set(statuses) == {200, 503}
 
 
-def check_keys(server: RunningServer, key_file: Path) -> None:
+def check_keys(server: RunningServer) -> None:
+    def is_known(key: str) -> bool:
+        return server.http.get("/v1/models", headers=bearer(key)).status_code == 200
+
+    wait_until(lambda: is_known("sekret-of-alice-renewed"), "the key file to be read again")
+    assert not is_known("sekret-of-alice")
     for headers in ({}, bearer("wrong"), {"Authorization": "sekret"}):
         response = server.http.get("/v1/models", headers=headers)
         assert response.status_code == 401
         assert response.json()["error"]["code"] == "invalid_api_key"
-    for key in ("sekret", "other", "sekret-of-alice"):
+    for key in ("sekret", "other", "sekret-of-alice-renewed"):
         assert server.client(key).models.list().data[0].id == "mine"
     assert server.http.get("/metrics").status_code == 200
-
-    def is_known(key: str) -> bool:
-        return server.http.get("/v1/models", headers=bearer(key)).status_code == 200
-
-    key_file.write_text("alice=sekret-of-alice-renewed\n")
-    wait_until(lambda: is_known("sekret-of-alice-renewed"), "the key file to be read again")
-    assert not is_known("sekret-of-alice") and is_known("sekret")
 
 
 def check_shutdown(server: RunningServer) -> None:

@@ -36,7 +36,7 @@ def port() -> Iterator[int]:
 
 
 def with_timeout(
-    app: App, attempt: Callable[[int, float], None], *names: str, timeout_s: float = 0.2
+    app: App, attempt: Callable[[int, float], None], *names: str, timeout_s: float = 0.1
 ) -> None:
     """Run ``attempt`` with the port of a server with these time limits, and their length.
 

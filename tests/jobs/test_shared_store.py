@@ -517,15 +517,15 @@ async def test_servers_that_are_full_of_one_owner_take_lines_of_another(sqlite_f
         runner.hold()
         await sqlite_fleet.add(runner)
     first, second = sqlite_fleet.managers
-    flood = await submit(first, input_of(400))
+    flood = await submit(first, input_of(200))
     await until(lambda: all(runner.held for runner in runners))
     late = await submit(second, input_of(10), owner="other", window_s=7200)
     await until(lambda: jobs_of(sqlite_fleet, "other"))
-    assert sum(job.num_unfinished for job in jobs_of(sqlite_fleet, OWNER)) < 400 / 2
+    assert sum(job.num_unfinished for job in jobs_of(sqlite_fleet, OWNER)) < 200 / 2
     for runner in runners:
         runner.release()
     assert (await ended(first, late.id, "other")).request_counts.completed == 10
-    await check_completed(first, await ended(first, flood.id), 400)
+    await check_completed(first, await ended(first, flood.id), 200)
 
 
 def jobs_of(fleet: Fleet, owner: str) -> list[OpenBatch]:

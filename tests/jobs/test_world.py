@@ -18,7 +18,7 @@ NUM_SEEDS = int(os.environ.get("BACKFILL_WORLD_SEEDS", examples(4)))
 # Once: a server's start was due as the world ended; a line was given up for that of another router, which had
 # ended the engine beside it; batches that were cancelled while their begin was tried again after an answer
 # was lost were never ended (two seeds).
-FAILED = [3328, pytest.param(5800, marks=pytest.mark.slow), 7890, 8177]
+FAILED = [*(pytest.param(seed, marks=pytest.mark.slow) for seed in (3328, 5800, 7890)), 8177]
 
 
 @pytest.mark.parametrize("seed", [*range(NUM_SEEDS), *FAILED])

@@ -212,7 +212,9 @@ async def test_a_line_with_which_an_engine_ends_is_given_up_where_it_asked_to_be
     assert asked_alone == [False] * 2 + [True] * (1 + 2 * MAX_LONE_LOSSES)
 
 
-@pytest.mark.parametrize("reason", ["is_offline_suspended", "is_offline_quarantined"])
+@pytest.mark.parametrize(
+    "reason", ["is_offline_quarantined", pytest.param("is_offline_suspended", marks=pytest.mark.slow)]
+)
 async def test_a_line_that_is_to_be_alone_leaves_an_engine_that_keeps_it_no_turn(
     tmp_path: Path, reason: str
 ) -> None:
