@@ -289,7 +289,6 @@ def test_ctrl_c_aborts_the_requests_and_leaves_the_engine(llm: LLM) -> None:
     assert len(generate(llm, PROMPTS, GREEDY)) == 3
 
 
-@pytest.mark.slow  # starts an engine; one that dies under a server: tests/api/test_operation.py
 def test_an_engine_that_dies_fails_the_call_and_is_started_by_the_next(
     llm: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
