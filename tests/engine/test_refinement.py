@@ -90,18 +90,25 @@ def prompt_error(profile: CostProfile) -> float:
     )
 
 
-def test_an_engine_learns_what_its_steps_cost() -> None:
+@pytest.fixture(scope="module")
+def learned() -> list[CostProfile]:
+    """What an engine has at its start, and after each of four times that it refines it."""
     learning = LearningEngine()
-    found = [prompt_error(learning.profile)]
+    profiles = [learning.profile]
     for _ in range(4):
         learning.serve_chats(60)
         learning.refine()
-        found.append(prompt_error(learning.profile))
+        profiles.append(learning.profile)
+    assert learning.saved[-1] == learning.profile == learning.refiner.profile
+    return profiles
+
+
+def test_an_engine_learns_what_its_steps_cost(learned: list[CostProfile]) -> None:
+    found = list(map(prompt_error, learned))
     assert found[0] > 0.5
     assert found[1] < found[0]
     assert found[-1] < 0.12, "steps of more than some 200 tokens are not run"
-    assert learning.profile.quality == "refined"
-    assert learning.saved[-1] == learning.profile == learning.refiner.profile
+    assert learned[-1].quality == "refined"
 
 
 def test_a_refined_model_is_used_everywhere_and_one_fit_changes_no_objective() -> None:
@@ -293,24 +300,19 @@ def test_the_refiner_ignores_stopped_and_resumed_steps() -> None:
 
 
 @pytest.mark.parametrize("num_rounds", [0, 1, 4], ids=["coarse", "refined once", "refined"])
-def test_nothing_is_refused_that_a_run_would_meet(num_rounds: int) -> None:
+def test_nothing_is_refused_that_a_run_would_meet(learned: list[CostProfile], num_rounds: int) -> None:
     """200 random prompts, each with an objective between what it really needs alone and three times that."""
-    learning = LearningEngine()
-    for _ in range(num_rounds):
-        learning.serve_chats(60)
-        learning.refine()
+    profile = learned[num_rounds]
     rng = random.Random(11)
     for _ in range(200):
         num_tokens = round(8000 ** rng.random())
         needed = achievable_slo(TRUTH, CONFIG, num_tokens)
-        impossible = impossible_slo(learning.profile, CONFIG, num_tokens)
+        impossible = impossible_slo(profile, CONFIG, num_tokens)
         assert impossible.ttft_s <= needed.ttft_s * rng.uniform(1.0, 3.0)
         assert impossible.tpot_s <= needed.tpot_s * rng.uniform(1.0, 3.0)
-    known_tokens = min(
-        1000, learning.profile.known_chunk_tokens
-    )  # as if one step had the prompt, in no more time
+    known_tokens = min(1000, profile.known_chunk_tokens)  # as if one step had the prompt, in no more time
     absurd = achievable_slo(TRUTH, CONFIG, known_tokens).ttft_s / 4
-    assert (impossible_slo(learning.profile, CONFIG, 1000).ttft_s > absurd) == (num_rounds > 0)
+    assert (impossible_slo(profile, CONFIG, 1000).ttft_s > absurd) == (num_rounds > 0)
 
 
 def test_large_chunks_are_not_refused_for_what_small_ones_took(monkeypatch: pytest.MonkeyPatch) -> None:

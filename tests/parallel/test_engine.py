@@ -62,7 +62,7 @@ async def test_requests_learn_which_rank_has_ended() -> None:
 
 def test_an_engine_whose_rank_hangs_is_killed_with_its_ranks() -> None:
     async def run(factor: float) -> None:
-        async with started(replace(TWO, engine_hang_timeout=factor)) as (client, ranks):
+        async with started(replace(TWO, engine_hang_timeout=0.5 * factor)) as (client, ranks):
             match = r"stood still for .* rank 0 stands still before its first layer"
             with pytest.raises(EngineDead, match=match):
                 await generate(client, "r0:hang")

@@ -30,6 +30,7 @@ from tests.parallel.test_rank_tokens import tokens
 from tests.patience import with_more_time
 
 TWO = EngineConfig(pipeline_parallel_size=2)
+ONE = EngineConfig(tensor_parallel_size=2)
 
 
 @pytest.mark.slow
@@ -71,7 +72,7 @@ def test_a_host_that_is_killed_ends_all_stages() -> None:
 
 
 def test_a_stage_ends_when_the_driver_does() -> None:
-    executor, hosts = executor_on_hosts(TWO, load_fake)
+    executor, hosts = executor_on_hosts(ONE, load_fake)
     ranks = executor.pids
     for link in executor._ranks._links.values():
         link.close()  # as the kernel does when the driver is killed
@@ -93,6 +94,7 @@ def test_a_rank_that_cannot_reach_the_driver_says_where_it_tried(monkeypatch: py
             worker.run_rank(EngineConfig(), context, "unused:unused", None, logging.WARNING)
 
 
+@pytest.mark.slow  # why a stage ends is told alike: test_a_rank_that_is_killed_ends_all_stages_and_is_named
 def test_a_stage_that_cannot_load_says_where() -> None:
     gc.collect()
     before = num_open_files()
@@ -102,9 +104,9 @@ def test_a_stage_that_cannot_load_says_where() -> None:
     assert num_open_files() == before
 
 
-def test_a_step_that_stands_still_ends_all_stages_and_says_where() -> None:
+def test_a_step_that_stands_still_ends_all_ranks_and_says_where() -> None:
     def attempt(factor: float) -> None:
-        executor, _ = executor_on_hosts(replace(TWO, engine_hang_timeout=2.0 * factor), load_fake)
+        executor, _ = executor_on_hosts(replace(ONE, engine_hang_timeout=0.8 * factor), load_fake)
         executor.run(plan_of(6, "a"))
         match = r"Step 7 .* still for .* s: rank 1 stands still .*; rank 0 waits for others in layer 3\."
         with pytest.raises(ExecutorDead, match=match):
