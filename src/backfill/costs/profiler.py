@@ -354,8 +354,7 @@ def _time_copies(timer: StepTimer, cost: CostModel, *, with_budget: bool) -> Cop
 
 def _tables(shape: Shape, block_size: int) -> list[tuple[BlockRef, ...]]:
     """A block table for each slice; no block is in two of them."""
-    indices = itertools.count()
-    return [
-        tuple(pack_block_ref(next(indices)) for _ in range(-(-(start + count) // block_size)))
-        for start, count, _ in shape
-    ]
+    ends = list(
+        itertools.accumulate((-(-(start + count) // block_size) for start, count, _ in shape), initial=0)
+    )
+    return [tuple(map(pack_block_ref, range(*table))) for table in itertools.pairwise(ends)]
