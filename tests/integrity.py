@@ -133,8 +133,8 @@ def _check_pool(pool: BlockPool, used: Sequence[Block]) -> None:
     assert pinned == pool.num_pinned, f"{pool.tier}: {pinned} pinned, {pool.num_pinned} counted"
     queues = [list(pool._empty), *pool._cached[BlockState.UNNEEDED : BlockState.COPYING]]
     for state, blocks in enumerate(queues):
-        assert len(blocks) == counts[state] and all(block.state == state for block in blocks)
-    assert all(block.index < pool.num_blocks for block in queues[BlockState.EMPTY])
+        assert len(blocks) == counts[state] == [block.state for block in blocks].count(BlockState(state))
+    assert max([block.index for block in queues[BlockState.EMPTY]], default=-1) < pool.num_blocks
     assert counts[BlockState.ABSENT] <= len(pool.blocks) - pool.num_blocks
 
 

@@ -132,7 +132,7 @@ def test_tradeoff_prints_tables_and_ends_with_json(tmp_path: Path) -> None:
     plot = tmp_path / "bros.png"
     printed, content = run_to_json(
         "bros", "tradeoff", "--models", "opt-13b", "--workloads", "lmsys", "--rates", "2",
-        "--duration", "3", "--json", "--plot", str(plot), commands=app,
+        "--duration", "2", "--json", "--plot", str(plot), commands=app,
     )  # fmt: skip
     (point,) = content["points"]
     assert point["is_feasible"] is True

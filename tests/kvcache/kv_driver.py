@@ -165,6 +165,8 @@ class Driver:
         for _ in range(20):
             model.advance(model.now_s, 100)
             self.act(model.take_copies)
+            if not model.in_flight and not model.at("restoring"):
+                break
             self.act(lambda: model.complete(list(model.in_flight)))
             self.act(model.end_restores)
         assert not model.in_flight and not model.at("restoring")

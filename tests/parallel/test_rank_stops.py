@@ -133,20 +133,19 @@ def test_ranks_stop_after_the_same_layer_whenever_they_are_asked(
     ranks.change = lambda plan: steps.put(plan.step) or plan  # type: ignore[func-returns-value]
     size, num_stopped = ranks.ranks[0]._stage.shard.group.size, 0
     try:
-        for _ in range(3):
-            engine, offline = make_engine(ranks), requests(ServiceClass.OFFLINE, OFFLINE_SHAPES)
-            for request in offline:
-                engine.add(request)
-            while engine.has_unfinished:
-                engine.step()
-                outcomes = [each for each in ranks.outcomes if each is not None]
-                for first in range(0, len(outcomes), size):
-                    of_stage = outcomes[first : first + size]
-                    assert len({(each.layers_done, each.stopped) for each in of_stage}) == 1
-                num_stopped += bool(outcomes[-size].stopped)
-            outputs = tokens_of(offline)
-            assert outputs == {name: tokens for name, tokens in expected.items() if name in outputs}
-            drain(engine, ranks)
+        engine, offline = make_engine(ranks), requests(ServiceClass.OFFLINE, OFFLINE_SHAPES)
+        for request in offline:
+            engine.add(request)
+        while engine.has_unfinished:
+            engine.step()
+            outcomes = [each for each in ranks.outcomes if each is not None]
+            for first in range(0, len(outcomes), size):
+                of_stage = outcomes[first : first + size]
+                assert len({(each.layers_done, each.stopped) for each in of_stage}) == 1
+            num_stopped += bool(outcomes[-size].stopped)
+        outputs = tokens_of(offline)
+        assert outputs == {name: tokens for name, tokens in expected.items() if name in outputs}
+        drain(engine, ranks)
     finally:
         steps.put(None)
         asking.join()

@@ -145,7 +145,7 @@ def test_a_request_with_an_objective_that_no_step_keeps_decides_nothing() -> Non
     """It is late, or counts as tight as leaves prompts their share of a step."""
     bench = make_bench(CHEAP_S)
     load = Load(bench)
-    load.serve(10.0, think_s=8.0)
+    load.serve(6.0, think_s=8.0)
     hurried = request_of(tokens("hurried", 40), max_tokens=400)
     hurried.slo = SLO(0.5, 1e-4)
     bench.add(hurried)

@@ -79,7 +79,7 @@ def test_where_memory_is_full_one_long_request_gives_way_and_not_each_that_share
     bench.add(*lines, *chats)
     while not all(each.output_token_ids for each in lines + chats):
         bench.step()
-    run_steps(bench, 250)
+    run_steps(bench, 150)
     assert 0 < bench.scheduler.counters[OFFLINE].num_preemptions < 20
 
 

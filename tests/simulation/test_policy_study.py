@@ -36,7 +36,7 @@ OFFLINE = (Lengths(2000, 200), Lengths(600, 40))
 
 @dataclass(frozen=True, kw_only=True)
 class Tiny(PolicyStudy):
-    """Two rates for five seconds."""
+    """Two rates for three seconds."""
 
     policies: str = "online-only,slo"
     rates: ClassVar[Sequence[float]] = (2.0, 3.0)
@@ -46,7 +46,7 @@ class Tiny(PolicyStudy):
     def scenario_of(self, seed: int) -> Scenario:
         hardware = load_hardware_profile("a100-40g-llama-2-7b")
         points = {
-            (("rate", rate),): gamma_workload(rate, 1.0, 5.0, Lengths(500, 20), offline=OFFLINE, seed=seed)
+            (("rate", rate),): gamma_workload(rate, 1.0, 3.0, Lengths(500, 20), offline=OFFLINE, seed=seed)
             for rate in self.rates
         }
         return Scenario("Tiny", points, hardware, SLO(1.5, 0.11), 1024, seed)

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.initialization import no_init_weights
 
 from backfill.models.checkpoint import open_checkpoint
 from backfill.models.gguf.folder import describe_gguf, write_folder
@@ -72,7 +73,10 @@ def folder_of_gguf(source: Path, folder: Path) -> Path:
 
 def transformers_model(folder: Path) -> Any:
     """The model in a folder of a GGUF file as transformers computes it, in float32."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+    config = AutoConfig.from_pretrained(folder)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.tie_weights()
     checkpoint = open_checkpoint(folder, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
