@@ -366,6 +366,14 @@ MANY_PATTERNS = StructuredOutputsParams(
 )
 
 
+@pytest.fixture
+def loaded_once(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compilers of a test have the tokenizer of the others."""
+    tokenizer = compiler._loaded_tokenizer()
+    monkeypatch.setattr(grammars, "_load_tokenizer", lambda *_: tokenizer)
+
+
+@pytest.mark.usefixtures("loaded_once")
 def test_a_machine_too_busy_to_try_patterns_may_try_again(
     default_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,6 +395,7 @@ def test_a_machine_too_busy_to_try_patterns_may_try_again(
     assert compiler.matcher(MANY_PATTERNS)
 
 
+@pytest.mark.usefixtures("loaded_once")
 def test_the_time_of_a_trial_is_not_that_of_compiling(
     default_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,7 +109,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("kind", "dtype", "hidden"), MODELS)
-@settings(max_examples=examples(8))
+@settings(max_examples=examples(6))
 @given(intervals=st.lists(st.integers(1, RESIDENCY), min_size=1, max_size=8))
 def test_tokens_are_the_same_while_the_interval_changes(
     folders: Any, kind: str, dtype: str, hidden: int, device: str, intervals: list[int]
@@ -119,7 +119,7 @@ def test_tokens_are_the_same_while_the_interval_changes(
     assert generate(executor, intervals) == expected
 
 
-@pytest.mark.parametrize("interval", [1, 2, 3, 5, 12])
+@pytest.mark.parametrize("interval", [1, 3, 12])
 def test_tokens_are_the_same_at_every_interval(model_dir: Path, interval: int) -> None:
     expected = generate(create_torch_executor(tiny_config(model_dir)))
     executor = create_torch_executor(tiny_config(model_dir, offload_interval=interval))

@@ -142,5 +142,5 @@ class Soak:
 )
 def test_a_random_load_leaves_the_cache_whole(seed: int) -> None:
     soak = Soak(seed)
-    soak.run(20.0 * examples(1))
+    soak.run(12.0 * examples(1))
     assert soak.num_finished
