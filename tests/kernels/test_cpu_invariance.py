@@ -26,8 +26,8 @@ GEOMETRIES = [
         for each in [(8, 2, 96, 16), (2, 2, 32, 32), (10, 1, 64, 16)]
     ),
 ]
-LENGTH = 400  # several chunks of keys, and a last one that is not full
-DECODED = ([LENGTH] * 8, [LENGTH, 1, 127, 128, 129, 257, 384, 385, 300, 399, 16, 3])
+LENGTH = 300  # several chunks of keys, and a last one that is not full
+DECODED = ([LENGTH] * 8, [LENGTH, 1, 127, 128, 129, 257, 256, 255, 200, 299, 16, 3])
 
 
 class Tokens:

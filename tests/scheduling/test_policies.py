@@ -138,7 +138,7 @@ def test_whom_an_online_request_preempts(
     assert [name for name, job in jobs.items() if job.status is RequestStatus.PREEMPTED] == [preempted]
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(28), deadline=None)
 @given(
     workload=policy_workloads(),
     name=st.sampled_from(sorted(MAKERS)),

@@ -251,7 +251,7 @@ def crowd(rng: random.Random) -> list[Arrival]:
     return arrivals
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(setting=all_settings(), seed=st.integers(0, 2**32))
 def test_every_token_is_computed_from_its_own_context_and_nothing_is_lost(
     setting: Setting, seed: int
@@ -326,7 +326,7 @@ def test_others_run_beside_a_restore_unless_it_blocks() -> None:
             assert bool(plan.copies.blocking) == (restore == "blocking")
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(setting=all_settings(), seed=st.integers(0, 2**32))
 def test_failing_steps_cost_only_requests_with_tokens_or_a_second_failure(
     setting: Setting, seed: int
