@@ -468,7 +468,7 @@ def test_a_stopped_flood_goes_on_at_once_where_it_holds_the_blocks_of_the_prompt
     assert chat.finish_reason is not None
 
 
-@settings(max_examples=examples(36))
+@settings(max_examples=examples(50))
 @given(st.data())
 def test_whatever_is_stopped_all_requests_end(data: st.DataObject) -> None:
     """Of three owners in small pools, also where nothing of a flood is left that is not suspended."""

@@ -194,7 +194,7 @@ def crowded_flight(rng: random.Random, layouts: Sequence[tuple[int, ...]] = STAG
 )
 def test_crowded_schedules_compute_every_token_from_its_own_context(policy: PolicyName) -> None:
     num_beside = num_preempted = num_restored = num_followed = 0
-    num_seeds = examples(6)
+    num_seeds = examples(8)
     for seed in range(num_seeds):
         rng = random.Random(f"{policy} {seed}")
         flight = crowded_flight(
