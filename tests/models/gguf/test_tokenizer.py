@@ -36,7 +36,6 @@ def test_tokenizer_folder(tmp_path: Path) -> None:
     assert GenerationDefaults.from_folder(folder).eos_token_ids == (tokens.index("<|end|>"),)
 
 
-@pytest.mark.slow  # what an API server imports before it: tests/models/test_config.py
 def test_tokenizer_loads_without_torch(tmp_path: Path) -> None:
     folder = folder_of_gguf(write_tiny(tmp_path / "m.gguf"), tmp_path / "out")
     code = (
