@@ -19,7 +19,8 @@ from backfill.api.objective_admission import (
     check_hopeless,
     check_objectives,
 )
-from backfill.api.online_load import OnlineLoad, Prediction
+from backfill.api.online_load import OnlineLoad
+from backfill.api.predictions import Passing, Prediction
 from backfill.core.clock import VirtualClock
 from backfill.core.slo import SLO
 from backfill.costs.profile import FitError
@@ -32,6 +33,7 @@ from tests.api.test_online_load import CONFIG, add, predict, step_report
 from tests.api.test_overload import JSON_TYPE, ONLINE, post, waiting
 from tests.builders import linear_cost, make_profile
 
+NOT_PASSING = Passing(math.inf, math.inf)
 EASY = {"ttft": 50.0, "tpot": 40.0}
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "ignore_eos": True}
@@ -211,11 +213,11 @@ def check(
     ttft_s: float = DEFAULT.ttft_s,
     tpot_s: float = DEFAULT.tpot_s,
     tokens: int = 10,
-    passing_s: float = math.inf,
+    passing: Passing = NOT_PASSING,
 ) -> None:
     predicted = predict(load, tokens)
     objectives = {"ttft": Objective(ttft_s, "slo.ttft"), "tpot": Objective(tpot_s, "slo.tpot")}
-    check_objectives(objectives, DEFAULT, load, predicted, lambda: passing_s, [tokens], lambda num: 10 * num)
+    check_objectives(objectives, DEFAULT, load, predicted, lambda: passing, [tokens], lambda num: 10 * num)
 
 
 def refused_with(load: OnlineLoad, **asked: Any) -> ObjectiveUnavailable:
@@ -274,12 +276,9 @@ def test_a_ttft_objective_must_leave_time_for_the_prompts_ahead() -> None:
         "slo.ttft: asked 0.299 s, the present load leaves 0.3 s. Please ask for that, or retry in 1 s."
     )
     assert (refused.param, refused.retry_after_s) == ("slo.ttft", 1)
-    check(waiting_prompt, ttft_s=0.25, passing_s=0.25)  # the one ahead lets it pass
-    refused = refused_with(waiting_prompt, ttft_s=0.25, passing_s=0.26)
-    assert "leaves 0.26 s" in str(refused) and refused.retry_after_s == 1
-    assert refused_with(loaded(500), ttft_s=0.25, passing_s=2.2).retry_after_s == 3, (
-        "those that it passes are not ahead"
-    )
+    check(waiting_prompt, ttft_s=0.25, passing=Passing(0.25, 0.0))  # the one ahead lets it pass
+    refused = refused_with(waiting_prompt, ttft_s=0.25, passing=Passing(0.26, 2.2))
+    assert "leaves 0.26 s" in str(refused) and refused.retry_after_s == 3
     check(loaded(), ttft_s=0.05, tokens=10)  # late even alone: the answer says so
 
 
@@ -368,7 +367,7 @@ def test_a_tpot_objective_that_others_on_the_bus_leave_no_room_for_is_refused() 
 
 def test_a_request_that_would_wait_too_long_may_be_retried_when_others_are_served() -> None:
     def check_wait(ttft_s: float, alone_s: float, objective_s: float, passing_s: float = math.inf) -> None:
-        check_hopeless(Prediction(ttft_s, alone_s, 0.0, 0.0), objective_s, lambda: passing_s)
+        check_hopeless(Prediction(ttft_s, alone_s, 0.0, 0.0), objective_s, lambda: Passing(passing_s, 0.0))
 
     check_wait(SHED_FACTOR * 1.0, 0.15, 1.0)
     check_wait(9.0, 9.0, 1.0)  # alone it takes as long: a retry would not help

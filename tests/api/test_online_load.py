@@ -10,8 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from backfill.api.online_load import AskedPrompts, OnlineLoad, OpenChoice, Prediction
+from backfill.api.online_load import OnlineLoad, OpenChoice
 from backfill.api.online_traffic import OnlineTrafficMeter
+from backfill.api.predictions import AskedPrompts, Prediction
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.core.prefixes import token_keys
@@ -142,7 +143,7 @@ def passing(load: OnlineLoad, *prompt_tokens: int, slo: SLO = STEP, now_s: float
     """Without the share for what cannot be known."""
     instants = {"arrived_at_s": now_s, "first_token_by_s": math.inf}
     asked = AskedPrompts(num_tokens=prompt_tokens, **{**instants, **more})
-    return round(load.passing_ttft_s(asked, now_s=now_s, default=slo) / 1.25, 9)
+    return round(load.passing(asked, now_s=now_s, default=slo).ttft_s / 1.25, 9)
 
 
 def waiting(load: OnlineLoad, num_tokens: int, ttft_s: float, **more: Any) -> OpenChoice:
@@ -169,6 +170,20 @@ def test_a_prompt_passes_longer_ones_that_can_wait() -> None:
     assert passing(load, 100) == 2.25, "with this one before it, it cannot wait"
     long.on_first_token()
     assert passing(load, 100) == 0.75
+
+
+def test_a_retry_waits_for_what_is_in_the_way() -> None:
+    """A prompt of 100 tokens takes 0.15 s, and the running step 0.15 s, of which 1.25 times count."""
+    load = OnlineLoad(COST, CONFIG, kv_tokens=100_000)
+    for num_tokens in (100, 1000):
+        waiting(load, num_tokens, ttft_s=9.0)
+
+    def retry_after_s(ttft_s: float) -> float:
+        asked = AskedPrompts(num_tokens=[100], arrived_at_s=0.0, first_token_by_s=ttft_s)
+        return load.passing(asked, now_s=0.0, default=STEP).retry_after_s
+
+    assert retry_after_s(0.38) == pytest.approx(0.15), "for the prompt that it does not pass"
+    assert retry_after_s(0.37) == pytest.approx(0.15 + 1.5), "the step may be of the one that it passes"
 
 
 def test_a_prompt_passes_others_with_what_the_cache_lacks_of_them() -> None:

@@ -12,8 +12,9 @@ from starlette.requests import ClientDisconnect
 
 from backfill.api.admission import OfflineSuspended
 from backfill.api.objective_admission import ObjectiveUnavailable, RequestShed
-from backfill.api.online_load import AskedPrompts, OnlineLoad
+from backfill.api.online_load import OnlineLoad
 from backfill.api.open_request import OpenRequest, open_request, peek
+from backfill.api.predictions import AskedPrompts
 from backfill.api.state import ServerState
 from backfill.core.clock import WallClock
 from backfill.core.config import SchedulerConfig

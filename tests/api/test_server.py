@@ -14,8 +14,8 @@ import pytest
 from backfill.api import server as server_module
 from backfill.api.app import create_app
 from backfill.api.objective_admission import RequestShed
-from backfill.api.online_load import AskedPrompts, Prediction
 from backfill.api.open_request import count_online
+from backfill.api.predictions import AskedPrompts, Prediction
 from backfill.api.server import Server
 from backfill.api.state import Phase
 from backfill.core.clock import VirtualClock

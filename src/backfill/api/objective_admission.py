@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from backfill.api.online_load import OnlineLoad, Prediction
+from backfill.api.online_load import OnlineLoad
+from backfill.api.predictions import Passing, Prediction
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.http.errors import MAX_RETRY_AFTER_S, RateLimited
@@ -64,16 +65,16 @@ class ObjectiveUnavailable(RateLimited):
         )
 
 
-def check_hopeless(predicted: Prediction, objective_s: float, passing_ttft_s: Callable[[], float]) -> None:
+def check_hopeless(predicted: Prediction, objective_s: float, passing: Callable[[], Passing]) -> None:
     """Raise RequestShed if a request would miss its TTFT objective by far because of those ahead of it.
 
     The time that it takes without others is no reason to shed: a retry would not change it.
 
     Args:
-        passing_ttft_s: as of ``check_objectives``.
+        passing: as of ``check_objectives``.
     """
     most_s = SHED_FACTOR * max(objective_s, predicted.ttft_alone_s)
-    if predicted.ttft_s > most_s and (ttft_s := min(predicted.ttft_s, passing_ttft_s())) > most_s:
+    if predicted.ttft_s > most_s and (ttft_s := min(predicted.ttft_s, passing().ttft_s)) > most_s:
         raise RequestShed(ttft_s, objective_s, retry_after_s(ttft_s - predicted.ttft_alone_s))
 
 
@@ -91,7 +92,7 @@ def check_objectives(
     default: SLO,
     load: OnlineLoad,
     predicted: Prediction,
-    passing_ttft_s: Callable[[], float],
+    passing: Callable[[], Passing],
     prompt_tokens: Sequence[int],
     end_s: Callable[[int], int],
 ) -> None:
@@ -104,7 +105,7 @@ def check_objectives(
         objectives: of the request, by field of ``slo``.
         default: the server's objectives. They are always offered.
         predicted: of this request beside ``load``.
-        passing_ttft_s: predicts its first token if it passes longer prompts (``OnlineLoad.passing_ttft_s``).
+        passing: predicts it if it passes longer prompts (``OnlineLoad.passing``).
         prompt_tokens: of each choice's prompt.
         end_s: whole seconds until so many choices have ended, as far as is known.
     Raises: ObjectiveUnavailable.
@@ -116,9 +117,9 @@ def check_objectives(
         and ttft.seconds < default.ttft_s
         and predicted.ttft_s > max(ttft.seconds, predicted.ttft_alone_s)
     ):
-        ttft_s = min(predicted.ttft_s, passing_ttft_s())
+        ttft_s, wait_s = min((predicted.ttft_s, predicted.ttft_s - predicted.ttft_alone_s), passing())
         if (offered_s := min(default.ttft_s, ttft_s)) > ttft.seconds:
-            raise ObjectiveUnavailable(ttft, offered_s, retry_after_s(ttft_s - predicted.ttft_alone_s))
+            raise ObjectiveUnavailable(ttft, offered_s, retry_after_s(wait_s))
     if tpot is not None and tpot.seconds < default.tpot_s:
         _check_tpot(tpot, default.tpot_s, load, predicted, prompt_tokens, end_s)
 

@@ -14,6 +14,7 @@ from heapq import nlargest
 from operator import attrgetter, itemgetter, sub
 from typing import NamedTuple
 
+from backfill.api.predictions import AskedPrompts, Passing, Prediction
 from backfill.core.config import SchedulerConfig
 from backfill.core.prefixes import CachedPrefixes
 from backfill.core.slo import SLO
@@ -21,7 +22,7 @@ from backfill.costs.correction import BiasCorrection
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.engine.messages import StepReport
-from backfill.scheduling.objectives import lets_pass_until_s, paying_step_s, prompt_step_s
+from backfill.scheduling.objectives import paying_step_s, prompt_step_s
 
 _MAX_PASSED = 64  # prompts; those beyond count as ahead
 _UNKNOWN_SHARE = 0.25  # of a prediction for a request that passes others
@@ -32,45 +33,6 @@ class _Queue(NamedTuple):
 
     owner: str
     priority: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskedPrompts:
-    """What the load counts of an online request: the prompt of each choice, and when it is due.
-
-    Attributes:
-        num_tokens: of each choice's prompt.
-        keys: of each prompt's chunks (``token_keys``); none where it shares no KV.
-        first_token_by_s: the instant of its TTFT objective.
-    """
-
-    num_tokens: Sequence[int]
-    keys: Sequence[Sequence[int]] = ()
-    priority: int = 0
-    owner: str = ""
-    arrived_at_s: float
-    first_token_by_s: float
-
-    @property
-    def lets_pass_until_s(self) -> float:
-        return lets_pass_until_s(self.arrived_at_s, self.first_token_by_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Predicted seconds of a request beside the online requests in the server.
-
-    Attributes:
-        ttft_s: from its arrival to its first token, after all prompts that are served before it.
-        ttft_alone_s: the same without other prompts.
-        decode_s: of a step that decodes all online requests and this one.
-        decode_alone_s: of a step that decodes this request alone.
-    """
-
-    ttft_s: float
-    ttft_alone_s: float
-    decode_s: float
-    decode_alone_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +138,7 @@ class OnlineLoad:
     def prefill_tokens_per_s(self) -> float:
         """Predicted for a step of prompt tokens without other requests."""
         load = StepLoad()
-        self._put(load, self._step_tokens)
+        load.put_prompt(self._step_tokens, self._step_tokens)
         return self._step_tokens / max(self._prefill_s(load), 1e-9)
 
     @property
@@ -224,7 +186,7 @@ class OnlineLoad:
             ahead.add(load, min(1.0, num_tokens / load.num_tokens))
         return ahead
 
-    def passing_ttft_s(self, asked: AskedPrompts, *, now_s: float, default: SLO) -> float:
+    def passing(self, asked: AskedPrompts, *, now_s: float, default: SLO) -> Passing:
         """``Prediction.ttft_s`` of a request in time, without the longer prompts that it passes.
 
         The longest of its owner that can wait for all others come last, as in
@@ -243,7 +205,7 @@ class OnlineLoad:
         is_bounded = self._num_bounding or not self._num_decoding
         is_alone = all(other.owner == asked.owner for other in (*self._in_time, *self._relegated))
         if not (self._relegates and has_place and has_memory and is_bounded and is_alone):
-            return math.inf
+            return Passing(math.inf, math.inf)
         ahead = self._ahead(own, queue, is_late=False)
         seconds, passed_s = self._prefill_s(ahead), 0.0
         beside = (each for _, _, each in self._relegations if each.queue == queue)
@@ -257,7 +219,11 @@ class OnlineLoad:
         if not self._num_bounding:
             paying_s = self._correction.mean * paying_step_s(self._cost, self._step_tokens)
             step_s = prompt_step_s(default, paying_s)
-        return now_s - asked.arrived_at_s + (1.0 + _UNKNOWN_SHARE) * (seconds + min(passed_s, step_s))
+        own_s, in_step_s, certain = self._prefill_s(own), min(passed_s, step_s), 1.0 + _UNKNOWN_SHARE
+        ahead_s = seconds - own_s
+        if certain * (own_s + in_step_s) > asked.ttft_slo_s:
+            ahead_s += passed_s
+        return Passing(now_s - asked.arrived_at_s + certain * (seconds + in_step_s), ahead_s)
 
     def num_too_many(self, prompt_tokens: Sequence[int], limit_s: float) -> int:
         """The fewest open choices that must end before a step that decodes the others and this request takes
@@ -291,7 +257,7 @@ class OnlineLoad:
             self._num_open += 1
             self._num_prompt_tokens += tokens
             self.num_waiting_tokens += tokens - num_cached
-            self._put(self._in_time.setdefault(queue, StepLoad()), tokens, num_cached)
+            self._in_time.setdefault(queue, StepLoad()).put_prompt(tokens, self._step_tokens, num_cached)
             self._note_relegation(choice)
             choices.append(choice)
         return choices
@@ -301,7 +267,7 @@ class OnlineLoad:
         load = (self._relegated if choice.is_relegated else self._in_time)[choice.queue]
         self._take_from(load, choice)
         choice.num_computed = num_computed
-        self._put(load, choice.prompt_tokens, num_computed)
+        load.put_prompt(choice.prompt_tokens, self._step_tokens, num_computed)
         if not choice.is_relegated:
             self._forget_relegation(choice)
             tokens, by_s = choice.prompt_tokens, choice.asked.first_token_by_s
@@ -340,7 +306,7 @@ class OnlineLoad:
         """Of a request's prompts: what is to be computed, and the tokens of each that the cache has."""
         own, cached = StepLoad(), self._prefixes.num_cached(asked.num_tokens, asked.keys)
         for tokens, num_cached in zip(asked.num_tokens, cached, strict=True):
-            self._put(own, tokens, num_cached)
+            own.put_prompt(tokens, self._step_tokens, num_cached)
         return own, cached
 
     def _relegated_at_s(self, num_tokens: int, num_computed: int, first_token_by_s: float) -> float:
@@ -362,17 +328,12 @@ class OnlineLoad:
         for _, _, choice in self._relegations[:num_due]:
             self._take(self._in_time, choice)
             load = self._relegated.setdefault(choice.queue, StepLoad())
-            self._put(load, choice.prompt_tokens, choice.num_computed)
+            load.put_prompt(choice.prompt_tokens, self._step_tokens, choice.num_computed)
             choice.is_relegated = True
         del self._relegations[:num_due]
 
-    def _put(self, load: StepLoad, num_tokens: int, num_cached: int = 0) -> None:
-        for slice_ in _slices(num_tokens, self._step_tokens, num_cached):
-            load.put(*slice_)
-
     def _take_from(self, load: StepLoad, choice: OpenChoice) -> None:
-        for slice_ in _slices(choice.prompt_tokens, self._step_tokens, choice.num_computed):
-            load.take(*slice_)
+        load.put_prompt(choice.prompt_tokens, self._step_tokens, choice.num_computed, -1)
 
     def _take(self, loads: dict[_Queue, StepLoad], choice: OpenChoice) -> None:
         load = loads[choice.queue]
@@ -391,11 +352,3 @@ class OnlineLoad:
             context_tokens += self.num_context_tokens * num_others / self._num_open
         load = StepLoad.of_decodes(num_rows, context_tokens, self._max_num_seqs)
         return self._correction.mean * self._cost.step_time_s(load)
-
-
-def _slices(length: int, step_tokens: int, first: int) -> list[tuple[int, int, bool]]:
-    """The chunks of a prompt behind ``first``: (start, number of tokens, whether a token is sampled)."""
-    return [
-        (start, min(step_tokens, length - start), start + step_tokens >= length)
-        for start in range(first, length, step_tokens)
-    ]

@@ -12,7 +12,8 @@ from fastapi import Request
 
 from backfill.api.admission import Reservation
 from backfill.api.objective_admission import check_hopeless, check_objectives
-from backfill.api.online_load import AskedPrompts, OpenChoice
+from backfill.api.online_load import OpenChoice
+from backfill.api.predictions import AskedPrompts
 from backfill.api.state import ServerState
 from backfill.core.prefixes import token_keys
 from backfill.core.request import ServiceClass
@@ -153,11 +154,11 @@ def count_online(state: ServerState, generation: Generation, arrived_at_s: float
     )
     now_s, default = state.clock.now_s(), state.ready_preparer().engine_facts.default_slo
     predicted = load.predict(asked, now_s=now_s)
-    passing_ttft_s = partial(load.passing_ttft_s, asked, now_s=now_s, default=default)
+    passing = partial(load.passing, asked, now_s=now_s, default=default)
     if state.server_config.shed_hopeless:
-        check_hopeless(predicted, request.slo.ttft_s, passing_ttft_s)
+        check_hopeless(predicted, request.slo.ttft_s, passing)
     end_s = partial(state.admission.retry_after_s, ServiceClass.ONLINE)
-    check_objectives(generation.objectives, default, load, predicted, passing_ttft_s, prompt_tokens, end_s)
+    check_objectives(generation.objectives, default, load, predicted, passing, prompt_tokens, end_s)
     return load.add(asked, bounds_steps=request.slo.tpot_s <= default.tpot_s)
 
 

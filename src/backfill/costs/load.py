@@ -61,6 +61,12 @@ class StepLoad:
         """Undo a ``put`` of the same arguments."""
         self._add(start, num_tokens, num_sampled, -1)
 
+    def put_prompt(self, num_tokens: int, chunk_tokens: int, num_computed: int = 0, sign: int = 1) -> None:
+        """Put in the chunks of a prompt behind its computed tokens, the last with logits; -1 takes them."""
+        for start in range(num_computed, num_tokens, chunk_tokens):
+            is_last = start + chunk_tokens >= num_tokens
+            self._add(start, min(chunk_tokens, num_tokens - start), is_last, sign)
+
     def become(self, other: StepLoad, start: int, num_tokens: int, num_sampled: int) -> None:
         """Be the load of another step with one more slice."""
         self.num_tokens = other.num_tokens + num_tokens
