@@ -333,7 +333,7 @@ class OnlineLoad:
         del self._relegations[:num_due]
 
     def _take_from(self, load: StepLoad, choice: OpenChoice) -> None:
-        load.put_prompt(choice.prompt_tokens, self._step_tokens, choice.num_computed, -1)
+        load.put_prompt(choice.prompt_tokens, self._step_tokens, choice.num_computed, sign=-1)
 
     def _take(self, loads: dict[_Queue, StepLoad], choice: OpenChoice) -> None:
         load = loads[choice.queue]
