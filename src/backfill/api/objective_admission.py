@@ -105,7 +105,7 @@ def check_objectives(
         objectives: of the request, by field of ``slo``.
         default: the server's objectives. They are always offered.
         predicted: of this request beside ``load``.
-        passing: predicts it if it passes longer prompts (``OnlineLoad.passing``).
+        passing: what is predicted if it passes longer prompts (``OnlineLoad.passing``).
         prompt_tokens: of each choice's prompt.
         end_s: whole seconds until so many choices have ended, as far as is known.
     Raises: ObjectiveUnavailable.

@@ -13,7 +13,7 @@ from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
 from backfill.execution.executor import ExecutorInfo
 
-if TYPE_CHECKING:  # the server does not need the scheduler
+if TYPE_CHECKING:  # only the engine makes outputs of it
     from backfill.scheduling.committed import CommittedToken
 
 
